@@ -1,0 +1,43 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench protos chart
+
+help:  ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## Create .venv and install everything, once
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "equipoise needs Python >= 3.11; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,dev]'
+	touch $@
+
+demo: $(STAMP)  ## Watch a fleet drift out of balance and come back (3 minutes)
+	$(BIN)/equipoise demo $(ARGS)
+
+test: $(STAMP)  ## Run every test
+	$(BIN)/python -m pytest -m 'not benchmark' $(ARGS)
+
+lint: $(STAMP)  ## Style, types, borders between rooms, protos against their stubs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell --skip '*.json,*.safetensors,constraints.txt,.venv,*_pb2*' --ignore-words-list 'te,ans,nd' .
+	$(BIN)/python protos/check.py
+
+bench: $(STAMP)  ## Run the benchmarks and print their ratios
+	$(BIN)/python -m pytest -m benchmark -s $(ARGS)
+
+protos: $(STAMP)  ## Regenerate the committed stubs from the .proto files
+	$(BIN)/python protos/generate.py
+
+chart:  ## Render the Helm chart (none yet: it comes with the deployment work)
+	@if [ -f helm/equipoise/Chart.yaml ]; then helm lint helm/equipoise; else echo "there is no chart yet"; exit 1; fi

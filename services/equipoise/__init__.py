@@ -1,0 +1,1 @@
+"""Equipoise: the control plane that keeps Mixture-of-Experts fleets balanced."""

@@ -1,0 +1,154 @@
+"""`Layout`: which logical expert each physical slot holds. An invalid one cannot exist."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.errors import InvalidLayoutError
+
+ExpertTable = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """A pool's placement of experts.
+
+    `expert_of_slot` is int32 [layers, slots]: the logical expert that each physical slot holds.
+    It is made read-only. Slots divide evenly over `num_ranks`; rank r owns the columns
+    [r * slots_per_rank, (r + 1) * slots_per_rank). `generation` numbers the layouts of a pool from
+    1; it grows and is never reused.
+
+    Raises:
+        InvalidLayoutError: an expert is missing or out of range in a layer, a rank holds an expert
+            twice although it need not, or slots do not divide over ranks.
+    """
+
+    generation: int
+    num_experts: int
+    num_ranks: int
+    expert_of_slot: ExpertTable
+
+    def __post_init__(self) -> None:
+        table = np.ascontiguousarray(self.expert_of_slot, dtype=np.int32)
+        if table is self.expert_of_slot or table.base is not None:
+            table = table.copy()
+        table.flags.writeable = False
+        object.__setattr__(self, "expert_of_slot", table)
+        _check(self)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.expert_of_slot.shape[0])
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.expert_of_slot.shape[1])
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_slots // self.num_ranks
+
+    def replica_counts(self) -> npt.NDArray[np.int32]:
+        """Replicas of each logical expert, int32 [layers, experts]; all at least 1."""
+        return count_replicas(self.expert_of_slot, num_experts=self.num_experts)
+
+    def slots_of_expert(self, *, layer: int, expert: int) -> tuple[int, ...]:
+        """Physical slots of one layer that hold an expert, ascending."""
+        return tuple(int(slot) for slot in np.flatnonzero(self.expert_of_slot[layer] == expert))
+
+    def ranks_of_expert(self, *, layer: int, expert: int) -> tuple[int, ...]:
+        """Ranks that hold an expert in a layer, ascending."""
+        slots = self.slots_of_expert(layer=layer, expert=expert)
+        return tuple(dict.fromkeys(slot // self.slots_per_rank for slot in slots))
+
+    def same_placement(self, other: "Layout") -> bool:
+        """Whether both hold the same experts in the same slots, whatever their generations."""
+        return self.num_ranks == other.num_ranks and np.array_equal(
+            self.expert_of_slot, other.expert_of_slot
+        )
+
+    def with_placement(self, expert_of_slot: ExpertTable, *, generation: int) -> "Layout":
+        """A layout of the same pool with another table and number."""
+        return Layout(
+            generation=generation,
+            num_experts=self.num_experts,
+            num_ranks=self.num_ranks,
+            expert_of_slot=expert_of_slot,
+        )
+
+
+def count_replicas(expert_of_slot: ExpertTable, *, num_experts: int) -> npt.NDArray[np.int32]:
+    """Slots per logical expert, int32 [layers, experts], of a table with valid ids."""
+    num_layers = expert_of_slot.shape[0]
+    offsets = np.arange(num_layers, dtype=np.int64)[:, None] * num_experts
+    counts = np.bincount((expert_of_slot + offsets).ravel(), minlength=num_layers * num_experts)
+    return counts.reshape(num_layers, num_experts).astype(np.int32)
+
+
+def contiguous_layout(
+    *, num_layers: int, num_experts: int, num_ranks: int, slots_per_rank: int, generation: int = 1
+) -> Layout:
+    """The layout a pool starts with when nothing is known of its load.
+
+    Experts lie in order over the ranks and redundant slots repeat experts from the start, dealt so
+    that no rank holds an expert twice while another could.
+
+    Raises:
+        InvalidLayoutError: there are fewer slots than experts.
+    """
+    num_slots = num_ranks * slots_per_rank
+    if num_slots < num_experts:
+        raise InvalidLayoutError(
+            f"{num_ranks} ranks x {slots_per_rank} slots = {num_slots} slots cannot hold "
+            f"{num_experts} experts: give each rank at least {-(-num_experts // num_ranks)} slots"
+        )
+    # Column-major dealing would scatter neighbours; a wrapped sequence cut into ranks keeps them
+    # together, and repeats an expert within a rank only if a rank has more slots than experts.
+    row = np.arange(num_slots, dtype=np.int32) % num_experts
+    return Layout(
+        generation=generation,
+        num_experts=num_experts,
+        num_ranks=num_ranks,
+        expert_of_slot=np.tile(row, (num_layers, 1)),
+    )
+
+
+def _check(layout: Layout) -> None:
+    table = layout.expert_of_slot
+    if table.ndim != 2 or table.shape[0] < 1:
+        raise InvalidLayoutError(f"a layout is [layers, slots], not of shape {table.shape}")
+    if layout.generation < 1:
+        raise InvalidLayoutError(f"generations count from 1, not {layout.generation}")
+    if layout.num_ranks < 1 or table.shape[1] % layout.num_ranks:
+        raise InvalidLayoutError(
+            f"{table.shape[1]} slots do not divide over {layout.num_ranks} ranks"
+        )
+    outside = (table < 0) | (table >= layout.num_experts)
+    if outside.any():
+        layer, slot = (int(index) for index in np.argwhere(outside)[0])
+        raise InvalidLayoutError(
+            f"layer {layer}, slot {slot} holds expert {int(table[layer, slot])}, "
+            f"but experts are 0 to {layout.num_experts - 1}"
+        )
+    missing = count_replicas(table, num_experts=layout.num_experts) == 0
+    if missing.any():
+        layer, expert = (int(index) for index in np.argwhere(missing)[0])
+        raise InvalidLayoutError(f"layer {layer} has no slot for expert {expert}")
+    _check_no_needless_twins(layout)
+
+
+def _check_no_needless_twins(layout: Layout) -> None:
+    """An expert twice on a rank is waste unless the rank has more slots than there are experts."""
+    per_rank = layout.expert_of_slot.reshape(layout.num_layers, layout.num_ranks, -1)
+    allowed = -(-layout.slots_per_rank // layout.num_experts)
+    if allowed >= layout.slots_per_rank:
+        return
+    ordered = np.sort(per_rank, axis=2)
+    twins = ordered[:, :, allowed:] == ordered[:, :, : layout.slots_per_rank - allowed]
+    if twins.any():
+        layer, rank, position = (int(index) for index in np.argwhere(twins)[0])
+        raise InvalidLayoutError(
+            f"layer {layer}: rank {rank} holds expert {int(ordered[layer, rank, position])} "
+            f"more than {allowed} time(s); a second copy on one rank carries no extra load"
+        )
