@@ -1,0 +1,66 @@
+"""The house itself: what a stranger's two commands and the control plane's image rely on."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+_IMPORT_WITHOUT_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "triton", "safetensors"}:
+            raise ModuleNotFoundError(f"{name} is not in the control plane's image", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import pkgutil, importlib
+import equipoise.planning, equipoise.wire, equipoise.balancer, equipoise.cli.main, equipoise.cli.status
+for room in (equipoise.planning, equipoise.wire, equipoise.balancer):
+    for module in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_control_plane_imports_without_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT_WITHOUT_TORCH], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_ci_runs_the_test_command_that_the_readme_names_and_then_lint():
+    commands = [
+        line
+        for line in (ROOT / ".ci" / "run").read_text().splitlines()
+        if line.startswith("make ")
+    ]
+    assert commands == ["make test", "make lint"]
+    assert "make test" in (ROOT / "README.md").read_text()
+
+
+def test_every_make_target_explains_itself():
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE).group(1).split()
+    explained = re.findall(r"^([a-z]+):.*##", makefile, re.MULTILINE)
+    assert sorted(phony) == sorted(explained)
+
+
+def test_torch_is_pinned_exactly_where_it_is_named():
+    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
+    assert '"torch==2.13.0"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_links_in_the_documents_lead_somewhere():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert not broken
