@@ -1,0 +1,95 @@
+"""`WorkerSettings`: everything a person may choose about one worker. Imports no torch."""
+
+import importlib.util
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class InvalidSettingsError(ValueError):
+    """A setting outside its range; the message names the setting, the value and the range."""
+
+
+def packaged_checkpoint() -> Path:
+    """Folder of the tiny checkpoint that comes with `equipoise_model` (not imported here).
+
+    Raises:
+        InvalidSettingsError: the model package is not installed.
+    """
+    spec = importlib.util.find_spec("equipoise_model")
+    if spec is None or not spec.submodule_search_locations:
+        raise InvalidSettingsError(
+            "equipoise_model is not installed: install the worker with "
+            "pip install 'equipoise[worker]' or name a checkpoint"
+        )
+    return Path(spec.submodule_search_locations[0]) / "checkpoints" / "tiny"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """One worker: who it is, what it serves, and how much of it.
+
+    `listen` port 0 takes a free port; the real one is announced as `advertise_host`:port.
+    `max_requests` rows of the latent cache hold requests that are being generated, up to
+    `max_queued_requests` more wait for a row; a step runs at most `max_step_tokens` tokens, one
+    for each generated request first, then chunks of prompts. `step_timeout_s` bounds every
+    collective of a step. `batch_invariant` makes tokens bitwise independent of batch and layout.
+
+    Raises:
+        InvalidSettingsError: a value is outside its range.
+    """
+
+    balancer: str = "127.0.0.1:7070"
+    pool: str = "default"
+    worker: str = "worker-0"
+    node: str = field(default_factory=socket.gethostname)
+    listen: str = "127.0.0.1:0"
+    advertise_host: str = "127.0.0.1"
+    checkpoint: Path = field(default_factory=packaged_checkpoint)
+    num_ranks: int = 1
+    slots_per_rank: int = 32
+    max_requests: int = 16
+    max_queued_requests: int = 64
+    context_length: int = 256
+    max_step_tokens: int = 64
+    batch_invariant: bool = True
+    step_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("balancer", "pool", "worker", "node", "listen", "advertise_host"):
+            if not getattr(self, name):
+                raise InvalidSettingsError(f"{name} must not be empty")
+        for name in ("balancer", "listen"):
+            _check_address(name, getattr(self, name))
+        for name in (
+            "num_ranks",
+            "slots_per_rank",
+            "max_requests",
+            "max_step_tokens",
+        ):
+            if getattr(self, name) < 1:
+                raise InvalidSettingsError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_queued_requests < 0:
+            raise InvalidSettingsError(
+                f"max_queued_requests must be at least 0, not {self.max_queued_requests}"
+            )
+        if self.context_length < 2:
+            raise InvalidSettingsError(
+                f"context_length must be at least 2 (a prompt token and a generated one), "
+                f"not {self.context_length}"
+            )
+        if self.max_step_tokens < self.max_requests:
+            raise InvalidSettingsError(
+                f"max_step_tokens ({self.max_step_tokens}) must be at least max_requests "
+                f"({self.max_requests}), because every generated request runs a token per step"
+            )
+        if not 0 < self.step_timeout_s <= 3600:
+            raise InvalidSettingsError(
+                f"step_timeout_s must be above 0 and at most 3600, not {self.step_timeout_s}"
+            )
+
+
+def _check_address(name: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise InvalidSettingsError(f"{name} must be host:port, not {address!r}")
