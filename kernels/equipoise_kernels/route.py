@@ -1,0 +1,51 @@
+"""Routing: which logical experts a token goes to, and with what weights.
+
+Owns the rule of DeepSeek-V3 (arXiv 2412.19437, sections 2.1.2 and 4.5): sigmoid affinities, a bias
+that only chooses, a limit on groups. Knows nothing of replicas, slots or ranks.
+"""
+
+from torch import Tensor
+
+
+def route(
+    scores_TE: Tensor,
+    bias_E: Tensor,
+    *,
+    num_groups: int,
+    top_groups: int,
+    top_k: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Choose `top_k` experts for each row and weigh them.
+
+    Args:
+        scores_TE: float32 affinities in (0, 1), sigmoids of the router's logits. T may be 0.
+        bias_E: float32, added for the choice and left out of the weights; may be negative.
+        num_groups: groups of consecutive experts, each of at least 2 (or one group of all).
+        top_groups: groups a row may use: those with the largest sum of their best two.
+        top_k: experts per row; at most the experts in `top_groups` groups.
+        normalize: whether weights are divided by their sum.
+        scale: factor of the weights.
+
+    Returns:
+        Expert ids, int64 [T, K], and weights, float32 [T, K] with gradient to `scores_TE`, both by
+        falling biased score.
+    """
+    choice_TE = scores_TE.detach() + bias_E
+    if top_groups < num_groups:
+        choice_TE = _only_best_groups(choice_TE, num_groups=num_groups, top_groups=top_groups)
+    ids_TK = choice_TE.topk(top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if normalize:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return ids_TK, weights_TK * scale
+
+
+def _only_best_groups(choice_TE: Tensor, *, num_groups: int, top_groups: int) -> Tensor:
+    grouped_TGM = choice_TE.unflatten(1, (num_groups, -1))
+    group_scores_TG = grouped_TGM.topk(2, dim=-1).values.sum(dim=-1)
+    best_Tg = group_scores_TG.topk(top_groups, dim=-1).indices
+    outside_TG = group_scores_TG.new_ones(group_scores_TG.shape).scatter(1, best_Tg, 0.0).bool()
+    # Minus infinity, not 0: biased scores may be negative.
+    return grouped_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(1)

@@ -1,0 +1,89 @@
+"""`Attention`: multi-head latent attention (arXiv 2405.04434, section 2.1).
+
+Two forms of one function. `forward_expanded` rebuilds every head's keys and values: training, whole
+sequences, autograd. The cached form comes with serving.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equipoise_model.config import ModelConfig
+from equipoise_model.layers import Linear, RMSNorm
+from equipoise_model.rope import rotate
+
+
+class Attention(nn.Module):
+    """One layer's attention; submodules carry Hugging Face's names."""
+
+    def __init__(self, config: ModelConfig, *, row_block: int | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.row_block = row_block
+        dim, heads = config.hidden_size, config.num_attention_heads
+        eps, rank = config.rms_norm_eps, config.kv_lora_rank
+        query_dim = heads * config.qk_head_dim
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(dim, query_dim, row_block=row_block)
+        else:
+            self.q_a_proj = Linear(dim, config.q_lora_rank, row_block=row_block)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=eps, row_block=row_block)
+            self.q_b_proj = Linear(config.q_lora_rank, query_dim, row_block=row_block)
+        self.kv_a_proj_with_mqa = Linear(dim, config.latent_dim, row_block=row_block)
+        self.kv_a_layernorm = RMSNorm(rank, eps=eps, row_block=row_block)
+        kv_dim = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        self.kv_b_proj = Linear(rank, kv_dim, row_block=row_block)
+        self.o_proj = Linear(heads * config.v_head_dim, dim, row_block=row_block)
+
+    def forward_expanded(self, x_BTD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+        """Causal attention over whole sequences, [B, T, D] to [B, T, D], differentiable."""
+        batch, length, _ = x_BTD.shape
+        x_ND = x_BTD.flatten(0, 1)
+        cos_NF, sin_NF = cos_TF.repeat(batch, 1), sin_TF.repeat(batch, 1)
+        query_NHq = self._queries(x_ND, cos_NF, sin_NF)
+        latent_NC = self._latents(x_ND, cos_NF, sin_NF)
+        key_NHq, value_NHv = self._expand(latent_NC)
+        mixed_BHTv = F.scaled_dot_product_attention(
+            *(
+                tensor.unflatten(0, (batch, length)).transpose(1, 2)
+                for tensor in (query_NHq, key_NHq, value_NHv)
+            ),
+            is_causal=True,
+            scale=self.config.softmax_scale,
+        )
+        y_ND: Tensor = self.o_proj(mixed_BHTv.transpose(1, 2).flatten(2).flatten(0, 1))
+        return y_ND.unflatten(0, (batch, length))
+
+    def _queries(self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+        """Queries [T, H, nope + rope], the last part rotated."""
+        if self.config.q_lora_rank is None:
+            flat: Tensor = self.q_proj(x_TD)
+        else:
+            flat = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+        query_THq = flat.unflatten(1, (self.config.num_attention_heads, -1))
+        plain, rotary = query_THq.split(
+            [self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1
+        )
+        rotated = rotate(rotary, cos_TF.unsqueeze(1), sin_TF.unsqueeze(1))
+        return torch.cat([plain, rotated], dim=-1)
+
+    def _latents(self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+        """What is cached of a token: normed compressed key-value and rotated key, [T, C]."""
+        flat: Tensor = self.kv_a_proj_with_mqa(x_TD)
+        compressed, rotary = flat.split(
+            [self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1
+        )
+        # Contiguous, because a norm of strided rows may be computed by other code.
+        normed: Tensor = self.kv_a_layernorm(compressed.contiguous())
+        return torch.cat([normed, rotate(rotary, cos_TF, sin_TF)], dim=-1)
+
+    def _expand(self, latent_NC: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [N, H, nope + rope] and values [N, H, v] of latents."""
+        config = self.config
+        compressed, rotary = latent_NC.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        flat: Tensor = self.kv_b_proj(compressed.contiguous())
+        plain, value_NHv = flat.unflatten(1, (config.num_attention_heads, -1)).split(
+            [config.qk_nope_head_dim, config.v_head_dim], dim=-1
+        )
+        shared = rotary.unsqueeze(1).expand(-1, config.num_attention_heads, -1)
+        return torch.cat([plain, shared], dim=-1), value_NHv

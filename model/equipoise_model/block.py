@@ -1,0 +1,51 @@
+"""`Block`: one layer, attention then feed-forward, each behind a norm and beside a residual."""
+
+from torch import Tensor, nn
+
+from equipoise_model.attention import Attention
+from equipoise_model.config import ModelConfig
+from equipoise_model.dispatch import ExpertStep
+from equipoise_model.layers import RMSNorm, SwiGLU
+from equipoise_model.moe import MoE
+
+
+class Block(nn.Module):
+    """A dense layer, or a sparse one with `num_slots` physical slots on this rank."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sparse: bool,
+        num_slots: int | None = None,
+        row_block: int | None = None,
+    ) -> None:
+        super().__init__()
+        dim, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(dim, eps=eps, row_block=row_block)
+        self.self_attn = Attention(config, row_block=row_block)
+        self.post_attention_layernorm = RMSNorm(dim, eps=eps, row_block=row_block)
+        self.mlp: MoE | SwiGLU = (
+            MoE(config, num_slots=num_slots or config.n_routed_experts)
+            if sparse
+            else SwiGLU(dim, config.intermediate_size, row_block=row_block)
+        )
+
+    def forward_expanded(
+        self, x_BTD: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, step: ExpertStep
+    ) -> Tensor:
+        """Whole sequences, differentiable."""
+        x_ND = x_BTD.flatten(0, 1)
+        normed: Tensor = self.input_layernorm(x_ND)
+        attended_BTD = self.self_attn.forward_expanded(normed.view_as(x_BTD), cos_TF, sin_TF)
+        x_ND = x_ND + attended_BTD.flatten(0, 1)
+        x_ND = x_ND + self.feed_forward(x_ND, step=step)
+        return x_ND.view_as(x_BTD)
+
+    def feed_forward(self, x_TD: Tensor, *, step: ExpertStep) -> Tensor:
+        """The second half without its residual, on rows [T, D]."""
+        normed_TD: Tensor = self.post_attention_layernorm(x_TD)
+        y_TD: Tensor = (
+            self.mlp(normed_TD, step) if isinstance(self.mlp, MoE) else self.mlp(normed_TD)
+        )
+        return y_TD

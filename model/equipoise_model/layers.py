@@ -1,0 +1,53 @@
+"""The small parts of a block: linear map, RMSNorm and the SwiGLU feed-forward network.
+
+Parameters carry Hugging Face's names, so that a checkpoint's names are module paths. The arithmetic
+is `equipoise_kernels`'; `row_block` chooses between its fast and its batch-invariant form.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equipoise_kernels.linear import linear
+from equipoise_kernels.rms_norm import rms_norm
+
+
+class Linear(nn.Module):
+    """y = x W^T without bias, on rows [T, in]; `weight` is [out, in]."""
+
+    def __init__(self, in_dim: int, out_dim: int, *, row_block: int | None = None) -> None:
+        super().__init__()
+        self.row_block = row_block
+        self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return linear(x_TD, self.weight, row_block=self.row_block)
+
+
+class RMSNorm(nn.Module):
+    """Rows [T, dim] divided by their root mean square, times `weight` [dim]."""
+
+    def __init__(self, dim: int, *, eps: float, row_block: int | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.row_block = row_block
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return rms_norm(x_TD, self.weight, self.eps, row_block=self.row_block)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) on rows [T, dim]: dense layers and shared experts."""
+
+    def __init__(self, dim: int, hidden_dim: int, *, row_block: int | None = None) -> None:
+        super().__init__()
+        self.gate_proj = Linear(dim, hidden_dim, row_block=row_block)
+        self.up_proj = Linear(dim, hidden_dim, row_block=row_block)
+        self.down_proj = Linear(hidden_dim, dim, row_block=row_block)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_TI: Tensor = self.gate_proj(x_TD)
+        hidden_TI = F.silu(gate_TI) * self.up_proj(x_TD)
+        y_TD: Tensor = self.down_proj(hidden_TI)
+        return y_TD

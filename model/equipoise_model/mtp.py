@@ -1,0 +1,62 @@
+"""`MultiTokenPrediction`: one module that predicts a token further (arXiv 2412.19437, section 2.2).
+
+The embedding and the output head are the main model's; the module owns its norms, its projection
+and its block. The checkpoint keeps it as one more layer after the main model's.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from equipoise_model.block import Block
+from equipoise_model.config import ModelConfig
+from equipoise_model.dispatch import ExpertStep
+from equipoise_model.layers import Linear, RMSNorm
+
+
+class SharedHead(nn.Module):
+    """The norm before the output head that is shared with the main model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class MultiTokenPrediction(Block):
+    """Depth k of the chain: from hidden states and the next token's embedding to hidden states."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, sparse=True)
+        dim, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = RMSNorm(dim, eps=eps)
+        self.hnorm = RMSNorm(dim, eps=eps)
+        self.eh_proj = Linear(2 * dim, dim)
+        self.shared_head = SharedHead(config)
+
+    def forward_mtp(
+        self,
+        hidden_BTD: Tensor,
+        *,
+        next_embedding_BTD: Tensor,
+        cos_TF: Tensor,
+        sin_TF: Tensor,
+        step: ExpertStep,
+    ) -> Tensor:
+        """Hidden states [B, T, D] that the output head turns into logits of the token after next.
+
+        `hidden_BTD` are those of the depth before, after its final norm (the published weights
+        want it so; the report leaves it open). Row t of `next_embedding_BTD` embeds token t + 1.
+        """
+        # The order of the checkpoint's eh_proj, the reverse of the report's equation 21.
+        joined = torch.cat(
+            [
+                self.enorm(next_embedding_BTD.flatten(0, 1)),
+                self.hnorm(hidden_BTD.flatten(0, 1)),
+            ],
+            dim=-1,
+        )
+        projected: Tensor = self.eh_proj(joined)
+        y_BTD = self.forward_expanded(
+            projected.unflatten(0, hidden_BTD.shape[:2]), cos_TF, sin_TF, step=step
+        )
+        normed: Tensor = self.shared_head.norm(y_BTD.flatten(0, 1))
+        return normed.unflatten(0, hidden_BTD.shape[:2])

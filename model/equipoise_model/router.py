@@ -1,0 +1,55 @@
+"""`Router`: a token's affinities to the logical experts, and the experts it goes to.
+
+Knows nothing of replicas, slots or ranks: those are `placement` and `dispatch`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from equipoise_kernels.linear import linear
+from equipoise_kernels.route import route
+from equipoise_model.config import ModelConfig
+
+
+class Routing(NamedTuple):
+    """Where T rows go: `expert_ids_TK` int64 (logical), `weights_TK` and `scores_TE` float32.
+
+    Scores are the sigmoids before the bias; training's balance loss needs them.
+    """
+
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    scores_TE: Tensor
+
+
+class Router(nn.Module):
+    """Float32 sigmoid gate with a correction bias for the choice; Hugging Face calls it `gate`.
+
+    `weight` is [E, D]. `e_score_correction_bias` is a float32 buffer [E] in every compute dtype:
+    training moves it by a sign rule, not by gradients.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, config: ModelConfig, *, row_block: int | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.row_block = row_block
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
+
+    def forward(self, x_TD: Tensor) -> Routing:
+        logits_TE = linear(x_TD.float(), self.weight.float(), row_block=self.row_block)
+        scores_TE = logits_TE.sigmoid()
+        ids_TK, weights_TK = route(
+            scores_TE,
+            self.e_score_correction_bias.float(),
+            num_groups=self.config.n_group,
+            top_groups=self.config.topk_group,
+            top_k=self.config.num_experts_per_tok,
+            normalize=self.config.norm_topk_prob,
+            scale=self.config.routed_scaling_factor,
+        )
+        return Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK, scores_TE=scores_TE)

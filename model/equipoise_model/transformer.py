@@ -1,0 +1,161 @@
+"""`Transformer`: the whole model, its form for training and its form for serving."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from equipoise_model.block import Block
+from equipoise_model.config import ModelConfig
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.layers import Linear, RMSNorm
+from equipoise_model.moe import MoE
+from equipoise_model.mtp import MultiTokenPrediction
+from equipoise_model.rope import Rope
+from equipoise_model.router import Router, Routing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOutput:
+    """What whole sequences [B, T] give.
+
+    `hidden_BTD` is behind the final norm. `mtp_logits[k]` is [B, T - k - 1, V]: its row t predicts
+    token t + k + 2. `routings` has one entry per MoE layer, `mtp_routings` one per MTP module;
+    their rows are the sequences' tokens flattened, sequence by sequence.
+    """
+
+    logits_BTV: Tensor
+    hidden_BTD: Tensor
+    routings: tuple[Routing, ...]
+    mtp_logits: tuple[Tensor, ...]
+    mtp_routings: tuple[Routing, ...]
+
+
+class Transformer(nn.Module):
+    """A DeepSeek-V3-style decoder with `num_slots` physical slots of every MoE layer on this rank.
+
+    Args:
+        config: sizes.
+        num_slots: physical slots per MoE layer; all logical experts, one each, unless given.
+        row_block: None for speed; a number of rows (16) for the batch-invariant form, in which a
+            token's result does not depend on what it is batched with, to the last bit.
+        mtp: whether to build the multi-token-prediction modules; training does, serving does not.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_slots: int | None = None,
+        row_block: int | None = None,
+        mtp: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.row_block = row_block
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Block(
+                config,
+                sparse=layer >= config.first_k_dense_replace,
+                num_slots=num_slots,
+                row_block=row_block,
+            )
+            for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, row_block=row_block)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, row_block=row_block)
+        self.rope = Rope(config)
+        self.mtp_layers = nn.ModuleList(
+            MultiTokenPrediction(config)
+            for _ in range(config.num_nextn_predict_layers if mtp else 0)
+        )
+        self._initialize()
+
+    @property
+    def moe_layers(self) -> list[MoE]:
+        """The MoE parts in order; their index is the `layer` of layouts and counters."""
+        return [block.mlp for block in self._blocks() if isinstance(block.mlp, MoE)]
+
+    def forward_train(self, tokens_BT: Tensor) -> TrainOutput:
+        """Whole sequences of int64 tokens, every expert local, differentiable."""
+        batch, length = tokens_BT.shape
+        experts = ExpertParallel.local(self.config)
+        cos_TF, sin_TF = self.rope.at(torch.arange(length, device=tokens_BT.device))
+        with _recorded(self.moe_layers) as routings:
+            step = experts.begin_step(num_tokens=batch * length)
+            x_BTD: Tensor = self.embed_tokens(tokens_BT)
+            for block in self._blocks():
+                x_BTD = block.forward_expanded(x_BTD, cos_TF, sin_TF, step=step)
+        hidden_BTD = self._per_row(self.norm, x_BTD)
+        mtp_logits, mtp_routings = self._train_mtp(tokens_BT, hidden_BTD)
+        return TrainOutput(
+            logits_BTV=self._per_row(self.lm_head, hidden_BTD),
+            hidden_BTD=hidden_BTD,
+            routings=tuple(routings),
+            mtp_logits=mtp_logits,
+            mtp_routings=mtp_routings,
+        )
+
+    def _train_mtp(
+        self, tokens_BT: Tensor, hidden_BTD: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Routing, ...]]:
+        """Logits and routings of the chain of MTP modules, each one token shorter."""
+        logits: list[Tensor] = []
+        with _recorded([module.mlp for module in self._mtp_modules()]) as routings:
+            for depth, module in enumerate(self._mtp_modules(), start=1):
+                next_BT = tokens_BT[:, depth:]
+                batch, length = next_BT.shape
+                cos_TF, sin_TF = self.rope.at(torch.arange(length, device=tokens_BT.device))
+                # Every MTP module is the first MoE layer of a step of its own.
+                step = ExpertParallel.local(self.config).begin_step(num_tokens=batch * length)
+                hidden_BTD = module.forward_mtp(
+                    hidden_BTD[:, :length],
+                    next_embedding_BTD=self.embed_tokens(next_BT),
+                    cos_TF=cos_TF,
+                    sin_TF=sin_TF,
+                    step=step,
+                )
+                logits.append(self._per_row(self.lm_head, hidden_BTD))
+        return tuple(logits), tuple(routings)
+
+    def _blocks(self) -> Iterator[Block]:
+        for block in self.layers:
+            assert isinstance(block, Block)
+            yield block
+
+    def _mtp_modules(self) -> Iterator[MultiTokenPrediction]:
+        for module in self.mtp_layers:
+            assert isinstance(module, MultiTokenPrediction)
+            yield module
+
+    @staticmethod
+    def _per_row(module: nn.Module, x_BTD: Tensor) -> Tensor:
+        rows: Tensor = module(x_BTD.flatten(0, 1))
+        return rows.unflatten(0, x_BTD.shape[:2])
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        """Normal weights, by torch's global generator; norms stay one."""
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=self.config.initializer_range)
+
+
+@contextmanager
+def _recorded(layers: list[nn.Module]) -> Iterator[list[Routing]]:
+    """Collect what the layers' routers decide meanwhile, in the order they run."""
+    routings: list[Routing] = []
+
+    def keep(_module: nn.Module, _inputs: object, routing: Routing) -> None:
+        routings.append(routing)
+
+    routers = [m for layer in layers for m in layer.modules() if isinstance(m, Router)]
+    handles = [router.register_forward_hook(keep) for router in routers]
+    try:
+        yield routings
+    finally:
+        for handle in handles:
+            handle.remove()
