@@ -1,0 +1,187 @@
+"""The three domains of text, split into a part to train on and a part held out.
+
+Owns where text comes from: `code` is the standard library's source without its docstrings,
+`english` is those docstrings and the language reference (`pydoc_data.topics`), `arithmetic` is
+generated. A file, a topic or a problem belongs to one split for ever, by its hash, so that held-out
+text is never seen in training. Text differs between Python versions; within one it depends on
+nothing but the seed. Must not import torch: the demo takes its prompts here.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Domain = Literal["code", "english", "arithmetic"]
+Split = Literal["train", "heldout"]
+Text = npt.NDArray[np.uint8]
+
+DOMAINS: tuple[Domain, ...] = ("code", "english", "arithmetic")
+
+_HELDOUT_SHARE = 10  # one part in ten is held out
+_ARITHMETIC_BYTES: dict[Split, int] = {"train": 1_000_000, "heldout": 100_000}
+_SKIPPED_FOLDERS = frozenset(
+    # Installed packages, tests, and files that are tables or topics rather than source.
+    {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3"}
+)
+_SHORTEST_DOCSTRING = 200  # bytes; one-liners read like code comments
+
+
+class CorpusError(RuntimeError):
+    """This Python installation carries too little text; the message names what is missing."""
+
+
+@functools.cache
+def text(domain: Domain, split: Split) -> Text:
+    """All text of a domain's split as one read-only uint8 array, one byte a token.
+
+    Files that are missing or cannot be read or parsed are left out.
+
+    Raises:
+        CorpusError: nothing is left.
+    """
+    documents = {"code": _code, "english": _english, "arithmetic": _arithmetic}[domain](split)
+    joined = np.frombuffer("\n".join(documents).encode(), dtype=np.uint8)
+    if joined.size < 4096:
+        raise CorpusError(
+            f"found {joined.size} bytes of {split} text for {domain!r} in "
+            f"{sysconfig.get_path('stdlib')}: install Python with its standard-library source"
+        )
+    return joined
+
+
+def heldout_prompts(
+    domain: Domain, *, num_prompts: int, seed: int, min_bytes: int = 48, max_bytes: int = 96
+) -> list[bytes]:
+    """Distinct prompts that start at a line of held-out text, the same for the same seed.
+
+    Lengths are uniform in [min_bytes, max_bytes]; each byte is one token.
+
+    Raises:
+        CorpusError: there are fewer different prompts than asked for.
+    """
+    assert 1 <= min_bytes <= max_bytes
+    source = text(domain, "heldout").tobytes()
+    rng = np.random.default_rng([seed, DOMAINS.index(domain)])
+    line_starts = np.flatnonzero(np.frombuffer(source, dtype=np.uint8) == ord("\n")) + 1
+    prompts: dict[bytes, None] = {}
+    for start in rng.permutation(line_starts):
+        if len(prompts) == num_prompts:
+            break
+        prompt = source[start : start + int(rng.integers(min_bytes, max_bytes + 1))]
+        if len(prompt) >= min_bytes and not prompt[:1].isspace() and prompt.isascii():
+            prompts[prompt] = None
+    if len(prompts) < num_prompts:
+        raise CorpusError(
+            f"held-out text for {domain!r} has {len(prompts)} different prompts, not {num_prompts}"
+        )
+    return list(prompts)
+
+
+def sample_batch(
+    rng: np.random.Generator, *, num_sequences: int, num_tokens: int, split: Split = "train"
+) -> npt.NDArray[np.int64]:
+    """Random windows of text, int64 [num_sequences, num_tokens]; domains take turns by row.
+
+    A sequence is of one domain, as a request is.
+    """
+    return np.stack(
+        [
+            sample_window(rng, DOMAINS[row % len(DOMAINS)], num_tokens=num_tokens, split=split)
+            for row in range(num_sequences)
+        ]
+    )
+
+
+def sample_window(
+    rng: np.random.Generator, domain: Domain, *, num_tokens: int, split: Split
+) -> npt.NDArray[np.int64]:
+    """One random window of a domain's text, int64 [num_tokens]."""
+    source = text(domain, split)
+    start = int(rng.integers(source.size - num_tokens + 1))
+    return source[start : start + num_tokens].astype(np.int64)
+
+
+def split_of(name: str) -> Split:
+    """The split that a file, topic or problem belongs to, by its name's hash."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return "heldout" if int.from_bytes(digest, "little") % _HELDOUT_SHARE == 0 else "train"
+
+
+def _code(split: Split) -> Iterator[str]:
+    for code, _ in _library(split):
+        yield code
+
+
+def _english(split: Split) -> Iterator[str]:
+    for name, topic in sorted(_topics().items()):
+        if split_of(f"topic {name}") == split:
+            yield topic
+    for _, docstrings in _library(split):
+        for docstring in docstrings:
+            prose = inspect.cleandoc(docstring)
+            # Examples in docstrings are code, and code has its own domain.
+            if len(prose) >= _SHORTEST_DOCSTRING and ">>>" not in prose:
+                yield prose + "\n"
+
+
+def _arithmetic(split: Split) -> Iterator[str]:
+    """Problems with their answers, a line each: `417 + 58 = 475`."""
+    rng = np.random.default_rng(0)
+    num_bytes = 0
+    while num_bytes < _ARITHMETIC_BYTES[split]:
+        left, right = (int(number) for number in rng.integers(0, 1000, size=2))
+        sign = "+-*"[int(rng.integers(3))]
+        problem = f"{left} {sign} {right}"
+        if split_of(problem) != split:
+            continue
+        answer = {"+": left + right, "-": left - right, "*": left * right}[sign]
+        line = f"{problem} = {answer}"
+        num_bytes += len(line) + 1
+        yield line
+
+
+@functools.lru_cache(maxsize=2)
+def _library(split: Split) -> tuple[tuple[str, list[str]], ...]:
+    """Each standard-library file as its code and its docstrings, in the order of their paths."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if _SKIPPED_FOLDERS.intersection(name.parts) or split_of(name.as_posix()) != split:
+            continue
+        try:
+            files.append(_without_docstrings(path.read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+            continue
+    return tuple(files)
+
+
+def _without_docstrings(source: str) -> tuple[str, list[str]]:
+    lines: list[str | None] = list(source.split("\n"))
+    docstrings = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        docstring = ast.get_docstring(node, clean=False)
+        if docstring is not None:
+            docstrings.append(docstring)
+            first, last = node.body[0].lineno, node.body[0].end_lineno
+            lines[first - 1 : last] = [None] * (1 + (last or first) - first)
+    return "\n".join(line for line in lines if line is not None), docstrings
+
+
+def _topics() -> dict[str, str]:
+    try:
+        module = importlib.import_module("pydoc_data.topics")
+    except ImportError:
+        return {}
+    return dict(module.topics)

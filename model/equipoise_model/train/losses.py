@@ -1,0 +1,49 @@
+"""The three losses of DeepSeek-V3's pre-training (arXiv 2412.19437): next token, balance, MTP.
+
+Each is a plain function of what the forward pass gives, so that its closed form can be tested.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from equipoise_model.router import Routing
+
+
+def next_token_loss(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of each token given those before it."""
+    return _shifted_cross_entropy(logits_BTV, tokens_BT, offset=1)
+
+
+def mtp_loss(logits_BTV: Tensor, tokens_BT: Tensor, *, depth: int = 1) -> Tensor:
+    """Mean cross-entropy of the multi-token-prediction module `depth` (equation 24).
+
+    Position t of its logits predicts token t + depth + 1. Positions whose target lies beyond the
+    sequence do not count, whether their logits are given or not.
+    """
+    return _shifted_cross_entropy(logits_BTV, tokens_BT, offset=depth + 1)
+
+
+def sequence_balance_loss(routing: Routing, *, num_sequences: int) -> Tensor:
+    """Sequence-wise balance loss of one layer before its weight alpha (equations 17 to 20).
+
+    Rows are those of `num_sequences` sequences of equal length, one after another. Of each
+    sequence, sum over experts of f (its share of the choices, 1 when even) times P (its mean
+    normalised affinity); then the mean over sequences. Even routing gives 1. The choices counted
+    are those made, with the selection bias; the equation writes them without it, the report does
+    not say which.
+    """
+    ids_TK, scores_TE = routing.expert_ids_TK, routing.scores_TE
+    num_experts, top_k = scores_TE.shape[1], ids_TK.shape[1]
+    chosen_TE = torch.zeros_like(scores_TE).scatter(1, ids_TK, 1.0)
+    chosen_BTE = chosen_TE.unflatten(0, (num_sequences, -1))
+    f_BE = chosen_BTE.mean(dim=1) * (num_experts / top_k)
+    affinity_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+    p_BE = affinity_TE.unflatten(0, (num_sequences, -1)).mean(dim=1)
+    return (f_BE * p_BE).sum(dim=-1).mean()
+
+
+def _shifted_cross_entropy(logits_BTV: Tensor, tokens_BT: Tensor, *, offset: int) -> Tensor:
+    targets_BT = tokens_BT[:, offset:]
+    logits_BTV = logits_BTV[:, : targets_BT.shape[1]]
+    return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
