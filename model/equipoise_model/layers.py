@@ -6,7 +6,7 @@ is `equipoise_kernels`'; `row_block` chooses between its fast and its batch-inva
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from equipoise_kernels.linear import linear
 from equipoise_kernels.rms_norm import rms_norm
@@ -21,6 +21,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        """Rows [T, in] to rows [T, out]."""
         return linear(x_TD, self.weight, row_block=self.row_block)
 
 
@@ -34,6 +35,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        """Rows [T, dim] to rows of the same shape and dtype."""
         return rms_norm(x_TD, self.weight, self.eps, row_block=self.row_block)
 
 
@@ -47,7 +49,8 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(hidden_dim, dim, row_block=row_block)
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        """Rows [T, dim] to rows of the same shape; T may be 0."""
         gate_TI: Tensor = self.gate_proj(x_TD)
-        hidden_TI = F.silu(gate_TI) * self.up_proj(x_TD)
+        hidden_TI = functional.silu(gate_TI) * self.up_proj(x_TD)
         y_TD: Tensor = self.down_proj(hidden_TI)
         return y_TD

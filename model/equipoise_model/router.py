@@ -41,6 +41,7 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
 
     def forward(self, x_TD: Tensor) -> Routing:
+        """Route rows [T, D]; T may be 0."""
         logits_TE = linear(x_TD.float(), self.weight.float(), row_block=self.row_block)
         scores_TE = logits_TE.sigmoid()
         ids_TK, weights_TK = route(
