@@ -1,0 +1,33 @@
+"""What users, peers and the network can do to a worker, in exceptions of our own."""
+
+
+class WorkerError(Exception):
+    """The worker cannot go on; the message is the one line that a person reads."""
+
+
+class RejectedError(WorkerError):
+    """The balancer does not accept this worker; its reason says what to change."""
+
+
+class GroupError(WorkerError):
+    """The group of ranks cannot take another step: a peer failed, left or disagrees."""
+
+
+class PeerLeftError(GroupError):
+    """A peer left by its own will; nothing is broken, but this group is over."""
+
+
+class InvalidRequestError(ValueError):
+    """A request that no worker could serve; the message names the limit."""
+
+
+class QueueFullError(Exception):
+    """Every place in the queue is taken; the request may be sent again later."""
+
+
+class TransferError(Exception):
+    """An expert's bytes could not be had from a source; the message names source and fault."""
+
+
+class StageRefusedError(Exception):
+    """A generation that this worker will not run; the message says what would help."""
