@@ -1,0 +1,134 @@
+"""What the balancer must not forget, and the promise every store of it keeps.
+
+A store holds, for each pool: layouts (proposed before anybody stages them, committed once all ranks
+run them), the highest generation ever used, membership, moving averages and decisions. It decides
+nothing. `term` is the fencing number of the balancer that writes: once a store saw a higher term,
+it refuses the lower one, so that a balancer that lost its leadership cannot undo its successor.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.load import Load
+
+MAX_DECISIONS = 1000
+"""Decisions kept for each pool; older ones are dropped."""
+
+MAX_LAYOUTS = 64
+"""Layouts kept for each pool besides the committed one; older ones are dropped."""
+
+
+class StoreError(RuntimeError):
+    """The store cannot be used; the message names it and says what to do."""
+
+
+class StoreConflictError(StoreError):
+    """Somebody else wrote in between, or a higher term did: read again before deciding anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Who takes part in an epoch: worker names in rank order."""
+
+    epoch: int
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AverageRecord:
+    """A decayed sum as it was at a time.
+
+    `tokens` is float64 [layers, experts], decayed with `half_life_s`; `weight_s` are the seconds
+    it stands for, decayed alike; `time_unix_s` is when both were right.
+    """
+
+    half_life_s: float
+    time_unix_s: float
+    weight_s: float
+    tokens: Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """A verdict, yes or no, with its reason. `sequence` is given by the store, from 1."""
+
+    sequence: int = 0
+    time_unix_s: float
+    accepted: bool
+    reason: str
+    base_generation: int
+    balancedness_current: float
+    balancedness_proposed: float
+    moves: int
+    bytes: int
+    algorithm: str
+    plan_ms: float
+    shift_detected: bool
+
+
+class Store(Protocol):
+    """Memory of the balancer. Every method may raise `StoreError`; writes are durable on return."""
+
+    async def pools(self) -> tuple[str, ...]:
+        """Names of all pools the store knows, sorted."""
+
+    async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
+        """Remember a layout before anybody is asked to stage it.
+
+        Raises:
+            StoreConflictError: its generation is not above the highest ever used (saying the very
+                same layout again is no conflict), or a higher term wrote before.
+        """
+
+    async def commit(self, pool: str, generation: int, *, previous: int | None, term: int) -> None:
+        """Make a proposed layout the committed one, if `previous` still is (None: none is).
+
+        Raises:
+            StoreConflictError: another generation is committed, this one was never proposed, or a
+                higher term wrote before.
+        """
+
+    async def adopt(self, pool: str, layout: Layout, *, term: int) -> None:
+        """Commit the layout that all ranks report to run, whatever was proposed or committed.
+
+        Raises:
+            StoreConflictError: a higher term wrote before.
+        """
+
+    async def committed(self, pool: str) -> Layout | None:
+        """The layout that all ranks were last known to run."""
+
+    async def proposed(self, pool: str) -> Layout | None:
+        """The newest layout above the committed one: a rollout that did not come to its end."""
+
+    async def layout(self, pool: str, generation: int) -> Layout | None:
+        """A layout that was proposed or adopted and is still kept."""
+
+    async def next_generation(self, pool: str) -> int:
+        """The number after the highest ever used; 1 for a new pool. Reserves nothing."""
+
+    async def put_membership(self, pool: str, membership: Membership, *, term: int) -> None:
+        """Remember an epoch, which must not be below the latest.
+
+        Raises:
+            StoreConflictError: the store has a later epoch, or a higher term wrote before.
+        """
+
+    async def membership(self, pool: str) -> Membership | None:
+        """The latest epoch."""
+
+    async def put_average(self, pool: str, name: str, record: AverageRecord) -> None:
+        """Remember a moving average by its name, for example "slow"."""
+
+    async def average(self, pool: str, name: str) -> AverageRecord | None:
+        """A moving average as it was put last."""
+
+    async def add_decision(self, pool: str, decision: DecisionRecord) -> DecisionRecord:
+        """Append a decision; returns it with its sequence number."""
+
+    async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
+        """The newest decisions, newest first, at most `limit` of at most MAX_DECISIONS."""
+
+    async def close(self) -> None:
+        """Release the store; no method may be called after."""

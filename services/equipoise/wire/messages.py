@@ -1,0 +1,217 @@
+"""What workers and the balancer say to each other, as values of planning's types.
+
+These are what both sides program against; nothing here knows protobuf. A value that came through
+`wire` is right in itself (shapes, ranges, finite numbers); whether it fits the pool's state is
+the receiver's question.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.load import LoadReport
+from equipoise.planning.moves import Move
+from equipoise.planning.topology import ModelShape
+
+PROTOCOL_VERSION = 1
+"""Version of the contract that this code speaks; `wire` writes it and refuses any other."""
+
+Checksums = npt.NDArray[np.uint8]
+"""BLAKE2b-128 of the expert in each own slot, uint8 [layers, slots_per_rank, 16]."""
+
+
+# From a worker ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunningState:
+    """What a reconnecting worker runs: the truth that the balancer reconciles with.
+
+    `staged_generation` is verified but not switched to; 0 if there is none. `layout` is the one
+    in use. `checksums` is uint8 [layers, slots_per_rank, 16], read-only.
+    """
+
+    epoch: int
+    rank: int
+    staged_generation: int
+    layout: Layout
+    checksums: Checksums
+
+    @property
+    def generation(self) -> int:
+        """Generation in use."""
+        return self.layout.generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First message of a stream: who the worker is and what it has memory for.
+
+    It also fixes the shapes of everything else on the stream, so both sides keep it.
+    """
+
+    pool: str
+    worker: str
+    boot_id: str
+    node: str
+    address: str
+    rendezvous_address: str
+    model: ModelShape
+    slots_per_rank: int
+    num_ranks: int
+    checkpoint_fingerprint: str
+    running: RunningState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Serving:
+    """The worker holds its part of a layout and takes part in steps."""
+
+    epoch: int
+    rank: int
+    generation: int
+    checksums: Checksums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStats:
+    """What a rank did since boot, and does now. `median_step_us` is 0 if it made no step."""
+
+    steps: int
+    tokens_processed: int
+    tokens_generated: int
+    median_step_us: int
+    active_requests: int
+    queued_requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Cumulative counters of one generation, with the rank's statistics."""
+
+    load: LoadReport
+    stats: RankStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """Every slot that a generation changes on this rank holds verified bytes."""
+
+    epoch: int
+    rank: int
+    generation: int
+    peer_bytes: int
+    checkpoint_bytes: int
+    duration_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The worker keeps what it has; `reason` is one sentence."""
+
+    epoch: int
+    rank: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Switched:
+    """The rank uses `generation` from `step` on, which is the same step on all ranks.
+
+    `stall_us` is the time of the switch itself, `median_step_us` that of the steps before it.
+    """
+
+    epoch: int
+    rank: int
+    generation: int
+    step: int
+    stall_us: int
+    median_step_us: int
+    checksums: Checksums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Proof of life. `epoch` and `generation` are 0 before the worker has one."""
+
+    epoch: int
+    generation: int
+    staged_generation: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """The worker is about to stop by its own will."""
+
+    reason: str
+
+
+WorkerMessage = Hello | Serving | Report | Staged | Refused | Switched | Heartbeat | Leaving
+
+
+# From the balancer --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One rank of an epoch: where it is reached and what people call it."""
+
+    rank: int
+    address: str
+    node: str
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Makes a worker a rank of an epoch. `peers` are all ranks in rank order, it included."""
+
+    epoch: int
+    rank: int
+    peers: tuple[Peer, ...]
+    rendezvous_address: str
+    layout: Layout
+    report_interval_s: float
+    heartbeat_interval_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Fill staging memory for `layout`. `moves` fill the receiver's slots only; may be empty."""
+
+    epoch: int
+    layout: Layout
+    base_generation: int
+    moves: tuple[Move, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Drop a staged generation, unless it was switched to already."""
+
+    epoch: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatAck:
+    """The balancer heard the heartbeat with this sequence number."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """Closes the door on a worker (`fatal`, the stream ends) or on one message."""
+
+    reason: str
+    fatal: bool
+
+
+BalancerMessage = Assignment | Stage | Abort | HeartbeatAck | Rejection
