@@ -29,10 +29,12 @@ HEADER_WIDTH = len(fields(StepHeader))
 
 
 def pack(header: StepHeader) -> tuple[int, ...]:
+    """The header as the row that travels."""
     return astuple(header)
 
 
 def unpack(row: list[int]) -> StepHeader:
+    """The header that a row of `HEADER_WIDTH` numbers means."""
     assert len(row) == HEADER_WIDTH
     return StepHeader(*row)
 

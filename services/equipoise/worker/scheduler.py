@@ -56,6 +56,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens over all chunks."""
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
@@ -103,10 +104,12 @@ class Scheduler:
 
     @property
     def num_active(self) -> int:
+        """Requests that hold a cache row."""
         return len(self._active)
 
     @property
     def num_queued(self) -> int:
+        """Requests in line."""
         return len(self._queue)
 
     def submit(self, request: Request) -> None:
@@ -115,7 +118,8 @@ class Scheduler:
         Raises:
             QueueFullError: all rows are taken and the line is full.
         """
-        assert request.prompt and request.max_tokens >= 1
+        assert request.prompt
+        assert request.max_tokens >= 1
         # Requests that the next plan will admit do not stand in line.
         if len(self._queue) >= self._max_queued + len(self._free_rows):
             raise QueueFullError(
