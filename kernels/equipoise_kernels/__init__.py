@@ -1,0 +1,1 @@
+"""The model's operations, one a file: contract and torch reference."""

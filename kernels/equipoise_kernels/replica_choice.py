@@ -1,0 +1,37 @@
+"""Choose one of an expert's replicas for each token, evenly and without random state.
+
+A Weyl sequence: token n takes the fraction of n * phi + offset, and the replica whose share of
+[0, 1) that falls into. Its shares are even to about log(n) / n, in every arithmetic sub-sequence of
+tokens too, where hashes are even only to 1 / sqrt(n). The offset is a hash of layer and expert, so
+that a token's experts, and an expert's layers, do not all take their first replica together.
+"""
+
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+# The fraction of the golden ratio in 32 bits (Knuth, volume 3, section 6.4).
+_GOLDEN = 0x9E3779B1
+
+
+def choose_replicas(
+    expert_ids_TK: Tensor, token_ids_T: Tensor, replica_count_E: Tensor, *, layer: int
+) -> Tensor:
+    """Index of the replica for every choice, int64 [T, K], in [0, replica count of the expert).
+
+    Args:
+        expert_ids_TK: logical experts, int64.
+        token_ids_T: a running number of each token, int64, at least 0.
+        replica_count_E: replicas of each logical expert, int64, at least 1, below 2**31.
+        layer: index of the MoE layer.
+    """
+    offset_TK = _mix(expert_ids_TK + (layer << 16))
+    fraction_TK = (token_ids_T.unsqueeze(1) * _GOLDEN + offset_TK) & _MASK
+    return (fraction_TK * replica_count_E[expert_ids_TK]) >> 32
+
+
+def _mix(values: Tensor) -> Tensor:
+    """Spread 32-bit numbers: the finaliser of MurmurHash3 (public domain), in int64."""
+    mixed = values & _MASK
+    mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & _MASK
+    mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & _MASK
+    return mixed ^ (mixed >> 16)

@@ -1,0 +1,78 @@
+"""`Placement`: one generation's layout as the tables that dispatch looks up.
+
+Built off the engine's thread from a layout's numbers; switching is one assignment of a reference.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """Where every logical expert's replicas are, and nothing else of a layout.
+
+    `slots_of_expert` is int64 [layers, experts, most replicas], ascending, unused places -1;
+    `replica_count` is int64 [layers, experts], at least 1. Rank r owns the physical slots
+    [r * slots_per_rank, (r + 1) * slots_per_rank). Tables must not be written to.
+    """
+
+    generation: int
+    num_ranks: int
+    num_slots: int
+    slots_of_expert: Tensor
+    replica_count: Tensor
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers."""
+        return int(self.replica_count.shape[0])
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Physical slots of one rank in one layer."""
+        return self.num_slots // self.num_ranks
+
+    @classmethod
+    def from_layout(
+        cls,
+        expert_of_slot: npt.ArrayLike,
+        *,
+        num_experts: int,
+        num_ranks: int = 1,
+        generation: int = 1,
+    ) -> Self:
+        """Build from the logical expert of every physical slot, integers [layers, slots].
+
+        The layout is one that the control plane or a test has validated: every expert is present
+        in every layer, and slots divide over ranks.
+        """
+        table_LP = np.asarray(expert_of_slot, dtype=np.int64)
+        num_layers, num_slots = table_LP.shape
+        assert num_slots % num_ranks == 0
+        flat = (table_LP + np.arange(num_layers)[:, None] * num_experts).ravel()
+        count = np.bincount(flat, minlength=num_layers * num_experts)
+        assert count.min() >= 1 and len(count) == num_layers * num_experts  # noqa: PT018
+        # Sorted by expert, a slot's place among its expert's is its index less the expert's first.
+        order = np.argsort(flat, kind="stable")
+        experts = flat[order]
+        place = np.arange(len(flat)) - (np.cumsum(count) - count)[experts]
+        slots = np.full((num_layers * num_experts, int(count.max())), -1, dtype=np.int64)
+        slots[experts, place] = order % num_slots
+        return cls(
+            generation=generation,
+            num_ranks=num_ranks,
+            num_slots=num_slots,
+            slots_of_expert=torch.from_numpy(slots.reshape(num_layers, num_experts, -1)),
+            replica_count=torch.from_numpy(count.reshape(num_layers, num_experts)),
+        )
+
+    @classmethod
+    def identity(cls, *, num_layers: int, num_experts: int) -> Self:
+        """One rank, and slot e holds expert e."""
+        row = np.arange(num_experts)
+        return cls.from_layout(np.tile(row, (num_layers, 1)), num_experts=num_experts)
