@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.self_attn = Attention(config, row_block=row_block)
         self.post_attention_layernorm = RMSNorm(dim, eps=eps, row_block=row_block)
         self.mlp: MoE | SwiGLU = (
-            MoE(config, num_slots=num_slots or config.n_routed_experts)
+            MoE(config, num_slots=num_slots or config.n_routed_experts, row_block=row_block)
             if sparse
             else SwiGLU(dim, config.intermediate_size, row_block=row_block)
         )

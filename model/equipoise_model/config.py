@@ -227,30 +227,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 # What the repository trains and ships: 3.7 M parameters, every GEMM dimension a multiple of 16.
-# Tokens are bytes; 256 begins a text, 257 ends it, the rest of the vocabulary is spare.
-TINY = ModelConfig(
-    vocab_size=272,
-    hidden_size=128,
-    intermediate_size=384,
-    moe_intermediate_size=48,
-    num_hidden_layers=5,
-    first_k_dense_replace=1,
-    num_attention_heads=4,
-    q_lora_rank=64,
-    kv_lora_rank=64,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=32,
-    n_routed_experts=32,
-    n_shared_experts=1,
-    num_experts_per_tok=4,
-    n_group=8,
-    topk_group=4,
-    num_nextn_predict_layers=1,
-    max_position_embeddings=1024,
-    bos_token_id=256,
-    eos_token_id=257,
-)
+
 
 _POSITIVE = (
     "vocab_size",
@@ -390,3 +367,29 @@ def _rope_to_dict(rope: RopeConfig) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": rope.rope_theta}
     values = {name: getattr(rope, name) for name in _ROPE_FIELDS}
     return {"rope_type": "yarn"} | {name: v for name, v in values.items() if v is not None}
+
+
+# Tokens are bytes; 256 begins a text, 257 ends it, the rest of the vocabulary is spare.
+TINY = ModelConfig(
+    vocab_size=272,
+    hidden_size=128,
+    intermediate_size=384,
+    moe_intermediate_size=48,
+    num_hidden_layers=5,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    n_routed_experts=32,
+    n_shared_experts=1,
+    num_experts_per_tok=4,
+    n_group=8,
+    topk_group=4,
+    num_nextn_predict_layers=1,
+    max_position_embeddings=1024,
+    bos_token_id=256,
+    eos_token_id=257,
+)
