@@ -5,16 +5,56 @@ finite numbers that the types promise, and anything else raises `InvalidMessageE
 from the worker's `Hello`, which both sides keep for the life of the stream.
 """
 
-from equipoise.wire.messages import BalancerMessage, Hello, WorkerMessage
+from typing import assert_never
+
+from equipoise.wire import requests, responses
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import (
+    Abort,
+    Assignment,
+    BalancerMessage,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Leaving,
+    Refused,
+    Rejection,
+    Report,
+    Serving,
+    Stage,
+    Staged,
+    Switched,
+    WorkerMessage,
+)
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 
-def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:
+def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a case a message
     """What a worker sends."""
-    raise NotImplementedError
+    match value:
+        case Hello():
+            return pb.ConnectRequest(hello=requests.hello_to_proto(value))
+        case Serving():
+            return pb.ConnectRequest(serving=requests.serving_to_proto(value))
+        case Report():
+            return pb.ConnectRequest(load_report=requests.report_to_proto(value))
+        case Staged():
+            return pb.ConnectRequest(staged=requests.staged_to_proto(value))
+        case Refused():
+            return pb.ConnectRequest(refused=requests.refused_to_proto(value))
+        case Switched():
+            return pb.ConnectRequest(switched=requests.switched_to_proto(value))
+        case Heartbeat():
+            return pb.ConnectRequest(heartbeat=requests.heartbeat_to_proto(value))
+        case Leaving():
+            return pb.ConnectRequest(leaving=requests.leaving_to_proto(value))
+        case _:
+            assert_never(value)
 
 
-def from_worker(message: pb.ConnectRequest, *, hello: Hello | None) -> WorkerMessage:
+def from_worker(  # noqa: C901, PLR0911 - a case a message
+    message: pb.ConnectRequest, *, hello: Hello | None
+) -> WorkerMessage:
     """What the balancer received from a worker that introduced itself by `hello`.
 
     `hello` is None for the first message of a stream, which must be the Hello and nothing else.
@@ -22,12 +62,61 @@ def from_worker(message: pb.ConnectRequest, *, hello: Hello | None) -> WorkerMes
     Raises:
         InvalidMessageError: the message cannot be used.
     """
-    raise NotImplementedError
+    kind = message.WhichOneof("message")
+    if kind == "hello":
+        if hello is not None:
+            raise InvalidMessageError(
+                "hello_repeated", f"hello: {hello.worker} introduced itself on this stream before"
+            )
+        return requests.hello_from_proto(message.hello)
+    if hello is None:
+        raise InvalidMessageError(
+            "hello_missing", f"the first message of a stream must be Hello, not {kind or 'nothing'}"
+        )
+    match kind:
+        case "serving":
+            return requests.serving_from_proto(message.serving, hello=hello)
+        case "load_report":
+            return requests.report_from_proto(
+                message.load_report,
+                model=hello.model,
+                slots_per_rank=hello.slots_per_rank,
+                num_ranks=hello.num_ranks,
+                boot_id=hello.boot_id,
+            )
+        case "staged":
+            return requests.staged_from_proto(message.staged, hello=hello)
+        case "refused":
+            return requests.refused_from_proto(message.refused, hello=hello)
+        case "switched":
+            return requests.switched_from_proto(message.switched, hello=hello)
+        case "heartbeat":
+            return requests.heartbeat_from_proto(message.heartbeat)
+        case "leaving":
+            return requests.leaving_from_proto(message.leaving)
+        case None:
+            raise InvalidMessageError(
+                "message_empty", f"{hello.worker} sent a message with nothing this balancer knows"
+            )
+        case _:
+            assert_never(kind)
 
 
 def to_worker(value: BalancerMessage) -> pb.ConnectResponse:
     """What the balancer sends."""
-    raise NotImplementedError
+    match value:
+        case Assignment():
+            return pb.ConnectResponse(assignment=responses.assignment_to_proto(value))
+        case Stage():
+            return pb.ConnectResponse(stage=responses.stage_to_proto(value))
+        case Abort():
+            return pb.ConnectResponse(abort=responses.abort_to_proto(value))
+        case HeartbeatAck():
+            return pb.ConnectResponse(heartbeat_ack=responses.heartbeat_ack_to_proto(value))
+        case Rejection():
+            return pb.ConnectResponse(rejection=responses.rejection_to_proto(value))
+        case _:
+            assert_never(value)
 
 
 def from_balancer(message: pb.ConnectResponse, *, hello: Hello) -> BalancerMessage:
@@ -36,4 +125,21 @@ def from_balancer(message: pb.ConnectResponse, *, hello: Hello) -> BalancerMessa
     Raises:
         InvalidMessageError: the message cannot be used.
     """
-    raise NotImplementedError
+    kind = message.WhichOneof("message")
+    match kind:
+        case "assignment":
+            return responses.assignment_from_proto(message.assignment, hello=hello)
+        case "stage":
+            return responses.stage_from_proto(message.stage, hello=hello)
+        case "abort":
+            return responses.abort_from_proto(message.abort)
+        case "heartbeat_ack":
+            return responses.heartbeat_ack_from_proto(message.heartbeat_ack)
+        case "rejection":
+            return responses.rejection_from_proto(message.rejection)
+        case None:
+            raise InvalidMessageError(
+                "message_empty", "the balancer sent a message with nothing this worker knows"
+            )
+        case _:
+            assert_never(kind)

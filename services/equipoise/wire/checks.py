@@ -1,0 +1,118 @@
+"""Checks of single fields: each returns a value worth trusting or raises `InvalidMessageError`.
+
+`kind` is the message's name and leads the error's kind: a wrong rank in "staged" is "staged_rank".
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.wire.errors import InvalidMessageError
+
+MAX_COUNT = 2**53
+"""Highest counter, generation, epoch or duration: float64, in which loads are averaged, is exact up
+to here, and nothing real comes near. It also unmasks floats sent where counters belong: the bits of
+any ordinary float64, NaN included, read as a far larger integer."""
+
+MAX_CELLS = 2**20
+"""Most cells of a table: what fits into gRPC's 4 MiB message as int32."""
+
+MAX_DURATION_S = 3600.0
+"""Longest interval or timeout that makes sense between a balancer and its workers, seconds."""
+
+_MAX_NAME_LENGTH = 253
+_MAX_REASON_LENGTH = 1000
+
+
+def name(kind: str, field: str, value: str) -> str:
+    """A name people will read: printable, not empty, as long as a DNS name at most."""
+    if not value or len(value) > _MAX_NAME_LENGTH or not value.isprintable() or value.isspace():
+        raise InvalidMessageError(
+            f"{kind}_name",
+            f"{kind}: {field} must be 1 to {_MAX_NAME_LENGTH} printable characters, "
+            f"not {shorten(value)}",
+        )
+    return value
+
+
+def address(kind: str, field: str, value: str) -> str:
+    """A host:port that can be dialled."""
+    host, _, port = value.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 2**16
+    if not (host and is_port and len(host) <= _MAX_NAME_LENGTH and _is_host(host)):
+        raise InvalidMessageError(
+            f"{kind}_address",
+            f"{kind}: {field} must be host:port with a port from 1 to 65535, not {shorten(value)}",
+        )
+    return value
+
+
+def reason(value: str) -> str:
+    """One line for people: clipped, and free of what could steer a terminal. Never refused."""
+    line = "".join(character if character.isprintable() else " " for character in value).strip()
+    if len(line) > _MAX_REASON_LENGTH:
+        line = line[: _MAX_REASON_LENGTH - 1] + "…"
+    return line or "no reason given"
+
+
+def count(kind: str, field: str, value: int, *, least: int = 0) -> int:
+    """A whole number from `least` to `MAX_COUNT`."""
+    if not least <= value <= MAX_COUNT:
+        raise InvalidMessageError(
+            f"{kind}_range", f"{kind}: {field} must be from {least} to 2^53, not {value}"
+        )
+    return value
+
+
+def rank(kind: str, value: int, *, num_ranks: int) -> int:
+    """A rank of a pool of `num_ranks`."""
+    if value >= num_ranks:
+        raise InvalidMessageError(
+            f"{kind}_rank", f"{kind}: the pool has the ranks 0 to {num_ranks - 1}, not {value}"
+        )
+    return value
+
+
+def duration_s(kind: str, field: str, value: float) -> float:
+    """Seconds above 0, at most `MAX_DURATION_S`."""
+    if not (math.isfinite(value) and 0 < value <= MAX_DURATION_S):
+        raise InvalidMessageError(
+            f"{kind}_range",
+            f"{kind}: {field} must be above 0 and at most {MAX_DURATION_S:g} seconds, not {value}",
+        )
+    return value
+
+
+def staged_generation(kind: str, value: int, *, generation: int) -> int:
+    """0 for none, else a generation that follows the running one."""
+    count(kind, "staged_generation", value)
+    if 0 < value <= generation:
+        raise InvalidMessageError(
+            f"{kind}_generation",
+            f"{kind}: generation {value} is said to be staged, but {generation} runs already",
+        )
+    return value
+
+
+def table(
+    kind: str, field: str, data: bytes, *, dtype: str, shape: tuple[int, ...]
+) -> npt.NDArray[np.generic]:
+    """Packed little-endian bytes as a read-only array, row-major."""
+    wanted = math.prod(shape) * np.dtype(dtype).itemsize
+    if len(data) != wanted:
+        raise InvalidMessageError(
+            f"{kind}_shape",
+            f"{kind}: {field} must be {dtype} of shape {list(shape)} = {wanted} bytes, "
+            f"not {len(data)} bytes",
+        )
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+def shorten(value: str) -> str:
+    """A value of any length and content, quoted so that it can stand in a message."""
+    return repr(value if len(value) <= 60 else value[:59] + "…")
+
+
+def _is_host(host: str) -> bool:
+    return all(character.isalnum() or character in "-_.:[]%" for character in host)

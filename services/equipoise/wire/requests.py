@@ -1,0 +1,329 @@
+"""What a worker says: each value of `WorkerMessage` to its protobuf message and back."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from equipoise.planning.load import LoadReport, Phase
+from equipoise.planning.topology import ModelShape
+from equipoise.wire import checks, layouts
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    Leaving,
+    RankStats,
+    Refused,
+    Report,
+    RunningState,
+    Serving,
+    Staged,
+    Switched,
+)
+from equipoise_api.v1 import worker_link_pb2 as pb
+
+_PHASES = {
+    pb.PHASE_PREFILL: Phase.PREFILL,
+    pb.PHASE_DECODE: Phase.DECODE,
+    pb.PHASE_MIXED: Phase.MIXED,
+}
+_PHASE_NUMBERS = {phase: number for number, phase in _PHASES.items()}
+
+
+def hello_to_proto(hello: Hello) -> pb.Hello:
+    """The message that opens a stream."""
+    return pb.Hello(
+        pool=hello.pool,
+        worker=hello.worker,
+        boot_id=hello.boot_id,
+        node=hello.node,
+        address=hello.address,
+        rendezvous_address=hello.rendezvous_address,
+        model=layouts.model_to_proto(hello.model),
+        slots_per_rank=hello.slots_per_rank,
+        num_ranks=hello.num_ranks,
+        checkpoint_fingerprint=hello.checkpoint_fingerprint,
+        protocol_version=PROTOCOL_VERSION,
+        running=None if hello.running is None else _running_to_proto(hello.running),
+    )
+
+
+def hello_from_proto(message: pb.Hello) -> Hello:
+    """Who speaks, and what everything else it says must look like.
+
+    Raises:
+        InvalidMessageError: a field is missing or out of range, or the worker speaks another
+            version of the protocol.
+    """
+    if message.protocol_version != PROTOCOL_VERSION:
+        raise InvalidMessageError(
+            "hello_protocol_version",
+            f"hello: the worker speaks protocol version {message.protocol_version}, the balancer "
+            f"{PROTOCOL_VERSION}: run the same release on both sides",
+        )
+    model = layouts.model_from_proto(message.model, kind="hello")
+    _check_pool_size(message, model)
+    hello = Hello(
+        pool=checks.name("hello", "pool", message.pool),
+        worker=checks.name("hello", "worker", message.worker),
+        boot_id=checks.name("hello", "boot_id", message.boot_id),
+        node=checks.name("hello", "node", message.node),
+        address=checks.address("hello", "address", message.address),
+        rendezvous_address=checks.address(
+            "hello", "rendezvous_address", message.rendezvous_address
+        ),
+        model=model,
+        slots_per_rank=message.slots_per_rank,
+        num_ranks=message.num_ranks,
+        checkpoint_fingerprint=checks.name(
+            "hello", "checkpoint_fingerprint", message.checkpoint_fingerprint
+        ),
+    )
+    if not message.HasField("running"):
+        return hello
+    return replace(hello, running=_running_from_proto(message.running, hello=hello))
+
+
+def serving_to_proto(serving: Serving) -> pb.Serving:
+    """The message of a worker that takes part in steps."""
+    return pb.Serving(
+        epoch=serving.epoch,
+        rank=serving.rank,
+        generation=serving.generation,
+        slot_checksums=layouts.checksums_to_bytes(serving.checksums),
+    )
+
+
+def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
+    """Raises InvalidMessageError: a number is out of range or the checksums misshapen."""
+    return Serving(
+        epoch=checks.count("serving", "epoch", message.epoch, least=1),
+        rank=checks.rank("serving", message.rank, num_ranks=hello.num_ranks),
+        generation=checks.count("serving", "generation", message.generation, least=1),
+        checksums=layouts.checksums_from_bytes(
+            "serving",
+            message.slot_checksums,
+            model=hello.model,
+            slots_per_rank=hello.slots_per_rank,
+        ),
+    )
+
+
+def report_to_proto(report: Report) -> pb.LoadReport:
+    """The message of cumulative counters."""
+    load, stats = report.load, report.stats
+    assert load.tokens.ndim == 2, load.tokens.shape
+    return pb.LoadReport(
+        epoch=load.epoch,
+        rank=load.rank,
+        generation=load.generation,
+        phase=_PHASE_NUMBERS[load.phase],
+        tokens=load.tokens.astype("<u8", copy=False).tobytes(),
+        steps=stats.steps,
+        tokens_processed=stats.tokens_processed,
+        tokens_generated=stats.tokens_generated,
+        median_step_us=stats.median_step_us,
+        active_requests=stats.active_requests,
+        queued_requests=stats.queued_requests,
+    )
+
+
+def report_from_proto(
+    message: pb.LoadReport, *, model: ModelShape, slots_per_rank: int, num_ranks: int, boot_id: str
+) -> Report:
+    """The counters, uint64 [layers, slots_per_rank], and the statistics beside them.
+
+    Raises:
+        InvalidMessageError: "report_shape", "report_phase", "report_rank" or "report_range"; the
+            last also when floats were sent, NaN included.
+    """
+    if message.phase not in _PHASES:
+        raise InvalidMessageError(
+            "report_phase", f"report: phase {message.phase} is none of prefill, decode and mixed"
+        )
+    tokens = checks.table(
+        "report", "tokens", message.tokens, dtype="<u8", shape=(model.num_layers, slots_per_rank)
+    ).astype(np.uint64, copy=False)
+    beyond = np.argwhere(tokens > checks.MAX_COUNT)
+    if len(beyond):
+        layer, slot = (int(index) for index in beyond[0])
+        raise InvalidMessageError(
+            "report_range",
+            f"report: the counter of layer {layer}, own slot {slot} is {int(tokens[layer, slot])}, "
+            "above 2^53: counters are whole numbers, little-endian",
+        )
+    load = LoadReport(
+        boot_id=boot_id,
+        epoch=checks.count("report", "epoch", message.epoch, least=1),
+        rank=checks.rank("report", message.rank, num_ranks=num_ranks),
+        generation=checks.count("report", "generation", message.generation, least=1),
+        phase=_PHASES[message.phase],
+        tokens=tokens,
+    )
+    return Report(load=load, stats=_stats_from_proto(message))
+
+
+def staged_to_proto(staged: Staged) -> pb.Staged:
+    """The yes to a Stage."""
+    return pb.Staged(
+        epoch=staged.epoch,
+        rank=staged.rank,
+        generation=staged.generation,
+        peer_bytes=staged.peer_bytes,
+        checkpoint_bytes=staged.checkpoint_bytes,
+        duration_us=staged.duration_us,
+    )
+
+
+def staged_from_proto(message: pb.Staged, *, hello: Hello) -> Staged:
+    """Raises InvalidMessageError: a number is out of range."""
+    return Staged(
+        epoch=checks.count("staged", "epoch", message.epoch, least=1),
+        rank=checks.rank("staged", message.rank, num_ranks=hello.num_ranks),
+        generation=checks.count("staged", "generation", message.generation, least=1),
+        peer_bytes=checks.count("staged", "peer_bytes", message.peer_bytes),
+        checkpoint_bytes=checks.count("staged", "checkpoint_bytes", message.checkpoint_bytes),
+        duration_us=checks.count("staged", "duration_us", message.duration_us),
+    )
+
+
+def refused_to_proto(refused: Refused) -> pb.Refused:
+    """The no to a Stage or an Assignment."""
+    return pb.Refused(
+        epoch=refused.epoch,
+        rank=refused.rank,
+        generation=refused.generation,
+        reason=refused.reason,
+    )
+
+
+def refused_from_proto(message: pb.Refused, *, hello: Hello) -> Refused:
+    """Raises InvalidMessageError: a number is out of range."""
+    return Refused(
+        epoch=checks.count("refused", "epoch", message.epoch, least=1),
+        rank=checks.rank("refused", message.rank, num_ranks=hello.num_ranks),
+        generation=checks.count("refused", "generation", message.generation, least=1),
+        reason=checks.reason(message.reason),
+    )
+
+
+def switched_to_proto(switched: Switched) -> pb.Switched:
+    """The message of a rank that uses another generation."""
+    return pb.Switched(
+        epoch=switched.epoch,
+        rank=switched.rank,
+        generation=switched.generation,
+        step=switched.step,
+        stall_us=switched.stall_us,
+        median_step_us=switched.median_step_us,
+        slot_checksums=layouts.checksums_to_bytes(switched.checksums),
+    )
+
+
+def switched_from_proto(message: pb.Switched, *, hello: Hello) -> Switched:
+    """Raises InvalidMessageError: a number is out of range or the checksums misshapen."""
+    return Switched(
+        epoch=checks.count("switched", "epoch", message.epoch, least=1),
+        rank=checks.rank("switched", message.rank, num_ranks=hello.num_ranks),
+        generation=checks.count("switched", "generation", message.generation, least=1),
+        step=checks.count("switched", "step", message.step),
+        stall_us=checks.count("switched", "stall_us", message.stall_us),
+        median_step_us=checks.count("switched", "median_step_us", message.median_step_us),
+        checksums=layouts.checksums_from_bytes(
+            "switched",
+            message.slot_checksums,
+            model=hello.model,
+            slots_per_rank=hello.slots_per_rank,
+        ),
+    )
+
+
+def heartbeat_to_proto(heartbeat: Heartbeat) -> pb.Heartbeat:
+    """Proof of life."""
+    return pb.Heartbeat(
+        epoch=heartbeat.epoch,
+        generation=heartbeat.generation,
+        staged_generation=heartbeat.staged_generation,
+        sequence=heartbeat.sequence,
+    )
+
+
+def heartbeat_from_proto(message: pb.Heartbeat) -> Heartbeat:
+    """Raises InvalidMessageError: a number is out of range."""
+    return Heartbeat(
+        epoch=checks.count("heartbeat", "epoch", message.epoch),
+        generation=checks.count("heartbeat", "generation", message.generation),
+        staged_generation=checks.staged_generation(
+            "heartbeat", message.staged_generation, generation=message.generation
+        ),
+        sequence=checks.count("heartbeat", "sequence", message.sequence),
+    )
+
+
+def leaving_to_proto(leaving: Leaving) -> pb.Leaving:
+    """The last message of a worker that stops."""
+    return pb.Leaving(reason=leaving.reason)
+
+
+def leaving_from_proto(message: pb.Leaving) -> Leaving:
+    """Never refused: whoever wants to leave may."""
+    return Leaving(reason=checks.reason(message.reason))
+
+
+def _check_pool_size(message: pb.Hello, model: ModelShape) -> None:
+    num_slots = message.num_ranks * message.slots_per_rank
+    if not model.num_experts <= num_slots or model.num_layers * num_slots > checks.MAX_CELLS:
+        raise InvalidMessageError(
+            "hello_slots",
+            f"hello: {message.num_ranks} ranks x {message.slots_per_rank} slots must be at least "
+            f"the model's {model.num_experts} experts, and at most 2^20 over its "
+            f"{model.num_layers} layers",
+        )
+
+
+def _running_to_proto(running: RunningState) -> pb.RunningState:
+    return pb.RunningState(
+        epoch=running.epoch,
+        rank=running.rank,
+        generation=running.generation,
+        staged_generation=running.staged_generation,
+        layout=layouts.layout_to_proto(running.layout),
+        slot_checksums=layouts.checksums_to_bytes(running.checksums),
+    )
+
+
+def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningState:
+    layout = layouts.layout_from_proto(message.layout, kind="running")
+    layouts.check_layout_suits("running", layout, hello=hello)
+    if layout.generation != message.generation:
+        raise InvalidMessageError(
+            "running_generation",
+            f"running: generation {message.generation} is said to run, but the layout sent is "
+            f"that of generation {layout.generation}",
+        )
+    return RunningState(
+        epoch=checks.count("running", "epoch", message.epoch, least=1),
+        rank=checks.rank("running", message.rank, num_ranks=layout.num_ranks),
+        staged_generation=checks.staged_generation(
+            "running", message.staged_generation, generation=layout.generation
+        ),
+        layout=layout,
+        checksums=layouts.checksums_from_bytes(
+            "running",
+            message.slot_checksums,
+            model=hello.model,
+            slots_per_rank=hello.slots_per_rank,
+        ),
+    )
+
+
+def _stats_from_proto(message: pb.LoadReport) -> RankStats:
+    return RankStats(
+        steps=checks.count("report", "steps", message.steps),
+        tokens_processed=checks.count("report", "tokens_processed", message.tokens_processed),
+        tokens_generated=checks.count("report", "tokens_generated", message.tokens_generated),
+        median_step_us=checks.count("report", "median_step_us", message.median_step_us),
+        active_requests=message.active_requests,
+        queued_requests=message.queued_requests,
+    )

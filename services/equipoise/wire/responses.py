@@ -1,0 +1,218 @@
+"""What the balancer says: each value of `BalancerMessage` to its protobuf message and back."""
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.moves import CHECKSUM_BYTES, CheckpointSource, Move, RankSource, Source
+from equipoise.wire import checks, layouts
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import (
+    Abort,
+    Assignment,
+    HeartbeatAck,
+    Hello,
+    Peer,
+    Rejection,
+    Stage,
+)
+from equipoise_api.v1 import worker_link_pb2 as pb
+
+
+def assignment_to_proto(assignment: Assignment) -> pb.Assignment:
+    """Who is who, and the layout to start in."""
+    return pb.Assignment(
+        epoch=assignment.epoch,
+        rank=assignment.rank,
+        peers=[
+            pb.Peer(rank=peer.rank, address=peer.address, node=peer.node, worker=peer.worker)
+            for peer in assignment.peers
+        ],
+        rendezvous_address=assignment.rendezvous_address,
+        layout=layouts.layout_to_proto(assignment.layout),
+        report_interval_s=assignment.report_interval_s,
+        heartbeat_interval_s=assignment.heartbeat_interval_s,
+    )
+
+
+def assignment_from_proto(message: pb.Assignment, *, hello: Hello) -> Assignment:
+    """The receiver's place in an epoch.
+
+    Raises:
+        InvalidMessageError: a number is out of range, the layout is none or another model's, or the
+            peers are not the layout's ranks in order with the receiver in its place.
+    """
+    layout = layouts.layout_from_proto(message.layout, kind="assignment")
+    layouts.check_layout_suits("assignment", layout, hello=hello)
+    return Assignment(
+        epoch=checks.count("assignment", "epoch", message.epoch, least=1),
+        rank=checks.rank("assignment", message.rank, num_ranks=layout.num_ranks),
+        peers=_peers_from_proto(message, num_ranks=layout.num_ranks, hello=hello),
+        rendezvous_address=checks.address(
+            "assignment", "rendezvous_address", message.rendezvous_address
+        ),
+        layout=layout,
+        report_interval_s=checks.duration_s(
+            "assignment", "report_interval_s", message.report_interval_s
+        ),
+        heartbeat_interval_s=checks.duration_s(
+            "assignment", "heartbeat_interval_s", message.heartbeat_interval_s
+        ),
+    )
+
+
+def stage_to_proto(stage: Stage) -> pb.Stage:
+    """What to fill staging memory with."""
+    return pb.Stage(
+        epoch=stage.epoch,
+        layout=layouts.layout_to_proto(stage.layout),
+        base_generation=stage.base_generation,
+        moves=[_move_to_proto(move) for move in stage.moves],
+        timeout_s=stage.timeout_s,
+    )
+
+
+def stage_from_proto(message: pb.Stage, *, hello: Hello) -> Stage:
+    """Moves that fill, each in a slot of its own, what the layout says.
+
+    Whether they are the receiver's slots, and all that change, only the receiver can tell.
+
+    Raises:
+        InvalidMessageError: a number is out of range, the layout is none or another model's, or a
+            move contradicts the layout, names no source or fills a slot twice.
+    """
+    layout = layouts.layout_from_proto(message.layout, kind="stage")
+    layouts.check_layout_suits("stage", layout, hello=hello)
+    base_generation = checks.count("stage", "base_generation", message.base_generation, least=1)
+    if base_generation >= layout.generation:
+        raise InvalidMessageError(
+            "stage_generation",
+            f"stage: generation {layout.generation} cannot follow generation {base_generation}",
+        )
+    moves = tuple(_move_from_proto(move, layout=layout) for move in message.moves)
+    if len({(move.layer, move.slot) for move in moves}) < len(moves):
+        raise InvalidMessageError("stage_move", "stage: two moves fill one slot")
+    return Stage(
+        epoch=checks.count("stage", "epoch", message.epoch, least=1),
+        layout=layout,
+        base_generation=base_generation,
+        moves=moves,
+        timeout_s=checks.duration_s("stage", "timeout_s", message.timeout_s),
+    )
+
+
+def abort_to_proto(abort: Abort) -> pb.Abort:
+    """Which generation to drop."""
+    return pb.Abort(epoch=abort.epoch, generation=abort.generation, reason=abort.reason)
+
+
+def abort_from_proto(message: pb.Abort) -> Abort:
+    """Raises InvalidMessageError: a number is out of range."""
+    return Abort(
+        epoch=checks.count("abort", "epoch", message.epoch, least=1),
+        generation=checks.count("abort", "generation", message.generation, least=1),
+        reason=checks.reason(message.reason),
+    )
+
+
+def heartbeat_ack_to_proto(ack: HeartbeatAck) -> pb.HeartbeatAck:
+    """The answer to a heartbeat."""
+    return pb.HeartbeatAck(sequence=ack.sequence)
+
+
+def heartbeat_ack_from_proto(message: pb.HeartbeatAck) -> HeartbeatAck:
+    """Raises InvalidMessageError: the sequence is out of range."""
+    return HeartbeatAck(sequence=checks.count("heartbeat_ack", "sequence", message.sequence))
+
+
+def rejection_to_proto(rejection: Rejection) -> pb.Rejection:
+    """Why a worker or a message is not accepted."""
+    return pb.Rejection(reason=rejection.reason, fatal=rejection.fatal)
+
+
+def rejection_from_proto(message: pb.Rejection) -> Rejection:
+    """Never refused: there is nothing in it but words."""
+    return Rejection(reason=checks.reason(message.reason), fatal=message.fatal)
+
+
+def _peers_from_proto(message: pb.Assignment, *, num_ranks: int, hello: Hello) -> tuple[Peer, ...]:
+    if [peer.rank for peer in message.peers] != list(range(num_ranks)):
+        raise InvalidMessageError(
+            "assignment_peers",
+            f"assignment: the {len(message.peers)} peers must be the layout's {num_ranks} ranks, "
+            "in order",
+        )
+    peers = tuple(
+        Peer(
+            rank=peer.rank,
+            address=checks.address("assignment", f"address of rank {peer.rank}", peer.address),
+            node=checks.name("assignment", f"node of rank {peer.rank}", peer.node),
+            worker=checks.name("assignment", f"worker of rank {peer.rank}", peer.worker),
+        )
+        for peer in message.peers
+    )
+    if len({peer.worker for peer in peers}) < num_ranks:
+        raise InvalidMessageError("assignment_peers", "assignment: two ranks have one worker")
+    if peers[message.rank].worker != hello.worker:
+        raise InvalidMessageError(
+            "assignment_peers",
+            f"assignment: rank {message.rank} is said to be {peers[message.rank].worker}, "
+            f"but this is {hello.worker}",
+        )
+    return peers
+
+
+def _move_to_proto(move: Move) -> pb.Move:
+    return pb.Move(
+        layer=move.layer,
+        slot=move.slot,
+        expert=move.expert,
+        checksum=move.checksum,
+        sources=[_source_to_proto(source) for source in move.sources],
+    )
+
+
+def _move_from_proto(message: pb.Move, *, layout: Layout) -> Move:
+    where = f"stage: layer {message.layer}, slot {message.slot}"
+    if message.layer >= layout.num_layers or message.slot >= layout.num_slots:
+        raise InvalidMessageError(
+            "stage_move",
+            f"{where} does not exist among {layout.num_layers} layers x {layout.num_slots} slots",
+        )
+    expert = int(layout.expert_of_slot[message.layer, message.slot])
+    if message.expert != expert:
+        raise InvalidMessageError(
+            "stage_move",
+            f"{where} is moved expert {message.expert}, but the layout wants expert {expert}",
+        )
+    if len(message.checksum) != CHECKSUM_BYTES:
+        raise InvalidMessageError(
+            "stage_checksum",
+            f"{where}: a checksum has {CHECKSUM_BYTES} bytes, not {len(message.checksum)}",
+        )
+    sources = tuple(_source_from_proto(source, where, layout) for source in message.sources)
+    if not sources or len(set(sources)) < len(sources):
+        raise InvalidMessageError(
+            "stage_source", f"{where} needs sources, each named once, not {len(sources)}"
+        )
+    return Move(
+        layer=message.layer,
+        slot=message.slot,
+        expert=message.expert,
+        checksum=message.checksum,
+        sources=sources,
+    )
+
+
+def _source_to_proto(source: Source) -> pb.Source:
+    if isinstance(source, RankSource):
+        return pb.Source(rank=source.rank)
+    return pb.Source(checkpoint=True)
+
+
+def _source_from_proto(message: pb.Source, where: str, layout: Layout) -> Source:
+    if message.WhichOneof("source") == "rank" and message.rank < layout.num_ranks:
+        return RankSource(rank=message.rank)
+    if message.checkpoint:
+        return CheckpointSource()
+    raise InvalidMessageError(
+        "stage_source",
+        f"{where} can be pulled from a rank 0 to {layout.num_ranks - 1} or the checkpoint only",
+    )
