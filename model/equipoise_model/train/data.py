@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3"}
 )
 _SHORTEST_DOCSTRING = 200  # bytes; one-liners read like code comments
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class CorpusError(RuntimeError):
@@ -137,16 +139,19 @@ def _arithmetic(split: Split) -> Iterator[str]:
     """Problems with their answers, a line each: `417 + 58 = 475`."""
     rng = np.random.default_rng(0)
     num_bytes = 0
-    while num_bytes < _ARITHMETIC_BYTES[split]:
-        left, right = (int(number) for number in rng.integers(0, 1000, size=2))
-        sign = "+-*"[int(rng.integers(3))]
-        problem = f"{left} {sign} {right}"
-        if split_of(problem) != split:
-            continue
-        answer = {"+": left + right, "-": left - right, "*": left * right}[sign]
-        line = f"{problem} = {answer}"
-        num_bytes += len(line) + 1
-        yield line
+    while True:
+        # Drawn many at a time: one by one takes seconds.
+        for left, right, kind in rng.integers(0, [1000, 1000, 3], size=(4096, 3)).tolist():
+            sign = "+-*"[kind]
+            problem = f"{left} {sign} {right}"
+            if split_of(problem) != split:
+                continue
+            answer = {"+": left + right, "-": left - right, "*": left * right}[sign]
+            line = f"{problem} = {answer}"
+            num_bytes += len(line) + 1
+            yield line
+            if num_bytes >= _ARITHMETIC_BYTES[split]:
+                return
 
 
 @functools.lru_cache(maxsize=2)
@@ -154,9 +159,8 @@ def _library(split: Split) -> tuple[tuple[str, list[str]], ...]:
     """Each standard-library file as its code and its docstrings, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if _SKIPPED_FOLDERS.intersection(name.parts) or split_of(name.as_posix()) != split:
+    for path in sorted(_source_files(root)):
+        if split_of(path.relative_to(root).as_posix()) != split:
             continue
         try:
             files.append(_without_docstrings(path.read_text(encoding="utf-8")))
@@ -165,18 +169,31 @@ def _library(split: Split) -> tuple[tuple[str, list[str]], ...]:
     return tuple(files)
 
 
+def _source_files(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
 def _without_docstrings(source: str) -> tuple[str, list[str]]:
     lines: list[str | None] = list(source.split("\n"))
     docstrings = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+    for node in _documented(ast.parse(source)):
         docstring = ast.get_docstring(node, clean=False)
         if docstring is not None:
             docstrings.append(docstring)
             first, last = node.body[0].lineno, node.body[0].end_lineno
             lines[first - 1 : last] = [None] * (1 + (last or first) - first)
     return "\n".join(line for line in lines if line is not None), docstrings
+
+
+def _documented(node: ast.AST) -> Iterator[_Documented]:
+    """What can have a docstring: the node and those under it, without looking into expressions."""
+    if isinstance(node, _Documented):
+        yield node
+    for block in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for child in getattr(node, block, ()):
+            yield from _documented(child)
 
 
 def _topics() -> dict[str, str]:

@@ -1,0 +1,140 @@
+"""What a trained router does with held-out text: loads per domain, and how special they are.
+
+Owns `loads.json`, a recorded trace of a few KB that tests of planning can use without a model.
+Knows nothing of placement: which loads are hard on a layout is for planning to say.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from equipoise_model.train.bias import expert_load
+from equipoise_model.train.data import DOMAINS, Domain, text
+from equipoise_model.train.losses import next_token_loss
+from equipoise_model.transformer import Transformer
+
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadTrace:
+    """Recorded loads on held-out text.
+
+    `tokens_of` maps a domain to int64 [windows, layers, experts]: how many tokens of each window
+    chose each logical expert. Windows are disjoint and hold `window_tokens` tokens each, so a row
+    sums to window_tokens * top_k.
+    """
+
+    window_tokens: int
+    top_k: int
+    tokens_of: dict[Domain, Tokens]
+
+    def max_over_mean(self, domain: Domain | None = None) -> npt.NDArray[np.float64]:
+        """Most loaded expert against the mean per layer, [layers]; all domains mixed if None."""
+        chosen = DOMAINS if domain is None else (domain,)
+        load_LE = sum(self.load(name) for name in chosen)
+        ratio: npt.NDArray[np.float64] = load_LE.max(axis=1) / load_LE.mean(axis=1)
+        return ratio
+
+    def cosine(self, one: Domain, other: Domain) -> npt.NDArray[np.float64]:
+        """Cosine between two domains' loads per layer, [layers]; 1 is the same mix of experts."""
+        a_LE, b_LE = self.load(one), self.load(other)
+        norms_L = np.linalg.norm(a_LE, axis=1) * np.linalg.norm(b_LE, axis=1)
+        return np.asarray((a_LE * b_LE).sum(axis=1) / norms_L)
+
+    def load(self, domain: Domain) -> npt.NDArray[np.float64]:
+        """Share of a domain's choices that each expert gets, [layers, experts]; rows sum to 1."""
+        load_LE = self.tokens_of[domain].sum(axis=0).astype(np.float64)
+        return np.asarray(load_LE / load_LE.sum(axis=1, keepdims=True))
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, a line per layer."""
+        domains = ",\n".join(
+            f"{json.dumps(name)}: [{','.join(_window_json(window) for window in tokens)}\n]"
+            for name, tokens in self.tokens_of.items()
+        )
+        path.write_text(
+            f'{{"window_tokens": {self.window_tokens}, "top_k": {self.top_k}, '
+            f'"domains": {{\n{domains}\n}}}}\n',
+            encoding="utf-8",
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what `write` wrote."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            window_tokens=values["window_tokens"],
+            top_k=values["top_k"],
+            tokens_of={
+                name: np.array(tokens, dtype=np.int64) for name, tokens in values["domains"].items()
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Heldout:
+    """Mean next-token loss per domain in nats, and the loads meanwhile."""
+
+    loss_of: dict[Domain, float]
+    trace: LoadTrace
+
+
+@torch.no_grad()
+def measure(
+    model: Transformer,
+    *,
+    seed: int,
+    num_windows: int = 4,
+    window_sequences: int = 12,
+    sequence_tokens: int = 256,
+) -> Heldout:
+    """Run held-out text of each domain through `model`; the same for the same seed.
+
+    Raises:
+        CorpusError: this Python installation carries too little text.
+    """
+    loss_of: dict[Domain, float] = {}
+    tokens_of: dict[Domain, Tokens] = {}
+    for domain in DOMAINS:
+        losses, windows = [], []
+        sequences = _disjoint_sequences(
+            domain, num=num_windows * window_sequences, num_tokens=sequence_tokens, seed=seed
+        )
+        for tokens_BT in sequences.split(window_sequences):
+            output = model.forward_train(tokens_BT)
+            losses.append(next_token_loss(output.logits_BTV, tokens_BT).item())
+            windows.append(
+                [
+                    expert_load(r.expert_ids_TK, num_experts=model.config.n_routed_experts).tolist()
+                    for r in output.routings
+                ]
+            )
+        loss_of[domain] = float(np.mean(losses))
+        tokens_of[domain] = np.array(windows, dtype=np.int64)
+    trace = LoadTrace(
+        window_tokens=window_sequences * sequence_tokens,
+        top_k=model.config.num_experts_per_tok,
+        tokens_of=tokens_of,
+    )
+    return Heldout(loss_of=loss_of, trace=trace)
+
+
+def _disjoint_sequences(domain: Domain, *, num: int, num_tokens: int, seed: int) -> torch.Tensor:
+    """Sequences from all over a domain's held-out text, int64 [num, num_tokens]."""
+    source = text(domain, "heldout")
+    rng = np.random.default_rng([seed, DOMAINS.index(domain)])
+    starts = rng.permutation(source.size // num_tokens)[:num] * num_tokens
+    return torch.from_numpy(
+        np.stack([source[start : start + num_tokens] for start in starts]).astype(np.int64)
+    )
+
+
+def _window_json(window_LE: Tokens) -> str:
+    rows = ",\n".join(json.dumps(row.tolist(), separators=(",", ":")) for row in window_LE)
+    return f"\n[{rows}]"

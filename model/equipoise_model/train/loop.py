@@ -1,0 +1,225 @@
+"""The training loop: settings in, one record a step out.
+
+Owns the optimiser, its schedule and the order of a step: losses, gradients, weights, selection
+bias. Writes no file and draws no progress; `__main__` does. The same settings on one machine with
+the same number of threads give the same losses.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from equipoise_model.config import ModelConfig
+from equipoise_model.router import Router, Routing
+from equipoise_model.train.bias import expert_load, update_selection_bias
+from equipoise_model.train.data import sample_batch
+from equipoise_model.train.losses import mtp_loss, next_token_loss, sequence_balance_loss
+from equipoise_model.transformer import Transformer
+
+
+class TrainSettingsError(ValueError):
+    """A setting is out of range; the message names it and what it must be."""
+
+
+class DivergedError(RuntimeError):
+    """The loss is no longer a number; the message names the step and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """What a run depends on besides the model's config; each field is a command-line option.
+
+    Raises:
+        TrainSettingsError: a value is out of range.
+    """
+
+    seed: int = field(default=0, metadata={"help": "of the weights and of the text's order"})
+    steps: int = field(default=500, metadata={"help": "optimiser steps"})
+    num_sequences: int = field(
+        default=15, metadata={"help": "sequences a step; the three domains take turns"}
+    )
+    sequence_tokens: int = field(default=256, metadata={"help": "tokens of a sequence"})
+    learning_rate: float = field(
+        default=3e-3, metadata={"help": "peak, after warm-up; then a cosine down to a tenth"}
+    )
+    warmup_steps: int = field(default=20, metadata={"help": "steps of linear warm-up"})
+    weight_decay: float = field(default=0.1, metadata={"help": "AdamW's, on matrices only"})
+    clip_norm: float = field(default=1.0, metadata={"help": "largest norm of all gradients"})
+    bias_speed: float = field(
+        default=2e-3, metadata={"help": "gamma: how far the selection bias moves a step"}
+    )
+    bias_frozen_share: float = field(
+        default=0.1, metadata={"help": "share of the steps, the last ones, with gamma 0"}
+    )
+    balance_weight: float = field(
+        default=1e-4, metadata={"help": "alpha of the sequence-wise balance loss"}
+    )
+    mtp_weight: float = field(
+        default=0.3, metadata={"help": "lambda of the multi-token-prediction loss"}
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 1, "steps", self.steps, "at least 1")
+        _require(self.num_sequences >= 1, "num_sequences", self.num_sequences, "at least 1")
+        _require(
+            self.sequence_tokens >= 4,
+            "sequence_tokens",
+            self.sequence_tokens,
+            "at least 4: MTP needs a token after the next",
+        )
+        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
+        _require(self.clip_norm > 0, "clip_norm", self.clip_norm, "above 0")
+        _require(
+            0 <= self.bias_frozen_share <= 1,
+            "bias_frozen_share",
+            self.bias_frozen_share,
+            "within [0, 1]",
+        )
+        for name in _NOT_NEGATIVE:
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step's losses in nats per token, before the step's update.
+
+    `balance` is the mean over MoE layers of the balance loss without its weight (1 is even);
+    `max_over_mean` the most loaded expert of the batch against the mean, of the worst layer.
+    """
+
+    step: int
+    loss: float
+    mtp_loss: float
+    balance: float
+    max_over_mean: float
+
+
+def new_model(config: ModelConfig, *, seed: int) -> Transformer:
+    """A model with its MTP modules and random weights that depend on nothing but the seed."""
+    # The weights come from torch's global generator; borrow it, so that callers' draws stay theirs.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Transformer(config, mtp=True)
+
+
+def train(model: Transformer, settings: TrainSettings) -> Iterator[StepRecord]:
+    """Train `model` in place and yield a record after each of `settings.steps` steps.
+
+    Raises:
+        CorpusError: this Python installation carries too little text.
+        DivergedError: a loss is infinite or not a number.
+    """
+    rng = np.random.default_rng(settings.seed)
+    optimizer = _new_optimizer(model, settings)
+    biases = [module.e_score_correction_bias for module in _routers(model)]
+    for step in range(settings.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, settings)
+        tokens_BT = torch.from_numpy(
+            sample_batch(
+                rng, num_sequences=settings.num_sequences, num_tokens=settings.sequence_tokens
+            )
+        )
+        record, routings, total = _losses(model, tokens_BT, settings=settings, step=step)
+        optimizer.zero_grad(set_to_none=True)
+        total.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+        optimizer.step()
+        for bias_E, routing in zip(biases, routings, strict=True):
+            update_selection_bias(bias_E, _load(routing), gamma=bias_speed(step, settings))
+        yield record
+
+
+def learning_rate(step: int, settings: TrainSettings) -> float:
+    """Linear from nearly 0 over the warm-up, then a cosine to a tenth of the peak."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+    return settings.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def bias_speed(step: int, settings: TrainSettings) -> float:
+    """Gamma, and 0 in the last steps: a bias at rest ends close to the mean of its wobble."""
+    moving_steps = settings.steps * (1 - settings.bias_frozen_share)
+    return settings.bias_speed if step < moving_steps else 0.0
+
+
+def _losses(
+    model: Transformer, tokens_BT: Tensor, *, settings: TrainSettings, step: int
+) -> tuple[StepRecord, tuple[Routing, ...], Tensor]:
+    """A step's record, the routings of all routers in `_routers`' order, and the total loss."""
+    output = model.forward_train(tokens_BT)
+    routings = output.routings + output.mtp_routings
+    loss = next_token_loss(output.logits_BTV, tokens_BT)
+    further = torch.stack(
+        [
+            mtp_loss(logits_BTV, tokens_BT, depth=depth)
+            for depth, logits_BTV in enumerate(output.mtp_logits, start=1)
+        ]
+        or [torch.zeros(())]
+    ).mean()
+    balance = torch.stack(
+        [sequence_balance_loss(routing, num_sequences=len(tokens_BT)) for routing in routings]
+    )
+    total = loss + settings.mtp_weight * further + settings.balance_weight * balance.sum()
+    if not math.isfinite(total.item()):
+        raise DivergedError(
+            f"the loss is {total.item()} at step {step}: lower the learning rate "
+            f"({settings.learning_rate})"
+        )
+    record = StepRecord(
+        step=step,
+        loss=loss.item(),
+        mtp_loss=further.item(),
+        balance=balance.mean().item(),
+        max_over_mean=max(
+            float(load_E.max() / load_E.double().mean())
+            for load_E in (_load(routing) for routing in output.routings)
+        ),
+    )
+    return record, routings, total
+
+
+def _load(routing: Routing) -> Tensor:
+    return expert_load(routing.expert_ids_TK, num_experts=routing.scores_TE.shape[1])
+
+
+def _routers(model: Transformer) -> list[Router]:
+    """Routers of the MoE layers and then of the MTP modules, the order they run in."""
+    return [
+        module
+        for part in (model.layers, model.mtp_layers)
+        for module in part.modules()
+        if isinstance(module, Router)
+    ]
+
+
+def _new_optimizer(model: Transformer, settings: TrainSettings) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    return torch.optim.AdamW(
+        [
+            {
+                "params": [p for p in parameters if p.ndim > 1],
+                "weight_decay": settings.weight_decay,
+            },
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=settings.learning_rate,
+        betas=(0.9, 0.95),
+    )
+
+
+def _require(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise TrainSettingsError(f"{name} = {value!r}: it must be {wanted}")
+
+
+_NOT_NEGATIVE = tuple(
+    f.name
+    for f in fields(TrainSettings)
+    if f.name in {"seed", "warmup_steps", "weight_decay", "bias_speed"} or "weight" in f.name
+)
