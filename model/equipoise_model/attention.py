@@ -1,7 +1,9 @@
 """`Attention`: multi-head latent attention (arXiv 2405.04434, section 2.1).
 
 Two forms of one function. `forward_expanded` rebuilds every head's keys and values: training, whole
-sequences, autograd. The cached form comes with serving.
+sequences, autograd. `forward_cached` attends to cached latents as they are, with the two
+up-projections absorbed into queries and outputs: serving. There a head's key-value pair costs more
+multiplications, but nothing is rebuilt.
 """
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise_model.config import ModelConfig
+from equipoise_model.latent_cache import CacheStep
 from equipoise_model.layers import Linear, RMSNorm
 from equipoise_model.rope import rotate
 
@@ -53,6 +56,47 @@ class Attention(nn.Module):
         )
         y_ND: Tensor = self.o_proj(mixed_BHTv.transpose(1, 2).flatten(2).flatten(0, 1))
         return y_ND.unflatten(0, (batch, length))
+
+    def forward_cached(
+        self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, layer: int, step: CacheStep
+    ) -> Tensor:
+        """Attention of a step's tokens [T, D] to their sequences so far; T may be 0.
+
+        `layer` is this layer's place in the cache. Latents of all tokens are written before any
+        query reads, so a chunk of a prompt is causal within itself.
+        """
+        step.write(layer, self._latents(x_TD, cos_TF, sin_TF))
+        query_THq = self._queries(x_TD, cos_TF, sin_TF)
+        mixed_THv = x_TD.new_empty(*query_THq.shape[:2], self.config.v_head_dim)
+        for group in step.groups:
+            mixed_THv[group.places_N] = self._attend(
+                query_THq[group.places_N], step.read(layer, group), positions_N=group.positions_N
+            )
+        y_TD: Tensor = self.o_proj(mixed_THv.flatten(1))
+        return y_TD
+
+    def _attend(self, query_NHq: Tensor, latents_BLC: Tensor, *, positions_N: Tensor) -> Tensor:
+        """Heads' outputs [N, H, v] of N / B queries for each of B stretches of cache."""
+        config = self.config
+        up_HuR = self.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, -1))
+        up_key_HnR, up_value_HvR = up_HuR.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        plain, rotary = query_NHq.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        absorbed_NHR = torch.bmm(plain.transpose(0, 1), up_key_HnR).transpose(0, 1)
+        query_NHC = torch.cat([absorbed_NHR, rotary], dim=-1)
+
+        num_stretches, length, _ = latents_BLC.shape
+        query_BMC = query_NHC.reshape(num_stretches, -1, config.latent_dim)
+        scores_BML = torch.bmm(query_BMC, latents_BLC.transpose(1, 2)).float()
+        unseen_NL = torch.arange(length, device=positions_N.device) > positions_N.unsqueeze(1)
+        unseen_BML = unseen_NL.repeat_interleave(config.num_attention_heads, 0).view_as(scores_BML)
+        weights_BML = (
+            (scores_BML * config.softmax_scale).masked_fill(unseen_BML, float("-inf")).softmax(-1)
+        )
+        compressed_BLR = latents_BLC[..., : config.kv_lora_rank]
+        mixed_BMR = torch.bmm(weights_BML.to(latents_BLC.dtype), compressed_BLR)
+        mixed_NHR = mixed_BMR.reshape(-1, config.num_attention_heads, config.kv_lora_rank)
+        mixed_HNv = torch.bmm(mixed_NHR.transpose(0, 1), up_value_HvR.transpose(1, 2))
+        return mixed_HNv.transpose(0, 1)
 
     def _queries(self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
         """Queries [T, H, nope + rope], the last part rotated."""

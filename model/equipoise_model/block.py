@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from equipoise_model.attention import Attention
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertStep
+from equipoise_model.latent_cache import CacheStep
 from equipoise_model.layers import RMSNorm, SwiGLU
 from equipoise_model.moe import MoE
 
@@ -41,6 +42,22 @@ class Block(nn.Module):
         x_ND = x_ND + attended_BTD.flatten(0, 1)
         x_ND = x_ND + self.feed_forward(x_ND, step=step)
         return x_ND.view_as(x_BTD)
+
+    def forward_cached(
+        self,
+        x_TD: Tensor,
+        cos_TF: Tensor,
+        sin_TF: Tensor,
+        *,
+        layer: int,
+        cache_step: CacheStep,
+        expert_step: ExpertStep,
+    ) -> Tensor:
+        """A step's tokens [T, D] of any sequences; `layer` is this layer's place in the cache."""
+        x_TD = x_TD + self.self_attn.forward_cached(
+            self.input_layernorm(x_TD), cos_TF, sin_TF, layer=layer, step=cache_step
+        )
+        return x_TD + self.feed_forward(x_TD, step=expert_step)
 
     def feed_forward(self, x_TD: Tensor, *, step: ExpertStep) -> Tensor:
         """The second half without its residual, on rows [T, D]."""

@@ -4,11 +4,13 @@ Parameters carry Hugging Face's names, so that a checkpoint's names are module p
 is `equipoise_kernels`'; `row_block` chooses between its fast and its batch-invariant form.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise_kernels.linear import linear
+from equipoise_kernels.linear import linear, pad_rows
 from equipoise_kernels.rms_norm import rms_norm
 
 
@@ -44,13 +46,27 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, *, row_block: int | None = None) -> None:
         super().__init__()
+        self.row_block = row_block
         self.gate_proj = Linear(dim, hidden_dim, row_block=row_block)
         self.up_proj = Linear(dim, hidden_dim, row_block=row_block)
         self.down_proj = Linear(hidden_dim, dim, row_block=row_block)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Rows [T, dim] to rows of the same shape; T may be 0."""
-        gate_TI: Tensor = self.gate_proj(x_TD)
-        hidden_TI = functional.silu(gate_TI) * self.up_proj(x_TD)
-        y_TD: Tensor = self.down_proj(hidden_TI)
+        gate_TI = by_row_blocks(functional.silu, self.gate_proj(x_TD), row_block=self.row_block)
+        y_TD: Tensor = self.down_proj(gate_TI * self.up_proj(x_TD))
         return y_TD
+
+
+def by_row_blocks(
+    function: Callable[[Tensor], Tensor], x_TD: Tensor, *, row_block: int | None
+) -> Tensor:
+    """A function of rows, applied to all at once or to blocks of exactly `row_block` rows.
+
+    What follows the last whole vector of a tensor is computed by other code, with other rounding.
+    In blocks of one shape an element always falls to the same code.
+    """
+    if row_block is None or x_TD.shape[0] == 0:
+        return function(x_TD)
+    blocks = pad_rows(x_TD, row_block=row_block).split(row_block)
+    return torch.cat([function(block) for block in blocks])[: x_TD.shape[0]]

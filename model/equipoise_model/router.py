@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from equipoise_kernels.linear import linear
 from equipoise_kernels.route import route
 from equipoise_model.config import ModelConfig
+from equipoise_model.layers import by_row_blocks
 
 
 class Routing(NamedTuple):
@@ -43,7 +44,7 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor) -> Routing:
         """Route rows [T, D]; T may be 0."""
         logits_TE = linear(x_TD.float(), self.weight.float(), row_block=self.row_block)
-        scores_TE = logits_TE.sigmoid()
+        scores_TE = by_row_blocks(torch.sigmoid, logits_TE, row_block=self.row_block)
         ids_TK, weights_TK = route(
             scores_TE,
             self.e_score_correction_bias.float(),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from equipoise_model.block import Block
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.latent_cache import LatentCache
 from equipoise_model.layers import Linear, RMSNorm
 from equipoise_model.moe import MoE
 from equipoise_model.mtp import MultiTokenPrediction
@@ -31,6 +32,26 @@ class TrainOutput:
     routings: tuple[Routing, ...]
     mtp_logits: tuple[Tensor, ...]
     mtp_routings: tuple[Routing, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepBatch:
+    """The tokens of one serving step on this rank, int64 on the model's device.
+
+    Row t is `tokens_T[t]` at `positions_T[t]` of the sequence in `cache_rows_T[t]`; its earlier
+    positions are in the cache or among the rows before it. Logits are wanted for the rows
+    `sample_rows_S`. T may be 0.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    cache_rows_T: Tensor
+    sample_rows_S: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """T: every row is a real token."""
+        return int(self.tokens_T.shape[0])
 
 
 class Transformer(nn.Module):
@@ -98,6 +119,27 @@ class Transformer(nn.Module):
             mtp_logits=mtp_logits,
             mtp_routings=mtp_routings,
         )
+
+    @torch.no_grad()
+    def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> Tensor:
+        """Run a batch's tokens through the model and keep their latents: logits [S, V].
+
+        With no tokens the rank still serves the others' rows in every MoE layer.
+        """
+        cos_TF, sin_TF = self.rope.at(batch.positions_T)
+        cache_step = cache.begin_step(
+            cache_rows_T=batch.cache_rows_T,
+            positions_T=batch.positions_T,
+            row_block=self.row_block,
+        )
+        expert_step = experts.begin_step(num_tokens=batch.num_tokens)
+        x_TD: Tensor = self.embed_tokens(batch.tokens_T)
+        for layer, block in enumerate(self._blocks()):
+            x_TD = block.forward_cached(
+                x_TD, cos_TF, sin_TF, layer=layer, cache_step=cache_step, expert_step=expert_step
+            )
+        logits_SV: Tensor = self.lm_head(self.norm(x_TD[batch.sample_rows_S]))
+        return logits_SV
 
     def _train_mtp(
         self, tokens_BT: Tensor, hidden_BTD: Tensor
