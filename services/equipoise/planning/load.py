@@ -1,10 +1,15 @@
 """Loads: what ranks counted, and the moving averages that decisions rest on."""
 
-from dataclasses import dataclass
+import math
+from collections import deque
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
+
+from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.layout import Layout
 
 TokenCounts = npt.NDArray[np.uint64]
 Load = npt.NDArray[np.float64]
@@ -32,3 +37,311 @@ class LoadReport:
     generation: int
     phase: Phase
     tokens: TokenCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadDelta:
+    """What one rank received between two of its reports.
+
+    `tokens_of_expert` is [layers, experts], by logical expert; `tokens_of_rank` is [layers], all
+    of the rank's slots together.
+    """
+
+    rank: int
+    tokens_of_expert: Load
+    tokens_of_rank: Load
+
+
+class LoadCounters:
+    """Turns the cumulative reports of one epoch into differences.
+
+    State is bounded: of each rank the last boot, and of that its last few generations.
+
+    Counters of generations from `counted_from` on start at zero while this object listens. Older
+    generations began before (the balancer was restarted), so the first report of one is the
+    baseline for the next and adds nothing itself: its tokens came over an unknown time.
+    """
+
+    def __init__(self, *, epoch: int, counted_from: int = 1) -> None:
+        self._epoch = epoch
+        self._counted_from = counted_from
+        self._ranks: dict[int, _RankCounters] = {}
+
+    def accept(self, report: LoadReport, layout: Layout) -> LoadDelta:
+        """The tokens a report adds to what its rank reported before.
+
+        `layout` is that of the report's generation, or the newest layout there is if the report's
+        generation is not known.
+
+        Raises:
+            InvalidReportError: the report cannot be used; nothing is remembered of it. Kinds:
+                report_wrong_epoch, report_unknown_rank, report_future_generation,
+                report_old_generation, report_old_boot, report_shape, report_shrinking_counter.
+        """
+        _check(report, layout, epoch=self._epoch)
+        known = self._ranks.get(report.rank) or _RankCounters(boot_id=report.boot_id)
+        if report.boot_id in known.retired_boots:
+            raise InvalidReportError(
+                "report_old_boot",
+                f"rank {report.rank} reports for boot {report.boot_id!r}, but boot "
+                f"{known.boot_id!r} has taken its place",
+            )
+        if report.boot_id != known.boot_id:
+            known = known.succeeded_by(report.boot_id)
+        previous = self._previous(report, known)
+        if (report.tokens < previous).any():
+            layer, slot = (int(index) for index in np.argwhere(report.tokens < previous)[0])
+            raise InvalidReportError(
+                "report_shrinking_counter",
+                f"rank {report.rank} counted {int(report.tokens[layer, slot])} tokens in layer "
+                f"{layer}, own slot {slot}, after {int(previous[layer, slot])} before, in "
+                f"generation {report.generation}",
+            )
+        known.remember(report)
+        self._ranks[report.rank] = known
+        return _delta(report.rank, (report.tokens - previous).astype(np.float64), layout)
+
+    def _previous(self, report: LoadReport, known: "_RankCounters") -> TokenCounts:
+        if report.generation <= known.forgotten_generation:
+            raise InvalidReportError(
+                "report_old_generation",
+                f"rank {report.rank} reports for generation {report.generation}, "
+                f"which is not compared any more",
+            )
+        previous = known.tokens.get((report.generation, report.phase))
+        if previous is not None:
+            return previous
+        began_unheard = report.generation < self._counted_from
+        return report.tokens if began_unheard else np.zeros_like(report.tokens)
+
+
+class LoadWindow:
+    """Tokens by logical expert and by rank since the last close."""
+
+    def __init__(
+        self, *, num_layers: int, num_experts: int, num_ranks: int, opened_s: float
+    ) -> None:
+        self._tokens_of_expert = np.zeros((num_layers, num_experts))
+        self._tokens_of_rank = np.zeros((num_layers, num_ranks))
+        self._opened_s = opened_s
+
+    def add(self, delta: LoadDelta) -> None:
+        """Count what a rank received."""
+        self._tokens_of_expert += delta.tokens_of_expert
+        self._tokens_of_rank[:, delta.rank] += delta.tokens_of_rank
+
+    def close(self, *, now: float) -> "WindowLoad":
+        """What came since the last close; the next window opens `now`."""
+        closed = WindowLoad(
+            duration_s=max(0.0, now - self._opened_s),
+            tokens_of_expert=self._tokens_of_expert,
+            tokens_of_rank=self._tokens_of_rank,
+        )
+        self._tokens_of_expert = np.zeros_like(self._tokens_of_expert)
+        self._tokens_of_rank = np.zeros_like(self._tokens_of_rank)
+        self._opened_s = now
+        return closed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WindowLoad:
+    """One closed window: tokens, [layers, experts] by logical and [layers, ranks] as measured."""
+
+    duration_s: float
+    tokens_of_expert: Load
+    tokens_of_rank: Load
+
+    @property
+    def tokens_per_layer(self) -> float:
+        """Expert assignments per layer, mean over layers."""
+        return tokens_per_layer(self.tokens_of_expert)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadAverage:
+    """An exponentially decayed average of tokens per second, [layers, experts].
+
+    Its fields are its whole state, so that a store can keep them. After a restart continue with
+    `resumed(now=...)`: clocks of two processes do not compare.
+
+    A token that came t seconds ago weighs 2^(-t / half_life_s). The tokens of a fold are taken to
+    have come evenly since the fold before, so a steady stream gives the same average however its
+    time is cut into folds. The sum is divided by the decayed time, not by its limit, so a young
+    average of a steady stream is already exact.
+    """
+
+    half_life_s: float
+    folded_s: float
+    """Time of the last fold."""
+    decayed_tokens: Load
+    decayed_duration_s: float
+
+    @classmethod
+    def start(
+        cls, *, num_layers: int, num_experts: int, half_life_s: float, now: float
+    ) -> "LoadAverage":
+        """An average that has seen nothing."""
+        return cls(
+            half_life_s=half_life_s,
+            folded_s=now,
+            decayed_tokens=np.zeros((num_layers, num_experts)),
+            decayed_duration_s=0.0,
+        )
+
+    def fold(self, tokens: Load, *, now: float) -> "LoadAverage":
+        """The average after `tokens` [layers, experts] came between the last fold and `now`."""
+        elapsed_s = max(0.0, now - self.folded_s)
+        kept = 2.0 ** (-elapsed_s / self.half_life_s)
+        # The integral of 2^(-t / half_life_s) over the elapsed time: its decayed length.
+        duration_s = (1.0 - kept) * self.half_life_s / math.log(2.0)
+        weight = duration_s / elapsed_s if elapsed_s > 0.0 else 1.0
+        return replace(
+            self,
+            folded_s=max(now, self.folded_s),
+            decayed_tokens=kept * self.decayed_tokens + weight * tokens,
+            decayed_duration_s=kept * self.decayed_duration_s + duration_s,
+        )
+
+    def restarted(self, tokens: Load, *, duration_s: float, now: float) -> "LoadAverage":
+        """An average that knows only `tokens` of the last `duration_s`: what was is forgotten."""
+        empty = replace(
+            self,
+            folded_s=now - duration_s,
+            decayed_tokens=np.zeros_like(self.decayed_tokens),
+            decayed_duration_s=0.0,
+        )
+        return empty.fold(tokens, now=now)
+
+    def resumed(self, *, now: float) -> "LoadAverage":
+        """The same average on another clock; the time between does not count."""
+        return replace(self, folded_s=now)
+
+    def per_second(self) -> Load:
+        """Tokens per second, [layers, experts]; zeros as long as no time has passed."""
+        if self.decayed_duration_s <= 0.0:
+            return np.zeros_like(self.decayed_tokens)
+        return self.decayed_tokens / self.decayed_duration_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """Whether traffic goes elsewhere than it did.
+
+    `distance` is the part of the tokens that go elsewhere now, 0 to 1; `noise` the part that chance
+    alone explains.
+    """
+
+    detected: bool
+    distance: float
+    noise: float
+    reason: str
+
+
+def detect_shift(fast: Load, slow: Load, *, tokens: float, threshold: float) -> Shift:
+    """Compare the recent load with the longer one, both [layers, experts] in any unit.
+
+    The distance of a layer is the total variation between its normalised rows p (slow) and
+    q (fast), sum |p - q| / 2. If q were n samples of p, then for each expert
+    E|q - p| <= sqrt(p (1 - p) / n), so chance alone makes a distance of at most
+    sum sqrt(p (1 - p) / n) / 2 in the mean, with n = `tokens`, the expert assignments per layer
+    behind `fast`. Both are averaged over the layers with traffic in both, and there is a shift if
+    the distance exceeds that noise by more than `threshold`.
+    """
+    both = (fast.sum(axis=1) > 0) & (slow.sum(axis=1) > 0)
+    if tokens <= 0 or not both.any():
+        return Shift(detected=False, distance=0.0, noise=0.0, reason="no shift: no traffic yet")
+    recent = _shares(fast[both])
+    usual = _shares(slow[both])
+    # The mixture of both, because experts that `slow` never saw are noisy too.
+    expected = (recent + usual) / 2
+    distance = float(np.abs(recent - usual).sum(axis=1).mean() / 2)
+    noise = float(np.sqrt(expected * (1 - expected) / tokens).sum(axis=1).mean() / 2)
+    detected = distance - noise > threshold
+    return Shift(
+        detected=detected,
+        distance=distance,
+        noise=noise,
+        reason=(
+            f"{'shift' if detected else 'no shift'}: {distance:.1%} of the tokens go elsewhere "
+            f"than before, chance explains {noise:.1%}, a shift is {threshold:.1%} beyond that"
+        ),
+    )
+
+
+def tokens_per_layer(load: Load) -> float:
+    """Expert assignments per layer, mean over the layers."""
+    return float(load.sum(axis=1).mean())
+
+
+_GENERATIONS_KEPT = 4
+_BOOTS_KEPT = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class _RankCounters:
+    """The last counters of one rank, by generation and phase."""
+
+    boot_id: str
+    retired_boots: deque[str] = field(default_factory=lambda: deque(maxlen=_BOOTS_KEPT))
+    tokens: dict[tuple[int, Phase], TokenCounts] = field(default_factory=dict)
+    forgotten_generation: int = 0
+
+    def succeeded_by(self, boot_id: str) -> "_RankCounters":
+        retired = deque([*self.retired_boots, self.boot_id], maxlen=_BOOTS_KEPT)
+        return _RankCounters(boot_id=boot_id, retired_boots=retired)
+
+    def remember(self, report: LoadReport) -> None:
+        self.tokens[report.generation, report.phase] = report.tokens.copy()
+        generations = sorted({generation for generation, _ in self.tokens})
+        for generation in generations[:-_GENERATIONS_KEPT]:
+            self.forgotten_generation = generation
+            for phase in Phase:
+                self.tokens.pop((generation, phase), None)
+
+
+def _check(report: LoadReport, layout: Layout, *, epoch: int) -> None:
+    if report.epoch != epoch:
+        raise InvalidReportError(
+            "report_wrong_epoch",
+            f"rank {report.rank} reports for epoch {report.epoch}, but epoch {epoch} is on",
+        )
+    if not 0 <= report.rank < layout.num_ranks:
+        raise InvalidReportError(
+            "report_unknown_rank",
+            f"rank {report.rank} reports, but ranks are 0 to {layout.num_ranks - 1}",
+        )
+    if report.generation != layout.generation:
+        is_future = report.generation > layout.generation
+        raise InvalidReportError(
+            "report_future_generation" if is_future else "report_old_generation",
+            f"rank {report.rank} reports for generation {report.generation}, whose layout is not "
+            f"{'known' if is_future else 'kept'}; the newest is {layout.generation}",
+        )
+    expected = (layout.num_layers, layout.slots_per_rank)
+    if report.tokens.shape != expected:
+        raise InvalidReportError(
+            "report_shape",
+            f"rank {report.rank} reports counters of shape {report.tokens.shape}, but [layers, "
+            f"slots_per_rank] is {expected}",
+        )
+
+
+def _delta(rank: int, tokens_of_slot: Load, layout: Layout) -> LoadDelta:
+    """Counters by own slot, [layers, slots_per_rank], as tokens by logical expert."""
+    first = rank * layout.slots_per_rank
+    experts = layout.expert_of_slot[:, first : first + layout.slots_per_rank]
+    offsets = np.arange(layout.num_layers)[:, None] * layout.num_experts
+    by_expert = np.bincount(
+        (experts + offsets).ravel(),
+        weights=tokens_of_slot.ravel(),
+        minlength=layout.num_layers * layout.num_experts,
+    )
+    return LoadDelta(
+        rank=rank,
+        tokens_of_expert=by_expert.reshape(layout.num_layers, layout.num_experts),
+        tokens_of_rank=tokens_of_slot.sum(axis=1),
+    )
+
+
+def _shares(load: Load) -> Load:
+    return load / load.sum(axis=1, keepdims=True)

@@ -1,0 +1,34 @@
+"""How evenly a placement spreads a load over ranks."""
+
+import numpy as np
+
+from equipoise.planning.layout import ExpertTable, count_replicas
+from equipoise.planning.load import Load
+
+
+def rank_loads(expert_of_slot: ExpertTable, *, load: Load, num_ranks: int) -> Load:
+    """Load of each rank, [layers, ranks], if every expert's load splits evenly over its replicas.
+
+    `expert_of_slot` is int32 [layers, slots], `load` [layers, experts] in any unit.
+    """
+    replicas = count_replicas(expert_of_slot, num_experts=load.shape[1])
+    load_of_slot = np.take_along_axis(load / np.maximum(replicas, 1), expert_of_slot, axis=1)
+    by_rank: Load = load_of_slot.reshape(len(load), num_ranks, -1).sum(axis=2)
+    return by_rank
+
+
+def balancedness_per_layer(load_of_rank: Load) -> Load:
+    """Mean / max rank load of each layer, [layers]; 1.0 for a layer without traffic."""
+    busiest = load_of_rank.max(axis=1)
+    idle = busiest <= 0
+    per_layer: Load = np.where(idle, 1.0, load_of_rank.mean(axis=1) / np.where(idle, 1.0, busiest))
+    return per_layer
+
+
+def balancedness(load_of_rank: Load) -> float:
+    """Mean / max rank load, mean over the layers with traffic; 1.0 is perfect, or no traffic.
+
+    1 / balancedness is about how much longer a step takes than it would with even ranks.
+    """
+    busy = load_of_rank.max(axis=1) > 0
+    return float(balancedness_per_layer(load_of_rank)[busy].mean()) if busy.any() else 1.0

@@ -1,0 +1,125 @@
+"""`Policy`: how loads become layouts. Values only; nothing here decides."""
+
+import math
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from equipoise.planning.errors import InvalidPolicyError
+
+MIB = 1024 * 1024
+
+
+class Algorithm(StrEnum):
+    """How replicas are placed."""
+
+    AUTO = "auto"
+    """Plan both ways and keep the more balanced plan."""
+
+    HIERARCHICAL = "hierarchical"
+    """Expert groups stay within a node, so group-limited routing rarely leaves it."""
+
+    GLOBAL = "global"
+    """Any expert on any rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How often a pool is planned, what a plan must gain, and the bound of every wait.
+
+    Raises:
+        InvalidPolicyError: a value is outside its range.
+    """
+
+    interval_s: float = 10.0
+    """Seconds between decisions. Long enough that a window has traffic to judge by, short enough
+    that a shift costs a few windows only."""
+
+    report_interval_s: float = 1.0
+    """Seconds between a worker's load reports. Ten reports fill a window, so that one late report
+    hardly changes it."""
+
+    heartbeat_interval_s: float = 1.0
+    """Seconds between a worker's signs of life when it has nothing else to say."""
+
+    slow_half_life_s: float = 60.0
+    """Seconds after which a token weighs half in the average that plans rest on. Half-lives are
+    in seconds, not steps, so that they do not depend on traffic."""
+
+    fast_half_life_s: float = 5.0
+    """Seconds after which a token weighs half in the average that notices a shift of traffic."""
+
+    shift_threshold: float = 0.15
+    """Total variation distance between fast and slow average, mean over layers, beyond sampling
+    noise, that counts as a shift: 0.15 means that 15 % of the tokens go elsewhere now."""
+
+    min_tokens: float = 2000.0
+    """Expert assignments per layer that a window needs before anything is decided on it. Fewer
+    than some dozens per expert are mostly noise."""
+
+    min_gain: float = 0.02
+    """Balancedness (mean / max rank load) that a plan must gain on the latest window. Two
+    hundredths shorten a balanced step by about as much as moving experts disturbs it."""
+
+    cooldown_s: float = 0.0
+    """Seconds after a switch in which nothing is planned, unless traffic shifted. 0: the other
+    conditions suffice."""
+
+    max_wave_bytes: int = 256 * MIB
+    """Bytes that one rank stages at most for one generation, apart from a single layer that needs
+    more. This is staging memory that a worker must have to spare."""
+
+    algorithm: Algorithm = Algorithm.AUTO
+    """How replicas are placed."""
+
+    stage_timeout_s: float = 30.0
+    """Seconds until a generation that is not staged by all ranks is aborted. Pulling
+    `max_wave_bytes` takes a few seconds on a slow network."""
+
+    switch_timeout_s: float = 30.0
+    """Seconds until a staged generation that nobody switched to is aborted. Ranks switch at the
+    next step, so this is a bound for a pool that hangs, not an expectation."""
+
+    silent_after_s: float = 5.0
+    """Seconds without a word after which a worker counts as lost: five missed heartbeats."""
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise InvalidPolicyError(f"{name} must be from {low:g} to {high:g}, not {value}")
+        try:
+            object.__setattr__(self, "algorithm", Algorithm(self.algorithm))
+        except ValueError:
+            choices = ", ".join(Algorithm)
+            raise InvalidPolicyError(
+                f"algorithm must be one of {choices}, not {self.algorithm!r}"
+            ) from None
+        if self.fast_half_life_s >= self.slow_half_life_s:
+            raise InvalidPolicyError(
+                f"fast_half_life_s must be below slow_half_life_s ({self.slow_half_life_s:g}), "
+                f"not {self.fast_half_life_s:g}"
+            )
+        if self.silent_after_s <= self.heartbeat_interval_s:
+            raise InvalidPolicyError(
+                f"silent_after_s must be above heartbeat_interval_s "
+                f"({self.heartbeat_interval_s:g}), not {self.silent_after_s:g}"
+            )
+
+
+_HOUR_S = 3600.0
+_RANGES: dict[str, tuple[float, float]] = {
+    "interval_s": (0.05, 24 * _HOUR_S),
+    "report_interval_s": (0.01, _HOUR_S),
+    "heartbeat_interval_s": (0.01, _HOUR_S),
+    "slow_half_life_s": (0.01, 24 * _HOUR_S),
+    "fast_half_life_s": (0.001, _HOUR_S),
+    "shift_threshold": (0.0, 1.0),
+    "min_tokens": (0.0, 1e15),
+    "min_gain": (0.0, 1.0),
+    "cooldown_s": (0.0, 24 * _HOUR_S),
+    "max_wave_bytes": (1, 2**50),
+    "stage_timeout_s": (0.01, _HOUR_S),
+    "switch_timeout_s": (0.01, _HOUR_S),
+    "silent_after_s": (0.02, _HOUR_S),
+}
+assert _RANGES.keys() | {"algorithm"} == {field.name for field in fields(Policy)}
