@@ -1,0 +1,49 @@
+"""`ChecksumTable`: the bytes that every logical expert of a pool has, as its ranks tell."""
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.moves import CHECKSUM_BYTES
+from equipoise.wire.messages import Checksums
+
+
+class ChecksumTable:
+    """Merges the checksums of slots into one of experts, and finds ranks that disagree.
+
+    The first rank to name an expert's checksum is believed; moves are verified against it.
+    """
+
+    def __init__(self, *, num_layers: int, num_experts: int) -> None:
+        self._table = np.zeros((num_layers, num_experts, CHECKSUM_BYTES), dtype=np.uint8)
+        self._told_by = np.full((num_layers, num_experts), -1, dtype=np.int32)
+
+    def merge(self, layout: Layout, *, rank: int, checksums: Checksums) -> str | None:
+        """Take what a rank holds; returns the first disagreement in words, or None.
+
+        `checksums` is uint8 [layers, slots_per_rank, 16]. A rank that disagrees changes nothing.
+        """
+        first = rank * layout.slots_per_rank
+        experts = layout.expert_of_slot[:, first : first + layout.slots_per_rank]
+        layers = np.arange(layout.num_layers)[:, None]
+        known = self._told_by[layers, experts] >= 0
+        differs = known & (self._table[layers, experts] != checksums).any(axis=2)
+        if differs.any():
+            layer, slot = (int(index) for index in np.argwhere(differs)[0])
+            expert = int(experts[layer, slot])
+            return (
+                f"ranks {int(self._told_by[layer, expert])} and {rank} hold different bytes for "
+                f"expert {expert} of layer {layer}: restart the one with the damaged checkpoint"
+            )
+        self._table[layers, experts] = checksums
+        self._told_by[layers, experts] = np.where(known, self._told_by[layers, experts], rank)
+        return None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every expert of every layer has a checksum."""
+        return bool((self._told_by >= 0).all())
+
+    def table(self) -> npt.NDArray[np.uint8]:
+        """A copy of the table, uint8 [layers, experts, 16]."""
+        return self._table.copy()

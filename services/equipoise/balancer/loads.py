@@ -1,0 +1,202 @@
+"""`PoolLoads`: the loads of one pool in one epoch, from reports to windows and averages.
+
+Owns no decision: it says what the load is and whether it shifted.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise.balancer.memory import FAST, SLOW
+from equipoise.balancer.store import AverageRecord
+from equipoise.planning.balance import balancedness, balancedness_per_layer
+from equipoise.planning.layout import Layout
+from equipoise.planning.load import (
+    Load,
+    LoadAverage,
+    LoadCounters,
+    LoadWindow,
+    Shift,
+    WindowLoad,
+    detect_shift,
+)
+from equipoise.planning.policy import Policy
+from equipoise.planning.topology import ModelShape
+from equipoise.wire.messages import Report
+
+MAX_WINDOWS = 128
+"""Closed windows kept for people to plot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClosedWindow:
+    """One planning interval as it was measured.
+
+    `load` is float64 [layers, experts] in tokens, `load_of_rank` [layers, ranks] by receiver, so
+    `balancedness` is what happened and not what a plan promised. `generation` is the one in use
+    when the window closed; `switched` says that another was in use when it opened.
+    """
+
+    number: int
+    closed_s: float
+    load: Load
+    load_of_rank: Load
+    balancedness: float
+    balancedness_min_layer: float
+    tokens: float
+    generation: int
+    switched: bool
+    shift: Shift
+
+
+class PoolLoads:
+    """Counters, the open window, and a fast and a slow average beside it.
+
+    `remembered` are averages of an earlier life of the pool, used if they fit its shape and
+    half-lives. `counted_from` is the first generation whose counters began while we listen.
+    `first_window` numbers the next window.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        model: ModelShape,
+        num_ranks: int,
+        policy: Policy,
+        remembered: Mapping[str, AverageRecord],
+        counted_from: int,
+        first_window: int,
+        now: float,
+    ) -> None:
+        self._policy = policy
+        self._model = model
+        self._counters = LoadCounters(epoch=epoch, counted_from=counted_from)
+        self._window = LoadWindow(
+            num_layers=model.num_layers,
+            num_experts=model.num_experts,
+            num_ranks=num_ranks,
+            opened_s=now,
+        )
+        self.fast = self._average(remembered.get(FAST), policy.fast_half_life_s, now=now)
+        self.slow = self._average(remembered.get(SLOW), policy.slow_half_life_s, now=now)
+        self._steps = np.zeros(num_ranks, dtype=np.int64)
+        self._steps_at_open = np.zeros(num_ranks, dtype=np.int64)
+        self._generation_at_open = 0
+        self._next_number = first_window
+        self._next_close_s = now + policy.interval_s
+        self.windows: deque[ClosedWindow] = deque(maxlen=MAX_WINDOWS)
+
+    def accept(self, report: Report, layout: Layout) -> None:
+        """Count a report; `layout` is that of its generation, or the newest one known.
+
+        Raises:
+            InvalidReportError: the report cannot be used; nothing is remembered of it.
+        """
+        self._window.add(self._counters.accept(report.load, layout))
+        rank = report.load.rank
+        if not self._steps[rank]:
+            # Steps before the first report are no part of this window.
+            self._steps_at_open[rank] = report.stats.steps
+        self._steps[rank] = max(int(self._steps[rank]), report.stats.steps)
+
+    def is_due(self, *, now: float) -> bool:
+        """Whether the open window has lasted a planning interval."""
+        return now >= self._next_close_s
+
+    def close_window(self, *, generation: int, now: float) -> ClosedWindow:
+        """Close the window, fold it into both averages, and look for a shift.
+
+        When traffic shifted, the slow average forgets what came before this window: it would take
+        half-lives to believe what the fast one knows already.
+        """
+        load = self._window.close(now=now)
+        self.fast = self.fast.fold(load.tokens_of_expert, now=now)
+        self.slow = self.slow.fold(load.tokens_of_expert, now=now)
+        shift = detect_shift(
+            self.fast.per_second(),
+            self.slow.per_second(),
+            tokens=load.tokens_per_layer,
+            threshold=self._policy.shift_threshold,
+        )
+        if shift.detected:
+            self.slow = self.slow.restarted(
+                load.tokens_of_expert, duration_s=load.duration_s, now=now
+            )
+        closed = self._closed(load, shift, generation=generation, now=now)
+        self.windows.append(closed)
+        self._open_next(generation=generation, now=now)
+        return closed
+
+    def records(self, *, now: float) -> dict[str, AverageRecord]:
+        """Both averages for the store; `now` is unix time."""
+        return {
+            name: AverageRecord(
+                half_life_s=average.half_life_s,
+                time_unix_s=now,
+                weight_s=average.decayed_duration_s,
+                tokens=average.decayed_tokens,
+            )
+            for name, average in ((FAST, self.fast), (SLOW, self.slow))
+        }
+
+    def _closed(
+        self, load: WindowLoad, shift: Shift, *, generation: int, now: float
+    ) -> ClosedWindow:
+        load_of_rank = load.tokens_of_rank * self._to_common_steps()
+        return ClosedWindow(
+            number=self._next_number,
+            closed_s=now,
+            load=load.tokens_of_expert,
+            load_of_rank=load_of_rank,
+            balancedness=balancedness(load_of_rank),
+            balancedness_min_layer=float(balancedness_per_layer(load_of_rank).min()),
+            tokens=float(load.tokens_of_expert.sum()),
+            generation=generation,
+            switched=self._generation_at_open not in {0, generation},
+            shift=shift,
+        )
+
+    def _to_common_steps(self) -> Load:
+        """Factors, [ranks], that bring each rank's tokens to the same number of steps.
+
+        Ranks report at different moments, but step together; without this, a window that caught
+        one report more of a rank would call it overloaded.
+        """
+        steps = (self._steps - self._steps_at_open).astype(np.float64)
+        if (steps <= 0).any():
+            return np.ones_like(steps)
+        factors: Load = steps.mean() / steps
+        return factors
+
+    def _open_next(self, *, generation: int, now: float) -> None:
+        self._steps_at_open = self._steps.copy()
+        self._generation_at_open = generation
+        self._next_number += 1
+        # From the planned time, so that intervals do not drift; from now, if ticks stood still.
+        planned_s = self._next_close_s + self._policy.interval_s
+        self._next_close_s = planned_s if planned_s > now else now + self._policy.interval_s
+
+    def _average(
+        self, record: AverageRecord | None, half_life_s: float, *, now: float
+    ) -> LoadAverage:
+        fresh = LoadAverage.start(
+            num_layers=self._model.num_layers,
+            num_experts=self._model.num_experts,
+            half_life_s=half_life_s,
+            now=now,
+        )
+        if (
+            record is None
+            or record.tokens.shape != fresh.decayed_tokens.shape
+            or record.half_life_s != half_life_s
+        ):
+            return fresh
+        return LoadAverage(
+            half_life_s=half_life_s,
+            folded_s=now,
+            decayed_tokens=record.tokens,
+            decayed_duration_s=record.weight_s,
+        )

@@ -1,0 +1,45 @@
+"""`Mailbox`: what waits to be sent to one worker. Bounded, because a worker may stop reading."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from equipoise.wire.messages import BalancerMessage
+
+
+class Mailbox:
+    """At most one message of each kind waits; a newer one takes the place of the older.
+
+    That loses nothing: the stream is level-triggered, so the newest Assignment, Stage or Abort
+    says all that the older ones said and that still counts. Kinds leave in the order in which
+    their newest message came. Used from one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[type[BalancerMessage], BalancerMessage] = {}
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def post(self, message: BalancerMessage) -> None:
+        """Leave a message; ignored once the box is closed."""
+        if self._closed:
+            return
+        # Removed first, so that it queues behind messages that are older than itself.
+        self._waiting.pop(type(message), None)
+        self._waiting[type(message)] = message
+        self._changed.set()
+
+    def close(self) -> None:
+        """Take no more messages; those that wait are still delivered."""
+        self._closed = True
+        self._changed.set()
+
+    async def messages(self) -> AsyncIterator[BalancerMessage]:
+        """Messages as they come, until the box is closed and empty."""
+        while True:
+            while self._waiting:
+                kind = next(iter(self._waiting))
+                yield self._waiting.pop(kind)
+            if self._closed:
+                return
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,63 @@
+"""A plan and its verdict: the heavy part of a tick, a pure function that runs in a thread."""
+
+from dataclasses import dataclass
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.load import Load, Shift
+from equipoise.planning.planner import Plan, plan
+from equipoise.planning.policy import Policy
+from equipoise.planning.topology import ModelShape, Topology
+from equipoise.planning.verdict import Verdict, judge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProposalRequest:
+    """All that a proposal rests on, frozen at the tick.
+
+    `average` is float64 [layers, experts] in tokens per second, what the plan is made for;
+    `window` is the same shape in tokens, what the plan is judged on. `now` and `last_switch_s` are
+    seconds; the latter is None when there was no switch yet.
+    """
+
+    current: Layout
+    average: Load
+    window: Load
+    shift: Shift
+    model: ModelShape
+    topology: Topology
+    policy: Policy
+    now: float
+    last_switch_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Proposal:
+    """What came out: a layout's table, and whether to adopt it, with the reason."""
+
+    request: ProposalRequest
+    plan: Plan
+    verdict: Verdict
+
+
+def propose(request: ProposalRequest) -> Proposal:
+    """Plan for the average, judge on the window."""
+    planned = plan(
+        request.average,
+        model=request.model,
+        topology=request.topology,
+        current=request.current,
+        algorithm=request.policy.algorithm,
+    )
+    verdict = judge(
+        current=request.current,
+        proposed=planned.expert_of_slot,
+        algorithm=planned.algorithm,
+        average=request.average,
+        window=request.window,
+        model=request.model,
+        policy=request.policy,
+        now=request.now,
+        last_switch_s=request.last_switch_s,
+        shift=request.shift,
+    )
+    return Proposal(request=request, plan=planned, verdict=verdict)
