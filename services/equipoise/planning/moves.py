@@ -1,9 +1,19 @@
-"""`Move`: one expert copied into one slot, and where its bytes come from."""
+"""`Move`: one expert copied into one slot, where its bytes come from, and in which waves."""
 
+from collections import Counter
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.load import Load
+from equipoise.planning.topology import Topology
 
 CHECKSUM_BYTES = 16
 """BLAKE2b-128 over an expert's bytes in the order gate, up, down (weights, then scales)."""
+
+Checksums = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,3 +40,117 @@ class Move:
     expert: int
     checksum: bytes
     sources: tuple[Source, ...]
+
+
+def diff(
+    current: Layout, target: Layout, *, topology: Topology, checksums: Checksums
+) -> dict[int, tuple[Move, ...]]:
+    """The moves that turn `current` into `target`, by rank; a rank without moves has none.
+
+    `checksums` is uint8 [layers, experts, 16]. Sources of a move: the rank itself if it holds the
+    expert in another slot, then ranks of its node, then other ranks, then the checkpoint. Among
+    equally near holders the one that is first choice of the fewest moves so far comes first, so
+    that one holder does not send every copy.
+    """
+    assert current.num_ranks == target.num_ranks == topology.num_ranks, "ranks of one epoch"
+    assert current.expert_of_slot.shape == target.expert_of_slot.shape, "slots of one epoch"
+    num_layers, num_experts = current.num_layers, current.num_experts
+    assert checksums.shape == (num_layers, num_experts, CHECKSUM_BYTES), "a checksum per expert"
+    moves: dict[int, list[Move]] = {rank: [] for rank in range(topology.num_ranks)}
+    times_first: Counter[int] = Counter()
+    changed = current.expert_of_slot != target.expert_of_slot
+    for layer in np.flatnonzero(changed.any(axis=1)).tolist():
+        holders = _holders(current, layer)
+        for slot in np.flatnonzero(changed[layer]).tolist():
+            expert = int(target.expert_of_slot[layer, slot])
+            rank = topology.rank_of_slot(slot)
+            ranks = _nearest_first(holders[expert], rank, topology, times_first)
+            times_first[ranks[0]] += 1
+            moves[rank].append(
+                Move(
+                    layer=layer,
+                    slot=slot,
+                    expert=expert,
+                    checksum=checksums[layer, expert].tobytes(),
+                    sources=(*(RankSource(rank=near) for near in ranks), CheckpointSource()),
+                )
+            )
+    return {rank: tuple(of_rank) for rank, of_rank in moves.items()}
+
+
+def waves(
+    current: Layout,
+    proposed: ExpertTable,
+    *,
+    first_generation: int,
+    expert_bytes: int,
+    max_wave_bytes: int,
+    gain_of_layer: Load | None = None,
+) -> tuple[Layout, ...]:
+    """Cut a change into layouts, each valid and complete, that differ in a few layers only.
+
+    A wave takes whole layers as long as no rank stages more than `max_wave_bytes`, but at least
+    one. Layers that do not change are in no wave. The first layers are those that gain most by
+    `gain_of_layer`, [layers] in any unit, or else those with the lowest index. Generations count
+    from `first_generation`; the last layout places experts as `proposed`.
+
+    Raises:
+        InvalidLayoutError: `proposed` is not a valid table for the pool of `current`.
+    """
+    target = current.with_placement(proposed, generation=first_generation)
+    changed = current.expert_of_slot != target.expert_of_slot
+    moves_of_rank = changed.reshape(current.num_layers, current.num_ranks, -1).sum(axis=2)
+    priority = np.zeros(current.num_layers) if gain_of_layer is None else -gain_of_layer
+    layers = [
+        layer for layer in np.argsort(priority, kind="stable").tolist() if changed[layer].any()
+    ]
+    most_moves = max_wave_bytes // expert_bytes
+    table = current.expert_of_slot.copy()
+    steps: list[Layout] = []
+    for wave in _batches(layers, moves_of_rank, most_moves=most_moves):
+        table[wave] = target.expert_of_slot[wave]
+        steps.append(current.with_placement(table, generation=first_generation + len(steps)))
+    return tuple(steps)
+
+
+def _holders(layout: Layout, layer: int) -> list[list[int]]:
+    """Ranks that hold each expert of a layer."""
+    holders: list[list[int]] = [[] for _ in range(layout.num_experts)]
+    for slot, expert in enumerate(layout.expert_of_slot[layer].tolist()):
+        rank = slot // layout.slots_per_rank
+        if rank not in holders[expert]:
+            holders[expert].append(rank)
+    return holders
+
+
+def _nearest_first(
+    holders: list[int], rank: int, topology: Topology, times_first: Counter[int]
+) -> list[int]:
+    node = topology.node_of_rank[rank]
+
+    def distance(holder: int) -> tuple[bool, bool, int, int]:
+        elsewhere = topology.node_of_rank[holder] != node
+        # The distance between ranks breaks ties, so that moves start at different holders.
+        return (
+            holder != rank,
+            elsewhere,
+            times_first[holder],
+            (holder - rank) % topology.num_ranks,
+        )
+
+    return sorted(holders, key=distance)
+
+
+def _batches(
+    layers: list[int], moves_of_rank: npt.NDArray[np.int64], *, most_moves: int
+) -> list[list[int]]:
+    """Consecutive layers in which no rank has more than `most_moves`, at least one each."""
+    batches: list[list[int]] = []
+    moves = np.zeros(moves_of_rank.shape[1], dtype=np.int64)
+    for layer in layers:
+        if not batches or (moves + moves_of_rank[layer]).max() > most_moves:
+            batches.append([])
+            moves = np.zeros_like(moves)
+        batches[-1].append(layer)
+        moves = moves + moves_of_rank[layer]
+    return batches
