@@ -48,4 +48,5 @@ def _only_best_groups(choice_TE: Tensor, *, num_groups: int, top_groups: int) ->
     best_Tg = group_scores_TG.topk(top_groups, dim=-1).indices
     outside_TG = group_scores_TG.new_ones(group_scores_TG.shape).scatter(1, best_Tg, 0.0).bool()
     # Minus infinity, not 0: biased scores may be negative.
-    return grouped_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(1)
+    kept_TGM: Tensor = grouped_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf"))
+    return kept_TGM.flatten(1)

@@ -8,7 +8,7 @@ multiplications, but nothing is rebuilt.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from equipoise_model.config import ModelConfig
 from equipoise_model.latent_cache import CacheStep
@@ -46,16 +46,19 @@ class Attention(nn.Module):
         query_NHq = self._queries(x_ND, cos_NF, sin_NF)
         latent_NC = self._latents(x_ND, cos_NF, sin_NF)
         key_NHq, value_NHv = self._expand(latent_NC)
-        mixed_BHTv = F.scaled_dot_product_attention(
-            *(
-                tensor.unflatten(0, (batch, length)).transpose(1, 2)
-                for tensor in (query_NHq, key_NHq, value_NHv)
-            ),
+        query_BHTq, key_BHTq, value_BHTv = (
+            tensor.unflatten(0, (batch, length)).transpose(1, 2)
+            for tensor in (query_NHq, key_NHq, value_NHv)
+        )
+        mixed_BHTv = functional.scaled_dot_product_attention(
+            query_BHTq,
+            key_BHTq,
+            value_BHTv,
             is_causal=True,
             scale=self.config.softmax_scale,
         )
         y_ND: Tensor = self.o_proj(mixed_BHTv.transpose(1, 2).flatten(2).flatten(0, 1))
-        return y_ND.unflatten(0, (batch, length))
+        return y_ND.view_as(x_BTD)
 
     def forward_cached(
         self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, layer: int, step: CacheStep

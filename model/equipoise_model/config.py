@@ -130,7 +130,7 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """Factor of attention scores; YaRN sharpens it by mscale squared."""
-        scale = self.qk_head_dim**-0.5
+        scale = 1 / math.sqrt(self.qk_head_dim)
         if self.rope.factor is None or not self.rope.mscale_all_dim:
             return scale
         return scale * yarn_mscale(self.rope.factor, self.rope.mscale_all_dim) ** 2

@@ -56,7 +56,7 @@ class MultiTokenPrediction(Block):
         )
         projected: Tensor = self.eh_proj(joined)
         y_BTD = self.forward_expanded(
-            projected.unflatten(0, hidden_BTD.shape[:2]), cos_TF, sin_TF, step=step
+            projected.view_as(hidden_BTD), cos_TF, sin_TF, step=step
         )
         normed: Tensor = self.shared_head.norm(y_BTD.flatten(0, 1))
-        return normed.unflatten(0, hidden_BTD.shape[:2])
+        return normed.view_as(hidden_BTD)

@@ -1,6 +1,6 @@
 """`Transformer`: the whole model, its form for training and its form for serving."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -176,7 +176,7 @@ class Transformer(nn.Module):
     @staticmethod
     def _per_row(module: nn.Module, x_BTD: Tensor) -> Tensor:
         rows: Tensor = module(x_BTD.flatten(0, 1))
-        return rows.unflatten(0, x_BTD.shape[:2])
+        return rows.view(*x_BTD.shape[:2], -1)
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
 
 
 @contextmanager
-def _recorded(layers: list[nn.Module]) -> Iterator[list[Routing]]:
+def _recorded(layers: Sequence[nn.Module]) -> Iterator[list[Routing]]:
     """Collect what the layers' routers decide meanwhile, in the order they run."""
     routings: list[Routing] = []
 
