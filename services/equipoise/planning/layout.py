@@ -39,14 +39,17 @@ class Layout:
 
     @property
     def num_layers(self) -> int:
+        """MoE layers, rows of the table."""
         return int(self.expert_of_slot.shape[0])
 
     @property
     def num_slots(self) -> int:
+        """Physical slots per layer, over all ranks."""
         return int(self.expert_of_slot.shape[1])
 
     @property
     def slots_per_rank(self) -> int:
+        """Physical slots per layer on each rank."""
         return self.num_slots // self.num_ranks
 
     def replica_counts(self) -> npt.NDArray[np.int32]:

@@ -331,11 +331,11 @@ def _delta(rank: int, tokens_of_slot: Load, layout: Layout) -> LoadDelta:
     first = rank * layout.slots_per_rank
     experts = layout.expert_of_slot[:, first : first + layout.slots_per_rank]
     offsets = np.arange(layout.num_layers)[:, None] * layout.num_experts
-    by_expert = np.bincount(
+    by_expert: Load = np.bincount(
         (experts + offsets).ravel(),
         weights=tokens_of_slot.ravel(),
         minlength=layout.num_layers * layout.num_experts,
-    )
+    ).astype(np.float64)
     return LoadDelta(
         rank=rank,
         tokens_of_expert=by_expert.reshape(layout.num_layers, layout.num_experts),
@@ -344,4 +344,5 @@ def _delta(rank: int, tokens_of_slot: Load, layout: Layout) -> LoadDelta:
 
 
 def _shares(load: Load) -> Load:
-    return load / load.sum(axis=1, keepdims=True)
+    shares: Load = load / load.sum(axis=1, keepdims=True)
+    return shares

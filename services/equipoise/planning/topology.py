@@ -46,6 +46,7 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of the epoch."""
         return len(self.node_of_rank)
 
     @property
@@ -59,7 +60,9 @@ class Topology:
         return tuple(dict.fromkeys(self.node_of_rank))
 
     def rank_of_slot(self, slot: int) -> int:
+        """The rank that owns a physical slot."""
         return slot // self.slots_per_rank
 
     def ranks_of_node(self, node: str) -> tuple[int, ...]:
+        """Ranks that run on a node, ascending."""
         return tuple(rank for rank, name in enumerate(self.node_of_rank) if name == node)

@@ -1,0 +1,362 @@
+"""`Rollout`: one generation on its way to every rank, as a table of states and events.
+
+Pure: an event goes in, the next rollout and the commands for the balancer's hands come out.
+
+    planned -> staging -> staged -> switched -> active        before a switch -> aborted
+
+Ranks switch by agreement in their own step header, without the balancer. So one rank's word that it
+switched proves that all ranks had staged and that all switch at that step: it overrules whatever
+the balancer believed, even that it had aborted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.policy import Policy
+
+
+class State(StrEnum):
+    """How far a generation has come."""
+
+    PLANNED = "planned"
+    """Being persisted; no rank has heard of it."""
+
+    STAGING = "staging"
+    """Ranks copy experts into staging memory."""
+
+    STAGED = "staged"
+    """Every rank holds verified bytes; the ranks agree on the step of the switch."""
+
+    SWITCHED = "switched"
+    """Ranks run it; it is being persisted as the committed layout."""
+
+    ACTIVE = "active"
+    """Ranks run it and the store knows. The end."""
+
+    ABORTED = "aborted"
+    """Given up, with a reason. The end, unless a rank says that it had switched already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persisted:
+    """The store holds what the last persist command asked for."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStaged:
+    """A rank holds verified bytes for every slot it changes."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRefused:
+    """A rank cannot stage a generation and keeps what it has."""
+
+    rank: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSwitched:
+    """A rank uses a generation since `step`; the switch itself took `stall_us` microseconds."""
+
+    rank: int
+    generation: int
+    step: int
+    stall_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLost:
+    """A rank is gone, or silent for too long."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """Time passed; bounds are looked at."""
+
+
+Event = Persisted | RankStaged | RankRefused | RankSwitched | RankLost | Ticked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistProposed:
+    """Write the layout to the store as proposed, then report `Persisted`."""
+
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendStage:
+    """Ask every rank to stage the layout on top of `base_generation`."""
+
+    layout: Layout
+    base_generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistCommitted:
+    """Write the layout to the store as the one in use, then report `Persisted`."""
+
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendAbort:
+    """Ask every rank to drop what it staged of a generation, unless it switched already."""
+
+    generation: int
+    reason: str
+
+
+Command = PersistProposed | SendStage | PersistCommitted | SendAbort
+Commands = tuple[Command, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One generation on its way from `base` to `target`.
+
+    `switch_step` is the step at which ranks say they switched, None before. `reason` says in words
+    why the rollout is where it is. `worst_stall_us` is the longest switch of a rank so far.
+    """
+
+    base: Layout
+    target: Layout
+    num_ranks: int
+    policy: Policy
+    state: State
+    entered_s: float
+    staged_ranks: frozenset[int] = frozenset()
+    switched_ranks: frozenset[int] = frozenset()
+    switch_step: int | None = None
+    worst_stall_us: int = 0
+    reason: str
+
+    @classmethod
+    def begin(
+        cls, *, base: Layout, target: Layout, num_ranks: int, policy: Policy, now: float
+    ) -> tuple["Rollout", Commands]:
+        """A rollout in `planned`, whose layout is to be persisted before anything else."""
+        assert target.generation > base.generation, "generations grow and are never reused"
+        rollout = cls(
+            base=base,
+            target=target,
+            num_ranks=num_ranks,
+            policy=policy,
+            state=State.PLANNED,
+            entered_s=now,
+            reason=f"generation {target.generation} is being persisted",
+        )
+        return rollout, (PersistProposed(layout=target),)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is expected; a rank's late word can still revive an abort."""
+        return self.state in {State.ACTIVE, State.ABORTED}
+
+    @property
+    def is_faulted(self) -> bool:
+        """Whether ranks contradict each other about the switch, which no rollout can mend."""
+        return self.state is State.ABORTED and bool(self.switched_ranks)
+
+    def step(self, event: Event, *, now: float) -> tuple["Rollout", Commands]:
+        """The rollout after an event, and what to do about it, in order."""
+        generation = getattr(event, "generation", self.target.generation)
+        if generation != self.target.generation:
+            return self, ()
+        return TABLE[self.state, type(event)](self, event, now)
+
+
+# Handlers: what an event does in the states that the table lists it for. -----------------------
+
+
+def _ignore(rollout: Rollout, _event: Event, _now: float) -> tuple[Rollout, Commands]:
+    return rollout, ()
+
+
+def _stage(rollout: Rollout, _event: Persisted, now: float) -> tuple[Rollout, Commands]:
+    waiting = _enter(
+        rollout,
+        State.STAGING,
+        now,
+        f"ranks stage generation {rollout.target.generation}",
+    )
+    return waiting, (_send_stage(rollout),)
+
+
+def _note_staged(rollout: Rollout, event: RankStaged, now: float) -> tuple[Rollout, Commands]:
+    noted = replace(rollout, staged_ranks=rollout.staged_ranks | {event.rank})
+    if len(noted.staged_ranks) < noted.num_ranks:
+        return noted, ()
+    return _await_switch(noted, now), ()
+
+
+def _refused(rollout: Rollout, event: RankRefused, now: float) -> tuple[Rollout, Commands]:
+    return _abort_unless_switched(rollout, f"rank {event.rank} refused: {event.reason}", now)
+
+
+def _lost(rollout: Rollout, event: RankLost, now: float) -> tuple[Rollout, Commands]:
+    return _abort_unless_switched(rollout, f"rank {event.rank} was lost: {event.reason}", now)
+
+
+def _lost_early(rollout: Rollout, event: RankLost, now: float) -> tuple[Rollout, Commands]:
+    reason = f"rank {event.rank} was lost before staging began: {event.reason}"
+    return _enter(rollout, State.ABORTED, now, reason), ()
+
+
+def _planned_too_long(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rollout, Commands]:
+    bound_s = rollout.policy.stage_timeout_s
+    if now - rollout.entered_s < bound_s:
+        return rollout, ()
+    reason = f"the store did not persist it within {bound_s:g} s"
+    return _enter(rollout, State.ABORTED, now, reason), ()
+
+
+def _staging_too_long(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rollout, Commands]:
+    bound_s = rollout.policy.stage_timeout_s
+    if now - rollout.entered_s < bound_s:
+        return rollout, ()
+    missing = _names(set(range(rollout.num_ranks)) - rollout.staged_ranks)
+    return _abort_unless_switched(rollout, f"{missing} did not stage within {bound_s:g} s", now)
+
+
+def _staged_too_long(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rollout, Commands]:
+    bound_s = rollout.policy.switch_timeout_s
+    if now - rollout.entered_s < bound_s:
+        return rollout, ()
+    missing = _names(set(range(rollout.num_ranks)) - rollout.switched_ranks)
+    reason = f"{missing} did not report the switch within {bound_s:g} s"
+    return _abort_unless_switched(rollout, reason, now)
+
+
+def _commit_again(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rollout, Commands]:
+    """What ranks run cannot be taken back, so a store that is late is asked again."""
+    bound_s = rollout.policy.switch_timeout_s
+    if now - rollout.entered_s < bound_s:
+        return rollout, ()
+    reason = (
+        f"generation {rollout.target.generation} is in use, but the store did not confirm it "
+        f"within {bound_s:g} s; asked again"
+    )
+    return _enter(rollout, State.SWITCHED, now, reason), (PersistCommitted(layout=rollout.target),)
+
+
+def _note_switched(rollout: Rollout, event: RankSwitched, now: float) -> tuple[Rollout, Commands]:
+    if rollout.is_faulted:
+        return rollout, ()
+    if rollout.switch_step is not None and event.step != rollout.switch_step:
+        reason = (
+            f"ranks contradict each other: rank {event.rank} switched to generation "
+            f"{event.generation} at step {event.step}, {_names(rollout.switched_ranks)} at step "
+            f"{rollout.switch_step}; restart the pool"
+        )
+        return _enter(rollout, State.ABORTED, now, reason), ()
+    noted = replace(
+        rollout,
+        switched_ranks=rollout.switched_ranks | {event.rank},
+        switch_step=event.step,
+        worst_stall_us=max(rollout.worst_stall_us, event.stall_us),
+    )
+    if rollout.state in {State.SWITCHED, State.ACTIVE}:
+        return noted, ()
+    if len(noted.switched_ranks) == noted.num_ranks:
+        return _commit(noted, now, f"all ranks switched at step {event.step}")
+    if rollout.state is not State.STAGED:  # Its word proves that all ranks had staged.
+        noted = replace(noted, staged_ranks=frozenset(range(noted.num_ranks)))
+        return _await_switch(noted, now), ()
+    return noted, ()
+
+
+def _commit_done(rollout: Rollout, _event: Persisted, now: float) -> tuple[Rollout, Commands]:
+    reason = f"generation {rollout.target.generation} is in use and committed"
+    return _enter(rollout, State.ACTIVE, now, reason), ()
+
+
+# Shared by handlers. -----------------------------------------------------------------------------
+
+
+def _abort_unless_switched(rollout: Rollout, cause: str, now: float) -> tuple[Rollout, Commands]:
+    generation = rollout.target.generation
+    if rollout.switched_ranks:
+        reason = f"{cause}; but {_names(rollout.switched_ranks)} switched, and ranks do so together"
+        return _commit(rollout, now, reason)
+    aborted = _enter(rollout, State.ABORTED, now, cause)
+    return aborted, (SendAbort(generation=generation, reason=cause),)
+
+
+def _commit(rollout: Rollout, now: float, reason: str) -> tuple[Rollout, Commands]:
+    return _enter(rollout, State.SWITCHED, now, reason), (PersistCommitted(layout=rollout.target),)
+
+
+def _await_switch(rollout: Rollout, now: float) -> Rollout:
+    return _enter(
+        rollout, State.STAGED, now, "all ranks have staged; they switch at their next step"
+    )
+
+
+def _enter(rollout: Rollout, state: State, now: float, reason: str) -> Rollout:
+    return replace(rollout, state=state, entered_s=now, reason=reason)
+
+
+def _send_stage(rollout: Rollout) -> SendStage:
+    return SendStage(layout=rollout.target, base_generation=rollout.base.generation)
+
+
+def _names(ranks: set[int] | frozenset[int]) -> str:
+    listed = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+_Handler = Callable[[Rollout, Any, float], tuple[Rollout, Commands]]
+
+TABLE: dict[tuple[State, type[Event]], _Handler] = {
+    (State.PLANNED, Persisted): _stage,
+    (State.PLANNED, RankStaged): _ignore,
+    (State.PLANNED, RankRefused): _ignore,
+    (State.PLANNED, RankSwitched): _note_switched,
+    (State.PLANNED, RankLost): _lost_early,
+    (State.PLANNED, Ticked): _planned_too_long,
+    (State.STAGING, Persisted): _ignore,
+    (State.STAGING, RankStaged): _note_staged,
+    (State.STAGING, RankRefused): _refused,
+    (State.STAGING, RankSwitched): _note_switched,
+    (State.STAGING, RankLost): _lost,
+    (State.STAGING, Ticked): _staging_too_long,
+    (State.STAGED, Persisted): _ignore,
+    (State.STAGED, RankStaged): _ignore,
+    (State.STAGED, RankRefused): _refused,
+    (State.STAGED, RankSwitched): _note_switched,
+    (State.STAGED, RankLost): _lost,
+    (State.STAGED, Ticked): _staged_too_long,
+    (State.SWITCHED, Persisted): _commit_done,
+    (State.SWITCHED, RankStaged): _ignore,
+    (State.SWITCHED, RankRefused): _ignore,
+    (State.SWITCHED, RankSwitched): _note_switched,
+    (State.SWITCHED, RankLost): _ignore,
+    (State.SWITCHED, Ticked): _commit_again,
+    (State.ACTIVE, Persisted): _ignore,
+    (State.ACTIVE, RankStaged): _ignore,
+    (State.ACTIVE, RankRefused): _ignore,
+    (State.ACTIVE, RankSwitched): _note_switched,
+    (State.ACTIVE, RankLost): _ignore,
+    (State.ACTIVE, Ticked): _ignore,
+    (State.ABORTED, Persisted): _ignore,
+    (State.ABORTED, RankStaged): _ignore,
+    (State.ABORTED, RankRefused): _ignore,
+    (State.ABORTED, RankSwitched): _note_switched,
+    (State.ABORTED, RankLost): _ignore,
+    (State.ABORTED, Ticked): _ignore,
+}
+"""What every event does in every state; those that do nothing are listed too."""
