@@ -11,10 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equipoise.balancer import store as limits
 from equipoise.balancer.sqlite_file import SCHEMA_VERSION
 from equipoise.balancer.sqlite_store import SqliteStore
 from equipoise.balancer.store import (
+    MAX_DECISIONS,
+    MAX_LAYOUTS,
     AverageRecord,
     DecisionRecord,
     Membership,
@@ -28,7 +29,7 @@ TERM = 1
 
 @pytest.fixture(params=[SqliteStore])
 def open_store(request, tmp_path):
-    """Opens the same store again and again: `await` nothing, close what you opened."""
+    """Opens the same store again and again; close what you opened."""
     return lambda: request.param(tmp_path / "state")
 
 
@@ -196,24 +197,24 @@ async def test_pools_do_not_see_each_other(store):
     assert await store.decisions("b", limit=1) == ()
 
 
-async def test_the_newest_decisions_come_first_and_old_ones_are_dropped(store, monkeypatch):
-    monkeypatch.setattr("equipoise.balancer.sqlite_store.MAX_DECISIONS", 5)
-    for number in range(1, 9):
-        added = await store.add_decision("p", replace(A_DECISION, reason=f"number {number}"))
-        assert added.sequence == number
-    assert [d.sequence for d in await store.decisions("p", limit=2)] == [8, 7]
-    kept = await store.decisions("p", limit=limits.MAX_DECISIONS)
-    assert [(d.sequence, d.reason) for d in kept] == [(n, f"number {n}") for n in (8, 7, 6, 5, 4)]
+async def test_the_newest_decisions_come_first_and_old_ones_are_dropped(store):
+    added = await asyncio.gather(
+        *(store.add_decision("p", A_DECISION) for _ in range(MAX_DECISIONS + 3))
+    )
+    assert [decision.sequence for decision in added] == list(range(1, MAX_DECISIONS + 4))
+    newest = await store.decisions("p", limit=2)
+    assert newest == (added[-1], added[-2])
+    kept = await store.decisions("p", limit=MAX_DECISIONS + 3)
+    assert [decision.sequence for decision in kept] == list(range(MAX_DECISIONS + 3, 3, -1))
 
 
-async def test_old_layouts_are_dropped_but_never_the_committed_one(store, monkeypatch):
-    monkeypatch.setattr("equipoise.balancer.sqlite_store.MAX_LAYOUTS", 3)
+async def test_old_layouts_are_dropped_but_never_the_committed_one(store):
     await store.put_proposed("p", layout_of(1), term=TERM)
     await store.commit("p", 1, previous=None, term=TERM)
-    for generation in range(2, 8):
+    for generation in range(2, MAX_LAYOUTS + 4):
         await store.put_proposed("p", layout_of(generation), term=TERM)
-    kept = [g for g in range(1, 8) if await store.layout("p", g) is not None]
-    assert kept == [1, 5, 6, 7]
+    kept = [g for g in range(1, MAX_LAYOUTS + 4) if await store.layout("p", g) is not None]
+    assert kept == [1, *range(4, MAX_LAYOUTS + 4)]
     assert (await store.committed("p")).generation == 1
 
 
