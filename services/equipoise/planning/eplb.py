@@ -27,8 +27,8 @@ def eplb(
     """Place experts on slots so that ranks carry even loads; int32 [layers, slots].
 
     `load` is [layers, experts] in any unit. Hierarchical placement gives each node whole expert
-    groups, replicates within the node, then packs the node's replicas on its ranks. Global placement
-    does the same with one group and one node.
+    groups, replicates within the node, then packs the node's replicas on its ranks. Global
+    placement does the same with one group and one node.
     """
     num_layers, num_experts = load.shape
     if not hierarchical:

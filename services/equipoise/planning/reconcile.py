@@ -133,21 +133,26 @@ def _before_a_switch(
     given_up = set(staged.values()) | ({proposed.generation} if proposed is not None else set())
     why = "the balancer was restarted before all ranks had staged it"
     dropped = ", ".join(str(generation) for generation in sorted(given_up))
-    aborted = proposed and Rollout(
+    return Reconciliation(
+        generation=committed.generation,
+        rollout=_aborted(committed, proposed, policy, now, why) if proposed is not None else None,
+        commands=tuple(
+            SendAbort(generation=generation, reason=why) for generation in sorted(given_up)
+        ),
+        reason=f"all ranks run generation {committed.generation}, the committed one"
+        + (f"; {dropped} is dropped: {why}" if dropped else ""),
+    )
+
+
+def _aborted(
+    committed: Layout, proposed: Layout, policy: Policy, now: float, reason: str
+) -> Rollout:
+    return Rollout(
         base=committed,
         target=proposed,
         num_ranks=committed.num_ranks,
         policy=policy,
         state=State.ABORTED,
         entered_s=now,
-        reason=why,
-    )
-    return Reconciliation(
-        generation=committed.generation,
-        rollout=aborted,
-        commands=tuple(
-            SendAbort(generation=generation, reason=why) for generation in sorted(given_up)
-        ),
-        reason=f"all ranks run generation {committed.generation}, the committed one"
-        + (f"; {dropped} is dropped: {why}" if dropped else ""),
+        reason=reason,
     )
