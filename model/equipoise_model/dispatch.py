@@ -2,8 +2,14 @@
 
 The one place that turns logical experts into physical slots, and the one that counts rows per slot.
 No row is ever dropped, however skewed the routing.
+
+A layer costs two all-to-all exchanges: every rank sends its rows and their slots to all ranks, each
+runs its own slots' experts, and every output goes back by itself. Sending a row only where its
+experts are would need a third exchange before, for the counts. While a pool has about as many ranks
+as a row has experts, that saves no traffic, and a small step's time is the number of exchanges.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from equipoise_kernels.expert_load import count_rows
 from equipoise_kernels.permute import permute_rows, slot_order, unpermute_rows
 from equipoise_kernels.replica_choice import choose_replicas
 from equipoise_model.config import ModelConfig
+from equipoise_model.exchange import Ranks
 from equipoise_model.experts import ExpertSlots
 from equipoise_model.placement import Placement
 from equipoise_model.router import Routing
@@ -30,43 +38,74 @@ class SlotLoad:
 
 
 class ExpertParallel:
-    """One rank's part in dispatching a model's rows; used from the engine's thread only."""
+    """One rank's part in dispatching a model's rows; used from the engine's thread only.
 
-    def __init__(self, placement: Placement) -> None:
+    Use `local` or `distributed`.
+    """
+
+    def __init__(self, placement: Placement, *, ranks: Ranks) -> None:
+        assert placement.num_ranks == ranks.count
         self._placement = placement
+        self._ranks = ranks
         self._rows_LS = _no_rows(placement)
         self._previous: SlotLoad | None = None
         self._num_tokens_seen = 0
+        self._agreed: tuple[int, ...] | None = None
 
     @classmethod
     def local(cls, config: ModelConfig, placement: Placement | None = None) -> Self:
         """One rank that holds every expert: slot e holds expert e, unless a placement is given."""
-        return cls(
-            placement
-            or Placement.identity(
-                num_layers=config.num_moe_layers, num_experts=config.n_routed_experts
-            )
+        identity = Placement.identity(
+            num_layers=config.num_moe_layers, num_experts=config.n_routed_experts
         )
+        return cls(placement or identity, ranks=Ranks(group=None, rank=0, count=1))
+
+    @classmethod
+    def distributed(cls, placement: Placement, *, group: dist.ProcessGroup) -> Self:
+        """This process's rank of a group; all ranks start with the same placement."""
+        return cls(placement, ranks=Ranks.of_group(group))
 
     @property
     def placement(self) -> Placement:
         """The running generation's."""
         return self._placement
 
+    def agree(self, tokens_by_rank: Sequence[int]) -> None:
+        """Say how many rows each rank brings to the next step, if a step header told.
+
+        Without it, a distributed `begin_step` asks the ranks: one exchange more.
+        """
+        assert len(tokens_by_rank) == self._ranks.count
+        self._agreed = tuple(tokens_by_rank)
+
     def begin_step(self, *, num_tokens: int) -> "ExpertStep":
-        """Start a forward step of `num_tokens` rows of this rank; 0 is fine."""
+        """Start a forward step with `num_tokens` rows of this rank; 0 is fine.
+
+        Raises:
+            ExchangeError: the ranks had to be asked, and one of them did not answer.
+        """
+        tokens_by_rank, self._agreed = self._agreed, None
+        if tokens_by_rank is None:
+            tokens_by_rank = self._ranks.gather_numbers(num_tokens)
+        assert tokens_by_rank[self._ranks.rank] == num_tokens
+        # Ranks take turns in one sequence, so that their choices of replicas interleave too.
         first = self._num_tokens_seen
         self._num_tokens_seen += num_tokens
+        token_ids_T = torch.arange(first, first + num_tokens) * self._ranks.count + self._ranks.rank
         return ExpertStep(
             placement=self._placement,
-            token_ids_T=torch.arange(first, first + num_tokens),
+            ranks=self._ranks,
+            tokens_by_rank=tokens_by_rank,
+            token_ids_T=token_ids_T,
             rows_LS=self._rows_LS,
         )
 
     def switch(self, placement: Placement) -> None:
         """Use another placement from the next step on; its experts are in their slots already."""
         assert placement.generation > self._placement.generation
+        assert placement.slots_of_expert.shape[:2] == self._placement.slots_of_expert.shape[:2]
         assert placement.slots_per_rank == self._placement.slots_per_rank
+        assert placement.num_ranks == self._placement.num_ranks
         self._previous = self._load()
         self._placement = placement
         self._rows_LS = _no_rows(placement)
@@ -85,25 +124,37 @@ class ExpertParallel:
 
 
 class ExpertStep:
-    """One forward step; its MoE layers call `run` once each, in order."""
+    """One forward step; its MoE layers call `run` once each, in order, on all ranks."""
 
-    def __init__(self, *, placement: Placement, token_ids_T: Tensor, rows_LS: Tensor) -> None:
+    def __init__(
+        self,
+        *,
+        placement: Placement,
+        ranks: Ranks,
+        tokens_by_rank: tuple[int, ...],
+        token_ids_T: Tensor,
+        rows_LS: Tensor,
+    ) -> None:
         self._placement = placement
+        self._ranks = ranks
+        self._tokens_by_rank = tokens_by_rank
         self._token_ids_T = token_ids_T
         self._rows_LS = rows_LS
         self._layer = 0
 
     def run(self, x_TD: Tensor, routing: Routing, experts: ExpertSlots) -> Tensor:
-        """The routed experts' weighted sum for rows [T, D], in the rows' dtype."""
+        """The routed experts' weighted sum for rows [T, D], in the rows' dtype.
+
+        Raises:
+            ExchangeError: a rank is gone or slower than the group's timeout.
+        """
         layer = self._layer
         self._layer += 1
+        assert experts.num_slots == self._placement.slots_per_rank
         slots_TK = self._choose_slots(routing.expert_ids_TK, layer=layer)
-        slots_N, top_k = slots_TK.flatten(), slots_TK.shape[1]
-        order_N = slot_order(slots_N)
-        rows_S = count_rows(slots_N, num_slots=experts.num_slots)
-        self._rows_LS[layer] += rows_S
-        y_ND = experts(permute_rows(x_TD, order_N, top_k=top_k), rows_S.tolist())
-        return _combine(unpermute_rows(y_ND, order_N), routing.weights_TK).to(x_TD.dtype)
+        run = self._run_here if self._ranks.alone else self._run_everywhere
+        y_ND = run(x_TD, slots_TK, experts, self._rows_LS[layer])
+        return _combine(y_ND, routing.weights_TK).to(x_TD.dtype)
 
     def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
         replicas_TK = choose_replicas(
@@ -114,13 +165,70 @@ class ExpertStep:
         )
         return self._placement.slots_of_expert[layer][expert_ids_TK, replicas_TK]
 
+    def _run_here(
+        self, x_TD: Tensor, slots_TK: Tensor, experts: ExpertSlots, load_S: Tensor
+    ) -> Tensor:
+        """Outputs of all T * K (row, choice) pairs, by row and then choice."""
+        slots_N = slots_TK.flatten()
+        pairs_N = torch.arange(slots_N.shape[0], device=slots_N.device)
+        return _run_pairs(
+            x_TD, pairs_N, slots_N, experts=experts, load_S=load_S, top_k=slots_TK.shape[1]
+        )
+
+    def _run_everywhere(
+        self, x_TD: Tensor, slots_TK: Tensor, experts: ExpertSlots, load_S: Tensor
+    ) -> Tensor:
+        """The same as `_run_here`, computed by all ranks together."""
+        ranks, num_slots, dim = self._ranks, experts.num_slots, x_TD.shape[1]
+        if not any(self._tokens_by_rank):
+            return x_TD.new_zeros(0, dim)
+        # Slots travel beside their row, as its dtype's bits; nothing computes with them meanwhile.
+        message = torch.cat([x_TD, slots_TK.to(torch.int32).view(x_TD.dtype)], dim=1)
+        message = ranks.share(message, tokens_by_rank=self._tokens_by_rank)
+        x_AD, slots_AK = message[:, :dim], message[:, dim:].contiguous().view(torch.int32)
+        here_AK = slots_AK.to(torch.int64) - ranks.rank * num_slots
+        own_AK = (here_AK >= 0) & (here_AK < num_slots)
+        pairs_N = own_AK.flatten().nonzero().squeeze(1)
+        y_ND = _run_pairs(
+            x_AD,
+            pairs_N,
+            here_AK.flatten()[pairs_N],
+            experts=experts,
+            load_S=load_S,
+            top_k=slots_TK.shape[1],
+        )
+        ranks_N = slots_TK.flatten() // num_slots
+        y_ND = ranks.exchange(
+            y_ND,
+            send=[int(rows.sum()) for rows in own_AK.split(list(self._tokens_by_rank))],
+            receive=count_rows(ranks_N, num_slots=ranks.count).tolist(),
+        )
+        return unpermute_rows(y_ND, slot_order(ranks_N))
+
+
+def _run_pairs(
+    x_TD: Tensor,
+    pairs_N: Tensor,
+    slots_N: Tensor,
+    *,
+    experts: ExpertSlots,
+    load_S: Tensor,
+    top_k: int,
+) -> Tensor:
+    """Outputs of (row, choice) pairs, in their order, through this rank's slots; counts them."""
+    order_N = slot_order(slots_N)
+    rows_S = count_rows(slots_N, num_slots=experts.num_slots)
+    load_S += rows_S
+    y_ND = experts(permute_rows(x_TD, pairs_N[order_N], top_k=top_k), rows_S.tolist())
+    return unpermute_rows(y_ND, order_N)
+
 
 def _combine(y_ND: Tensor, weights_TK: Tensor) -> Tensor:
     """Weighted sum over a row's choices in float32, choice 0 first.
 
     The fixed order makes the sum independent of the layout, to the last bit.
     """
-    y_TKD = y_ND.float().unflatten(0, weights_TK.shape)
+    y_TKD = y_ND.float().view(*weights_TK.shape, y_ND.shape[-1])
     weighted_TKD = y_TKD * weights_TK.unsqueeze(-1)
     total_TD, *others = weighted_TKD.unbind(1)
     for choice_TD in others:

@@ -140,4 +140,4 @@ def payload_from_bytes(data: bytes | bytearray | memoryview) -> Tensor:
 
 def checksum(payload: Tensor) -> bytes:
     """BLAKE2b-128 of a payload: 16 bytes that every holder of an expert must agree on."""
-    return hashlib.blake2b(payload.numpy(), digest_size=CHECKSUM_BYTES).digest()
+    return hashlib.blake2b(payload.numpy().data, digest_size=CHECKSUM_BYTES).digest()

@@ -1,0 +1,65 @@
+"""Proof, on this machine, that products of fixed-shape row blocks are independent of everything else.
+
+Batch-invariant mode rests on the BLAS library: with the shape fixed, a row's result must not depend
+on its place in the block, on its neighbours, or on where weights and rows lie in memory. No library
+promises that, so a process tries it for its own weight shapes before it serves.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels.linear import linear
+
+_NUM_PLACES = 4
+
+
+class RowVarianceError(RuntimeError):
+    """This machine's BLAS library computes a row differently in different places."""
+
+
+def verify_row_invariance(
+    weight_shapes: Iterable[tuple[int, int]],
+    *,
+    row_block: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Compare a row's product, bit by bit, over places in its block, neighbours and memory.
+
+    Args:
+        weight_shapes: (out, in) of every weight the model multiplies with; repeats are skipped.
+        row_block: rows of a block, as the model uses it.
+        dtype: the model's compute dtype.
+
+    Raises:
+        RowVarianceError: a result differs; batch-invariant mode would not be what it says.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for out_dim, in_dim in sorted(set(weight_shapes)):
+        weight_OD = torch.randn(out_dim, in_dim, generator=generator).to(dtype)
+        rows_TD = torch.randn(row_block, in_dim, generator=generator).to(dtype)
+        expected = linear(rows_TD, weight_OD, row_block=row_block)
+        for name, seen in _variants(rows_TD, weight_OD, row_block=row_block):
+            if not torch.equal(seen, expected):
+                raise RowVarianceError(
+                    f"batch-invariant mode cannot be had here: a product with weights "
+                    f"[{out_dim}, {in_dim}] depends on {name}; serve without it, or set "
+                    "MKL_CBWR=COMPATIBLE and try again"
+                )
+
+
+def _variants(
+    rows_TD: Tensor, weight_OD: Tensor, *, row_block: int
+) -> Iterable[tuple[str, Tensor]]:
+    """The same rows' products, computed in other places; each in the rows' own order."""
+    for shift in range(1, row_block):
+        rolled = linear(rows_TD.roll(shift, 0), weight_OD, row_block=row_block)
+        yield "a row's place in its block", rolled.roll(-shift, 0)
+    alone = [linear(row, weight_OD, row_block=row_block) for row in rows_TD.split(1)]
+    yield "a row's neighbours", torch.cat(alone)
+    many = linear(rows_TD.repeat(_NUM_PLACES, 1), weight_OD, row_block=row_block)
+    for block in many.split(row_block):
+        yield "a block's place among others", block
+    for slot_weight in weight_OD.repeat(_NUM_PLACES, 1, 1).unbind():
+        yield "the slot that holds the weights", linear(rows_TD, slot_weight, row_block=row_block)

@@ -1,0 +1,106 @@
+"""`Ranks`: all-to-all exchanges of rows between the ranks of a group, differentiable.
+
+Owns the collectives of a step and turns their failures into words; knows nothing of experts. Every
+exchange is bounded by the timeout its process group was made with.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+class ExchangeError(RuntimeError):
+    """Ranks could not exchange rows: one of them is gone, stuck or unreachable."""
+
+
+class Ranks:
+    """This rank among `count` of a group; a rank alone has no group and exchanges nothing."""
+
+    def __init__(self, *, group: dist.ProcessGroup | None, rank: int, count: int) -> None:
+        assert 0 <= rank < count
+        assert group is not None or count == 1
+        self.rank = rank
+        self.count = count
+        self._group = group
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup) -> Self:
+        """This process's rank of a group."""
+        return cls(group=group, rank=dist.get_rank(group), count=dist.get_world_size(group))
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to exchange with."""
+        return self._group is None
+
+    def gather_numbers(self, number: int) -> tuple[int, ...]:
+        """Every rank's number, in rank order.
+
+        Raises:
+            ExchangeError: a rank is gone or slower than the group's timeout.
+        """
+        if self.alone:
+            return (number,)
+        sent = torch.full((self.count, 1), number, dtype=torch.int64)
+        ones = [1] * self.count
+        gathered = self.exchange(sent, send=ones, receive=ones)
+        return tuple(int(value) for value in gathered.flatten())
+
+    def share(self, x_TD: Tensor, *, tokens_by_rank: Sequence[int]) -> Tensor:
+        """Every rank's rows, [sum of tokens_by_rank, D], in rank order.
+
+        Raises:
+            ExchangeError: a rank is gone or slower than the group's timeout.
+        """
+        own = [x_TD.shape[0]] * self.count
+        return self.exchange(x_TD.repeat(self.count, 1), send=own, receive=tokens_by_rank)
+
+    def exchange(self, x_ND: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Give each rank its part of the rows and get a part from each, in rank order.
+
+        Args:
+            x_ND: first the rows for rank 0, then those for rank 1, and so on.
+            send: rows for each rank, which sum to N.
+            receive: rows that each rank gives to this one; 0 is fine in both.
+
+        Raises:
+            ExchangeError: a rank is gone or slower than the group's timeout.
+        """
+        assert self._group is not None
+        received: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
+            x_ND, list(send), list(receive), self._group
+        )
+        return received
+
+
+class _AllToAll(torch.autograd.Function):
+    """`all_to_all_single`, whose gradient travels the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.splits = (send, receive, group)
+        return _all_to_all(x_ND, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        send, receive, group = ctx.splits
+        return _all_to_all(grads[0], receive, send, group), None, None, None
+
+
+def _all_to_all(
+    x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    received = x_ND.new_empty(sum(receive), *x_ND.shape[1:])
+    try:
+        dist.all_to_all_single(received, x_ND.contiguous(), receive, send, group=group)
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"rank {dist.get_rank(group)} could not exchange rows with the other "
+            f"{dist.get_world_size(group) - 1} rank(s), one of which is gone or stuck: {error}"
+        ) from error
+    return received
