@@ -31,3 +31,7 @@ class TransferError(Exception):
 
 class StageRefusedError(Exception):
     """A generation that this worker will not run; the message says what would help."""
+
+
+class NotHeldError(Exception):
+    """An expert that this rank cannot give; another source can."""

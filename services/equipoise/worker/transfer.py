@@ -1,0 +1,227 @@
+"""Experts' bytes between ranks: `ExpertTransferService` gives them, `ExpertPuller` gets them.
+
+Pulled bytes are believed only by their checksum. Nothing here touches a slot: what is pulled goes
+to staging memory.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+from torch import Tensor
+
+from equipoise.planning.moves import CheckpointSource, Move, RankSource, Source
+from equipoise.wire.messages import Peer
+from equipoise.worker.errors import NotHeldError, TransferError
+from equipoise.worker.held import HeldExperts
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
+from equipoise_model.experts import checksum, payload_from_bytes
+
+CHUNK_BYTES = 256 * 1024
+"""Large enough that messages cost little, small enough that a slow peer holds little memory."""
+
+_MAX_STREAMS = 8
+_MAX_PULLS = 4
+
+_log = logging.getLogger(__name__)
+
+
+class ExpertTransferService(pb_grpc.ExpertTransferServicer):
+    """Streams experts from this rank's slots; a slow peer costs one copy of one expert."""
+
+    def __init__(self) -> None:
+        self._held: HeldExperts | None = None
+        self._epoch = 0
+        self._streams = asyncio.Semaphore(_MAX_STREAMS)
+
+    def open(self, held: HeldExperts, *, epoch: int) -> None:
+        """Begin to answer; until then every call is refused."""
+        self._held, self._epoch = held, epoch
+
+    async def Fetch(  # noqa: N802 - named by the contract
+        self,
+        request: pb.FetchRequest,
+        context: grpc.aio.ServicerContext[pb.FetchRequest, pb.FetchResponse],
+    ) -> AsyncIterator[pb.FetchResponse]:
+        """Send one expert's payload in chunks, as it was at one moment."""
+        if self._held is None or request.epoch != self._epoch:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this rank serves in epoch {self._epoch}, not {request.epoch}",
+            )
+        assert self._held is not None
+        async with self._streams:
+            try:
+                payload = await asyncio.to_thread(
+                    self._held.read, layer=request.layer, expert=request.expert
+                )
+            except NotHeldError as error:
+                await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            data = payload.numpy().tobytes()
+            for start in range(0, len(data), CHUNK_BYTES):
+                yield pb.FetchResponse(data=data[start : start + CHUNK_BYTES])
+
+
+class ExpertStore(Protocol):
+    """Where every expert can be read as the checkpoint stores it; it must bear many threads."""
+
+    def read_expert(self, layer: int, expert: int) -> Tensor:
+        """The payload of a logical expert of a MoE layer, uint8 [expert_bytes]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """Verified payloads, in the order of their moves, and where the bytes came from."""
+
+    payloads: tuple[Tensor, ...]
+    peer_bytes: int
+    checkpoint_bytes: int
+
+
+class ExpertPuller:
+    """Pulls experts from sources in order of preference until the bytes are right.
+
+    `peers` are the ranks of the epoch in rank order. One source is waited for at most
+    `source_timeout_s` per expert.
+    """
+
+    def __init__(
+        self,
+        *,
+        checkpoint: ExpertStore,
+        held: HeldExperts,
+        epoch: int,
+        rank: int,
+        peers: Sequence[Peer],
+        expert_bytes: int,
+        source_timeout_s: float = 5.0,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._held = held
+        self._epoch = epoch
+        self._rank = rank
+        self._peers = peers
+        self._expert_bytes = expert_bytes
+        self._source_timeout_s = source_timeout_s
+        self._channels: dict[int, grpc.aio.Channel] = {}
+        self._num_corrupted = 0
+
+    @property
+    def num_corrupted(self) -> int:
+        """Pulls since boot whose bytes failed their checksum."""
+        return self._num_corrupted
+
+    async def pull(self, moves: Sequence[Move]) -> Pulled:
+        """Pull a wave's experts, a few at a time.
+
+        Raises:
+            TransferError: an expert could be had from no source; names each and its fault.
+        """
+        limit = asyncio.Semaphore(_MAX_PULLS)
+        # Ranks that failed in this wave are asked last, so that one hung peer costs one timeout.
+        failed: set[int] = set()
+
+        async def pull_one(move: Move) -> tuple[Tensor, Source]:
+            async with limit:
+                return await self._pull_one(move, failed)
+
+        tasks = [asyncio.ensure_future(pull_one(move)) for move in moves]
+        try:
+            pulled = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        num_peer = sum(isinstance(source, RankSource) for _, source in pulled)
+        return Pulled(
+            payloads=tuple(payload for payload, _ in pulled),
+            peer_bytes=num_peer * self._expert_bytes,
+            checkpoint_bytes=(len(pulled) - num_peer) * self._expert_bytes,
+        )
+
+    async def close(self) -> None:
+        """Drop the connections to peers."""
+        for channel in self._channels.values():
+            await channel.close(grace=None)
+        self._channels.clear()
+
+    async def _pull_one(self, move: Move, failed: set[int]) -> tuple[Tensor, Source]:
+        faults = []
+        for source in _in_order(move.sources, failed):
+            try:
+                async with asyncio.timeout(self._source_timeout_s):
+                    payload = await self._read(source, move)
+                await self._verify(payload, move)
+            except (TransferError, NotHeldError) as error:
+                fault = str(error)
+            except TimeoutError:
+                fault = f"no answer in {self._source_timeout_s:g} s"
+            else:
+                return payload, source
+            faults.append(f"{self._name(source)}: {fault}")
+            _log.warning(
+                "expert %d of layer %d not had from %s", move.expert, move.layer, faults[-1]
+            )
+            if isinstance(source, RankSource):
+                failed.add(source.rank)
+        raise TransferError(
+            f"expert {move.expert} of layer {move.layer} could be had from no source "
+            f"({'; '.join(faults)})"
+        )
+
+    async def _read(self, source: Source, move: Move) -> Tensor:
+        if isinstance(source, CheckpointSource):
+            try:
+                return await asyncio.to_thread(
+                    self._checkpoint.read_expert, move.layer, move.expert
+                )
+            except (OSError, ValueError) as error:
+                raise TransferError(str(error)) from error
+        if source.rank == self._rank:
+            return await asyncio.to_thread(self._held.read, layer=move.layer, expert=move.expert)
+        return payload_from_bytes(await self._fetch(source.rank, move))
+
+    async def _fetch(self, rank: int, move: Move) -> bytearray:
+        if not 0 <= rank < len(self._peers):
+            raise TransferError(f"there is no rank {rank} in epoch {self._epoch}")
+        if rank not in self._channels:
+            self._channels[rank] = grpc.aio.insecure_channel(self._peers[rank].address)
+        request = pb.FetchRequest(epoch=self._epoch, layer=move.layer, expert=move.expert)
+        call = pb_grpc.ExpertTransferStub(self._channels[rank]).Fetch(
+            request, timeout=self._source_timeout_s
+        )
+        data = bytearray()
+        try:
+            async for response in call:
+                data += response.data
+                if len(data) > self._expert_bytes:
+                    raise TransferError(f"sent more than an expert's {self._expert_bytes} bytes")
+        except grpc.aio.AioRpcError as error:
+            raise TransferError(f"{error.code().name} {error.details()}") from error
+        finally:
+            call.cancel()
+        return data
+
+    async def _verify(self, payload: Tensor, move: Move) -> None:
+        found = await asyncio.to_thread(checksum, payload)
+        if found != move.checksum:
+            self._num_corrupted += 1
+            raise TransferError(
+                f"corrupted: {payload.numel()} bytes with checksum {found.hex()}, "
+                f"not {move.checksum.hex()}"
+            )
+
+    def _name(self, source: Source) -> str:
+        if isinstance(source, CheckpointSource):
+            return "checkpoint"
+        known = 0 <= source.rank < len(self._peers)
+        return f"rank {source.rank} ({self._peers[source.rank].worker if known else 'unknown'})"
+
+
+def _in_order(sources: Iterable[Source], failed: set[int]) -> list[Source]:
+    """Ranks as preferred, those that failed behind them, and always the checkpoint at the end."""
+    ranks = [source for source in sources if isinstance(source, RankSource)]
+    return [*sorted(ranks, key=lambda source: source.rank in failed), CheckpointSource()]
