@@ -37,7 +37,7 @@ class LoadTrace:
     def max_over_mean(self, domain: Domain | None = None) -> npt.NDArray[np.float64]:
         """Most loaded expert against the mean per layer, [layers]; all domains mixed if None."""
         chosen = DOMAINS if domain is None else (domain,)
-        load_LE = sum(self.load(name) for name in chosen)
+        load_LE = np.stack([self.load(name) for name in chosen]).mean(axis=0)
         ratio: npt.NDArray[np.float64] = load_LE.max(axis=1) / load_LE.mean(axis=1)
         return ratio
 

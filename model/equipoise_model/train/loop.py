@@ -126,7 +126,7 @@ def train(model: Transformer, settings: TrainSettings) -> Iterator[StepRecord]:
         )
         record, routings, total = _losses(model, tokens_BT, settings=settings, step=step)
         optimizer.zero_grad(set_to_none=True)
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         for bias_E, routing in zip(biases, routings, strict=True):

@@ -40,7 +40,8 @@ def sequence_balance_loss(routing: Routing, *, num_sequences: int) -> Tensor:
     f_BE = chosen_BTE.mean(dim=1) * (num_experts / top_k)
     affinity_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
     p_BE = affinity_TE.unflatten(0, (num_sequences, -1)).mean(dim=1)
-    return (f_BE * p_BE).sum(dim=-1).mean()
+    loss: Tensor = (f_BE * p_BE).sum(dim=-1).mean()
+    return loss
 
 
 def _shifted_cross_entropy(logits_BTV: Tensor, tokens_BT: Tensor, *, offset: int) -> Tensor:
