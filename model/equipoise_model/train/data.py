@@ -1,10 +1,11 @@
 """The three domains of text, split into a part to train on and a part held out.
 
-Owns where text comes from: `code` is the standard library's source without its docstrings,
-`english` is those docstrings and the language reference (`pydoc_data.topics`), `arithmetic` is
-generated. A file, a topic or a problem belongs to one split for ever, by its hash, so that held-out
-text is never seen in training. Text differs between Python versions; within one it depends on
-nothing but the seed. Must not import torch: the demo takes its prompts here.
+Owns where text comes from: `code` is the standard library's source without its comments and
+docstrings, `english` is the prose in those docstrings and in the language reference
+(`pydoc_data.topics`), `arithmetic` is generated. A file, a topic or a problem belongs to one split
+for ever, by its hash, so that held-out text is never seen in training. Text differs between Python
+versions; within one it depends on nothing but the seed. Must not import torch: the demo takes its
+prompts here.
 """
 
 import ast
@@ -14,6 +15,7 @@ import importlib
 import inspect
 import os
 import sysconfig
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -33,7 +35,8 @@ _SKIPPED_FOLDERS = frozenset(
     # Installed packages, tests, and files that are tables or topics rather than source.
     {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3"}
 )
-_SHORTEST_DOCSTRING = 200  # bytes; one-liners read like code comments
+_SHORTEST_PARAGRAPH = 80  # characters
+_PROSE_SHARE = 0.95  # letters, spaces and commas in prose; Markdown, calls and options have fewer
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -126,13 +129,22 @@ def _code(split: Split) -> Iterator[str]:
 def _english(split: Split) -> Iterator[str]:
     for name, topic in sorted(_topics().items()):
         if split_of(f"topic {name}") == split:
-            yield topic
+            yield from _prose(topic)
     for _, docstrings in _library(split):
         for docstring in docstrings:
-            prose = inspect.cleandoc(docstring)
-            # Examples in docstrings are code, and code has its own domain.
-            if len(prose) >= _SHORTEST_DOCSTRING and ">>>" not in prose:
-                yield prose + "\n"
+            yield from _prose(inspect.cleandoc(docstring))
+
+
+def _prose(document: str) -> Iterator[str]:
+    """Paragraphs that read as sentences, in lines of even width.
+
+    Examples, signatures and lists of arguments are left out: they are code or nearly so, and code
+    has its own domain.
+    """
+    for paragraph in document.split("\n\n"):
+        num_plain = sum(char.isalpha() or char in " \n,.'" for char in paragraph)
+        if len(paragraph) >= _SHORTEST_PARAGRAPH and num_plain >= _PROSE_SHARE * len(paragraph):
+            yield textwrap.fill(paragraph, width=96) + "\n"
 
 
 def _arithmetic(split: Split) -> Iterator[str]:
@@ -184,7 +196,8 @@ def _without_docstrings(source: str) -> tuple[str, list[str]]:
             docstrings.append(docstring)
             first, last = node.body[0].lineno, node.body[0].end_lineno
             lines[first - 1 : last] = [None] * (1 + (last or first) - first)
-    return "\n".join(line for line in lines if line is not None), docstrings
+    code = (line for line in lines if line is not None and not line.lstrip().startswith("#"))
+    return "\n".join(code), docstrings
 
 
 def _documented(node: ast.AST) -> Iterator[_Documented]:

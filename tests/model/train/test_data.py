@@ -60,11 +60,19 @@ def test_a_file_belongs_to_one_split_for_ever():
     assert data.split_of("ast.py") == data.split_of("ast.py")
 
 
-def test_docstrings_are_english_and_the_rest_is_code():
-    source = 'import os\n\ndef f():\n    """Say\n    it."""\n    return os\n'
+def test_code_is_what_remains_without_comments_and_docstrings():
+    source = '# why\nimport os\n\ndef f():\n    """Say\n    it."""\n    return os\n'
     code, docstrings = data._without_docstrings(source)
     assert code == "import os\n\ndef f():\n    return os\n"
     assert docstrings == ["Say\n    it."]
+
+
+def test_prose_is_whole_paragraphs_of_sentences_in_even_lines():
+    sentences = "Words that somebody wrote for others,\n   and wrapped where they liked, " * 3
+    document = f"{sentences}\n\nf(x, *, y=1) -> z[0] {{'a': 1}} " + "_" * 80 + "\n\nToo short."
+    (paragraph,) = data._prose(document)
+    assert paragraph.split() == sentences.split()
+    assert max(map(len, paragraph.splitlines())) <= 96
 
 
 def test_files_that_cannot_be_parsed_or_decoded_are_left_out(tmp_path, monkeypatch, fresh_text):
