@@ -1,4 +1,4 @@
-"""The small parts of a block: linear map, RMSNorm and the SwiGLU feed-forward network.
+"""The small parts of a model: embedding, linear map, RMSNorm, SwiGLU feed-forward network.
 
 Parameters carry Hugging Face's names, so that a checkpoint's names are module paths. The arithmetic
 is `equipoise_kernels`'; `row_block` chooses between its fast and its batch-invariant form.
@@ -12,6 +12,19 @@ from torch.nn import functional
 
 from equipoise_kernels.linear import linear, pad_rows
 from equipoise_kernels.rms_norm import rms_norm
+
+
+class Embedding(nn.Module):
+    """A row of `weight` [vocabulary, dim] for each token."""
+
+    def __init__(self, num_tokens: int, dim: int) -> None:
+        super().__init__()
+        # Not torch's: that one fills the weight, and filling a meta tensor imports a compiler.
+        self.weight = nn.Parameter(torch.empty(num_tokens, dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Int64 tokens [...] to [..., dim]."""
+        return functional.embedding(tokens, self.weight)
 
 
 class Linear(nn.Module):

@@ -55,8 +55,6 @@ class MultiTokenPrediction(Block):
             dim=-1,
         )
         projected: Tensor = self.eh_proj(joined)
-        y_BTD = self.forward_expanded(
-            projected.view_as(hidden_BTD), cos_TF, sin_TF, step=step
-        )
+        y_BTD = self.forward_expanded(projected.view_as(hidden_BTD), cos_TF, sin_TF, step=step)
         normed: Tensor = self.shared_head.norm(y_BTD.flatten(0, 1))
         return normed.view_as(hidden_BTD)

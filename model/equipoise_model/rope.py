@@ -7,10 +7,14 @@ Face's code. Queries and keys are permuted alike, so scores do not see it.
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig, RopeConfig, yarn_mscale
+
+Array = npt.NDArray[np.float32]
 
 
 class Rope(nn.Module):
@@ -26,25 +30,27 @@ class Rope(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         inv_freq_F, factor = frequencies(config.rope, dim=config.qk_rope_head_dim)
-        positions_P = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+        positions_P = np.arange(config.max_position_embeddings, dtype=np.float32)
         angles_PF = positions_P[:, None] * inv_freq_F
-        self.register_buffer("cos_PF", angles_PF.cos() * factor, persistent=False)
-        self.register_buffer("sin_PF", angles_PF.sin() * factor, persistent=False)
+        for name, table_PF in (("cos_PF", np.cos(angles_PF)), ("sin_PF", np.sin(angles_PF))):
+            self.register_buffer(name, torch.tensor(table_PF * factor), persistent=False)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, float32 [T, F] each, of int64 positions."""
         return self.cos_PF[positions_T], self.sin_PF[positions_T]
 
 
-def frequencies(rope: RopeConfig, *, dim: int) -> tuple[Tensor, float]:
+def frequencies(rope: RopeConfig, *, dim: int) -> tuple[Array, np.float32]:
     """Angular frequency of each pair, float32 [dim / 2], and the factor of cosines and sines."""
-    wavelengths_F = rope.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    inv_freq_F = 1.0 / wavelengths_F
+    exponents_F = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    wavelengths_F: Array = np.float32(rope.rope_theta) ** exponents_F
+    inv_freq_F: Array = np.float32(1) / wavelengths_F
     if rope.factor is None:
-        return inv_freq_F, 1.0
-    stretched_F = 1.0 / (rope.factor * wavelengths_F)
+        return inv_freq_F, np.float32(1)
+    stretched_F: Array = inv_freq_F / np.float32(rope.factor)
     share_F = _stretched_share(rope, dim=dim)
-    return stretched_F * share_F + inv_freq_F * (1 - share_F), _magnitude(rope)
+    mixed_F: Array = stretched_F * share_F + inv_freq_F * (np.float32(1) - share_F)
+    return mixed_F, np.float32(_magnitude(rope))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,12 +63,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def _stretched_share(rope: RopeConfig, *, dim: int) -> Tensor:
+def _stretched_share(rope: RopeConfig, *, dim: int) -> Array:
     """How much of each pair YaRN interpolates: 0 for fast pairs, 1 for slow ones, [dim / 2]."""
     low = max(math.floor(_pair_that_turns(rope, turns=rope.beta_fast, dim=dim)), 0)
     high = min(math.ceil(_pair_that_turns(rope, turns=rope.beta_slow, dim=dim)), dim - 1)
     width = high - low if high != low else 0.001
-    return ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    ramp_F: Array = (np.arange(dim // 2, dtype=np.float32) - low) / np.float32(width)
+    return ramp_F.clip(0, 1)
 
 
 def _pair_that_turns(rope: RopeConfig, *, turns: float, dim: int) -> float:

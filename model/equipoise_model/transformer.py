@@ -11,7 +11,7 @@ from equipoise_model.block import Block
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.latent_cache import LatentCache
-from equipoise_model.layers import Linear, RMSNorm
+from equipoise_model.layers import Embedding, Linear, RMSNorm
 from equipoise_model.moe import MoE
 from equipoise_model.mtp import MultiTokenPrediction
 from equipoise_model.rope import Rope
@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.row_block = row_block
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Block(
                 config,
@@ -180,9 +180,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        """Normal weights, by torch's global generator; norms stay one."""
+        """Normal weights, by torch's global generator; norms stay one, meta tensors nothing."""
         for parameter in self.parameters():
-            if parameter.ndim > 1:
+            if parameter.ndim > 1 and not parameter.is_meta:
                 parameter.normal_(std=self.config.initializer_range)
 
 

@@ -1,0 +1,89 @@
+"""`greedy`: batch generation in one process, the reference that every other way is compared to.
+
+Owns the loop from prompts to tokens. Scheduling, streaming and more than one process are the
+worker's.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.transformer import StepBatch, Transformer
+
+
+def greedy(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    stop_tokens: Collection[int] = (),
+    experts: ExpertParallel | None = None,
+    chunk_tokens: int | None = None,
+) -> list[list[int]]:
+    """Continue all prompts at once, always by the most likely token (the lowest, if several are).
+
+    Args:
+        model: with the experts that `experts` places.
+        prompts: at least one token each.
+        max_tokens: tokens to generate for each, at least 1; prompt and output fit
+            `max_position_embeddings` together.
+        stop_tokens: each ends its sequence early and is part of the output.
+        experts: where experts are; slot e holds expert e unless given.
+        chunk_tokens: most tokens of a prompt in one step; all at once unless given.
+
+    Returns:
+        The generated tokens of each prompt.
+    """
+    assert max_tokens >= 1
+    assert all(prompts)
+    experts = experts or ExpertParallel.local(model.config)
+    longest = max(map(len, prompts), default=0)
+    device = model.embed_tokens.weight.device
+    cache = LatentCache(
+        model.config,
+        num_rows=max(len(prompts), 1),
+        max_len=longest + max_tokens,
+        dtype=model.embed_tokens.weight.dtype,
+        device=device,
+    )
+    sequences = [list(prompt) for prompt in prompts]
+    num_run = [0] * len(prompts)
+    running = list(range(len(prompts)))
+    while running:
+        chunks = [
+            (row, range(num_run[row], len(sequences[row]))[: chunk_tokens or longest])
+            for row in running
+        ]
+        next_tokens = _step(model, cache, experts, sequences=sequences, chunks=chunks)
+        for (row, chunk), token in zip(chunks, next_tokens, strict=True):
+            num_run[row] = chunk.stop
+            if chunk.stop < len(sequences[row]):
+                continue
+            sequences[row].append(token)
+            if token in stop_tokens or len(sequences[row]) == len(prompts[row]) + max_tokens:
+                running.remove(row)
+    return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
+
+
+def _step(
+    model: Transformer,
+    cache: LatentCache,
+    experts: ExpertParallel,
+    *,
+    sequences: Sequence[Sequence[int]],
+    chunks: Sequence[tuple[int, range]],
+) -> list[int]:
+    """Run positions of sequences; the most likely token after each chunk."""
+    device = model.embed_tokens.weight.device
+    places = [(row, position) for row, chunk in chunks for position in chunk]
+    ends = torch.tensor([len(chunk) for _, chunk in chunks]).cumsum(0) - 1
+    batch = StepBatch(
+        tokens_T=torch.tensor([sequences[row][p] for row, p in places], device=device),
+        positions_T=torch.tensor([p for _, p in places], device=device),
+        cache_rows_T=torch.tensor([row for row, _ in places], device=device),
+        sample_rows_S=ends.to(device),
+    )
+    tokens: list[int] = model.step(batch, cache, experts).argmax(dim=-1).tolist()
+    return tokens

@@ -1,0 +1,87 @@
+"""Names: where each tensor of a checkpoint lies in a model.
+
+Owns Hugging Face's naming of DeepSeek-V3 and nothing of files. Module paths already are those
+names, so little is left: a prefix, experts that the model stacks and the checkpoint does not, and
+the multi-token-prediction modules, which the checkpoint numbers on after the last layer.
+"""
+
+import re
+
+from torch import Tensor
+
+from equipoise_model.config import ModelConfig
+from equipoise_model.transformer import Transformer
+
+_MTP = re.compile(r"mtp_layers\.(\d+)\.")
+_STACKED = (".mlp.experts.gate_up", ".mlp.experts.down")
+
+
+def dense_tensors(model: Transformer) -> dict[str, Tensor]:
+    """Everything but the experts that layouts place, by checkpoint name.
+
+    The experts of multi-token-prediction modules are never placed, so they are here. Tensors share
+    the model's memory.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if not name.endswith(_STACKED):
+            tensors[_checkpoint_name(name, model.config)] = tensor
+        elif _MTP.match(name):
+            tensors |= _unstacked(name, tensor, model.config)
+    return tensors
+
+
+def expert_tensors(model: Transformer) -> dict[str, Tensor]:
+    """The experts that layouts place, by checkpoint name, where slot e holds expert e.
+
+    Tensors share the model's memory.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(_STACKED) and not _MTP.match(name):
+            tensors |= _unstacked(name, tensor, model.config)
+    return tensors
+
+
+def mtp_copies(model: Transformer) -> dict[str, Tensor]:
+    """The embedding and the head again: the published layout repeats them in every MTP layer."""
+    copies = {}
+    for depth in range(len(model.mtp_layers)):
+        prefix = f"model.layers.{model.config.num_hidden_layers + depth}"
+        copies[f"{prefix}.embed_tokens.weight"] = model.embed_tokens.weight.detach()
+        copies[f"{prefix}.shared_head.head.weight"] = model.lm_head.weight.detach()
+    return copies
+
+
+def payload_names(config: ModelConfig, *, layer: int, expert: int) -> tuple[str, str, str]:
+    """The tensors of one expert's payload, in its order; MoE layers count from 0."""
+    prefix = f"model.layers.{config.first_k_dense_replace + layer}.mlp.experts.{expert}"
+    return (
+        f"{prefix}.gate_proj.weight",
+        f"{prefix}.up_proj.weight",
+        f"{prefix}.down_proj.weight",
+    )
+
+
+def is_mtp(name: str, config: ModelConfig) -> bool:
+    """Whether a checkpoint's tensor belongs to a multi-token-prediction module."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= config.num_hidden_layers
+
+
+def _checkpoint_name(name: str, config: ModelConfig) -> str:
+    if name.startswith("lm_head."):
+        return name
+    return "model." + _MTP.sub(lambda m: f"layers.{config.num_hidden_layers + int(m[1])}.", name)
+
+
+def _unstacked(name: str, stacked: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+    """One tensor per projection of each expert, of `gate_up` or `down` of all."""
+    assert stacked.shape[0] == config.n_routed_experts
+    prefix, kind = _checkpoint_name(name, config).rsplit(".", maxsplit=1)
+    projections = ("down_proj",) if kind == "down" else ("gate_proj", "up_proj")
+    return {
+        f"{prefix}.{expert}.{projection}.weight": part
+        for expert, weight in enumerate(stacked.unbind())
+        for projection, part in zip(projections, weight.chunk(len(projections)), strict=True)
+    }
