@@ -1,0 +1,53 @@
+import dataclasses
+
+import pytest
+
+from equipoise.planning.errors import InvalidPolicyError
+from equipoise.planning.policy import Algorithm, Policy
+
+
+def test_the_defaults_are_valid_and_plan_both_ways():
+    assert Policy().algorithm is Algorithm.AUTO
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("interval_s", 0.0),
+        ("report_interval_s", -1.0),
+        ("heartbeat_interval_s", float("nan")),
+        ("slow_half_life_s", float("inf")),
+        ("fast_half_life_s", 0.0),
+        ("shift_threshold", 1.5),
+        ("min_tokens", -1.0),
+        ("min_gain", 2.0),
+        ("cooldown_s", -0.1),
+        ("max_wave_bytes", 0),
+        ("stage_timeout_s", 0.0),
+        ("switch_timeout_s", 1e9),
+        ("silent_after_s", 0.0),
+        ("algorithm", "random"),
+    ],
+)
+def test_a_value_outside_its_range_is_refused_by_name(field, value):
+    with pytest.raises(InvalidPolicyError, match=field):
+        Policy(**{field: value})
+
+
+def test_a_refusal_names_the_range():
+    with pytest.raises(InvalidPolicyError, match=r"min_gain must be from 0 to 1, not 2\.0"):
+        Policy(min_gain=2.0)
+
+
+def test_the_fast_average_must_be_faster_than_the_slow_one():
+    with pytest.raises(InvalidPolicyError, match="fast_half_life_s must be below"):
+        Policy(fast_half_life_s=60.0, slow_half_life_s=60.0)
+
+
+def test_a_worker_may_miss_a_heartbeat():
+    with pytest.raises(InvalidPolicyError, match="silent_after_s must be above"):
+        Policy(silent_after_s=1.0, heartbeat_interval_s=1.0)
+
+
+def test_an_algorithm_may_be_named_by_its_text():
+    assert dataclasses.replace(Policy(), algorithm="global").algorithm is Algorithm.GLOBAL

@@ -1,0 +1,27 @@
+import pytest
+
+from equipoise.planning.topology import ModelShape, Topology
+
+
+def test_slots_belong_to_ranks_in_order():
+    topology = Topology(node_of_rank=("a", "a", "b"), slots_per_rank=4)
+    assert topology.num_slots == 12
+    assert [topology.rank_of_slot(slot) for slot in (0, 3, 4, 11)] == [0, 0, 1, 2]
+    assert topology.nodes == ("a", "b")
+    assert topology.ranks_of_node("a") == (0, 1)
+
+
+@pytest.mark.parametrize(("nodes", "slots"), [((), 1), (("a",), 0)])
+def test_a_topology_has_ranks_with_slots(nodes, slots):
+    with pytest.raises(ValueError, match="at least"):
+        Topology(node_of_rank=nodes, slots_per_rank=slots)
+
+
+def test_a_model_has_layers_experts_groups_and_bytes():
+    with pytest.raises(ValueError, match="num_layers must be at least 1"):
+        ModelShape(num_layers=0, num_experts=4, num_groups=2, expert_bytes=1)
+
+
+def test_experts_divide_into_groups():
+    with pytest.raises(ValueError, match="5 experts do not divide into 2 groups"):
+        ModelShape(num_layers=1, num_experts=5, num_groups=2, expert_bytes=1)
