@@ -40,20 +40,50 @@ class WorkerSettings:
     """
 
     balancer: str = "127.0.0.1:7070"
+    """host:port of the balancer, which tells the rank and the layout."""
+
     pool: str = "default"
+    """Pool to serve in; the balancer knows pools by this name."""
+
     worker: str = "worker-0"
+    """Name of this worker, unique in its pool; after a restart it gets its rank back by it."""
+
     node: str = field(default_factory=socket.gethostname)
+    """Fast domain this worker runs on; ranks of one node are near to each other."""
+
     listen: str = "127.0.0.1:0"
+    """host:port that peers and clients are served on; port 0 takes a free one."""
+
     advertise_host: str = "127.0.0.1"
+    """Host by which peers and clients reach this worker."""
+
     checkpoint: Path = field(default_factory=packaged_checkpoint)
+    """Folder of config.json and model.safetensors; the tiny model that comes with the package
+    unless given."""
+
     num_ranks: int = 1
+    """Workers that the pool has when it is complete."""
+
     slots_per_rank: int = 32
+    """Physical slots per MoE layer that this worker has memory for."""
+
     max_requests: int = 16
+    """Requests generated at a time: rows of the latent cache."""
+
     max_queued_requests: int = 64
+    """Requests that may wait for a row; more are turned away."""
+
     context_length: int = 256
+    """Tokens of prompt and output together that one request may have."""
+
     max_step_tokens: int = 64
+    """Most tokens of a step: one for each generated request first, then chunks of prompts."""
+
     batch_invariant: bool = True
+    """Make tokens bitwise independent of batch, rank and layout."""
+
     step_timeout_s: float = 10.0
+    """Seconds after which a step that waits for a peer is given up."""
 
     def __post_init__(self) -> None:
         for name in ("balancer", "pool", "worker", "node", "listen", "advertise_host"):

@@ -1,0 +1,112 @@
+"""`equipoise`: the commands, and how their faults end: one line, an exit status, no traceback.
+
+Each command's module is imported when it runs, so that the control plane needs no torch and
+`--help` is quick. Settings alone are imported here; they import nothing heavy.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from equipoise.balancer.settings import BalancerSettings
+from equipoise.cli.demo_settings import DemoSettings
+from equipoise.cli.options import command_from
+from equipoise.cli.status_settings import StatusSettings
+from equipoise.worker.settings import WorkerSettings
+
+EXIT_FAULT = 1
+EXIT_INTERRUPTED = 130
+
+_WORKER_PACKAGES = {"torch", "safetensors", "equipoise_model", "equipoise_kernels"}
+
+
+class MissingPackageError(RuntimeError):
+    """The command needs packages of the worker that are not installed."""
+
+
+def main() -> NoReturn:
+    """Run the command line; what our own exceptions say is all that a user's fault prints."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        if not type(error).__module__.startswith("equipoise"):
+            raise
+        print(f"equipoise: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAULT)
+    sys.exit()
+
+
+app = typer.Typer(
+    help="Keeps a Mixture-of-Experts fleet balanced.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"equipoise {version('equipoise')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _equipoise(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def _balancer(settings: BalancerSettings) -> int:
+    """Run the control plane: gather loads, plan layouts, push them to workers."""
+    return _run_of("equipoise.balancer.__main__")(settings)
+
+
+def _worker(settings: WorkerSettings) -> int:
+    """Run one expert-parallel rank: serve requests, report loads, switch layouts."""
+    return _run_of("equipoise.worker.__main__")(settings)
+
+
+def _status(settings: StatusSettings) -> int:
+    """Show a pool: balance, ranks, rollout, decisions. Exit status 3 when not all ranks serve."""
+    return _run_of("equipoise.cli.status")(settings)
+
+
+def _demo(settings: DemoSettings) -> int:
+    """Watch a fleet on this machine drift out of balance and come back."""
+    return _run_of("equipoise.cli.demo")(settings)
+
+
+def _run_of(module: str) -> Callable[[Any], int]:
+    """The `run` of a command's module, imported now."""
+    try:
+        run: Callable[[Any], int] = importlib.import_module(module).run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _WORKER_PACKAGES:
+            raise
+        raise MissingPackageError(
+            f"{error.name} is not installed: pip install 'equipoise[worker]'"
+        ) from error
+    return run
+
+
+app.command("balancer")(command_from(BalancerSettings, _balancer))
+app.command("worker")(command_from(WorkerSettings, _worker))
+app.command("status")(command_from(StatusSettings, _status))
+app.command("demo")(command_from(DemoSettings, _demo))
+
+
+if __name__ == "__main__":
+    main()
