@@ -1,4 +1,4 @@
-"""Proof, on this machine, that products of fixed-shape row blocks are independent of everything else.
+"""Proof, on this machine, that a product of fixed-shape row blocks depends on its row alone.
 
 Batch-invariant mode rests on the BLAS library: with the shape fixed, a row's result must not depend
 on its place in the block, on its neighbours, or on where weights and rows lie in memory. No library
