@@ -82,8 +82,8 @@ def _obstacle_to_hierarchy(model: ModelShape, topology: Topology) -> str | None:
     if topology.node_of_rank != contiguous:
         return "nodes do not have equally many ranks in a row"
     experts_per_node = model.num_experts // len(nodes)
-    if ranks_per_node * topology.slots_per_rank < experts_per_node:
-        return f"a node's slots do not hold {experts_per_node} experts"
+    if topology.slots_per_rank > experts_per_node:
+        return f"a rank has more slots than the {experts_per_node} experts of a node"
     return None
 
 

@@ -1,0 +1,192 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
+from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import Layout, contiguous_layout
+from equipoise.planning.planner import plan
+from equipoise.planning.policy import Algorithm
+from equipoise.planning.topology import ModelShape, Topology
+
+
+def pool(*, num_layers=3, num_experts=16, num_groups=4, num_nodes=2, ranks_per_node=2, slots=5):
+    model = ModelShape(
+        num_layers=num_layers, num_experts=num_experts, num_groups=num_groups, expert_bytes=100
+    )
+    topology = Topology(
+        node_of_rank=tuple(
+            f"node-{rank // ranks_per_node}" for rank in range(num_nodes * ranks_per_node)
+        ),
+        slots_per_rank=slots,
+    )
+    return model, topology
+
+
+def start_of(model, topology):
+    return contiguous_layout(
+        num_layers=model.num_layers,
+        num_experts=model.num_experts,
+        num_ranks=topology.num_ranks,
+        slots_per_rank=topology.slots_per_rank,
+    )
+
+
+def as_layout(table, model, topology, generation=2):
+    """Construction is the check: a layout that is not valid cannot be built."""
+    return Layout(
+        generation=generation,
+        num_experts=model.num_experts,
+        num_ranks=topology.num_ranks,
+        expert_of_slot=table,
+    )
+
+
+@st.composite
+def pools(draw):
+    num_groups = draw(st.integers(1, 4))
+    num_experts = num_groups * draw(st.integers(1, 6))
+    num_nodes, ranks_per_node = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    least = -(-num_experts // (num_nodes * ranks_per_node))
+    return pool(
+        num_layers=draw(st.integers(1, 3)),
+        num_experts=num_experts,
+        num_groups=num_groups,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        slots=least + draw(st.integers(0, 4)),
+    )
+
+
+@st.composite
+def pools_with_load(draw):
+    model, topology = draw(pools())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    load = rng.pareto(draw(st.floats(0.3, 3.0)), size=(model.num_layers, model.num_experts))
+    load[rng.random(model.num_layers) < 0.2] = 0.0
+    return model, topology, load
+
+
+@given(pools_with_load(), st.sampled_from(list(Algorithm)))
+@settings(max_examples=200, deadline=None)
+def test_every_plan_is_valid_and_never_worse_than_what_is_there(case, algorithm):
+    model, topology, load = case
+    start = start_of(model, topology)
+    made = plan(load, model=model, topology=topology, current=start, algorithm=algorithm)
+    as_layout(made.expert_of_slot, model, topology)
+    before, after = (
+        balancedness_per_layer(rank_loads(table, load=load, num_ranks=topology.num_ranks))
+        for table in (start.expert_of_slot, made.expert_of_slot)
+    )
+    assert (after >= before).all()
+
+
+@given(pools_with_load())
+@settings(max_examples=100, deadline=None)
+def test_planning_again_for_the_same_load_moves_nothing_that_gains_nothing(case):
+    model, topology, load = case
+    chosen = {"model": model, "topology": topology, "algorithm": Algorithm.GLOBAL}
+    first = plan(load, current=None, **chosen)
+    layout = as_layout(first.expert_of_slot, model, topology)
+    second = plan(load, current=layout, **chosen)
+    np.testing.assert_array_equal(second.expert_of_slot, first.expert_of_slot)
+
+
+def test_a_layer_without_load_keeps_its_place():
+    model, topology = pool(num_layers=2)
+    load = np.random.default_rng(1).lognormal(sigma=1.5, size=(2, 16))
+    load[1] = 0.0
+    chosen = {"model": model, "topology": topology, "algorithm": Algorithm.GLOBAL}
+    unusual = plan(np.random.default_rng(2).lognormal(size=(2, 16)), current=None, **chosen)
+    current = as_layout(unusual.expert_of_slot, model, topology)
+    made = plan(load, current=current, **chosen)
+    np.testing.assert_array_equal(made.expert_of_slot[1], current.expert_of_slot[1])
+    assert (made.expert_of_slot[0] != current.expert_of_slot[0]).any()
+
+
+def test_a_skewed_load_is_balanced_by_replicas():
+    model, topology = pool(num_layers=4, slots=8)
+    load = np.random.default_rng(3).lognormal(sigma=2.0, size=(4, 16))
+    trivial = balancedness(
+        rank_loads(start_of(model, topology).expert_of_slot, load=load, num_ranks=4)
+    )
+    made = plan(load, model=model, topology=topology, current=None, algorithm=Algorithm.GLOBAL)
+    assert trivial < 0.8
+    assert made.balancedness > 0.95
+
+
+def test_hierarchical_keeps_each_group_within_a_node():
+    model, topology = pool()
+    load = np.random.default_rng(4).lognormal(sigma=1.5, size=(3, 16))
+    made = plan(
+        load, model=model, topology=topology, current=None, algorithm=Algorithm.HIERARCHICAL
+    )
+    assert made.algorithm is Algorithm.HIERARCHICAL
+    changed = (made.expert_of_slot != start_of(model, topology).expert_of_slot).any(axis=1)
+    assert changed.any()
+    for layer in made.expert_of_slot[changed]:
+        left, right = (set(slots // 4) for slots in layer.reshape(2, -1))
+        assert not left & right
+
+
+def test_auto_takes_the_more_balanced_plan_and_says_what_the_other_reaches():
+    model, topology = pool()
+    load = np.random.default_rng(5).lognormal(sigma=1.5, size=(3, 16))
+    by = {
+        algorithm: plan(load, model=model, topology=topology, current=None, algorithm=algorithm)
+        for algorithm in Algorithm
+    }
+    hierarchical, other = by[Algorithm.HIERARCHICAL], by[Algorithm.GLOBAL]
+    assert by[Algorithm.AUTO].balancedness == max(hierarchical.balancedness, other.balancedness)
+    assert f"{hierarchical.balancedness:.3f}" in by[Algorithm.AUTO].reason
+    assert f"{other.balancedness:.3f}" in by[Algorithm.AUTO].reason
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_groups", "slots", "obstacle"),
+    [
+        (("a", "a", "b", "b"), 1, 5, "1 groups do not divide over 2 nodes"),
+        (("a", "b", "a", "b"), 4, 5, "equally many ranks in a row"),
+        (("a", "b", "b", "b"), 4, 5, "equally many ranks in a row"),
+        (("a", "a", "b", "b"), 4, 9, "more slots than the 8 experts of a node"),
+    ],
+)
+def test_where_groups_cannot_be_given_to_nodes_the_plan_is_global_and_says_why(
+    nodes, num_groups, slots, obstacle
+):
+    model, _ = pool(num_groups=num_groups)
+    topology = Topology(node_of_rank=nodes, slots_per_rank=slots)
+    load = np.random.default_rng(6).lognormal(size=(3, 16))
+    for algorithm in (Algorithm.AUTO, Algorithm.HIERARCHICAL):
+        made = plan(load, model=model, topology=topology, current=None, algorithm=algorithm)
+        assert made.algorithm is Algorithm.GLOBAL
+        assert obstacle in made.reason
+
+
+def test_too_few_slots_are_refused_with_a_remedy():
+    model, topology = pool(slots=3)
+    with pytest.raises(InvalidLayoutError, match="give each rank at least 4 slots"):
+        plan(
+            np.ones((3, 16)),
+            model=model,
+            topology=topology,
+            current=None,
+            algorithm=Algorithm.AUTO,
+        )
+
+
+def test_plans_stay_close_to_the_layout_in_use():
+    model, topology = pool(num_layers=8, num_experts=32, slots=10)
+    rng = np.random.default_rng(7)
+    load = rng.lognormal(size=(8, 32))
+    first = plan(load, model=model, topology=topology, current=None, algorithm=Algorithm.GLOBAL)
+    layout = as_layout(first.expert_of_slot, model, topology)
+    nearby = load * rng.lognormal(sigma=0.3, size=load.shape)
+    close = plan(nearby, model=model, topology=topology, current=layout, algorithm=Algorithm.GLOBAL)
+    careless = plan(
+        nearby, model=model, topology=topology, current=None, algorithm=Algorithm.GLOBAL
+    )
+    moves_close = (close.expert_of_slot != layout.expert_of_slot).sum()
+    moves_careless = (careless.expert_of_slot != layout.expert_of_slot).sum()
+    assert moves_close < 0.8 * moves_careless
