@@ -3,7 +3,6 @@
 Owns no decision: it says what the load is and whether it shifted.
 """
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,9 +24,6 @@ from equipoise.planning.load import (
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.messages import Report
-
-MAX_WINDOWS = 128
-"""Closed windows kept for people to plot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +52,6 @@ class PoolLoads:
 
     `remembered` are averages of an earlier life of the pool, used if they fit its shape and
     half-lives. `counted_from` is the first generation whose counters began while we listen.
-    `first_window` numbers the next window.
     """
 
     def __init__(
@@ -68,11 +63,11 @@ class PoolLoads:
         policy: Policy,
         remembered: Mapping[str, AverageRecord],
         counted_from: int,
-        first_window: int,
         now: float,
     ) -> None:
         self._policy = policy
         self._model = model
+        self._heard_from_start = counted_from == 1
         self._counters = LoadCounters(epoch=epoch, counted_from=counted_from)
         self._window = LoadWindow(
             num_layers=model.num_layers,
@@ -85,9 +80,7 @@ class PoolLoads:
         self._steps = np.zeros(num_ranks, dtype=np.int64)
         self._steps_at_open = np.zeros(num_ranks, dtype=np.int64)
         self._generation_at_open = 0
-        self._next_number = first_window
         self._next_close_s = now + policy.interval_s
-        self.windows: deque[ClosedWindow] = deque(maxlen=MAX_WINDOWS)
 
     def accept(self, report: Report, layout: Layout) -> None:
         """Count a report; `layout` is that of its generation, or the newest one known.
@@ -97,8 +90,8 @@ class PoolLoads:
         """
         self._window.add(self._counters.accept(report.load, layout))
         rank = report.load.rank
-        if not self._steps[rank]:
-            # Steps before the first report are no part of this window.
+        if not self._steps[rank] and not self._heard_from_start:
+            # As with its tokens: what came before the first report is no part of this window.
             self._steps_at_open[rank] = report.stats.steps
         self._steps[rank] = max(int(self._steps[rank]), report.stats.steps)
 
@@ -106,8 +99,8 @@ class PoolLoads:
         """Whether the open window has lasted a planning interval."""
         return now >= self._next_close_s
 
-    def close_window(self, *, generation: int, now: float) -> ClosedWindow:
-        """Close the window, fold it into both averages, and look for a shift.
+    def close_window(self, *, number: int, generation: int, now: float) -> ClosedWindow:
+        """Close the window under its number, fold it into both averages, and look for a shift.
 
         When traffic shifted, the slow average forgets what came before this window: it would take
         half-lives to believe what the fast one knows already.
@@ -125,8 +118,7 @@ class PoolLoads:
             self.slow = self.slow.restarted(
                 load.tokens_of_expert, duration_s=load.duration_s, now=now
             )
-        closed = self._closed(load, shift, generation=generation, now=now)
-        self.windows.append(closed)
+        closed = self._closed(load, shift, number=number, generation=generation, now=now)
         self._open_next(generation=generation, now=now)
         return closed
 
@@ -143,11 +135,11 @@ class PoolLoads:
         }
 
     def _closed(
-        self, load: WindowLoad, shift: Shift, *, generation: int, now: float
+        self, load: WindowLoad, shift: Shift, *, number: int, generation: int, now: float
     ) -> ClosedWindow:
         load_of_rank = load.tokens_of_rank * self._to_common_steps()
         return ClosedWindow(
-            number=self._next_number,
+            number=number,
             closed_s=now,
             load=load.tokens_of_expert,
             load_of_rank=load_of_rank,
@@ -174,7 +166,6 @@ class PoolLoads:
     def _open_next(self, *, generation: int, now: float) -> None:
         self._steps_at_open = self._steps.copy()
         self._generation_at_open = generation
-        self._next_number += 1
         # From the planned time, so that intervals do not drift; from now, if ticks stood still.
         planned_s = self._next_close_s + self._policy.interval_s
         self._next_close_s = planned_s if planned_s > now else now + self._policy.interval_s

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from equipoise.planning.balance import balancedness_per_layer, rank_loads
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, Shift
+from equipoise.planning.moves import waves
 from equipoise.planning.planner import Plan, plan
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape, Topology
@@ -15,8 +17,9 @@ class ProposalRequest:
     """All that a proposal rests on, frozen at the tick.
 
     `average` is float64 [layers, experts] in tokens per second, what the plan is made for;
-    `window` is the same shape in tokens, what the plan is judged on. `now` and `last_switch_s` are
-    seconds; the latter is None when there was no switch yet.
+    `window` is the same shape in tokens, what the plan is judged on. `first_generation` numbers the
+    first wave of an accepted plan. `now` and `last_switch_s` are seconds; the latter is None when
+    there was no switch yet.
     """
 
     current: Layout
@@ -26,17 +29,19 @@ class ProposalRequest:
     model: ModelShape
     topology: Topology
     policy: Policy
+    first_generation: int
     now: float
     last_switch_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposal:
-    """What came out: a layout's table, and whether to adopt it, with the reason."""
+    """What came out: a plan, whether to adopt it and why, and if so the waves that lead there."""
 
     request: ProposalRequest
     plan: Plan
     verdict: Verdict
+    waves: tuple[Layout, ...]
 
 
 def propose(request: ProposalRequest) -> Proposal:
@@ -60,4 +65,27 @@ def propose(request: ProposalRequest) -> Proposal:
         last_switch_s=request.last_switch_s,
         shift=request.shift,
     )
-    return Proposal(request=request, plan=planned, verdict=verdict)
+    return Proposal(
+        request=request,
+        plan=planned,
+        verdict=verdict,
+        waves=_waves(request, planned) if verdict.accepted else (),
+    )
+
+
+def _waves(request: ProposalRequest, planned: Plan) -> tuple[Layout, ...]:
+    """The layers that gain most on the latest window go first."""
+    before, after = (
+        balancedness_per_layer(
+            rank_loads(table, load=request.window, num_ranks=request.current.num_ranks)
+        )
+        for table in (request.current.expert_of_slot, planned.expert_of_slot)
+    )
+    return waves(
+        request.current,
+        planned.expert_of_slot,
+        first_generation=request.first_generation,
+        expert_bytes=request.model.expert_bytes,
+        max_wave_bytes=request.policy.max_wave_bytes,
+        gain_of_layer=after - before,
+    )

@@ -5,19 +5,17 @@ and what people are told about it. It sends and stores nothing: it returns the t
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
-from equipoise.planning.rollout import Command, Event, Rollout, State
+from equipoise.planning.rollout import Commands, Event, Rollout, State
 from equipoise.wire.messages import Switched
 
 MAX_SWITCHES = 32
 """Switches kept for people to read."""
-
-_OPEN_STATES = {State.PLANNED, State.STAGING, State.STAGED, State.SWITCHED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,48 +36,40 @@ class SwitchRecord:
 
 @dataclass(slots=True, kw_only=True)
 class _Wave:
-    """A wave under way; the reports of a switch are collected for its record."""
+    """A wave and, for its record, when it was staged and what ranks told of its switch."""
 
     rollout: Rollout
-    base: Layout
-    target: Layout
     began_s: float
     staged_s: float | None = None
-    switches: dict[int, Switched]
+    switches: dict[int, Switched] = field(default_factory=dict)
 
     @property
     def moves(self) -> int:
-        return int(np.count_nonzero(self.base.expert_of_slot != self.target.expert_of_slot))
+        before, after = self.rollout.base.expert_of_slot, self.rollout.target.expert_of_slot
+        return int(np.count_nonzero(before != after))
 
 
 class Rollouts:
-    """At most one wave is under way; an aborted one takes those behind it along."""
+    """At most one wave is under way; an aborted one takes those behind it along.
 
-    def __init__(self, *, num_ranks: int, policy: Policy) -> None:
-        self._num_ranks = num_ranks
+    `completed` and `aborted` count plans, not waves, since the balancer started.
+    """
+
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._wave: _Wave | None = None
         self._waiting: deque[Layout] = deque()
         self.completed = 0
         self.aborted = 0
-        self.last_abort = ""
         self.last_switch_s: float | None = None
         self.switches: deque[SwitchRecord] = deque(maxlen=MAX_SWITCHES)
 
     @property
-    def in_progress(self) -> bool:
-        """Whether a wave is under way or waits for its turn."""
-        return bool(self._waiting) or self._is_open
-
-    @property
     def current(self) -> Rollout | None:
-        """The wave under way, if one is."""
-        return self._wave.rollout if self._wave is not None and self._is_open else None
-
-    @property
-    def target(self) -> Layout | None:
-        """The layout last rolled out, also when its rollout has ended since."""
-        return self._wave.target if self._wave is not None else None
+        """The wave under way, or None; the next one begins as soon as it is active."""
+        if self._wave is None or self._wave.rollout.is_over:
+            return None
+        return self._wave.rollout
 
     @property
     def moves(self) -> int:
@@ -88,40 +78,63 @@ class Rollouts:
 
     @property
     def waves_left(self) -> int:
+        """Waves behind the current one."""
         return len(self._waiting)
 
-    def plan(self, waves: tuple[Layout, ...], *, base: Layout, now: float) -> tuple[Command, ...]:
-        """Start with the first of `waves`, each complete and valid, the last one the goal."""
-        assert not self.in_progress, "one plan at a time"
+    def start(self, waves: tuple[Layout, ...], *, base: Layout, now: float) -> Commands:
+        """Begin the first of `waves`: each is complete and valid, the last one is the goal."""
+        assert self.current is None, "one plan at a time"
         self._waiting = deque(waves)
         return self._begin_next(base, now=now)
 
-    def handle(self, event: Event, *, now: float) -> tuple[Command, ...]:
-        """Let the table decide on an event; starts the next wave when this one became active."""
-        if self._wave is None:
-            return ()
-        wave = self._wave
-        was_open = self._is_open
-        wave.rollout, commands = wave.rollout.step(event, now=now)
-        if wave.staged_s is None and len(wave.rollout.staged_ranks) == self._num_ranks:
-            wave.staged_s = now
-        if not was_open:
-            return tuple(commands)
-        if wave.rollout.state is State.ABORTED:
+    def resume(self, rollout: Rollout, *, now: float) -> None:
+        """Take over a wave of an earlier balancer where the ranks say it is."""
+        assert self.current is None, "one plan at a time"
+        self._wave = _Wave(rollout=rollout, began_s=now)
+
+    def abandon(self) -> None:
+        """Forget everything under way, because the ranks it was for are no more."""
+        if self.current is not None:
             self.aborted += 1
-            self.last_abort = wave.rollout.reason
+        self._wave = None
+        self._waiting.clear()
+
+    def handle(self, event: Event, *, now: float) -> Commands:
+        """Let the table decide; the next wave begins when this one became active."""
+        wave = self._wave
+        if wave is None:
+            return ()
+        before = wave.rollout
+        wave.rollout, commands = before.step(event, now=now)
+        after = wave.rollout
+        if before.state is State.PLANNED and after.state is not State.PLANNED:
+            wave.began_s = now
+        if wave.staged_s is None and len(after.staged_ranks) == after.num_ranks:
+            wave.staged_s = now
+        if before.state is State.ABORTED and after.state is not State.ABORTED:
+            # A switch crossed the abort; the ranks are right.
+            self.aborted -= 1
+        elif before.state is not State.ABORTED and after.state is State.ABORTED:
+            self.aborted += 1
             self._waiting.clear()
-        elif wave.rollout.state is State.ACTIVE:
-            return (*commands, *self._advance(now=now))
-        return tuple(commands)
+        if before.state is after.state or after.state is not State.ACTIVE:
+            return commands
+        if self._waiting:
+            return (*commands, *self._begin_next(after.target, now=now))
+        self.completed += 1
+        return commands
 
     def note_switch(self, switched: Switched, *, now: float) -> None:
         """Remember what a rank told about a switch, whatever becomes of the rollout."""
         wave = self._wave
-        if wave is None or switched.generation != wave.target.generation:
+        if (
+            wave is None
+            or switched.generation != wave.rollout.target.generation
+            or switched.rank in wave.switches
+        ):
             return
         wave.switches[switched.rank] = switched
-        if len(wave.switches) < self._num_ranks:
+        if len(wave.switches) < wave.rollout.num_ranks:
             return
         slowest = max(wave.switches.values(), key=lambda switch: switch.stall_us)
         staged_s = now if wave.staged_s is None else wave.staged_s
@@ -138,25 +151,13 @@ class Rollouts:
             )
         )
 
-    def drop_waiting(self) -> None:
-        """Forget the waves that have not begun."""
-        self._waiting.clear()
-
-    @property
-    def _is_open(self) -> bool:
-        return self._wave is not None and self._wave.rollout.state in _OPEN_STATES
-
-    def _advance(self, *, now: float) -> tuple[Command, ...]:
-        assert self._wave is not None
-        if self._waiting:
-            return self._begin_next(self._wave.target, now=now)
-        self.completed += 1
-        return ()
-
-    def _begin_next(self, base: Layout, *, now: float) -> tuple[Command, ...]:
-        target = self._waiting.popleft()
+    def _begin_next(self, base: Layout, *, now: float) -> Commands:
         rollout, commands = Rollout.begin(
-            base=base, target=target, num_ranks=self._num_ranks, policy=self._policy, now=now
+            base=base,
+            target=self._waiting.popleft(),
+            num_ranks=base.num_ranks,
+            policy=self._policy,
+            now=now,
         )
-        self._wave = _Wave(rollout=rollout, base=base, target=target, began_s=now, switches={})
-        return tuple(commands)
+        self._wave = _Wave(rollout=rollout, began_s=now)
+        return commands

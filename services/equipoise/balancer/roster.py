@@ -106,7 +106,9 @@ class Roster:
 
     def waiting(self) -> list[Member]:
         """Connected members without a rank."""
-        return [member for member in self.members.values() if member.connected and member.rank is None]
+        return [
+            member for member in self.members.values() if member.connected and member.rank is None
+        ]
 
     def seated(self) -> list[Member]:
         """Members of the epoch in rank order, those that are gone included."""
@@ -135,6 +137,11 @@ class Roster:
             slots_per_rank=self.shape.slots_per_rank,
         )
 
+    @property
+    def rendezvous_address(self) -> str:
+        """Where rank 0 hosts the rendezvous of the epoch's process group."""
+        return self.member_at(0).hello.rendezvous_address
+
     def _note_peers(self) -> None:
         assert self.shape is not None
         seated = self.seated()
@@ -153,9 +160,7 @@ class Roster:
 
     def _present(self, *, besides: str) -> list[Member]:
         return [
-            member
-            for name, member in self.members.items()
-            if name != besides and member.connected
+            member for name, member in self.members.items() if name != besides and member.connected
         ]
 
     def _check_shape(self, hello: Hello) -> None:
@@ -232,4 +237,6 @@ class Roster:
 
     def _forget_seats(self) -> None:
         self.peers = ()
-        self.members = {name: member for name, member in self.members.items() if member.rank is None}
+        self.members = {
+            name: member for name, member in self.members.items() if member.rank is None
+        }

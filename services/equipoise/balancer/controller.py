@@ -1,0 +1,348 @@
+"""`PoolController`: one pool's whole life, without sockets and without a clock.
+
+What workers, the clock, the planner and the store say goes in; chains of effects come out. It keeps
+all ranks on one layout, learns the load, has plans made and rolls the accepted ones out. Its truth
+is what workers report: whatever it missed, it reconciles with the next word it hears.
+"""
+
+from equipoise.balancer.decisions import close_due_window, decide
+from equipoise.balancer.effects import (
+    Chain,
+    Effect,
+    Send,
+    Write,
+    WriteAdopted,
+    WriteAverage,
+    WriteCommitted,
+    WriteDecision,
+    WriteMembership,
+    WriteProposed,
+)
+from equipoise.balancer.errors import RefusedWorkerError
+from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.orders import assignment
+from equipoise.balancer.pool import Pool
+from equipoise.balancer.proposal import Proposal
+from equipoise.balancer.roster import Member
+from equipoise.balancer.settling import settle
+from equipoise.balancer.store import Membership
+from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.members import alive
+from equipoise.planning.policy import Policy
+from equipoise.planning.rollout import (
+    Persisted,
+    RankLost,
+    RankRefused,
+    RankStaged,
+    RankSwitched,
+    Ticked,
+)
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import (
+    Abort,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Leaving,
+    Refused,
+    Report,
+    Serving,
+    Staged,
+    Switched,
+    WorkerMessage,
+)
+
+
+class PoolController:
+    """Decides for one pool. `now` is unix time in seconds that never runs backwards.
+
+    Writes are reported back by `written` or `write_failed`, proposals by `proposed` or
+    `proposal_failed`; each may want something in turn.
+    """
+
+    def __init__(self, name: str, *, policy: Policy, memory: PoolMemory) -> None:
+        self.pool = Pool.remembered(name, policy=policy, memory=memory)
+        self._opening: Chain = ()
+        self._opening_failed = False
+
+    # What workers say ----------------------------------------------------------------------------
+
+    def hello(self, hello: Hello, *, now: float) -> Chain:
+        """A worker opened a stream. The last one to come opens an epoch.
+
+        Raises:
+            RefusedWorkerError: it cannot be in this pool; nothing changed.
+        """
+        pool = self.pool
+        self._check_running_layout(hello)
+        epoch = pool.roster.epoch
+        before = pool.roster.members.get(hello.worker)
+        member = pool.roster.admit(hello, now=now)
+        pool.revision += 1
+        effects: list[Effect] = []
+        if before is not None and before.rank is not None and member.rank is None:
+            restarted = f"worker {member.name} restarted"
+            effects += pool.roll(RankLost(rank=before.rank, reason=restarted), now=now)
+        if hello.running is not None:
+            if pool.roster.epoch != epoch:
+                pool.begin_epoch(opened_here=False, now=now)
+            pool.layouts.know(hello.running.layout)
+            pool.merge_checksums(member, hello.running.layout, hello.running.checksums)
+        if pool.roster.can_open():
+            return (*effects, *self._open_epoch(now=now))
+        return (*effects, *self._assign_returned(), *settle(pool, now=now))
+
+    def message(self, worker: str, value: WorkerMessage, *, now: float) -> Chain:
+        """A worker that is in said something.
+
+        Raises:
+            InvalidMessageError, InvalidReportError: it cannot be used; the rest goes on.
+        """
+        member = self.pool.roster.members[worker]
+        member.last_heard_s = now
+        self.pool.revision += 1
+        match value:
+            case Heartbeat():
+                effects = self._heartbeat(member, value)
+            case Report():
+                effects = self._report(member, value)
+            case Leaving():
+                effects = ()  # Its stream ends next, and that says it all.
+            case Hello():
+                raise InvalidMessageError("hello_repeated", f"worker {worker} is in already")
+            case _:
+                self._check_seat(member, value)
+                effects = self._answer(member, value, now=now)
+        return (*effects, *settle(self.pool, now=now))
+
+    def lost(self, worker: str, *, reason: str, now: float) -> Chain:
+        """A worker's stream has ended."""
+        member = self.pool.roster.members.get(worker)
+        if member is None:
+            return ()
+        self.pool.revision += 1
+        self.pool.roster.leave(worker, reason=reason)
+        if member.rank is None:
+            return ()
+        return self.pool.roll(RankLost(rank=member.rank, reason=reason), now=now)
+
+    def refuse(self, kind: str, reason: str) -> None:
+        """Count something that was refused."""
+        self.pool.revision += 1
+        self.pool.refusals.count(kind, reason)
+
+    # What the clock, the planner and the store say -----------------------------------------------
+
+    def tick(self, *, now: float) -> Chain:
+        """Time passed: look at every bound, settle what is open, close a window that is due."""
+        effects: list[Effect] = []
+        if self._opening_failed:
+            self._opening_failed = False
+            effects += self._opening
+        effects += self._note_silence(now=now)
+        effects += self.pool.roll(Ticked(), now=now)
+        effects += settle(self.pool, now=now)
+        effects += close_due_window(self.pool, now=now)
+        return tuple(effects)
+
+    def proposed(self, proposal: Proposal, *, plan_ms: float, now: float) -> Chain:
+        """A proposal is ready."""
+        return decide(self.pool, proposal, plan_ms=plan_ms, now=now)
+
+    def proposal_failed(self) -> None:
+        """The planner broke down; the next window tries again."""
+        self.pool.is_proposing = False
+
+    def written(self, write: Write, *, now: float) -> Chain:
+        """The store holds a write; a decision comes back with its number."""
+        pool = self.pool
+        pool.revision += 1
+        pool.store_fault = ""
+        match write:
+            case WriteProposed():
+                return pool.roll(Persisted(generation=write.layout.generation), now=now)
+            case WriteCommitted():
+                pool.layouts.stored_generation = write.generation
+                return pool.roll(Persisted(generation=write.generation), now=now)
+            case WriteAdopted():
+                pool.layouts.stored_generation = write.layout.generation
+                pool.adopting = None
+            case WriteMembership():
+                self._opening = ()
+            case WriteDecision():
+                pool.last_decision = write.record
+            case WriteAverage():
+                pass
+        return ()
+
+    def write_failed(self, write: Write, *, reason: str) -> None:
+        """The store did not take a write; what rests on it waits, and ticks try again."""
+        self.pool.revision += 1
+        self.pool.store_fault = f"{reason}; nothing is switched until the store works"
+        if isinstance(write, WriteAdopted):
+            self.pool.adopting = None
+        if write in self._opening:
+            self._opening_failed = True
+
+    # Membership ----------------------------------------------------------------------------------
+
+    def _check_running_layout(self, hello: Hello) -> None:
+        """Two layouts must not share a number; the ranks that are here are right."""
+        if hello.running is None:
+            return
+        theirs = hello.running.layout
+        ours = self.pool.layouts.get(theirs.generation)
+        others_run = any(
+            member.connected and member.serving and member.name != hello.worker
+            for member in self.pool.roster.seated()
+        )
+        if ours is not None and others_run and not ours.same_placement(theirs):
+            raise RefusedWorkerError(
+                "hello_layout",
+                f"worker {hello.worker} runs another layout as generation {theirs.generation} than "
+                f"pool {hello.pool}: restart it",
+            )
+
+    def _open_epoch(self, *, now: float) -> Chain:
+        """Deal the ranks and give everybody the layout to start in."""
+        pool = self.pool
+        pool.roster.open_epoch()
+        assert pool.roster.shape is not None
+        layout = pool.layouts.for_start(pool.roster.shape)
+        pool.layouts.run(layout)
+        pool.begin_epoch(opened_here=True, now=now)
+        seated = pool.roster.seated()
+        membership = Membership(
+            epoch=pool.roster.epoch, workers=tuple(member.name for member in seated)
+        )
+        effects: list[Effect] = []
+        if layout.generation != pool.layouts.stored_generation:
+            effects.append(WriteAdopted(layout=layout))
+            pool.adopting = layout.generation
+        effects.append(WriteMembership(membership=membership))
+        effects += [self._assignment(member) for member in seated]
+        self._opening, self._opening_failed = tuple(effects), False
+        return self._opening
+
+    def _assign_returned(self) -> Chain:
+        """Ranks that came back hear who is who, as soon as all are known and written down."""
+        if self._opening or not self.pool.roster.peers:
+            return ()
+        return tuple(
+            self._assignment(member)
+            for member in self.pool.roster.seated()
+            if member.connected and not member.assigned
+        )
+
+    def _assignment(self, member: Member) -> Send:
+        assert member.rank is not None
+        return assignment(
+            self.pool.roster,
+            rank=member.rank,
+            layouts=self.pool.layouts,
+            policy=self.pool.policy,
+        )
+
+    def _note_silence(self, *, now: float) -> Chain:
+        """Ranks that fell silent are lost to a rollout; they count again when they speak."""
+        pool = self.pool
+        heard_s = {
+            member.rank: member.last_heard_s
+            for member in pool.roster.seated()
+            if member.connected and member.rank is not None
+        }
+        silent = alive(heard_s, now=now, silent_after_s=pool.policy.silent_after_s).silent
+        fell_silent = [rank for rank in silent if rank not in pool.silent]
+        if silent.keys() != pool.silent.keys():
+            pool.revision += 1
+        pool.silent = silent
+        effects: list[Effect] = []
+        for rank in fell_silent:
+            effects += pool.roll(RankLost(rank=rank, reason=silent[rank]), now=now)
+        return tuple(effects)
+
+    # Messages ------------------------------------------------------------------------------------
+
+    def _heartbeat(self, member: Member, heartbeat: Heartbeat) -> Chain:
+        ack = Send(worker=member.name, message=HeartbeatAck(sequence=heartbeat.sequence))
+        if member.rank is None or heartbeat.epoch != self.pool.roster.epoch:
+            return (ack,)
+        member.generation = heartbeat.generation
+        member.staged_generation = heartbeat.staged_generation
+        return (ack, *self._drop_stray(member))
+
+    def _report(self, member: Member, report: Report) -> Chain:
+        if member.rank is None or report.load.rank != member.rank:
+            raise InvalidReportError(
+                "report_unknown_rank",
+                f"worker {member.name} reports as rank {report.load.rank}, but its rank is "
+                f"{'not dealt yet' if member.rank is None else member.rank}",
+            )
+        layout = self.pool.layouts.nearest(report.load.generation)
+        # Before all ranks serve nothing is lost: counters are cumulative.
+        if self.pool.loads is not None and layout is not None:
+            self.pool.loads.accept(report, layout)
+        member.stats = report.stats
+        return ()
+
+    def _check_seat(self, member: Member, value: Serving | Staged | Refused | Switched) -> None:
+        what = type(value).__name__.lower()
+        if value.epoch != self.pool.roster.epoch or member.rank is None:
+            raise InvalidMessageError(
+                f"{what}_epoch",
+                f"worker {member.name} speaks of epoch {value.epoch}, but pool {self.pool.name} is "
+                f"in epoch {self.pool.roster.epoch}",
+            )
+        if value.rank != member.rank:
+            raise InvalidMessageError(
+                f"{what}_rank",
+                f"worker {member.name} speaks as rank {value.rank}, but its rank is {member.rank}",
+            )
+        newest = self.pool.layouts.next_generation - 1
+        if value.generation > newest:
+            raise InvalidMessageError(
+                f"{what}_generation",
+                f"worker {member.name} speaks of generation {value.generation}, but the newest is "
+                f"{newest}",
+            )
+
+    def _answer(
+        self, member: Member, value: Serving | Staged | Refused | Switched, *, now: float
+    ) -> Chain:
+        pool, rank, generation = self.pool, value.rank, value.generation
+        refusal = f"answer of rank {rank} to its assignment"
+        match value:
+            case Serving():
+                member.generation, member.serving = generation, True
+                pool.faults.pop(refusal, None)
+                pool.merge_checksums(member, pool.layouts.get(generation), value.checksums)
+                return ()
+            case Staged():
+                member.staged_generation = generation
+                noted = pool.roll(RankStaged(rank=rank, generation=generation), now=now)
+                return (*noted, *self._drop_stray(member))
+            case Refused():
+                if not member.serving:
+                    pool.faults[refusal] = f"rank {rank} refused its assignment: {value.reason}"
+                return pool.roll(
+                    RankRefused(rank=rank, generation=generation, reason=value.reason), now=now
+                )
+            case Switched():
+                member.generation, member.staged_generation = generation, 0
+                pool.merge_checksums(member, pool.layouts.get(generation), value.checksums)
+                switched = RankSwitched(
+                    rank=rank, generation=generation, step=value.step, stall_us=value.stall_us
+                )
+                pool.rollouts.note_switch(value, now=now)
+                return pool.roll(switched, now=now)
+
+    def _drop_stray(self, member: Member) -> Chain:
+        """What a rank has staged and nobody rolls out is dropped."""
+        staged, rolling = member.staged_generation, self.pool.rollouts.current
+        if not staged or self.pool.must_reconcile:
+            return ()
+        if rolling is not None and rolling.target.generation == staged:
+            return ()
+        reason = f"generation {staged} is not being rolled out"
+        abort = Abort(epoch=self.pool.roster.epoch, generation=staged, reason=reason)
+        return (Send(worker=member.name, message=abort),)

@@ -1,0 +1,67 @@
+"""From a closed window to a verdict: what is asked of the planner, and what becomes of it."""
+
+from equipoise.balancer.effects import Chain, Effect, Propose, WriteAverage, WriteDecision
+from equipoise.balancer.pool import Pool
+from equipoise.balancer.proposal import Proposal, ProposalRequest
+from equipoise.balancer.store import DecisionRecord
+
+
+def close_due_window(pool: Pool, *, now: float) -> Chain:
+    """Close the window if it is due; with traffic in it and nothing in the way, have a plan made.
+
+    A window without traffic gives no verdict: hours of idleness would push the useful ones out of
+    the store.
+    """
+    loads, current = pool.loads, pool.layouts.current
+    if loads is None or current is None or not loads.is_due(now=now):
+        return ()
+    pool.windows_closed += 1
+    pool.revision += 1
+    window = loads.close_window(number=pool.windows_closed, generation=current.generation, now=now)
+    pool.windows.append(window)
+    effects: list[Effect] = []
+    if window.tokens and pool.can_plan and not pool.is_proposing:
+        pool.is_proposing = True
+        assert pool.roster.shape is not None
+        request = ProposalRequest(
+            current=current,
+            average=loads.slow.per_second(),
+            window=window.load,
+            shift=window.shift,
+            model=pool.roster.shape.model,
+            topology=pool.roster.topology(),
+            policy=pool.policy,
+            first_generation=pool.layouts.next_generation,
+            now=now,
+            last_switch_s=pool.rollouts.last_switch_s,
+        )
+        effects.append(Propose(request=request))
+    records = loads.records(now=now)
+    effects += [WriteAverage(name=name, record=record) for name, record in records.items()]
+    return tuple(effects)
+
+
+def decide(pool: Pool, proposal: Proposal, *, plan_ms: float, now: float) -> Chain:
+    """Record the verdict on a proposal, and roll it out if it is yes and still fits."""
+    pool.is_proposing = False
+    request, verdict = proposal.request, proposal.verdict
+    accepted, reason = verdict.accepted, verdict.reason
+    if accepted and not (pool.can_plan and pool.layouts.current is request.current):
+        accepted, reason = False, f"the pool changed while this was planned: {reason}"
+    decision = DecisionRecord(
+        time_unix_s=now,
+        accepted=accepted,
+        reason=reason,
+        base_generation=request.current.generation,
+        balancedness_current=verdict.balancedness_current,
+        balancedness_proposed=verdict.balancedness_proposed,
+        moves=verdict.moves,
+        bytes=verdict.bytes,
+        algorithm=proposal.plan.algorithm.value,
+        plan_ms=plan_ms,
+        shift_detected=request.shift.detected,
+    )
+    if not accepted:
+        return (WriteDecision(record=decision),)
+    started = pool.rollouts.start(proposal.waves, base=request.current, now=now)
+    return (*pool.obey(started), WriteDecision(record=decision))

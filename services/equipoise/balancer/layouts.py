@@ -1,0 +1,72 @@
+"""`PoolLayouts`: the layouts of a pool that matter now, by generation."""
+
+from dataclasses import dataclass, field
+
+from equipoise.planning.layout import Layout, contiguous_layout
+from equipoise.wire.messages import Hello
+
+MAX_KNOWN = 8
+"""Layouts kept to read late reports by; load counters keep fewer generations than that."""
+
+
+@dataclass(slots=True)
+class PoolLayouts:
+    """What ranks run, what the store has committed, and which number comes next.
+
+    `current` is what all ranks run as far as they told; before they told, what the store
+    remembers. `stored_generation` is the committed one in the store, None if there is none;
+    `proposed` is what an earlier balancer was rolling out when it ended.
+    `next_generation` was never used.
+    """
+
+    current: Layout | None = None
+    stored_generation: int | None = None
+    next_generation: int = 1
+    proposed: Layout | None = None
+    _known: dict[int, Layout] = field(default_factory=dict)
+
+    def know(self, layout: Layout) -> None:
+        """Remember a layout that a rank runs or is asked to stage."""
+        self._known[layout.generation] = layout
+        self.next_generation = max(self.next_generation, layout.generation + 1)
+        current = self.current.generation if self.current is not None else 0
+        for generation in sorted(self._known)[:-MAX_KNOWN]:
+            if generation != current:
+                del self._known[generation]
+
+    def run(self, layout: Layout) -> None:
+        """All ranks run this layout now."""
+        self.current = layout
+        self.know(layout)
+
+    def get(self, generation: int) -> Layout | None:
+        """A layout by its number, if it is still kept."""
+        return self._known.get(generation)
+
+    def nearest(self, generation: int) -> Layout | None:
+        """The layout of that number, else the newest one, else None."""
+        known = self._known.get(generation)
+        return known or (self._known[max(self._known)] if self._known else None)
+
+    def for_start(self, hello: Hello) -> Layout:
+        """The layout an epoch starts in: the current one if it fits the pool, else contiguous."""
+        current = self.current
+        if current is not None and self.fits(current, hello):
+            return current
+        return contiguous_layout(
+            num_layers=hello.model.num_layers,
+            num_experts=hello.model.num_experts,
+            num_ranks=hello.num_ranks,
+            slots_per_rank=hello.slots_per_rank,
+            generation=self.next_generation,
+        )
+
+    @staticmethod
+    def fits(layout: Layout, hello: Hello) -> bool:
+        """Whether a layout is one for a pool of such workers."""
+        return (
+            layout.num_layers == hello.model.num_layers
+            and layout.num_experts == hello.model.num_experts
+            and layout.num_ranks == hello.num_ranks
+            and layout.slots_per_rank == hello.slots_per_rank
+        )

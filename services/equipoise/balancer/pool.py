@@ -1,0 +1,149 @@
+"""`Pool`: everything that is known of one pool now, and the one way in which rollouts move on."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from equipoise.balancer.checksums import ChecksumTable
+from equipoise.balancer.effects import Chain
+from equipoise.balancer.health import Diagnosis, diagnose
+from equipoise.balancer.layouts import PoolLayouts
+from equipoise.balancer.loads import ClosedWindow, PoolLoads
+from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.orders import orders
+from equipoise.balancer.refusals import Refusals
+from equipoise.balancer.rollouts import Rollouts
+from equipoise.balancer.roster import Member, Roster
+from equipoise.balancer.store import AverageRecord, DecisionRecord
+from equipoise.planning.layout import Layout
+from equipoise.planning.policy import Policy
+from equipoise.planning.rollout import Commands, Event, PersistCommitted, PersistProposed
+from equipoise.wire.messages import Checksums
+
+MAX_WINDOWS = 128
+"""Closed windows kept for people to plot."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Pool:
+    """State of one pool; `PoolController` is its only owner, status reads it.
+
+    `faults` are troubles in words by what they concern, `silent` by rank. `loads`, `checksums` are
+    of this epoch; `loads` is None until all ranks serve. `opened_here` tells an epoch that this
+    balancer opened from one that it found. `adopting` is a generation on its way to the store.
+    `revision` grows with every change.
+    """
+
+    name: str
+    policy: Policy
+    roster: Roster
+    layouts: PoolLayouts
+    rollouts: Rollouts
+    averages: Mapping[str, AverageRecord]
+    last_decision: DecisionRecord | None
+    refusals: Refusals = field(default_factory=Refusals)
+    windows: deque[ClosedWindow] = field(default_factory=lambda: deque(maxlen=MAX_WINDOWS))
+    windows_closed: int = 0
+    loads: PoolLoads | None = None
+    checksums: ChecksumTable | None = None
+    silent: Mapping[int, str] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+    store_fault: str = ""
+    opened_here: bool = False
+    must_reconcile: bool = False
+    adopting: int | None = None
+    is_proposing: bool = False
+    revision: int = 1
+
+    @classmethod
+    def remembered(cls, name: str, *, policy: Policy, memory: PoolMemory) -> "Pool":
+        """A pool as the store knew it; nobody is in it yet."""
+        pool = cls(
+            name=name,
+            policy=policy,
+            roster=Roster(name),
+            layouts=PoolLayouts(next_generation=memory.next_generation),
+            rollouts=Rollouts(policy),
+            averages=memory.averages,
+            last_decision=memory.last_decision,
+        )
+        if memory.membership is not None:
+            pool.roster.highest_epoch = memory.membership.epoch
+        if memory.committed is not None:
+            pool.layouts.run(memory.committed)
+            pool.layouts.stored_generation = memory.committed.generation
+        if memory.proposed is not None:
+            pool.layouts.know(memory.proposed)
+            pool.layouts.proposed = memory.proposed
+        return pool
+
+    @property
+    def can_plan(self) -> bool:
+        """Whether a new layout could be rolled out now."""
+        return (
+            self.roster.complete
+            and self.rollouts.current is None
+            and not self.must_reconcile
+            and not (self.silent or self.faults or self.store_fault)
+            and self.checksums is not None
+            and self.checksums.complete
+        )
+
+    def diagnosis(self) -> Diagnosis:
+        """How the pool is, in a word and a reason."""
+        return diagnose(
+            self.roster,
+            silent=self.silent,
+            faults=tuple(self.faults.values()),
+            store_fault=self.store_fault,
+        )
+
+    def begin_epoch(self, *, opened_here: bool, now: float) -> None:
+        """Other ranks, or other knowledge of them: what was of the old ones is dropped."""
+        shape = self.roster.shape
+        assert shape is not None, "an epoch has members"
+        if self.loads is not None:
+            self.averages = self.loads.records(now=now)
+        self.loads = None
+        self.rollouts.abandon()
+        self.checksums = ChecksumTable(
+            num_layers=shape.model.num_layers, num_experts=shape.model.num_experts
+        )
+        self.faults.clear()
+        self.silent = {}
+        self.opened_here = opened_here
+        self.must_reconcile = not opened_here
+
+    def merge_checksums(self, member: Member, layout: Layout | None, told: Checksums) -> None:
+        """Believe what a rank says it holds, unless another rank said otherwise."""
+        if layout is None or self.checksums is None or member.rank is None:
+            return
+        fault = self.checksums.merge(layout, rank=member.rank, checksums=told)
+        if fault is not None:
+            self.faults[f"checksums of rank {member.rank}"] = fault
+            self.refusals.count("checksum_conflict", fault)
+
+    def roll(self, event: Event, *, now: float) -> Chain:
+        """Tell the rollout, and carry out what it wants."""
+        return self.obey(self.rollouts.handle(event, now=now))
+
+    def obey(self, commands: Commands) -> Chain:
+        """Carry out commands; a layout is known before anybody is told of it."""
+        if not commands:
+            return ()
+        self.revision += 1
+        for command in commands:
+            match command:
+                case PersistProposed():
+                    self.layouts.know(command.layout)
+                case PersistCommitted():
+                    # All ranks run it: from now on it is what everything starts from.
+                    self.layouts.run(command.layout)
+        assert self.checksums is not None, "commands are for the ranks of an epoch"
+        return orders(
+            commands,
+            roster=self.roster,
+            layouts=self.layouts,
+            checksums=self.checksums,
+            policy=self.policy,
+        )
