@@ -16,8 +16,13 @@ from torch import Tensor, nn
 from equipoise_model.config import ModelConfig
 from equipoise_model.router import Router, Routing
 from equipoise_model.train.bias import expert_load, update_selection_bias
-from equipoise_model.train.data import sample_batch
-from equipoise_model.train.losses import mtp_loss, next_token_loss, sequence_balance_loss
+from equipoise_model.train.data import DOMAINS, sample_batch
+from equipoise_model.train.losses import (
+    mtp_loss,
+    next_token_loss,
+    sequence_balance_loss,
+    specialization_loss,
+)
 from equipoise_model.transformer import Transformer
 
 
@@ -40,7 +45,7 @@ class TrainSettings:
     seed: int = field(default=0, metadata={"help": "of the weights and of the text's order"})
     steps: int = field(default=500, metadata={"help": "optimiser steps"})
     num_sequences: int = field(
-        default=15, metadata={"help": "sequences a step; the three domains take turns"}
+        default=6, metadata={"help": "sequences a step; the three domains take turns"}
     )
     sequence_tokens: int = field(default=256, metadata={"help": "tokens of a sequence"})
     learning_rate: float = field(
@@ -58,13 +63,21 @@ class TrainSettings:
     balance_weight: float = field(
         default=1e-4, metadata={"help": "alpha of the sequence-wise balance loss"}
     )
+    specialization_weight: float = field(
+        default=0.1, metadata={"help": "weight of the loss that draws domains to different experts"}
+    )
     mtp_weight: float = field(
         default=0.3, metadata={"help": "lambda of the multi-token-prediction loss"}
     )
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, "steps", self.steps, "at least 1")
-        _require(self.num_sequences >= 1, "num_sequences", self.num_sequences, "at least 1")
+        _require(
+            self.num_sequences >= 1 and self.num_sequences % len(DOMAINS) == 0,
+            "num_sequences",
+            self.num_sequences,
+            f"a multiple of {len(DOMAINS)}, the domains",
+        )
         _require(
             self.sequence_tokens >= 4,
             "sequence_tokens",
@@ -87,14 +100,15 @@ class TrainSettings:
 class StepRecord:
     """One step's losses in nats per token, before the step's update.
 
-    `balance` is the mean over MoE layers of the balance loss without its weight (1 is even);
-    `max_over_mean` the most loaded expert of the batch against the mean, of the worst layer.
+    `balance` and `specialization` are means over routers of these losses without their weights;
+    `max_over_mean` is the most loaded expert of the batch against the mean, of the worst layer.
     """
 
     step: int
     loss: float
     mtp_loss: float
     balance: float
+    specialization: float
     max_over_mean: float
 
 
@@ -165,7 +179,18 @@ def _losses(
     balance = torch.stack(
         [sequence_balance_loss(routing, num_sequences=len(tokens_BT)) for routing in routings]
     )
-    total = loss + settings.mtp_weight * further + settings.balance_weight * balance.sum()
+    specialization = torch.stack(
+        [
+            specialization_loss(routing, num_sequences=len(tokens_BT), num_domains=len(DOMAINS))
+            for routing in routings
+        ]
+    )
+    total = (
+        loss
+        + settings.mtp_weight * further
+        + settings.balance_weight * balance.sum()
+        + settings.specialization_weight * specialization.sum()
+    )
     if not math.isfinite(total.item()):
         raise DivergedError(
             f"the loss is {total.item()} at step {step}: lower the learning rate "
@@ -176,6 +201,7 @@ def _losses(
         loss=loss.item(),
         mtp_loss=further.item(),
         balance=balance.mean().item(),
+        specialization=specialization.mean().item(),
         max_over_mean=max(
             float(load_E.max() / load_E.double().mean())
             for load_E in (_load(routing) for routing in output.routings)

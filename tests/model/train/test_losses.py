@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from equipoise_model.router import Routing
-from equipoise_model.train.losses import mtp_loss, next_token_loss, sequence_balance_loss
+from equipoise_model.train.losses import (
+    mtp_loss,
+    next_token_loss,
+    sequence_balance_loss,
+    specialization_loss,
+)
 
 
 def _routing(ids_TK, scores_TE):
@@ -93,3 +98,50 @@ def test_mtp_logits_without_positions_that_have_no_target_cost_the_same():
 def test_even_logits_cost_the_logarithm_of_the_vocabulary():
     tokens = torch.randint(0, 256, (2, 9))
     assert next_token_loss(torch.zeros(2, 9, 256), tokens).item() == pytest.approx(math.log(256))
+
+
+def test_domains_with_the_same_mix_of_experts_tell_nothing():
+    scores_TE = torch.rand(1, 8, dtype=torch.float64).expand(24, 8)
+    loss = specialization_loss(
+        _routing(_even_ids(24, 8, 2), scores_TE), num_sequences=6, num_domains=3
+    )
+    assert loss.item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_domains_that_share_no_expert_tell_the_logarithm_of_their_number():
+    scores_TE = torch.zeros(24, 6, dtype=torch.float64)
+    for row in range(6):
+        scores_TE[4 * row : 4 * row + 4, 2 * (row % 3) : 2 * (row % 3) + 2] = 0.3
+    loss = specialization_loss(
+        _routing(_even_ids(24, 6, 2), scores_TE), num_sequences=6, num_domains=3
+    )
+    assert loss.item() == pytest.approx(-math.log(3), rel=1e-7)
+
+
+def test_the_specialization_loss_equals_mutual_information_summed_by_hand():
+    rng = np.random.default_rng(1)
+    num_sequences, num_domains, length, num_experts = 4, 2, 3, 5
+    scores = rng.uniform(0.05, 0.95, size=(num_sequences, length, num_experts))
+    p_DE = np.zeros((num_domains, num_experts))
+    for s in range(num_sequences):
+        for t in range(length):
+            p_DE[s % num_domains] += scores[s, t] / scores[s, t].sum() / length / 2
+    joint = p_DE / num_domains
+    expected = sum(
+        joint[d, e] * math.log(joint[d, e] / (joint[d].sum() * joint[:, e].sum()))
+        for d in range(num_domains)
+        for e in range(num_experts)
+    )
+    routing = _routing(_even_ids(12, 5, 2), torch.from_numpy(scores.reshape(-1, num_experts)))
+    loss = specialization_loss(routing, num_sequences=num_sequences, num_domains=num_domains)
+    assert loss.item() == pytest.approx(-expected, rel=1e-7)
+
+
+def test_the_gradient_of_the_specialization_loss_is_that_of_its_value():
+    scores_TE = torch.rand(8, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda scores: specialization_loss(
+            _routing(_even_ids(8, 6, 2), scores), num_sequences=4, num_domains=2
+        ),
+        scores_TE,
+    )
