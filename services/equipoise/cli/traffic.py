@@ -1,0 +1,197 @@
+"""`Traffic`: clients that keep the workers busy with prompts of one domain at a time.
+
+Owns what is asked and what came back, token by token with its time. Must not judge it (`outcome`
+does) and must not know the balancer.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import grpc
+import numpy as np
+
+from equipoise_api.v1 import worker_pb2, worker_pb2_grpc
+
+REQUEST_TIMEOUT_S = 60.0
+"""A request that takes longer has failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One distinct request: which domain it is of, its tokens, and how many to generate."""
+
+    domain: str
+    tokens: tuple[int, ...]
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        assert self.tokens
+        assert self.max_tokens >= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One message of a worker: its tokens, when it came, and the step and generation behind it."""
+
+    time_s: float
+    tokens: tuple[int, ...]
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A request that ended: everything that came back, and why it failed if it did."""
+
+    prompt: Prompt
+    rank: int
+    started_s: float
+    arrivals: tuple[Arrival, ...]
+    failure: str | None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Generated tokens in order."""
+        return tuple(token for arrival in self.arrivals for token in arrival.tokens)
+
+
+class Gap(NamedTuple):
+    """The time between two messages of one request: what a reader of the stream waited."""
+
+    from_s: float
+    to_s: float
+
+    @property
+    def length_s(self) -> float:
+        """Inter-token latency, as each message carries one step's token."""
+        return self.to_s - self.from_s
+
+
+class Traffic:
+    """Closed-loop clients: each sends a request, reads its tokens to the end, sends the next.
+
+    Clients take the prompts of the current domain in turn, so what is asked depends on nothing but
+    how far the clients got. After `shift_to` only new requests are of the new domain; those that
+    run are let run, as real traffic would.
+    """
+
+    def __init__(
+        self,
+        prompts: Mapping[str, Sequence[Prompt]],
+        *,
+        addresses: Sequence[str],
+        clients_per_rank: int,
+        clock: Callable[[], float],
+    ) -> None:
+        assert all(prompts.values())
+        self.completions: list[Completion] = []
+        self.gaps: list[Gap] = []
+        self.num_tokens = 0
+        self._prompts = {domain: _in_turn(these) for domain, these in prompts.items()}
+        self._addresses = tuple(addresses)
+        self._clients_per_rank = clients_per_rank
+        self._clock = clock
+        self._domain = next(iter(prompts))
+        self._ending = False
+        self._num_requests = 0
+
+    @property
+    def domain(self) -> str:
+        """Domain of the requests that start now."""
+        return self._domain
+
+    def shift_to(self, domain: str) -> None:
+        """Let every request that starts from now on be of this domain."""
+        assert domain in self._prompts
+        self._domain = domain
+
+    def end(self) -> None:
+        """Start no more requests; `run` returns when those that run have ended."""
+        self._ending = True
+
+    async def run(self) -> None:
+        """Keep all ranks busy until `end`; requests that fail are recorded, never raised."""
+        async with asyncio.TaskGroup() as clients:
+            for rank, address in enumerate(self._addresses):
+                clients.create_task(self._load_rank(rank, address))
+
+    async def _load_rank(self, rank: int, address: str) -> None:
+        async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as clients:
+            stub = worker_pb2_grpc.InferenceStub(channel)
+            for _ in range(self._clients_per_rank):
+                clients.create_task(self._be_client(stub, rank))
+
+    async def _be_client(self, stub: "worker_pb2_grpc.InferenceAsyncStub", rank: int) -> None:
+        while not self._ending:
+            completion = await self._request(stub, rank, next(self._prompts[self._domain]))
+            self.completions.append(completion)
+            if completion.failure is not None:
+                # A worker that refuses at once must not be asked thousands of times a second.
+                await asyncio.sleep(0.5)
+
+    async def _request(
+        self, stub: "worker_pb2_grpc.InferenceAsyncStub", rank: int, prompt: Prompt
+    ) -> Completion:
+        self._num_requests += 1
+        started_s = self._clock()
+        arrivals: list[Arrival] = []
+        failure = None
+        call = stub.Generate(
+            worker_pb2.GenerateRequest(
+                request_id=f"demo-{self._num_requests}",
+                prompt=prompt.tokens,
+                max_tokens=prompt.max_tokens,
+            ),
+            timeout=REQUEST_TIMEOUT_S,
+        )
+        try:
+            async for response in call:
+                if not response.tokens:
+                    continue
+                self.num_tokens += len(response.tokens)
+                now_s = self._clock()
+                if arrivals:
+                    self.gaps.append(Gap(arrivals[-1].time_s, now_s))
+                arrivals.append(
+                    Arrival(
+                        time_s=now_s,
+                        tokens=tuple(response.tokens),
+                        generation=response.generation,
+                        step=response.step,
+                    )
+                )
+        except grpc.aio.AioRpcError as error:
+            failure = f"rank {rank}: {error.code().name}: {error.details()}"
+        else:
+            generated = sum(len(arrival.tokens) for arrival in arrivals)
+            if generated != prompt.max_tokens:
+                failure = f"rank {rank}: {generated} tokens came, not {prompt.max_tokens}"
+        return Completion(
+            prompt=prompt,
+            rank=rank,
+            started_s=started_s,
+            arrivals=tuple(arrivals),
+            failure=failure,
+        )
+
+
+def prompts_of(
+    domain: str, texts: Sequence[bytes], *, max_tokens: tuple[int, int], seed: int
+) -> tuple[Prompt, ...]:
+    """One prompt a text, each byte a token, with lengths to generate from a range (inclusive).
+
+    The lengths differ so that clients which start together do not end together.
+    """
+    rng = np.random.default_rng([seed, len(texts)])
+    lengths = rng.integers(max_tokens[0], max_tokens[1] + 1, size=len(texts))
+    return tuple(
+        Prompt(domain=domain, tokens=tuple(text), max_tokens=int(length))
+        for text, length in zip(texts, lengths, strict=True)
+    )
+
+
+def _in_turn(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
+    while True:
+        yield from prompts
