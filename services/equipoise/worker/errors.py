@@ -35,3 +35,7 @@ class StageRefusedError(Exception):
 
 class NotHeldError(Exception):
     """An expert that this rank cannot give; another source can."""
+
+
+class LinkLostError(Exception):
+    """The stream to the balancer ended; the message says how, and a new one is tried."""

@@ -1,0 +1,200 @@
+"""`Agent`: keeps a stream to the balancer, for as long as the worker lives.
+
+Owns connecting, liveness and back-off. What messages mean is decided by whom it is given; nothing
+here ever holds up serving.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import grpc
+
+from equipoise.wire.convert import from_balancer, to_balancer
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import (
+    BalancerMessage,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Leaving,
+    Rejection,
+    WorkerMessage,
+)
+from equipoise.worker.errors import LinkLostError
+from equipoise_api.v1 import worker_link_pb2 as pb
+from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
+
+Call = grpc.aio.StreamStreamCall[pb.ConnectRequest, pb.ConnectResponse]
+
+_OUTBOX_LENGTH = 256
+_CHANNEL_OPTIONS = (
+    # A subchannel shared with an earlier attempt would sit out that one's back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Agent:
+    """The worker's end of the stream; used from the event loop only.
+
+    `hello` and `heartbeat(sequence)` say what the worker is and does at that moment. `receive`
+    gets every valid message but acknowledgements, and must not block. A balancer that acknowledges
+    nothing for `ack_timeout_s` is taken for lost. Between two attempts the agent waits a random
+    time ("full jitter") below a bound that doubles from `backoff_s` to `max_backoff_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        hello: Callable[[], Hello],
+        heartbeat: Callable[[int], Heartbeat],
+        receive: Callable[[BalancerMessage], None],
+        ack_timeout_s: float = 5.0,
+        backoff_s: float = 0.2,
+        max_backoff_s: float = 5.0,
+    ) -> None:
+        self.heartbeat_interval_s = 1.0
+        self._address = address
+        self._hello = hello
+        self._heartbeat = heartbeat
+        self._receive = receive
+        self._ack_timeout_s = ack_timeout_s
+        self._backoff_s = backoff_s
+        self._max_backoff_s = max_backoff_s
+        self._random = random.Random()  # noqa: S311 - spreads retries, guards nothing
+        self._outbox: asyncio.Queue[WorkerMessage] | None = None
+        self._heard_at = 0.0
+        self._failures = 0
+        self._said = ""
+        self._leaving = False
+        self._ended = asyncio.Event()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a stream is open and the balancer has answered on it."""
+        return self._outbox is not None and self._failures == 0
+
+    def send(self, message: WorkerMessage) -> None:
+        """Tell the balancer, if a stream is open; the next Hello tells the state anyway."""
+        if self._outbox is None:
+            return
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            # The balancer has not read for long, and the liveness check is about to say so.
+            _log.warning("the balancer does not read: a %s is dropped", type(message).__name__)
+
+    async def run(self) -> None:
+        """Connect, and connect again, until cancelled or left."""
+        while not self._leaving:
+            try:
+                await self._connect()
+            except LinkLostError as lost:
+                if not self._leaving:
+                    self._say(f"no link to the balancer at {self._address}: {lost}; trying on")
+            self._failures += 1
+            bound_s = min(self._max_backoff_s, self._backoff_s * 2 ** min(self._failures, 16))
+            await asyncio.sleep(self._random.uniform(0, bound_s))
+
+    async def leave(self, reason: str, *, timeout_s: float = 1.0) -> None:
+        """Announce a wilful stop, if there is a stream to say it on, and connect no more.
+
+        Waits at most `timeout_s` for the balancer to close the stream.
+        """
+        self._leaving = True
+        if self._outbox is None:
+            return
+        self.send(Leaving(reason=reason))
+        try:
+            await asyncio.wait_for(self._ended.wait(), timeout_s)
+        except TimeoutError:
+            _log.warning("the balancer did not take the goodbye in %g s", timeout_s)
+
+    async def _connect(self) -> None:
+        """One stream from Hello to its end."""
+        async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
+            call: Call = pb_grpc.WorkerLinkStub(channel).Connect(None)
+            hello = self._hello()
+            self._outbox = asyncio.Queue(_OUTBOX_LENGTH)
+            self._outbox.put_nowait(hello)
+            self._ended.clear()
+            self._heard_at = _now()
+            ends = [
+                asyncio.create_task(self._read(call, hello)),
+                asyncio.create_task(self._write(call, self._outbox)),
+                asyncio.create_task(self._watch()),
+            ]
+            try:
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for end in done:
+                    end.result()
+            except grpc.aio.AioRpcError as error:
+                raise LinkLostError(f"{error.code().name} {error.details()}") from error
+            except asyncio.InvalidStateError as error:
+                raise LinkLostError("the stream is closed") from error
+            finally:
+                self._outbox = None
+                self._ended.set()
+                call.cancel()
+                for end in ends:
+                    end.cancel()
+                await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _read(self, call: Call, hello: Hello) -> None:
+        async for message in call:
+            self._heard_at = _now()
+            try:
+                value = from_balancer(message, hello=hello)
+            except InvalidMessageError as error:
+                _log.warning("a message of the balancer is dropped (%s): %s", error.kind, error)
+                continue
+            if not isinstance(value, Rejection):
+                self._failures = 0
+            self._say(f"linked to the balancer at {self._address}")
+            if not isinstance(value, HeartbeatAck):
+                self._receive(value)
+        raise LinkLostError("the balancer closed the stream")
+
+    async def _write(self, call: Call, outbox: asyncio.Queue[WorkerMessage]) -> None:
+        """Send what is put out, and a heartbeat at every interval."""
+        sequence = 0
+        beat_at = _now() + self.heartbeat_interval_s
+        while True:
+            message: WorkerMessage
+            if _now() >= beat_at:
+                sequence += 1
+                beat_at = _now() + self.heartbeat_interval_s
+                message = self._heartbeat(sequence)
+            else:
+                try:
+                    async with asyncio.timeout_at(beat_at):
+                        message = await outbox.get()
+                except TimeoutError:
+                    continue
+            await call.write(to_balancer(message))
+            if isinstance(message, Leaving):
+                # Nothing follows; the balancer reads to the end and closes.
+                await call.done_writing()
+                return await asyncio.Future()
+
+    async def _watch(self) -> None:
+        """End the stream when nothing is heard for too long: a hung peer closes no connection."""
+        while True:
+            left_s = self._heard_at + self._ack_timeout_s - _now()
+            if left_s <= 0:
+                raise LinkLostError(f"no answer for {self._ack_timeout_s:g} s")
+            await asyncio.sleep(left_s)
+
+    def _say(self, message: str) -> None:
+        """Log a change once, not every attempt."""
+        if message != self._said:
+            self._said = message
+            _log.info("%s", message)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

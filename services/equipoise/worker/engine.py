@@ -1,0 +1,294 @@
+"""`Engine`: the step loop of one rank, on a thread of its own; it waits for nobody but peers.
+
+A step is: exchange headers, switch if all ranks can, run the scheduled tokens, hand out what was
+sampled. Other threads reach in through a few short verbs, whose effect shows at the next step's
+start; the engine reaches out through one call per step. It knows nothing of gRPC or the balancer.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from equipoise.wire.messages import RankStats
+from equipoise.worker.errors import GroupError
+from equipoise.worker.group import RankGroup, collective_failed
+from equipoise.worker.header import StepHeader, agreed_generation, check_group
+from equipoise.worker.held import HeldExperts, StagedGeneration
+from equipoise.worker.scheduler import Emission, Request, Scheduler, StepPlan
+from equipoise_model.dispatch import ExpertParallel, SlotLoad
+from equipoise_model.exchange import ExchangeError
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.transformer import StepBatch, Transformer
+
+IDLE_WAIT_S = 0.005
+"""An idle rank looks for its peers' work this often, and for its own at once."""
+
+_STEP_LOG_LENGTH = 4096
+_MEDIAN_STEPS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """A switch as this rank saw it: `step` is the first in the new generation."""
+
+    generation: int
+    step: int
+    stall_us: int
+    median_step_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step gave to the world, and the generation it ran in."""
+
+    step: int
+    generation: int
+    emissions: tuple[Emission, ...]
+    switch: Switch | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Progress:
+    """Counters as they stood at a step's end: of this generation, then of the one before."""
+
+    loads: tuple[SlotLoad, ...]
+    stats: RankStats
+
+
+class Engine:
+    """Generates tokens as rank `group.rank` of an epoch.
+
+    `names` are the workers' names in rank order, for people. `publish` is called on the engine's
+    thread behind every step that made tokens or switched, and must not block.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Transformer,
+        cache: LatentCache,
+        experts: ExpertParallel,
+        held: HeldExperts,
+        group: RankGroup,
+        scheduler: Scheduler,
+        epoch: int,
+        names: tuple[str, ...],
+        publish: Callable[[StepResult], None],
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._experts = experts
+        self._held = held
+        self._group = group
+        self._scheduler = scheduler
+        self._epoch = epoch
+        self._names = names
+        self._publish = publish
+        # Guards everything that both the engine and other threads touch; held for microseconds.
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._staged: StagedGeneration | None = None
+        self._leaving = False
+        self._num_steps = 0
+        self._num_processed = 0
+        self._num_generated = 0
+        self._loads = experts.loads()
+        self._step_log: deque[tuple[int, int]] = deque(maxlen=_STEP_LOG_LENGTH)
+        self._recent_us: deque[int] = deque(maxlen=_MEDIAN_STEPS)
+        self._unreported_us: deque[int] = deque(maxlen=_STEP_LOG_LENGTH)
+
+    # For any thread.
+
+    @property
+    def generation(self) -> int:
+        """Generation of the latest step."""
+        return self._held.contents.layout.generation
+
+    @property
+    def staged_generation(self) -> int:
+        """Generation that waits for the other ranks; 0 if none does."""
+        staged = self._staged
+        return staged.generation if staged else 0
+
+    @property
+    def step_log(self) -> tuple[tuple[int, int], ...]:
+        """The latest steps and the generation each ran in, oldest first."""
+        with self._lock:
+            return tuple(self._step_log)
+
+    def submit(self, request: Request) -> None:
+        """Take a request; its tokens come by `publish`.
+
+        Raises:
+            QueueFullError: there is no place in line.
+        """
+        with self._lock:
+            self._scheduler.submit(request)
+        self._wake.set()
+
+    def cancel(self, key: int) -> None:
+        """Forget a request, if it is still known."""
+        with self._lock:
+            self._scheduler.cancel(key)
+
+    def offer(self, staged: StagedGeneration) -> bool:
+        """Have a generation ready for the switch, in place of any other that waits.
+
+        False if the ranks have left its base generation meanwhile; then nothing is changed.
+        """
+        with self._lock:
+            if staged.base_generation != self.generation:
+                return False
+            self._staged = staged
+        self._wake.set()
+        return True
+
+    def drop(self, generation: int) -> None:
+        """Forget a generation that waits, if it is this one.
+
+        A switch whose headers are exchanged already happens all the same: the other ranks do it.
+        """
+        with self._lock:
+            if self.staged_generation == generation:
+                self._staged = None
+
+    def leave(self) -> None:
+        """Say so in the next header and end `run` behind it."""
+        with self._lock:
+            self._leaving = True
+        self._wake.set()
+
+    def progress(self) -> Progress:
+        """Counters for a report; the median step is of the steps since the last call."""
+        with self._lock:
+            stats = RankStats(
+                steps=self._num_steps,
+                tokens_processed=self._num_processed,
+                tokens_generated=self._num_generated,
+                median_step_us=_median(self._unreported_us),
+                active_requests=self._scheduler.num_active,
+                queued_requests=self._scheduler.num_queued,
+            )
+            self._unreported_us.clear()
+            return Progress(loads=self._loads, stats=stats)
+
+    # For the engine's thread.
+
+    def run(self) -> None:
+        """Step until told to leave.
+
+        Raises:
+            GroupError: a peer failed, left or disagrees; no further step is possible.
+        """
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """One exchange of headers and what follows from it; False when it was the last."""
+        began = time.perf_counter()
+        self._wake.clear()
+        with self._lock:
+            plan, staged, leaving = self._scheduler.plan(), self._staged, self._leaving
+        headers = self._group.exchange(
+            StepHeader(
+                epoch=self._epoch,
+                step=self._num_steps,
+                num_tokens=plan.num_tokens,
+                generation=self.generation,
+                staged_generation=staged.generation if staged else 0,
+                leaving=int(leaving),
+            )
+        )
+        if leaving:
+            return False
+        check_group(headers, names=self._names)
+        switch = None
+        if staged is not None and agreed_generation(headers) is not None:
+            switch = self._switch(staged)
+        tokens_by_rank = [header.num_tokens for header in headers]
+        emissions: tuple[Emission, ...] = ()
+        if any(tokens_by_rank):
+            emissions = self._step(plan, tokens_by_rank, began=began)
+        if emissions or switch:
+            self._publish(
+                StepResult(
+                    step=self._num_steps,
+                    generation=self.generation,
+                    emissions=emissions,
+                    switch=switch,
+                )
+            )
+        if not any(tokens_by_rank):
+            self._wake.wait(IDLE_WAIT_S)
+        return True
+
+    def _switch(self, staged: StagedGeneration) -> Switch:
+        """Run in a staged generation from the coming step on: the time that serving stalls."""
+        began = time.perf_counter()
+        self._held.switch(staged)
+        self._experts.switch(staged.placement)
+        stall_us = _microseconds_since(began)
+        with self._lock:
+            # Whatever waits now, this or a later one, starts from a generation that is gone.
+            self._staged = None
+            self._loads = self._experts.loads()
+            return Switch(
+                generation=staged.generation,
+                step=self._num_steps + 1,
+                stall_us=stall_us,
+                median_step_us=_median(self._recent_us),
+            )
+
+    def _step(
+        self, plan: StepPlan, tokens_by_rank: list[int], *, began: float
+    ) -> tuple[Emission, ...]:
+        """Run a plan's tokens, even none, with the other ranks' and record what came of it."""
+        self._experts.agree(tokens_by_rank)
+        try:
+            logits_SV = self._model.step(_batch(plan), self._cache, self._experts)
+        except ExchangeError as error:
+            raise GroupError(collective_failed(error)) from error
+        sampled: list[int] = logits_SV.argmax(dim=-1).tolist()
+        with self._lock:
+            emissions = self._scheduler.commit(plan, sampled)
+            self._num_steps += 1
+            self._num_processed += plan.num_tokens
+            self._num_generated += len(emissions)
+            self._loads = self._experts.loads()
+            self._step_log.append((self._num_steps, self.generation))
+            duration_us = _microseconds_since(began)
+            self._recent_us.append(duration_us)
+            self._unreported_us.append(duration_us)
+        return tuple(emissions)
+
+
+def _batch(plan: StepPlan) -> StepBatch:
+    tokens: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    samples: list[int] = []
+    for chunk in plan.chunks:
+        tokens += chunk.tokens
+        positions += range(chunk.start, chunk.start + len(chunk.tokens))
+        rows += [chunk.row] * len(chunk.tokens)
+        if chunk.samples:
+            samples.append(len(tokens) - 1)
+    return StepBatch(
+        tokens_T=torch.tensor(tokens, dtype=torch.int64),
+        positions_T=torch.tensor(positions, dtype=torch.int64),
+        cache_rows_T=torch.tensor(rows, dtype=torch.int64),
+        sample_rows_S=torch.tensor(samples, dtype=torch.int64),
+    )
+
+
+def _median(durations_us: deque[int]) -> int:
+    return round(median(durations_us)) if durations_us else 0
+
+
+def _microseconds_since(began: float) -> int:
+    return round((time.perf_counter() - began) * 1e6)

@@ -1,0 +1,154 @@
+"""`InferenceService`: clients' requests to the engine, and its tokens back to them.
+
+Owns checking requests and the way of tokens from the engine's thread to each client's stream.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from equipoise.worker.engine import Engine, StepResult
+from equipoise.worker.errors import InvalidRequestError, QueueFullError
+from equipoise.worker.scheduler import Emission, FinishReason, Request
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
+
+_FINISH = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Token:
+    emission: Emission
+    step: int
+    generation: int
+
+
+class InferenceService(pb_grpc.InferenceServicer):
+    """Serves `Generate`; used from the event loop only.
+
+    `vocab_size` and `context_length` (prompt and output together) bound what a request may ask.
+    """
+
+    def __init__(self, *, vocab_size: int, context_length: int) -> None:
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._engine: Engine | None = None
+        self._closed = "this worker has no rank yet: try again when its health says SERVING"
+        self._keys = itertools.count(1)
+        # What each open request has not sent yet. It holds at most the request's own tokens; None
+        # ends it when the engine has ended.
+        self._streams: dict[int, asyncio.Queue[_Token | None]] = {}
+
+    def open(self, engine: Engine) -> None:
+        """Begin to serve; until then every request is turned away."""
+        self._engine = engine
+
+    def close(self, reason: str) -> None:
+        """End open requests and turn new ones away with UNAVAILABLE and this reason."""
+        self._engine, self._closed = None, reason
+        for stream in self._streams.values():
+            stream.put_nowait(None)
+
+    def deliver(self, result: StepResult) -> None:
+        """Hand a step's tokens to their requests."""
+        for emission in result.emissions:
+            stream = self._streams.get(emission.key)
+            if stream is not None:
+                stream.put_nowait(
+                    _Token(emission=emission, step=result.step, generation=result.generation)
+                )
+
+    async def Generate(  # noqa: N802 - named by the contract
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Stream a request's tokens as steps make them."""
+        try:
+            check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        except InvalidRequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        engine = self._engine
+        if engine is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self._closed)
+        assert engine is not None
+        key = next(self._keys)
+        stream: asyncio.Queue[_Token | None] = asyncio.Queue()
+        self._streams[key] = stream
+        try:
+            engine.submit(
+                Request(
+                    key=key,
+                    prompt=tuple(request.prompt),
+                    max_tokens=request.max_tokens,
+                    stop_tokens=frozenset(request.stop_tokens),
+                )
+            )
+            finished = False
+            while not finished:
+                tokens = await _all_waiting(stream)
+                if tokens:
+                    yield _response(tokens)
+                    finished = tokens[-1].emission.finish is not None
+                else:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, self._closed)
+        except QueueFullError as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        finally:
+            # Also when the client went away: its cache row is wanted by others.
+            del self._streams[key]
+            engine.cancel(key)
+
+
+def check_request(request: pb.GenerateRequest, *, vocab_size: int, context_length: int) -> None:
+    """See that a request can be served at all.
+
+    Raises:
+        InvalidRequestError: it cannot; names the limit.
+    """
+    if not request.prompt:
+        raise InvalidRequestError("the prompt is empty: send at least one token")
+    if request.max_tokens < 1:
+        raise InvalidRequestError("max_tokens is 0: ask for at least one token")
+    total = len(request.prompt) + request.max_tokens
+    if total > context_length:
+        raise InvalidRequestError(
+            f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} make "
+            f"{total}, and this worker's context is {context_length} tokens"
+        )
+    for token in itertools.chain(request.prompt, request.stop_tokens):
+        if token >= vocab_size:
+            raise InvalidRequestError(
+                f"token {token} is out of the vocabulary: tokens are 0 to {vocab_size - 1}"
+            )
+
+
+async def _all_waiting(stream: asyncio.Queue[_Token | None]) -> list[_Token]:
+    """Wait for a token and take all that wait by now; empty when the engine has ended."""
+    token = await stream.get()
+    tokens = []
+    while token is not None:
+        tokens.append(token)
+        if stream.empty():
+            return tokens
+        token = stream.get_nowait()
+    if tokens:
+        stream.put_nowait(None)
+    return tokens
+
+
+def _response(tokens: list[_Token]) -> pb.GenerateResponse:
+    last = tokens[-1]
+    return pb.GenerateResponse(
+        tokens=[token.emission.token for token in tokens],
+        finish_reason=_FINISH[last.emission.finish],
+        generation=last.generation,
+        step=last.step,
+    )

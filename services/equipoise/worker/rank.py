@@ -1,0 +1,246 @@
+"""`Rank`: a worker once it has its assignment: group, slots, engine, and what serves them.
+
+Owns putting these together in order and taking them apart again. Decides nothing by itself.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+
+from equipoise.wire.messages import (
+    Assignment,
+    Heartbeat,
+    Refused,
+    Report,
+    RunningState,
+    Serving,
+    Staged,
+    Switched,
+)
+from equipoise.worker.applier import Applier, placement_of
+from equipoise.worker.core import ModelCore, single_threaded
+from equipoise.worker.engine import Engine, StepResult
+from equipoise.worker.errors import WorkerError
+from equipoise.worker.group import RankGroup
+from equipoise.worker.held import HeldExperts, own_slots
+from equipoise.worker.reporter import Reporter
+from equipoise.worker.scheduler import Scheduler
+from equipoise.worker.settings import WorkerSettings
+from equipoise.worker.transfer import ExpertPuller
+from equipoise_model.dispatch import ExpertParallel
+
+MEET_TIMEOUT_S = 60.0
+"""Workers start at different times, so they wait longer for the first meeting than for a step."""
+
+Say = Callable[[Report | Staged | Refused | Switched], None]
+"""Tells the balancer; may drop what cannot be told now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Joined:
+    """The group this worker joined and the experts it holds for it."""
+
+    assignment: Assignment
+    group: RankGroup
+    held: HeldExperts
+
+
+def join(
+    assignment: Assignment, *, core: ModelCore, settings: WorkerSettings, listener: socket.socket
+) -> Joined:
+    """Load the experts of the assigned slots and meet the other ranks; blocks for seconds.
+
+    Raises:
+        WorkerError: the layout does not fit this worker, or the ranks did not meet (GroupError).
+    """
+    layout, shape = assignment.layout, core.shape
+    wanted = (shape.num_layers, shape.num_experts, settings.slots_per_rank)
+    given = (layout.num_layers, layout.num_experts, layout.slots_per_rank)
+    if given != wanted:
+        raise WorkerError(
+            f"the balancer assigned a layout of (layers, experts, slots per rank) = {given}, "
+            f"this worker serves {wanted}: start all workers of the pool with equal settings"
+        )
+    own = own_slots(layout, rank=assignment.rank)
+    core.checkpoint.load_slots(core.model, layout.expert_of_slot[:, own])
+    held = HeldExperts(core.slots, layout=layout, rank=assignment.rank)
+    group = RankGroup.form(
+        rendezvous_address=assignment.rendezvous_address,
+        rank=assignment.rank,
+        num_ranks=len(assignment.peers),
+        listener=listener,
+        meet_timeout_s=MEET_TIMEOUT_S,
+        step_timeout_s=settings.step_timeout_s,
+    )
+    return Joined(assignment=assignment, group=group, held=held)
+
+
+class Rank:
+    """A rank that serves. Used from the event loop; the engine has a thread of its own.
+
+    `say` tells the balancer, `deliver` takes each step's result on the event loop.
+    """
+
+    def __init__(
+        self,
+        joined: Joined,
+        *,
+        core: ModelCore,
+        settings: WorkerSettings,
+        boot_id: str,
+        say: Say,
+        deliver: Callable[[StepResult], None],
+    ) -> None:
+        assignment, held = joined.assignment, joined.held
+        loop = asyncio.get_running_loop()
+        self.assignment = assignment
+        self.held = held
+        self._group = joined.group
+        self._say = say
+        self._deliver = deliver
+        self._last_switch: Switched | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self.engine = Engine(
+            model=core.model,
+            cache=core.cache,
+            experts=_expert_parallel(joined, core),
+            held=held,
+            group=joined.group,
+            scheduler=Scheduler(
+                max_requests=settings.max_requests,
+                max_queued=settings.max_queued_requests,
+                max_step_tokens=settings.max_step_tokens,
+            ),
+            epoch=assignment.epoch,
+            names=tuple(peer.worker for peer in assignment.peers),
+            # One wake-up of the event loop per step, however many tokens it made.
+            publish=lambda result: _call_soon(loop, self._receive, result),
+        )
+        self._puller = ExpertPuller(
+            checkpoint=core.checkpoint,
+            held=held,
+            epoch=assignment.epoch,
+            rank=assignment.rank,
+            peers=assignment.peers,
+            expert_bytes=core.shape.expert_bytes,
+        )
+        self.applier = Applier(
+            engine=self.engine,
+            held=held,
+            puller=self._puller,
+            slots=core.slots,
+            epoch=assignment.epoch,
+            rank=assignment.rank,
+            answer=say,
+        )
+        self._reporter = Reporter(
+            engine=self.engine,
+            boot_id=boot_id,
+            epoch=assignment.epoch,
+            rank=assignment.rank,
+            interval_s=assignment.report_interval_s,
+            send=say,
+        )
+
+    async def run(self) -> None:
+        """Step until `leave`.
+
+        Raises:
+            GroupError: a peer failed, left or disagrees.
+        """
+        reports = asyncio.create_task(self._reporter.run())
+        stepping = asyncio.get_running_loop().run_in_executor(self._thread, self._step)
+        try:
+            await asyncio.shield(stepping)
+        finally:
+            self.engine.leave()
+            reports.cancel()
+            await asyncio.wait([stepping, reports])
+            await self.applier.close()
+            await self._puller.close()
+            self._thread.shutdown()
+
+    def leave(self) -> None:
+        """Tell the peers in the next header, and end `run` behind it."""
+        self.engine.leave()
+
+    def same_as(self, assignment: Assignment) -> bool:
+        """Whether a repeated assignment says what this rank is already."""
+        mine = (self.assignment.epoch, self.assignment.rank)
+        return mine == (assignment.epoch, assignment.rank)
+
+    def state(self) -> RunningState:
+        """What runs here: the truth for a balancer that comes back."""
+        contents = self.held.contents
+        return RunningState(
+            epoch=self.assignment.epoch,
+            rank=self.assignment.rank,
+            staged_generation=self.engine.staged_generation,
+            layout=contents.layout,
+            checksums=contents.checksums,
+        )
+
+    def serving(self) -> Serving:
+        """The message that this rank takes part in steps, and with what."""
+        state = self.state()
+        return Serving(
+            epoch=state.epoch,
+            rank=state.rank,
+            generation=state.generation,
+            checksums=state.checksums,
+        )
+
+    @property
+    def last_switch(self) -> Switched | None:
+        """The message about the latest switch, if there was one."""
+        return self._last_switch
+
+    def heartbeat(self, sequence: int) -> Heartbeat:
+        """Proof of life with what reconciliation needs."""
+        return Heartbeat(
+            epoch=self.assignment.epoch,
+            generation=self.engine.generation,
+            staged_generation=self.engine.staged_generation,
+            sequence=sequence,
+        )
+
+    def _step(self) -> None:
+        single_threaded()
+        try:
+            self.engine.run()
+        finally:
+            self._group.close()
+
+    def _receive(self, result: StepResult) -> None:
+        self._deliver(result)
+        switch = result.switch
+        if switch is not None:
+            self._last_switch = Switched(
+                epoch=self.assignment.epoch,
+                rank=self.assignment.rank,
+                generation=switch.generation,
+                step=switch.step,
+                stall_us=switch.stall_us,
+                median_step_us=switch.median_step_us,
+                checksums=self.held.contents.checksums,
+            )
+            self._say(self._last_switch)
+
+
+def _expert_parallel(joined: Joined, core: ModelCore) -> ExpertParallel:
+    placement = placement_of(joined.assignment.layout)
+    process_group = joined.group.process_group
+    if process_group is None:
+        return ExpertParallel.local(core.checkpoint.config, placement)
+    return ExpertParallel.distributed(placement, group=process_group)
+
+
+def _call_soon(
+    loop: asyncio.AbstractEventLoop, receive: Callable[[StepResult], None], result: StepResult
+) -> None:
+    """Hand a step over; a loop that is closing has nobody left to take it."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(receive, result)
