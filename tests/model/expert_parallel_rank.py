@@ -1,0 +1,182 @@
+"""One rank of `test_expert_parallel`: runs every scenario and saves what it saw.
+
+Arguments: rank, number of ranks, rendezvous file, result file. All is derived from seeds, so that
+groups of any size compute the same model on the same rows.
+"""
+
+import sys
+from datetime import timedelta
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from equipoise_model.config import ModelConfig
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.exchange import ExchangeError
+from equipoise_model.experts import StagedExperts
+from equipoise_model.moe import MoE
+from equipoise_model.placement import Placement
+
+CONFIG = ModelConfig(
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=64,
+    moe_intermediate_size=32,
+    num_hidden_layers=2,
+    first_k_dense_replace=0,
+    num_attention_heads=2,
+    q_lora_rank=None,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    n_routed_experts=16,
+    n_shared_experts=1,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+)
+NUM_SLOTS = 24
+NUM_ROWS = 26
+
+
+def layout_of(generation):
+    rng = np.random.default_rng(generation)
+    rows = []
+    for _ in range(CONFIG.num_moe_layers):
+        extra = rng.integers(0, CONFIG.n_routed_experts, NUM_SLOTS - CONFIG.n_routed_experts)
+        rows.append(rng.permutation(np.concatenate([np.arange(CONFIG.n_routed_experts), extra])))
+    return np.array(rows)
+
+
+def expert_payload(layer, expert):
+    generator = torch.Generator().manual_seed(1000 * layer + expert)
+    values = torch.randn(CONFIG.expert_bytes // 2, generator=generator) / 6
+    return values.to(torch.bfloat16).view(torch.uint8)
+
+
+class RankModel:
+    """Two MoE layers in a residual stream, with the slots that one rank has of `layout_of(1)`."""
+
+    def __init__(self, *, rank, num_ranks, row_block, group):
+        self.rank = rank
+        self.num_slots = NUM_SLOTS // num_ranks
+        self.num_ranks = num_ranks
+        self.layers = []
+        for layer in range(CONFIG.num_moe_layers):
+            moe = MoE(CONFIG, num_slots=self.num_slots, row_block=row_block)
+            generator = torch.Generator().manual_seed(layer)
+            with torch.no_grad():
+                for parameter in [*moe.gate.parameters(), *moe.shared_experts.parameters()]:
+                    parameter.normal_(std=0.2, generator=generator)
+            self.layers.append(moe)
+        for (layer, slot), payload in self.payloads(1).items():
+            self.layers[layer].experts.write(slot, payload)
+        self.ep = (
+            ExpertParallel.local(CONFIG, self.placement(1))
+            if num_ranks == 1
+            else ExpertParallel.distributed(self.placement(1), group=group)
+        )
+
+    def placement(self, generation):
+        return Placement.from_layout(
+            layout_of(generation),
+            num_experts=CONFIG.n_routed_experts,
+            num_ranks=self.num_ranks,
+            generation=generation,
+        )
+
+    def own_layout(self, generation):
+        first = self.rank * self.num_slots
+        return layout_of(generation)[:, first : first + self.num_slots]
+
+    def payloads(self, generation):
+        return {
+            (layer, slot): expert_payload(layer, int(expert))
+            for (layer, slot), expert in np.ndenumerate(self.own_layout(generation))
+        }
+
+    def forward(self, x):
+        step = self.ep.begin_step(num_tokens=len(x))
+        for moe in self.layers:
+            x = x + moe(x, step)
+        return x
+
+
+def rows_of_rank(rank, splits):
+    """This rank's part of the same rows that every group size computes."""
+    x = torch.randn(NUM_ROWS, CONFIG.hidden_size, generator=torch.Generator().manual_seed(7))
+    return x.split(splits)[rank].clone()
+
+
+def run_mode(*, rank, num_ranks, row_block, group):
+    """Outputs and loads of all scenarios in one mode."""
+    even = [len(part) for part in torch.arange(NUM_ROWS).tensor_split(num_ranks)]
+    last_only = [0] * (num_ranks - 1) + [NUM_ROWS]
+    first_only = [NUM_ROWS] + [0] * (num_ranks - 1)
+    seen = {}
+    with torch.no_grad():
+        model = RankModel(rank=rank, num_ranks=num_ranks, row_block=row_block, group=group)
+        seen["even"] = model.forward(rows_of_rank(rank, even))
+        model.ep.agree(last_only)
+        seen["idle"] = model.forward(rows_of_rank(rank, last_only))
+        model.ep.agree([0] * num_ranks)
+        seen["all idle"] = model.forward(torch.empty(0, CONFIG.hidden_size))
+        staged = StagedExperts.prepare(model.payloads(2), [moe.experts for moe in model.layers])
+        staged.apply([moe.experts for moe in model.layers])
+        model.ep.switch(model.placement(2))
+        seen["switched"] = model.forward(rows_of_rank(rank, first_only))
+        seen["loads"] = [(load.generation, load.rows_LS) for load in model.ep.loads()]
+        model = RankModel(rank=rank, num_ranks=num_ranks, row_block=row_block, group=group)
+        for moe in model.layers:
+            moe.gate.e_score_correction_bias[[0, 1, 2, 3]] = 100.0
+        seen["skewed"] = model.forward(rows_of_rank(rank, even))
+        seen["skewed loads"] = model.ep.loads()[0].rows_LS
+    model = RankModel(rank=rank, num_ranks=num_ranks, row_block=row_block, group=group)
+    x = rows_of_rank(rank, even).requires_grad_()
+    model.forward(x).square().sum().backward()
+    seen["row gradients"] = x.grad
+    seen["slot gradients"] = [moe.experts.down.grad for moe in model.layers]
+    seen["own layout"] = model.own_layout(1)
+    return seen
+
+
+def outlive_the_last_rank(model, *, rank, num_ranks):
+    """The last rank leaves; the others' next step must end in a clear error. Returns its words."""
+    if rank == num_ranks - 1:
+        return "left"
+    try:
+        with torch.no_grad():
+            model.forward(rows_of_rank(rank, [1] * num_ranks + [NUM_ROWS - num_ranks]))
+    except ExchangeError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def main():
+    rank, num_ranks = int(sys.argv[1]), int(sys.argv[2])
+    rendezvous, result = sys.argv[3:]
+    torch.set_num_threads(1)
+    if num_ranks > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=60),
+        )
+    group = dist.group.WORLD if num_ranks > 1 else None
+    place = {"rank": rank, "num_ranks": num_ranks, "group": group}
+    seen = {
+        "fast": run_mode(row_block=None, **place),
+        "row blocks": run_mode(row_block=16, **place),
+    }
+    if num_ranks > 1:
+        model = RankModel(row_block=None, **place)
+        seen["last words"] = outlive_the_last_rank(model, rank=rank, num_ranks=num_ranks)
+    torch.save(seen, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Ranks in processes of their own, over gloo, against one rank that holds everything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+PROGRAM = Path(__file__).with_name("expert_parallel_rank.py")
+ROOMS = [Path(__file__).parents[2] / room for room in ("model", "kernels")]
+TIMEOUT_S = 120
+GROUP_SIZES = (2, 4)
+NUM_ROWS, TOP_K, NUM_LAYERS, NUM_EXPERTS = 26, 4, 2, 16
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What every rank of groups of 1, 2 and 4 saw: by group size, a list by rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return {size: run_group(size, folder) for size in (1, *GROUP_SIZES)}
+
+
+def run_group(num_ranks, folder):
+    rendezvous = folder / f"rendezvous-{num_ranks}"
+    results = [folder / f"result-{num_ranks}-{rank}" for rank in range(num_ranks)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, ROOMS)),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, str(rank), str(num_ranks), rendezvous, result],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, result in enumerate(results)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return [torch.load(result, weights_only=False) for result in results]
+
+
+def joined(run, mode, scenario):
+    return torch.cat([rank[mode][scenario] for rank in run])
+
+
+def by_expert(layout, values):
+    total = np.zeros((NUM_EXPERTS, *values.shape[1:]))
+    np.add.at(total, layout, values)
+    return total
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+@pytest.mark.parametrize("scenario", ["even", "idle", "switched", "skewed"])
+def test_a_group_gives_the_bits_of_one_rank_in_row_blocks(runs, size, scenario):
+    alone = joined(runs[1], "row blocks", scenario)
+    assert alone.shape == (NUM_ROWS, 64)
+    assert torch.equal(joined(runs[size], "row blocks", scenario), alone)
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+@pytest.mark.parametrize("scenario", ["even", "idle", "switched", "skewed"])
+def test_a_group_is_close_to_one_rank_in_fast_mode(runs, size, scenario):
+    alone = joined(runs[1], "fast", scenario)
+    scale = float(alone.abs().max())
+    seen = joined(runs[size], "fast", scenario)
+    torch.testing.assert_close(seen / scale, alone / scale, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, *GROUP_SIZES])
+def test_who_holds_the_rows_and_which_layout_runs_changes_no_bit(runs, size):
+    outputs = [joined(runs[size], "row blocks", name) for name in ("even", "idle", "switched")]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+def test_a_step_in_which_every_rank_is_idle_passes(runs, size):
+    assert joined(runs[size], "fast", "all idle").shape == (0, 64)
+
+
+@pytest.mark.parametrize("mode", ["fast", "row blocks"])
+@pytest.mark.parametrize("size", [1, *GROUP_SIZES])
+def test_receivers_count_every_choice_of_every_row_once_per_generation(runs, size, mode):
+    for number, (generation, num_steps) in enumerate([(2, 1), (1, 2)]):
+        loads = [rank[mode]["loads"][number] for rank in runs[size]]
+        assert {load_generation for load_generation, _ in loads} == {generation}
+        total = sum(rows.sum(axis=1) for _, rows in loads)
+        assert total.tolist() == [num_steps * NUM_ROWS * TOP_K] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("size", [1, *GROUP_SIZES])
+def test_the_worst_skew_drops_no_row(runs, size):
+    for layer in range(NUM_LAYERS):
+        counted = sum(
+            by_expert(rank["fast"]["own layout"][layer], rank["fast"]["skewed loads"][layer])
+            for rank in runs[size]
+        )
+        assert counted.tolist() == [NUM_ROWS] * TOP_K + [0] * (NUM_EXPERTS - TOP_K)
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+def test_gradients_cross_ranks(runs, size):
+    rows, rows_alone = (joined(runs[n], "fast", "row gradients") for n in (size, 1))
+    torch.testing.assert_close(rows, rows_alone, atol=1e-2, rtol=1e-3)
+    for layer in range(NUM_LAYERS):
+        ours, alone = (
+            sum(
+                by_expert(
+                    rank["fast"]["own layout"][layer], rank["fast"]["slot gradients"][layer].numpy()
+                )
+                for rank in runs[n]
+            )
+            for n in (size, 1)
+        )
+        assert np.abs(alone).max() > 0
+        assert np.abs(ours - alone).max() < 1e-4 * np.abs(alone).max()
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+def test_a_rank_that_leaves_ends_the_others_step_in_words(runs, size):
+    *others, last = [rank["last words"] for rank in runs[size]]
+    assert last == "left"
+    for words in others:
+        assert "could not exchange rows" in words
