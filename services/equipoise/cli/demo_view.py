@@ -11,10 +11,10 @@ from typing import Self
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from equipoise.cli.outcome import DRIFTED_MAX_OVER_MEAN, RECOVERED_MAX_OVER_MEAN, Latency, Window
+from equipoise.cli.view import ranks_view
 from equipoise_api.v1 import status_pb2
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -72,7 +72,7 @@ class LiveScreen:
 
     def say(self, text: str, *, at_s: float) -> None:
         """Say something once."""
-        self._live.console.print(f"[dim]{at_s:5.0f} s[/]  {text}", soft_wrap=True)
+        self._live.console.print(Text(f"{at_s:5.0f} s  {text}"), soft_wrap=True)
 
     def show(self, scene: Scene) -> None:
         """Show this moment."""
@@ -152,7 +152,7 @@ def picture(scene: Scene) -> RenderableType:
             Text(f"reference tokens: {scene.references_ready} of {scene.references_total} prompts")
         )
     if scene.status is not None:
-        parts.append(_ranks(scene.status))
+        parts += [ranks_view(scene.status, tokens_per_s={}), _rollout(scene.status)]
     if scene.windows:
         parts.append(balance_chart(scene.windows, scene.marks))
     if scene.marks:
@@ -186,17 +186,15 @@ def _headline(scene: Scene) -> RenderableType:
     )
 
 
-def _ranks(status: status_pb2.PoolStatus) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    for rank in status.ranks:
-        share = round(rank.load_share * len(status.ranks) * 12)
-        table.add_row(
-            f"rank {rank.rank}", rank.node, rank.state, f"generation {rank.generation}", "█" * share
-        )
-    rollout = ""
-    if status.HasField("rollout"):
-        rollout = f"rollout of {status.rollout.generation}: {status.rollout.state}"
-    return Group(table, Text(rollout, style="yellow"))
+def _rollout(status: status_pb2.PoolStatus) -> RenderableType:
+    """A line that is empty in quiet times, so that the picture does not jump."""
+    if not status.HasField("rollout"):
+        return Text("no rollout", style="dim")
+    rollout = status.rollout
+    return Text(
+        f"rollout of generation {rollout.generation}: {rollout.state}, {rollout.moves} moves",
+        style="yellow",
+    )
 
 
 def _traffic(scene: Scene) -> RenderableType:

@@ -10,7 +10,8 @@ import grpc
 
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 
-_RETRY_S = 0.5
+RETRY_S = 0.5
+"""A balancer that does not answer is asked again after this long."""
 
 
 class StatusFeed:
@@ -41,7 +42,7 @@ class StatusFeed:
                         await self._take(response.status)
                 except grpc.aio.AioRpcError:
                     # Not there yet, or not any more: whoever needs an answer waits with a bound.
-                    await asyncio.sleep(_RETRY_S)
+                    await asyncio.sleep(RETRY_S)
 
     async def until(
         self, condition: Callable[[status_pb2.PoolStatus], bool], *, timeout_s: float
