@@ -31,47 +31,37 @@ def grouped_ffn(
     if x_ND.shape[0] == 0:
         return x_ND.new_zeros(x_ND.shape)
     if row_block is None:
-        return _by_slot(x_ND, gate_up_SHD, down_SDI, rows_per_slot)
+        return _ffn_of_blocks(x_ND, gate_up_SHD, down_SDI, rows_per_slot, range(len(rows_per_slot)))
     blocks_per_slot = [-(-rows // row_block) for rows in rows_per_slot]
     places_N = _padded_places(rows_per_slot, blocks_per_slot, row_block).to(x_ND.device)
-    padded = x_ND.new_zeros(sum(blocks_per_slot) * row_block, x_ND.shape[1])
-    padded = padded.index_copy(0, places_N, x_ND)
+    num_blocks = sum(blocks_per_slot)
+    padded = x_ND.new_zeros(num_blocks * row_block, x_ND.shape[1]).index_copy(0, places_N, x_ND)
     slot_of_block = [slot for slot, blocks in enumerate(blocks_per_slot) for _ in range(blocks)]
-    gate_up, down = gate_up_SHD.unbind(), down_SDI.unbind()
-    hidden = torch.cat(
-        [
-            functional.linear(block, gate_up[slot])
-            for block, slot in zip(padded.split(row_block), slot_of_block, strict=True)
-        ]
-    )
-    y = torch.cat(
-        [
-            functional.linear(block, down[slot])
-            for block, slot in zip(_swiglu(hidden).split(row_block), slot_of_block, strict=True)
-        ]
-    )
+    y = _ffn_of_blocks(padded, gate_up_SHD, down_SDI, [row_block] * num_blocks, slot_of_block)
     return y.index_select(0, places_N)
 
 
-def _by_slot(
-    x_ND: Tensor, gate_up_SHD: Tensor, down_SDI: Tensor, rows_per_slot: Sequence[int]
+def _ffn_of_blocks(
+    x_ND: Tensor,
+    gate_up_SHD: Tensor,
+    down_SDI: Tensor,
+    rows_per_block: Sequence[int],
+    slot_of_block: Sequence[int],
 ) -> Tensor:
+    """One product per block and projection; between them all rows at once."""
     # unbind, not indexing: its gradient is one stack instead of a full-size zero tensor per slot.
-    parts = zip(
-        x_ND.split(list(rows_per_slot)), gate_up_SHD.unbind(), down_SDI.unbind(), strict=True
-    )
+    gate_up, down = gate_up_SHD.unbind(), down_SDI.unbind()
+    hidden = _by_block(x_ND, [gate_up[slot] for slot in slot_of_block], rows_per_block)
+    gate_NI, up_NI = hidden.chunk(2, dim=-1)
+    activated_NI = functional.silu(gate_NI) * up_NI
+    return _by_block(activated_NI, [down[slot] for slot in slot_of_block], rows_per_block)
+
+
+def _by_block(x_ND: Tensor, weights: Sequence[Tensor], rows_per_block: Sequence[int]) -> Tensor:
+    blocks = zip(x_ND.split(list(rows_per_block)), weights, strict=True)
     return torch.cat(
-        [
-            functional.linear(_swiglu(functional.linear(rows, gate_up)), down)
-            for rows, gate_up, down in parts
-            if rows.shape[0]
-        ]
+        [functional.linear(rows, weight) for rows, weight in blocks if rows.shape[0] > 0]
     )
-
-
-def _swiglu(hidden_NH: Tensor) -> Tensor:
-    gate_NI, up_NI = hidden_NH.chunk(2, dim=-1)
-    return functional.silu(gate_NI) * up_NI
 
 
 def _padded_places(
