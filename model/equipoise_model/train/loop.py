@@ -126,7 +126,14 @@ def train(model: Transformer, settings: TrainSettings) -> Iterator[StepRecord]:
     Raises:
         CorpusError: this Python installation carries too little text.
         DivergedError: a loss is infinite or not a number.
+        TrainSettingsError: sequences are longer than the model's positions.
     """
+    _require(
+        settings.sequence_tokens <= model.config.max_position_embeddings,
+        "sequence_tokens",
+        settings.sequence_tokens,
+        f"at most max_position_embeddings ({model.config.max_position_embeddings})",
+    )
     rng = np.random.default_rng(settings.seed)
     optimizer = _new_optimizer(model, settings)
     biases = [module.e_score_correction_bias for module in _routers(model)]

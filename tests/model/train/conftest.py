@@ -25,5 +25,5 @@ def small_config():
         n_group=4,
         topk_group=2,
         num_nextn_predict_layers=1,
-        max_position_embeddings=64,
+        max_position_embeddings=256,
     )

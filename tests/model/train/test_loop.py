@@ -122,3 +122,12 @@ def test_a_loss_that_is_no_number_ends_the_training_by_name(small_config):
 def test_settings_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(TrainSettingsError, match=name):
         dataclasses.replace(SETTINGS, **{name: value})
+
+
+def test_sequences_longer_than_the_model_s_positions_are_refused(small_config):
+    with pytest.raises(TrainSettingsError, match="sequence_tokens = 257"):
+        next(
+            train(
+                new_model(small_config, seed=0), dataclasses.replace(SETTINGS, sequence_tokens=257)
+            )
+        )
