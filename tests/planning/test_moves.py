@@ -1,0 +1,162 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import Layout, contiguous_layout
+from equipoise.planning.moves import (
+    CHECKSUM_BYTES,
+    CheckpointSource,
+    RankSource,
+    diff,
+    waves,
+)
+from equipoise.planning.planner import plan
+from equipoise.planning.policy import Algorithm
+from equipoise.planning.topology import ModelShape, Topology
+
+
+def checksums_of(num_layers, num_experts):
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 256, (num_layers, num_experts, CHECKSUM_BYTES), dtype=np.uint8)
+
+
+def one_layer(*experts, num_ranks, generation=1):
+    return Layout(
+        generation=generation,
+        num_experts=max(experts) + 1,
+        num_ranks=num_ranks,
+        expert_of_slot=np.array([experts], dtype=np.int32),
+    )
+
+
+def ranks_of(move):
+    return [source.rank for source in move.sources if isinstance(source, RankSource)]
+
+
+@st.composite
+def changes(draw):
+    """A layout, and another one of the same pool that a plan could ask for."""
+    num_ranks, slots_per_rank = draw(st.integers(1, 5)), draw(st.integers(2, 5))
+    num_experts = draw(st.integers(1, num_ranks * slots_per_rank))
+    num_layers = draw(st.integers(1, 5))
+    current = contiguous_layout(
+        num_layers=num_layers,
+        num_experts=num_experts,
+        num_ranks=num_ranks,
+        slots_per_rank=slots_per_rank,
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    made = plan(
+        rng.pareto(1.0, size=(num_layers, num_experts)),
+        model=ModelShape(
+            num_layers=num_layers, num_experts=num_experts, num_groups=1, expert_bytes=1
+        ),
+        topology=Topology(node_of_rank=("node",) * num_ranks, slots_per_rank=slots_per_rank),
+        current=current,
+        algorithm=Algorithm.GLOBAL,
+    )
+    return current, current.with_placement(made.expert_of_slot, generation=2)
+
+
+@given(changes())
+@settings(max_examples=100, deadline=None)
+def test_moves_applied_to_the_current_layout_give_the_target(change):
+    current, target = change
+    topology = Topology(
+        node_of_rank=tuple(f"node-{rank % 2}" for rank in range(current.num_ranks)),
+        slots_per_rank=current.slots_per_rank,
+    )
+    checksums = checksums_of(current.num_layers, current.num_experts)
+    moves = diff(current, target, topology=topology, checksums=checksums)
+    table = current.expert_of_slot.copy()
+    assert list(moves) == list(range(current.num_ranks))
+    for rank, of_rank in moves.items():
+        for move in of_rank:
+            assert topology.rank_of_slot(move.slot) == rank
+            assert move.checksum == bytes(checksums[move.layer, move.expert])
+            assert move.sources[-1] == CheckpointSource()
+            holders = current.ranks_of_expert(layer=move.layer, expert=move.expert)
+            assert sorted(ranks_of(move)) == list(holders)
+            assert table[move.layer, move.slot] != move.expert
+            table[move.layer, move.slot] = move.expert
+    np.testing.assert_array_equal(table, target.expert_of_slot)
+
+
+def test_the_nearest_holder_is_asked_first():
+    # Expert 1 is on ranks 1 (other node), 2 (own node) and 3 (own rank, in another slot).
+    current = one_layer(0, 2, 1, 0, 1, 2, 1, 2, num_ranks=4)
+    target = one_layer(0, 2, 1, 0, 1, 2, 0, 1, num_ranks=4, generation=2)
+    topology = Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=2)
+    moves = diff(current, target, topology=topology, checksums=checksums_of(1, 3))
+    fetched = next(move for move in moves[3] if move.expert == 1)
+    assert ranks_of(fetched) == [3, 2, 1]
+    assert moves[0] == moves[1] == moves[2] == ()
+
+
+def test_holders_share_the_work_of_sending():
+    # Ranks 0 and 1 hold expert 0; the six others all want it.
+    current = one_layer(0, 0, 1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, num_ranks=14)
+    wanted = [0, 0, 1, 2, 3, 4, 5, 6] + [0] * 6
+    target = one_layer(*wanted, num_ranks=14, generation=2)
+    topology = Topology(node_of_rank=("a",) * 14, slots_per_rank=1)
+    moves = diff(current, target, topology=topology, checksums=checksums_of(1, 7))
+    first_choice = Counter(ranks_of(move)[0] for of_rank in moves.values() for move in of_rank)
+    assert first_choice == {0: 3, 1: 3}
+
+
+@given(changes(), st.integers(1, 6), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_waves_are_valid_small_and_end_in_the_target(change, most_moves, by_gain):
+    current, target = change
+    gain = np.arange(current.num_layers, dtype=np.float64) if by_gain else None
+    steps = waves(
+        current,
+        target.expert_of_slot,
+        first_generation=7,
+        expert_bytes=10,
+        max_wave_bytes=10 * most_moves + 9,
+        gain_of_layer=gain,
+    )
+    before = current
+    for generation, layout in enumerate(steps, start=7):
+        assert layout.generation == generation
+        changed = before.expert_of_slot != layout.expert_of_slot
+        num_layers = changed.any(axis=1).sum()
+        worst_rank = changed.reshape(current.num_layers, current.num_ranks, -1).sum((0, 2)).max()
+        assert num_layers == 1 or (num_layers > 1 and worst_rank <= most_moves)
+        before = layout
+    assert before.same_placement(target)
+    if by_gain and steps:
+        first = (current.expert_of_slot != steps[0].expert_of_slot).any(axis=1)
+        every = (current.expert_of_slot != target.expert_of_slot).any(axis=1)
+        assert np.flatnonzero(first).max() == np.flatnonzero(every).max()
+
+
+def test_no_change_is_no_wave():
+    current = one_layer(0, 1, num_ranks=2)
+    assert (
+        waves(
+            current,
+            current.expert_of_slot,
+            first_generation=2,
+            expert_bytes=1,
+            max_wave_bytes=1,
+        )
+        == ()
+    )
+
+
+def test_a_table_that_is_no_layout_makes_no_waves():
+    current = one_layer(0, 1, num_ranks=2)
+    with pytest.raises(InvalidLayoutError, match="no slot for expert 1"):
+        waves(
+            current,
+            np.zeros((1, 2), dtype=np.int32),
+            first_generation=2,
+            expert_bytes=1,
+            max_wave_bytes=1,
+        )

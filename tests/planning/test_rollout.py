@@ -1,0 +1,128 @@
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.policy import Policy
+from equipoise.planning.rollout import (
+    TABLE,
+    Event,
+    PersistCommitted,
+    Persisted,
+    RankLost,
+    RankRefused,
+    RankStaged,
+    RankSwitched,
+    Rollout,
+    SendAbort,
+    SendStage,
+    State,
+    Ticked,
+)
+
+LONG_AFTER_S = 1000.0
+BASE = Layout(
+    generation=7,
+    num_experts=2,
+    num_ranks=2,
+    expert_of_slot=np.array([[0, 1]], dtype=np.int32),
+)
+TARGET = BASE.with_placement(np.array([[1, 0]], dtype=np.int32), generation=8)
+
+
+def ready():
+    """A rollout of two ranks that has just begun."""
+    rollout, _ = Rollout.begin(base=BASE, target=TARGET, num_ranks=2, policy=Policy(), now=0.0)
+    return rollout
+
+
+def test_every_event_in_every_state_is_in_the_table():
+    assert set(TABLE) == set(itertools.product(State, Event.__args__))
+
+
+def test_a_silent_store_never_lets_a_rank_stage():
+    rollout = ready()
+    for now in range(200):
+        rollout, commands = rollout.step(Ticked(), now=float(now))
+        assert not any(isinstance(command, SendStage) for command in commands)
+    assert rollout.state is State.ABORTED
+
+
+def test_the_worst_stall_is_kept():
+    rollout = ready()
+    events = [
+        Persisted(generation=8),
+        *(RankStaged(rank=rank, generation=8) for rank in (0, 1)),
+        RankSwitched(rank=0, generation=8, step=3, stall_us=900),
+        RankSwitched(rank=1, generation=8, step=3, stall_us=20),
+    ]
+    for event in events:
+        rollout, _ = rollout.step(event, now=1.0)
+    assert (rollout.switch_step, rollout.worst_stall_us) == (3, 900)
+
+
+def test_ranks_that_contradict_each_other_fault_a_rollout_even_after_its_end():
+    rollout = ready()
+    for event in (
+        Persisted(generation=8),
+        RankStaged(rank=0, generation=8),
+        RankStaged(rank=1, generation=8),
+        RankSwitched(rank=0, generation=8, step=3, stall_us=1),
+        RankSwitched(rank=1, generation=8, step=3, stall_us=1),
+        Persisted(generation=8),
+        RankSwitched(rank=1, generation=8, step=4, stall_us=1),
+    ):
+        rollout, _ = rollout.step(event, now=1.0)
+    assert rollout.is_faulted
+    assert "at step 4" in rollout.reason
+    assert "at step 3" in rollout.reason
+
+
+RANKS = st.integers(0, 1)
+EVENTS = st.one_of(
+    st.builds(Persisted, generation=st.just(8)),
+    st.builds(RankStaged, rank=RANKS, generation=st.just(8)),
+    st.builds(RankRefused, rank=RANKS, generation=st.just(8), reason=st.just("no")),
+    st.builds(
+        RankSwitched,
+        rank=RANKS,
+        generation=st.just(8),
+        step=st.just(40),
+        stall_us=st.integers(0, 10),
+    ),
+    st.builds(RankLost, rank=RANKS, reason=st.just("gone")),
+    st.just(Ticked()),
+)
+
+
+@given(st.lists(st.tuples(EVENTS, st.floats(0.0, 40.0)), max_size=25))
+@settings(max_examples=300, deadline=None)
+def test_whatever_happens_a_rollout_keeps_its_promises(events):
+    rollout, now = ready(), 0.0
+    persisted = switched = False
+    for event, passed_s in events:
+        now += passed_s
+        before = rollout
+        rollout, commands = rollout.step(event, now=now)
+        persisted |= isinstance(event, Persisted)
+        switched |= isinstance(event, RankSwitched)
+        for command in commands:
+            if isinstance(command, SendStage):
+                assert persisted, "nothing is staged that is not persisted"
+            if isinstance(command, SendAbort):
+                assert not switched, "what a rank runs is not aborted"
+            if isinstance(command, PersistCommitted):
+                assert switched, "nothing is committed that no rank runs"
+        assert rollout.state is not State.ACTIVE or switched
+        assert not rollout.is_faulted
+        assert rollout.reason
+        assert before.state is rollout.state or rollout.entered_s == now
+    # Every wait has a bound: time and a store that answers end any rollout.
+    for _ in range(4):
+        now += LONG_AFTER_S
+        rollout, commands = rollout.step(Ticked(), now=now)
+        if any(isinstance(command, PersistCommitted) for command in commands):
+            rollout, _ = rollout.step(Persisted(generation=8), now=now)
+    assert rollout.state is (State.ACTIVE if switched else State.ABORTED)

@@ -1,0 +1,96 @@
+import dataclasses
+
+import numpy as np
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.load import Shift
+from equipoise.planning.policy import Algorithm, Policy
+from equipoise.planning.topology import ModelShape
+from equipoise.planning.verdict import judge
+
+# One layer, four experts, two ranks. The first two experts are hot, and both lie on rank 0.
+CURRENT = Layout(
+    generation=4,
+    num_experts=4,
+    num_ranks=2,
+    expert_of_slot=np.array([[0, 1, 2, 3]], dtype=np.int32),
+)
+APART = np.array([[0, 2, 1, 3]], dtype=np.int32)
+MODEL = ModelShape(num_layers=1, num_experts=4, num_groups=1, expert_bytes=2**20)
+HOT_PAIR = np.array([[900.0, 900.0, 100.0, 100.0]])
+NO_SHIFT = Shift(detected=False, distance=0.01, noise=0.02, reason="no shift: steady")
+POLICY = Policy(min_tokens=1000, min_gain=0.05, cooldown_s=30.0)
+
+
+def verdict_on(**changed):
+    case = {
+        "current": CURRENT,
+        "proposed": APART,
+        "algorithm": Algorithm.GLOBAL,
+        "average": HOT_PAIR,
+        "window": HOT_PAIR,
+        "model": MODEL,
+        "policy": POLICY,
+        "now": 100.0,
+        "last_switch_s": 0.0,
+        "shift": NO_SHIFT,
+    }
+    return judge(**case | changed)
+
+
+def test_a_plan_that_gains_is_accepted_with_its_gain_and_its_price():
+    verdict = verdict_on()
+    assert verdict.accepted
+    assert verdict.balancedness_current == 1000 / 1800
+    assert verdict.balancedness_proposed == 1.0
+    assert (verdict.moves, verdict.bytes) == (2, 2 * 2**20)
+    assert "from 0.556 to 1.000" in verdict.reason
+    assert "2 moves of 2.0 MiB" in verdict.reason
+    assert "no shift: steady" in verdict.reason
+
+
+def test_too_few_tokens_decide_nothing():
+    verdict = verdict_on(window=HOT_PAIR / 10)
+    assert not verdict.accepted
+    assert verdict.reason == (
+        "the latest window has 200 expert assignments per layer, a decision needs 1000"
+    )
+
+
+def test_a_switch_is_followed_by_a_cooldown():
+    verdict = verdict_on(last_switch_s=90.0)
+    assert not verdict.accepted
+    assert verdict.reason == "the last switch was 10.0 s ago, the cooldown is 30 s"
+
+
+def test_a_shift_of_traffic_ends_the_cooldown():
+    shift = dataclasses.replace(NO_SHIFT, detected=True)
+    assert verdict_on(last_switch_s=90.0, shift=shift).accepted
+
+
+def test_no_cooldown_before_the_first_switch():
+    assert verdict_on(now=1.0, last_switch_s=None).accepted
+
+
+def test_the_current_layout_is_no_change():
+    verdict = verdict_on(proposed=CURRENT.expert_of_slot)
+    assert not verdict.accepted
+    assert verdict.moves == verdict.bytes == 0
+    assert "nothing to move" in verdict.reason
+
+
+def test_a_small_gain_is_not_worth_moving():
+    nearly_even = np.array([[510.0, 500.0, 490.0, 500.0]])
+    verdict = verdict_on(window=nearly_even)
+    assert not verdict.accepted
+    assert "gains too little on the latest window" in verdict.reason
+    assert "the least gain is 0.050" in verdict.reason
+
+
+def test_a_plan_that_is_worse_on_the_latest_window_is_refused_however_good_on_the_average():
+    other_pair = np.array([[900.0, 100.0, 900.0, 100.0]])
+    verdict = verdict_on(window=other_pair)
+    assert not verdict.accepted
+    assert verdict.reason == (
+        "the plan is worse on the latest window: balancedness would fall from 1.000 to 0.556"
+    )
