@@ -2,6 +2,7 @@
 
 import multiprocessing
 import socket
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -21,8 +22,13 @@ def listener():
 
 
 def form(address, **changes):
-    how = {"num_ranks": 2, "meet_timeout_s": 60.0, "step_timeout_s": 20.0} | changes
-    return RankGroup.form(rendezvous_address=address, **how)
+    how = {
+        "num_ranks": 2,
+        "meet_timeout_s": 60.0,
+        "step_timeout_s": 20.0,
+        "given_up": threading.Event(),
+    }
+    return RankGroup.form(rendezvous_address=address, **how | changes)
 
 
 def peer(address, behaviour, said):
@@ -78,3 +84,12 @@ def test_ranks_that_never_meet_say_where_they_waited():
     own, address = listener()
     with pytest.raises(GroupError, match=f"2 ranks did not meet at {address} within 1 s"):
         form(address, rank=0, listener=own, meet_timeout_s=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_gives_up_does_not_wait_for_the_others(rank):
+    own, address = listener()
+    given_up = threading.Event()
+    given_up.set()
+    with pytest.raises(GroupError, match="not here yet"):
+        form(address, rank=rank, listener=own, meet_timeout_s=100_000, given_up=given_up)

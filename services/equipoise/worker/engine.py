@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from equipoise.wire.messages import RankStats
+from equipoise.wire.messages import Checksums, RankStats
 from equipoise.worker.errors import GroupError
 from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.header import StepHeader, agreed_generation, check_group
@@ -32,17 +32,21 @@ _STEP_LOG_LENGTH = 4096
 _MEDIAN_STEPS = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Switch:
-    """A switch as this rank saw it: `step` is the first in the new generation."""
+    """A switch as this rank saw it: `step` is the first in the new generation.
+
+    `checksums` are of all own slots behind it, uint8 [layers, slots_per_rank, 16].
+    """
 
     generation: int
+    checksums: Checksums
     step: int
     stall_us: int
     median_step_us: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
     """What a step gave to the world, and the generation it ran in."""
 
@@ -239,6 +243,7 @@ class Engine:
             self._loads = self._experts.loads()
             return Switch(
                 generation=staged.generation,
+                checksums=staged.checksums,
                 step=self._num_steps + 1,
                 stall_us=stall_us,
                 median_step_us=_median(self._recent_us),

@@ -4,6 +4,9 @@ Owns forming it, and turning its failures into words. What a header means is `he
 """
 
 import socket
+import threading
+import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
@@ -12,6 +15,9 @@ import torch.distributed as dist
 
 from equipoise.worker.errors import GroupError
 from equipoise.worker.header import HEADER_WIDTH, StepHeader, pack, unpack
+
+_POLL_S = 0.05
+_CONNECT_TIMEOUT_S = 2.0
 
 
 class RankGroup:
@@ -43,13 +49,14 @@ class RankGroup:
         listener: socket.socket,
         meet_timeout_s: float,
         step_timeout_s: float,
+        given_up: threading.Event,
     ) -> Self:
         """Meet the other ranks at rank 0's `rendezvous_address` (host:port).
 
         `listener` is the socket that this worker announced for its own rendezvous; rank 0 takes it
         over, so that nobody else can have taken the port meanwhile, and other ranks close it.
-        Waits at most `meet_timeout_s` for the others; then every collective is bounded by
-        `step_timeout_s`.
+        Waits at most `meet_timeout_s` for the others, and not much longer than until `given_up` is
+        set; then every collective is bounded by `step_timeout_s`.
 
         Raises:
             GroupError: the ranks did not meet in time.
@@ -58,13 +65,13 @@ class RankGroup:
             listener.close()
             return cls.alone()
         group = cls(rank=rank, num_ranks=num_ranks)
+        patience = _Patience(until=time.monotonic() + meet_timeout_s, given_up=given_up)
         try:
-            store = _open_store(
-                rendezvous_address, rank=rank, listener=listener, timeout_s=meet_timeout_s
-            )
+            store = _open_store(rendezvous_address, rank=rank, listener=listener, patience=patience)
             # torch bounds the forming by the collectives' timeout, so all must be here before.
             store.set(_arrived(rank), "")
-            store.wait([_arrived(peer) for peer in range(num_ranks)])
+            while not store.check([_arrived(peer) for peer in range(num_ranks)]):
+                patience.wait()
             dist.init_process_group(
                 "gloo",
                 store=store,
@@ -72,7 +79,7 @@ class RankGroup:
                 world_size=num_ranks,
                 timeout=timedelta(seconds=step_timeout_s),
             )
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TimeoutError) as error:
             raise GroupError(
                 f"the {num_ranks} ranks did not meet at {rendezvous_address} within "
                 f"{meet_timeout_s:g} s: {first_line(error)}"
@@ -107,7 +114,20 @@ class RankGroup:
         self._store = None
 
 
-def _open_store(address: str, *, rank: int, listener: socket.socket, timeout_s: float) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Patience:
+    """How long to wait for the others: `until` a monotonic time, or `given_up`."""
+
+    until: float
+    given_up: threading.Event
+
+    def wait(self) -> None:
+        """Wait a little, if there is patience left; else raise TimeoutError."""
+        if self.given_up.wait(_POLL_S) or time.monotonic() > self.until:
+            raise TimeoutError("some are not here yet")
+
+
+def _open_store(address: str, *, rank: int, listener: socket.socket, patience: _Patience) -> Any:
     """Host the ranks' store as rank 0, or reach it as another; a TCPStore, untyped by torch."""
     host, _, port = address.rpartition(":")
     hosted = None
@@ -115,14 +135,21 @@ def _open_store(address: str, *, rank: int, listener: socket.socket, timeout_s: 
         hosted = listener.detach()
     else:
         listener.close()
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        int(port),
-        is_master=rank == 0,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=hosted,
-    )
+    while True:
+        try:
+            return dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                int(port),
+                is_master=rank == 0,
+                timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),
+                wait_for_workers=False,
+                master_listen_fd=hosted,
+            )
+        except RuntimeError:
+            # A native wait cannot be given up, so it is short and repeated.
+            if rank == 0:
+                raise
+            patience.wait()
 
 
 def _arrived(rank: int) -> str:

@@ -5,10 +5,10 @@ Owns putting these together in order and taking them apart again. Decides nothin
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
 
 from equipoise.wire.messages import (
     Assignment,
@@ -49,9 +49,16 @@ class Joined:
 
 
 def join(
-    assignment: Assignment, *, core: ModelCore, settings: WorkerSettings, listener: socket.socket
+    assignment: Assignment,
+    *,
+    core: ModelCore,
+    settings: WorkerSettings,
+    listener: socket.socket,
+    given_up: threading.Event,
 ) -> Joined:
-    """Load the experts of the assigned slots and meet the other ranks; blocks for seconds.
+    """Load the experts of the assigned slots and meet the other ranks.
+
+    Blocks until they are here, but not much longer than until `given_up` is set.
 
     Raises:
         WorkerError: the layout does not fit this worker, or the ranks did not meet (GroupError).
@@ -74,6 +81,7 @@ def join(
         listener=listener,
         meet_timeout_s=MEET_TIMEOUT_S,
         step_timeout_s=settings.step_timeout_s,
+        given_up=given_up,
     )
     return Joined(assignment=assignment, group=group, held=held)
 
@@ -225,7 +233,7 @@ class Rank:
                 step=switch.step,
                 stall_us=switch.stall_us,
                 median_step_us=switch.median_step_us,
-                checksums=self.held.contents.checksums,
+                checksums=switch.checksums,
             )
             self._say(self._last_switch)
 

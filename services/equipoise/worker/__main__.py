@@ -1,0 +1,30 @@
+"""The worker's process: signals, logging, and nothing else. `equipoise worker` calls `run`."""
+
+import asyncio
+import logging
+import signal
+
+from equipoise.worker.core import single_threaded
+from equipoise.worker.lifecycle import serve
+from equipoise.worker.settings import WorkerSettings
+
+
+def run(settings: WorkerSettings) -> int:
+    """Run one worker until SIGTERM or Ctrl-C; returns the exit status 0.
+
+    Raises:
+        WorkerError: it cannot start, is rejected, or its group is broken.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    single_threaded()
+    asyncio.run(_serve_until_signalled(settings))
+    return 0
+
+
+async def _serve_until_signalled(settings: WorkerSettings) -> None:
+    # The event loop has the main thread, because signals are handled there: a step that waits for
+    # a hung peer cannot hold up a stop.
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(settings, stop=stop)
