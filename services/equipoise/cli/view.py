@@ -1,0 +1,293 @@
+"""How a pool looks: its status message as something rich can print, or as one line.
+
+Pure: message in, picture out. Text from outside is printed as it stands, never as markup. Shared by
+`equipoise status` and the demo.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from equipoise_api.v1 import status_pb2
+
+GOOD_BALANCEDNESS = 0.9
+FAIR_BALANCEDNESS = 0.8
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_PARTS = " ▏▎▍▌▋▊▉█"
+_BAR_WIDTH = 10
+_SPARK_LOW = 0.4  # below this the picture says nothing more than "bad"
+_NUM_WINDOWS = 64
+_NUM_SWITCHES = 3
+
+_HEALTH_STYLES = {
+    status_pb2.POOL_HEALTH_SERVING: "green",
+    status_pb2.POOL_HEALTH_WAITING: "yellow",
+    status_pb2.POOL_HEALTH_DEGRADED: "red",
+}
+
+
+def pool_view(
+    status: status_pb2.PoolStatus, *, tokens_per_s: Mapping[int, float] | None = None
+) -> RenderableType:
+    """The whole pool. `tokens_per_s` by rank, where somebody measured it (`RateMeter`)."""
+    parts: list[RenderableType] = []
+    if status.health_reason:
+        parts.append(Text(status.health_reason, style=_health_style(status.health)))
+    parts += [balance_view(status), ranks_view(status, tokens_per_s=tokens_per_s or {})]
+    parts.append(_facts(status))
+    title = Text.assemble(
+        ("pool ", "dim"),
+        (status.pool, "bold"),
+        "  ",
+        (health_word(status.health), f"bold {_health_style(status.health)}"),
+    )
+    subtitle = Text(
+        f"generation {status.generation} · epoch {status.epoch} · "
+        f"{status.model.num_layers} layers x {status.model.num_experts} experts"
+    )
+    return Panel(
+        Group(*parts), title=title, subtitle=subtitle, title_align="left", subtitle_align="right"
+    )
+
+
+def pools_view(pools: Iterable[status_pb2.PoolSummary]) -> Table:
+    """Many pools, a line each."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("pool", "health", "ranks", "generation", "balancedness"):
+        table.add_column(name, justify="left" if name in {"pool", "health"} else "right")
+    for pool in pools:
+        table.add_row(
+            Text(pool.pool, style="bold"),
+            Text(health_word(pool.health), style=_health_style(pool.health)),
+            f"{pool.ranks_serving}/{pool.num_ranks}",
+            str(pool.generation),
+            Text(f"{pool.balancedness:.2f}", style=tone(pool.balancedness)),
+        )
+    return table
+
+
+def status_line(status: status_pb2.PoolStatus) -> str:
+    """The pool in one line, for logs and pipes."""
+    words = [
+        f"pool {status.pool}",
+        health_word(status.health),
+        f"generation {status.generation}",
+    ]
+    if status.windows_closed:
+        words.append(
+            f"window {status.windows_closed}: balancedness {status.balancedness:.3f} "
+            f"on {status.window_tokens:,} assignments"
+        )
+    if status.HasField("rollout"):
+        words.append(f"generation {status.rollout.generation} {status.rollout.state}")
+    if status.health_reason:
+        words.append(status.health_reason)
+    if status.HasField("last_decision"):
+        words.append(decision_words(status.last_decision))
+    return " · ".join(words)
+
+
+def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
+    """Balancedness of the recent windows, with a mark where traffic shifted or a layout changed."""
+    if not status.windows_closed:
+        return Text("no window has closed yet", style="dim")
+    windows = status.windows[-_NUM_WINDOWS:]
+    picture = sparkline([window.balancedness for window in windows])
+    facts = Text.assemble(
+        ("balancedness ", "dim"),
+        (f"{status.balancedness:.3f}", f"bold {tone(status.balancedness)}"),
+        (f"  worst layer {status.balancedness_min_layer:.3f}", "dim"),
+        (f"  window {status.windows_closed}: {status.window_tokens:,} assignments", "dim"),
+        (f" in {status.interval_s:g} s", "dim"),
+    )
+    return Group(facts, picture, window_marks(windows))
+
+
+def ranks_view(
+    status: status_pb2.PoolStatus, *, tokens_per_s: Mapping[int, float]
+) -> RenderableType:
+    """One line a rank: who it is, what it runs, and how much of the load fell on it."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
+    table.add_column("rank", no_wrap=True)
+    table.add_column("worker")
+    table.add_column("node")
+    table.add_column("load", no_wrap=True)
+    for name in ("generation", "tokens/s" if tokens_per_s else "tokens", "step", "requests"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in status.ranks:
+        worker = Text(rank.worker)
+        if rank.state != "connected":
+            worker.append(f" {rank.state}", style="red")
+        rate = tokens_per_s.get(rank.rank, 0.0)
+        table.add_row(
+            str(rank.rank),
+            worker,
+            Text(rank.node),
+            load_bar(rank.load_share, num_ranks=len(status.ranks)),
+            _generation_words(rank),
+            f"{rate:,.0f}" if tokens_per_s else f"{rank.tokens_processed:,}",
+            duration_words(rank.median_step_us),
+            str(rank.active_requests) + f"+{rank.queued_requests}" * bool(rank.queued_requests),
+        )
+    return table
+
+
+def sparkline(values: Sequence[float]) -> Text:
+    """Balancedness values, oldest first, as one coloured character each."""
+    line = Text()
+    for value in values:
+        height = (min(max(value, _SPARK_LOW), 1.0) - _SPARK_LOW) / (1.0 - _SPARK_LOW)
+        line.append(_BLOCKS[1 + round(height * (len(_BLOCKS) - 2))], style=tone(value))
+    return line
+
+
+def window_marks(windows: Sequence[status_pb2.WindowStatus]) -> Text:
+    """What happened, below the sparkline of the same windows: ◆ a traffic shift, ↑ a new layout."""
+    line = Text(style="dim")
+    for position, window in enumerate(windows):
+        switched = position and window.generation != windows[position - 1].generation
+        if window.shift_detected:
+            line.append("◆", style="magenta")
+        else:
+            line.append("↑" if switched else " ", style="cyan")
+    line.append("  ◆ traffic shifted  ↑ new layout")
+    return line
+
+
+def load_bar(share: float, *, num_ranks: int) -> Text:
+    """A rank's share of the pool's load, drawn against twice the mean, and as times the mean."""
+    times_mean = share * num_ranks
+    eighths = round(min(times_mean / 2, 1.0) * _BAR_WIDTH * 8)
+    bar = "█" * (eighths // 8) + (_PARTS[eighths % 8] if eighths % 8 else "")
+    style = tone(1 / times_mean) if times_mean > 1 else "green"
+    return Text.assemble((bar.ljust(_BAR_WIDTH), style), f" {times_mean:.2f}x")
+
+
+def decision_words(decision: status_pb2.Decision) -> str:
+    """A verdict with its reason, in one line."""
+    return f"decision {decision.sequence} {'yes' if decision.accepted else 'no'}: {decision.reason}"
+
+
+def health_word(health: status_pb2.PoolHealth.ValueType) -> str:
+    """For example "serving"."""
+    return status_pb2.PoolHealth.Name(health).removeprefix("POOL_HEALTH_").lower()
+
+
+def tone(balancedness: float) -> str:
+    """Green, yellow or red, by how well load is spread."""
+    if balancedness >= GOOD_BALANCEDNESS:
+        return "green"
+    return "yellow" if balancedness >= FAIR_BALANCEDNESS else "red"
+
+
+def bytes_words(size: int) -> str:
+    """For example "3.1 MiB"."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def duration_words(duration_us: int) -> str:
+    """For example "12.1 ms"; "-" for none."""
+    if not duration_us:
+        return "-"
+    return f"{duration_us / 1e3:.1f} ms" if duration_us < 1e6 else f"{duration_us / 1e6:.1f} s"
+
+
+class RateMeter:
+    """Tokens per second of each rank, from what two statuses say was processed since boot."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[float, dict[int, int]] | None = None
+        self._rates: dict[int, float] = {}
+
+    def update(self, status: status_pb2.PoolStatus, *, now: float) -> dict[int, float]:
+        """Rates by rank between this status and an earlier one, at least a second apart.
+
+        A rank whose counter shrank has restarted; its rate is known from the next status on.
+        """
+        tokens = {rank.rank: rank.tokens_processed for rank in status.ranks}
+        if self._seen is None:
+            self._seen = (now, tokens)
+        seen_s, earlier = self._seen
+        if now - seen_s >= 1.0:
+            self._rates = {
+                rank: (count - earlier[rank]) / (now - seen_s)
+                for rank, count in tokens.items()
+                if count >= earlier.get(rank, count + 1)
+            }
+            self._seen = (now, tokens)
+        return dict(self._rates)
+
+
+def _facts(status: status_pb2.PoolStatus) -> RenderableType:
+    """What goes on, what was decided, what happened, what was refused: a line each, if any."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(ratio=1)
+    if status.HasField("rollout"):
+        table.add_row("rollout", _rollout_words(status.rollout))
+    if status.HasField("last_decision"):
+        table.add_row("decision", _decision_text(status.last_decision))
+    for switch in status.switches[:_NUM_SWITCHES]:
+        table.add_row("switch", _switch_words(switch))
+    if status.rollouts_completed or status.rollouts_aborted:
+        table.add_row(
+            "rollouts", f"{status.rollouts_completed} done, {status.rollouts_aborted} aborted"
+        )
+    for refusal in status.refusals:
+        table.add_row(
+            "refused", Text(f"{refusal.count} x {refusal.kind}: {refusal.latest}", style="yellow")
+        )
+    return table
+
+
+def _decision_text(decision: status_pb2.Decision) -> Text:
+    said = ("yes", "bold green") if decision.accepted else ("no", "bold")
+    text = Text.assemble((f"{decision.sequence} ", "dim"), said, f"  {decision.reason}")
+    if decision.moves:
+        text.append(
+            f"  ({decision.moves} moves, {bytes_words(decision.bytes)}, {decision.algorithm}, "
+            f"planned in {decision.plan_ms:.1f} ms)",
+            style="dim",
+        )
+    return text
+
+
+def _rollout_words(rollout: status_pb2.RolloutStatus) -> Text:
+    waves = f", {rollout.waves_left} waves left" if rollout.waves_left else ""
+    return Text(
+        f"generation {rollout.generation} {rollout.state} for {rollout.state_age_s:.1f} s: "
+        f"{rollout.moves} moves, {bytes_words(rollout.bytes)}, "
+        f"staged by {_ranks_words(rollout.staged_ranks)}, "
+        f"switched by {_ranks_words(rollout.switched_ranks)}{waves}",
+        style="cyan",
+    )
+
+
+def _switch_words(switch: status_pb2.SwitchStatus) -> str:
+    return (
+        f"generation {switch.generation} at step {switch.step:,}: {switch.moves} moves staged in "
+        f"{switch.staging_s:.2f} s, longest stall {duration_words(switch.max_stall_us)} "
+        f"(median step {duration_words(switch.median_step_us)})"
+    )
+
+
+def _ranks_words(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks)) if ranks else "none"
+
+
+def _generation_words(rank: status_pb2.RankStatus) -> str:
+    """What it runs, and what it has staged: "7→8"."""
+    return f"{rank.generation}" + f"→{rank.staged_generation}" * bool(rank.staged_generation)
+
+
+def _health_style(health: status_pb2.PoolHealth.ValueType) -> str:
+    return _HEALTH_STYLES.get(health, "dim")
