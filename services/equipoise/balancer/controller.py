@@ -45,6 +45,7 @@ from equipoise.wire.messages import (
     Hello,
     Leaving,
     Refused,
+    Rejection,
     Report,
     Serving,
     Staged,
@@ -126,10 +127,15 @@ class PoolController:
             return ()
         return self.pool.roll(RankLost(rank=member.rank, reason=reason), now=now)
 
-    def refuse(self, kind: str, reason: str) -> None:
-        """Count something that was refused."""
+    def refuse(self, worker: str, *, kind: str, reason: str, now: float) -> Chain:
+        """Count a message or a worker that was refused; who is in is told, and lives on."""
         self.pool.revision += 1
         self.pool.refusals.count(kind, reason)
+        member = self.pool.roster.members.get(worker)
+        if member is None or not member.connected:
+            return ()
+        member.last_heard_s = now
+        return (Send(worker=worker, message=Rejection(reason=reason, fatal=False)),)
 
     # What the clock, the planner and the store say -----------------------------------------------
 

@@ -25,6 +25,11 @@ class PoolLayouts:
     proposed: Layout | None = None
     _known: dict[int, Layout] = field(default_factory=dict)
 
+    @property
+    def committed(self) -> Layout | None:
+        """The layout that the store has as committed."""
+        return None if self.stored_generation is None else self.get(self.stored_generation)
+
     def know(self, layout: Layout) -> None:
         """Remember a layout that a rank runs or is asked to stage."""
         self._known[layout.generation] = layout

@@ -118,10 +118,13 @@ class Pool:
         """Believe what a rank says it holds, unless another rank said otherwise."""
         if layout is None or self.checksums is None or member.rank is None:
             return
+        concern = f"checksums of rank {member.rank}"
         fault = self.checksums.merge(layout, rank=member.rank, checksums=told)
-        if fault is not None:
-            self.faults[f"checksums of rank {member.rank}"] = fault
-            self.refusals.count("checksum_conflict", fault)
+        if fault is None:
+            self.faults.pop(concern, None)
+            return
+        self.faults[concern] = fault
+        self.refusals.count("checksum_conflict", fault)
 
     def roll(self, event: Event, *, now: float) -> Chain:
         """Tell the rollout, and carry out what it wants."""

@@ -32,10 +32,12 @@ class Member:
 
     @property
     def name(self) -> str:
+        """Stable name of the worker."""
         return self.hello.worker
 
     @property
     def connected(self) -> bool:
+        """Whether the worker has a stream now."""
         return self.gone_reason is None
 
 

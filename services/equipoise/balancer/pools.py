@@ -1,0 +1,127 @@
+"""`Pools`: all pools of a balancer, each run by its own task."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from equipoise.balancer.controller import PoolController
+from equipoise.balancer.errors import RefusedWorkerError, UnknownPoolError
+from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.memory import PoolMemory, recall
+from equipoise.balancer.runner import Clock, PoolRunner
+from equipoise.balancer.store import Store
+from equipoise.planning.policy import Policy
+from equipoise.wire.messages import Hello
+
+MAX_POOLS = 256
+"""Pools of one balancer; the bound keeps a peer from making them without end."""
+
+TERM = 1
+"""Fencing number of writes. The embedded store lets one process in, so it never has to grow."""
+
+_log = logging.getLogger(__name__)
+
+
+class Pools:
+    """Pools by name, those of the store from the start. Used as an asynchronous context."""
+
+    def __init__(self, *, store: Store, policy: Policy, clock: Clock) -> None:
+        self._store = store
+        self._policy = policy
+        self._clock = clock
+        self._runners: dict[str, PoolRunner] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
+
+    async def __aenter__(self) -> Self:
+        for name in await self._store.pools():
+            memory = await recall(self._store, name)
+            self._register(name, self._runner(name, memory))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # A plan that is being computed ends by itself, and nobody waits for it.
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def admit(self, hello: Hello, mailbox: Mailbox) -> PoolRunner:
+        """Let a worker into its pool; the first one that fits makes the pool.
+
+        Raises:
+            RefusedWorkerError: it cannot be in that pool.
+        """
+        runner = self._runners.get(hello.pool)
+        if runner is None:
+            if len(self._runners) >= MAX_POOLS:
+                raise RefusedWorkerError(
+                    "hello_too_many_pools",
+                    f"worker {hello.worker}: this balancer has {MAX_POOLS} pools already: name "
+                    f"one of them, or start another balancer",
+                )
+            fresh = self._runner(hello.pool, PoolMemory())
+            fresh.admit(hello, mailbox)
+            self._register(hello.pool, fresh)
+            return fresh
+        runner.admit(hello, mailbox)
+        return runner
+
+    def refuse_worker(self, pool: str, worker: str, *, kind: str, reason: str) -> None:
+        """Count a worker that was refused, in its pool if there is one."""
+        runner = self._runners.get(pool)
+        if runner is None:
+            _log.warning("refused (%s): %s", kind, reason)
+        else:
+            runner.refuse(worker, kind=kind, reason=reason)
+
+    def names(self) -> tuple[str, ...]:
+        """All pools, sorted by name."""
+        return tuple(sorted(self._runners))
+
+    def find(self, name: str) -> PoolRunner:
+        """A pool by its name, which may be empty when there is exactly one.
+
+        Raises:
+            UnknownPoolError: there is no such pool, or the name was left out and there are several.
+        """
+        if not name and len(self._runners) == 1:
+            return next(iter(self._runners.values()))
+        runner = self._runners.get(name)
+        if runner is not None:
+            return runner
+        if not self._runners:
+            raise UnknownPoolError(
+                "there is no pool yet: start workers with this balancer's address"
+            )
+        known = ", ".join(self.names())
+        if not name:
+            raise UnknownPoolError(f"there are several pools, name one of them: {known}")
+        raise UnknownPoolError(f"there is no pool {name!r}; there are: {known}")
+
+    def _runner(self, name: str, memory: PoolMemory) -> PoolRunner:
+        return PoolRunner(
+            PoolController(name, policy=self._policy, memory=memory),
+            store=self._store,
+            term=TERM,
+            clock=self._clock,
+            executor=self._executor,
+        )
+
+    def _register(self, name: str, runner: PoolRunner) -> None:
+        self._runners[name] = runner
+        task = asyncio.create_task(runner.run(), name=f"pool {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("%s broke down", task.get_name(), exc_info=task.exception())

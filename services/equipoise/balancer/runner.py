@@ -1,0 +1,232 @@
+"""`PoolRunner`: the hands of one pool. It does what `PoolController` wants, in order, with bounds.
+
+Owns the pool's streams, its ticks and its writes. It decides nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from equipoise.balancer.controller import PoolController
+from equipoise.balancer.effects import (
+    Chain,
+    Propose,
+    Send,
+    Write,
+    WriteAdopted,
+    WriteAverage,
+    WriteCommitted,
+    WriteDecision,
+    WriteMembership,
+    WriteProposed,
+)
+from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.pool import Pool
+from equipoise.balancer.proposal import ProposalRequest, propose
+from equipoise.balancer.store import Store, StoreError
+from equipoise.wire.messages import HeartbeatAck, Hello, WorkerMessage
+
+TICK_S = 0.1
+"""Seconds between looks at the clock; every bound of a policy is late by this at most."""
+
+WRITE_TIMEOUT_S = 10.0
+"""Seconds a write may take before it counts as failed."""
+
+PLAN_TIMEOUT_S = 60.0
+"""Seconds a plan may take; its window is long over by then."""
+
+Clock = Callable[[], float]
+
+_log = logging.getLogger(__name__)
+
+
+class PoolRunner:
+    """Runs one pool until its task is cancelled.
+
+    `term` fences writes, `clock` gives unix time that never runs backwards, `executor` is where
+    plans are computed.
+    """
+
+    def __init__(
+        self,
+        controller: PoolController,
+        *,
+        store: Store,
+        term: int,
+        clock: Clock,
+        executor: Executor,
+    ) -> None:
+        self._controller = controller
+        self._store = store
+        self._term = term
+        self._clock = clock
+        self._executor = executor
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._chains: asyncio.Queue[Chain] = asyncio.Queue()
+        self._changed = asyncio.Event()
+
+    @property
+    def pool(self) -> Pool:
+        """The state, to be read only."""
+        return self._controller.pool
+
+    def admit(self, hello: Hello, mailbox: Mailbox) -> None:
+        """Let a worker in; the stream it had before, if any, is closed.
+
+        Raises:
+            RefusedWorkerError: it cannot be in this pool; its earlier stream, if any, stays.
+        """
+        chain = self._controller.hello(hello, now=self._clock())
+        previous = self._mailboxes.get(hello.worker)
+        if previous is not None:
+            _log.info("%s: worker %s opened a newer stream", hello.pool, hello.worker)
+            previous.close()
+        self._mailboxes[hello.worker] = mailbox
+        _log.info("%s: worker %s at %s is connected", hello.pool, hello.worker, hello.address)
+        self._submit(chain)
+
+    def receive(self, worker: str, mailbox: Mailbox, value: WorkerMessage) -> None:
+        """Take what a worker said; the last words of a stream that was replaced are dropped.
+
+        Raises:
+            InvalidMessageError, InvalidReportError: it cannot be used; the rest goes on.
+        """
+        if self._mailboxes.get(worker) is mailbox:
+            self._submit(self._controller.message(worker, value, now=self._clock()))
+
+    def refuse(self, worker: str, *, kind: str, reason: str) -> None:
+        """Count what was refused and tell the worker, if it is in."""
+        _log.warning("%s: refused (%s): %s", self.pool.name, kind, reason)
+        self._submit(self._controller.refuse(worker, kind=kind, reason=reason, now=self._clock()))
+
+    def leave(self, worker: str, mailbox: Mailbox, *, reason: str) -> None:
+        """A stream has ended; it matters only if it is the worker's newest."""
+        if self._mailboxes.get(worker) is not mailbox:
+            return
+        del self._mailboxes[worker]
+        _log.info("%s: worker %s is gone: %s", self.pool.name, worker, reason)
+        self._submit(self._controller.lost(worker, reason=reason, now=self._clock()))
+
+    async def until_changed(self, revision: int) -> None:
+        """Wait until the pool's revision is another one than `revision`."""
+        while self.pool.revision == revision:
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Tick, and do what is wanted, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tick())
+            while True:
+                chain = await self._chains.get()
+                await self._perform(chain, tasks)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._submit(self._controller.tick(now=self._clock()))
+            except Exception:  # noqa: BLE001
+                # A fault of ours must not take the pool's streams down; the next tick may succeed.
+                _log.exception("%s: a tick failed", self.pool.name)
+
+    def _submit(self, chain: Chain) -> None:
+        """Queue a chain; answers to heartbeats overtake it: a slow store is no hung balancer."""
+        for effect in chain:
+            if isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck):
+                self._post(effect)
+        rest = tuple(
+            effect
+            for effect in chain
+            if not (isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck))
+        )
+        if rest:
+            self._chains.put_nowait(rest)
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _perform(self, chain: Chain, tasks: asyncio.TaskGroup) -> None:
+        for effect in chain:
+            match effect:
+                case Send():
+                    self._post(effect)
+                case Propose():
+                    tasks.create_task(self._propose(effect.request))
+                case _:
+                    if not await self._write(effect):
+                        return
+
+    def _post(self, send: Send) -> None:
+        mailbox = self._mailboxes.get(send.worker)
+        if mailbox is not None:
+            mailbox.post(send.message)
+
+    async def _propose(self, request: ProposalRequest) -> None:
+        loop = asyncio.get_running_loop()
+        started_s = time.perf_counter()
+        try:
+            proposal = await asyncio.wait_for(
+                loop.run_in_executor(self._executor, propose, request), PLAN_TIMEOUT_S
+            )
+        except Exception:  # noqa: BLE001 - whatever the planner did, the pool goes on
+            _log.exception("%s: planning failed; the next window tries again", self.pool.name)
+            self._controller.proposal_failed()
+            return
+        plan_ms = 1000 * (time.perf_counter() - started_s)
+        self._submit(self._controller.proposed(proposal, plan_ms=plan_ms, now=self._clock()))
+
+    async def _write(self, write: Write) -> bool:
+        """Write and report back; False if the store did not take it."""
+        try:
+            written = await asyncio.wait_for(self._store_write(write), WRITE_TIMEOUT_S)
+        except (StoreError, TimeoutError) as error:
+            reason = str(error) or f"the store did not answer within {WRITE_TIMEOUT_S:g} s"
+            _log.error("%s: %s", self.pool.name, reason)
+            self._controller.write_failed(write, reason=reason)
+            self._notify()
+            return False
+        self._submit(self._controller.written(written, now=self._clock()))
+        return True
+
+    async def _store_write(self, write: Write) -> Write:
+        store, name, term = self._store, self.pool.name, self._term
+        match write:
+            case WriteProposed():
+                await store.put_proposed(name, write.layout, term=term)
+            case WriteCommitted():
+                await store.commit(name, write.generation, previous=write.previous, term=term)
+                _log.info("%s: generation %d is committed", name, write.generation)
+            case WriteAdopted():
+                await store.adopt(name, write.layout, term=term)
+            case WriteMembership():
+                await store.put_membership(name, write.membership, term=term)
+                _log.info(
+                    "%s: epoch %d: %s",
+                    name,
+                    write.membership.epoch,
+                    ", ".join(write.membership.workers),
+                )
+            case WriteAverage():
+                await store.put_average(name, write.name, write.record)
+            case WriteDecision():
+                numbered = await store.add_decision(name, write.record)
+                verdict = "yes" if numbered.accepted else "no"
+                _log.info(
+                    "%s: decision %d: %s: %s", name, numbered.sequence, verdict, numbered.reason
+                )
+                return replace(write, record=numbered)
+        return write
+
+
+def steady_clock() -> Clock:
+    """Unix time as it was at the call, and since then as monotonic as a machine can be.
+
+    One number serves bounds, which must not jump, and people, who read dates.
+    """
+    offset_s = time.time() - time.monotonic()
+    return lambda: offset_s + time.monotonic()

@@ -1,0 +1,93 @@
+"""The balancer's gRPC server: which services it has, and how it starts and stops."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from equipoise.balancer.errors import BalancerError
+from equipoise.balancer.pools import Pools
+from equipoise.balancer.runner import steady_clock
+from equipoise.balancer.status_service import StatusService
+from equipoise.balancer.store import Store
+from equipoise.balancer.worker_link import WorkerLinkService
+from equipoise.planning.policy import Policy
+from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2, worker_link_pb2_grpc
+
+_SERVICES = (
+    worker_link_pb2.DESCRIPTOR.services_by_name["WorkerLink"].full_name,
+    status_pb2.DESCRIPTOR.services_by_name["Status"].full_name,
+)
+
+_OPTIONS = (
+    # Two balancers on one port would share its workers by chance; the second must fail instead.
+    ("grpc.so_reuseport", 0),
+    # A peer whose machine vanished is noticed within 15 s although its stream is idle.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    # Workers may ping as often as every second; more often is refused as abuse.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+_HealthServicer = health.aio.HealthServicer  # type: ignore[attr-defined]  # not in its stubs
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def serving(
+    store: Store, *, listen: str, policy: Policy, stop_grace_s: float
+) -> AsyncIterator[int]:
+    """Serve on `listen` (host:port) inside the block; gives the port, which is new for port 0.
+
+    Raises:
+        BalancerError: the port cannot be listened on.
+        StoreError: the store cannot be read.
+    """
+    clock = steady_clock()
+    async with Pools(store=store, policy=policy, clock=clock) as pools:
+        server = grpc.aio.server(options=_OPTIONS)
+        worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(pools), server)
+        status_pb2_grpc.add_StatusServicer_to_server(
+            StatusService(pools, store=store, clock=clock), server
+        )
+        watched = _HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(watched, server)
+        reflection.enable_server_reflection(
+            (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        port = _bind(server, listen)
+        await server.start()
+        for name in _SERVICES:
+            await watched.set(name, health_pb2.HealthCheckResponse.SERVING)
+        _log.info("listening on %s:%d", listen.rpartition(":")[0], port)
+        try:
+            yield port
+        finally:
+            # Shielded, because a second Ctrl-C must not leave the stop half done; it is bounded.
+            await asyncio.shield(_stop(server, watched, stop_grace_s))
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> int:
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise BalancerError(
+            f"cannot listen on {listen}: the port is used by another process, or the host is not "
+            f"this machine's; choose another with --listen"
+        )
+    return port
+
+
+async def _stop(server: grpc.aio.Server, watched: Any, grace_s: float) -> None:
+    await watched.enter_graceful_shutdown()
+    await server.stop(grace_s)

@@ -1,0 +1,203 @@
+"""A pool's state as the Status service shows it. Reads, never changes."""
+
+from equipoise.balancer.health import Health
+from equipoise.balancer.loads import ClosedWindow
+from equipoise.balancer.pool import Pool
+from equipoise.balancer.roster import Member
+from equipoise.balancer.store import DecisionRecord
+from equipoise.planning.layout import Layout
+from equipoise.wire.layouts import layout_to_proto
+from equipoise_api.v1 import status_pb2 as pb
+from equipoise_api.v1 import worker_link_pb2 as link_pb
+
+_HEALTH = {
+    Health.WAITING: pb.POOL_HEALTH_WAITING,
+    Health.SERVING: pb.POOL_HEALTH_SERVING,
+    Health.DEGRADED: pb.POOL_HEALTH_DEGRADED,
+}
+
+
+def pool_status(pool: Pool, *, now: float) -> pb.PoolStatus:
+    """One pool's whole state."""
+    diagnosis = pool.diagnosis()
+    status = pb.PoolStatus(
+        pool=pool.name,
+        health=_HEALTH[diagnosis.health],
+        health_reason=diagnosis.reason,
+        epoch=pool.roster.epoch,
+        generation=pool.layouts.stored_generation or 0,
+        ranks=[_rank_status(pool, member, now=now) for member in pool.roster.seated()],
+        windows_closed=pool.windows_closed,
+        interval_s=pool.policy.interval_s,
+        refusals=[
+            pb.Refusal(kind=refusal.kind, count=refusal.count, latest=refusal.latest)
+            for refusal in pool.refusals.all()
+        ],
+        switches=_switches(pool),
+        revision=pool.revision,
+        rollouts_completed=pool.rollouts.completed,
+        rollouts_aborted=pool.rollouts.aborted,
+        windows=[_window_status(window) for window in pool.windows],
+    )
+    if pool.roster.shape is not None:
+        model = pool.roster.shape.model
+        status.model.CopyFrom(
+            link_pb.ModelShape(
+                num_layers=model.num_layers,
+                num_experts=model.num_experts,
+                num_groups=model.num_groups,
+                expert_bytes=model.expert_bytes,
+            )
+        )
+    if pool.windows:
+        latest = pool.windows[-1]
+        status.balancedness = latest.balancedness
+        status.balancedness_min_layer = latest.balancedness_min_layer
+        status.window_tokens = round(latest.tokens)
+    rollout = _rollout_status(pool, now=now)
+    if rollout is not None:
+        status.rollout.CopyFrom(rollout)
+    if pool.last_decision is not None:
+        status.last_decision.CopyFrom(decision_to_proto(pool.last_decision))
+    return status
+
+
+def pool_summary(pool: Pool) -> pb.PoolSummary:
+    """One pool in a line."""
+    return pb.PoolSummary(
+        pool=pool.name,
+        health=_HEALTH[pool.diagnosis().health],
+        generation=pool.layouts.stored_generation or 0,
+        ranks_serving=sum(
+            member.connected and member.serving and member.rank not in pool.silent
+            for member in pool.roster.seated()
+        ),
+        num_ranks=pool.roster.shape.num_ranks if pool.roster.shape is not None else 0,
+        balancedness=pool.windows[-1].balancedness if pool.windows else 0.0,
+    )
+
+
+def decision_to_proto(decision: DecisionRecord) -> pb.Decision:
+    """A verdict as it was recorded."""
+    return pb.Decision(
+        sequence=decision.sequence,
+        time_unix_s=decision.time_unix_s,
+        accepted=decision.accepted,
+        reason=decision.reason,
+        base_generation=decision.base_generation,
+        balancedness_current=decision.balancedness_current,
+        balancedness_proposed=decision.balancedness_proposed,
+        moves=decision.moves,
+        bytes=decision.bytes,
+        algorithm=decision.algorithm,
+        plan_ms=decision.plan_ms,
+        shift_detected=decision.shift_detected,
+    )
+
+
+def loads_response(pool: Pool) -> pb.GetLoadsResponse | None:
+    """The loads that decisions rest on; None before all ranks of the pool served."""
+    if pool.loads is None or pool.roster.shape is None:
+        return None
+    model = pool.roster.shape.model
+    response = pb.GetLoadsResponse(
+        num_layers=model.num_layers,
+        num_experts=model.num_experts,
+        slow_tokens_per_s=pool.loads.slow.per_second().astype("<f8").tobytes(),
+        fast_tokens_per_s=pool.loads.fast.per_second().astype("<f8").tobytes(),
+        slow_half_life_s=pool.policy.slow_half_life_s,
+        fast_half_life_s=pool.policy.fast_half_life_s,
+    )
+    if pool.windows and pool.windows[-1].load.shape == (model.num_layers, model.num_experts):
+        response.window_tokens = pool.windows[-1].load.astype("<f8").tobytes()
+    return response
+
+
+def layout_response(pool: Pool, layout: Layout) -> pb.GetLayoutResponse:
+    """A layout, with the nodes of the ranks if they are those of the epoch."""
+    nodes = [peer.node for peer in pool.roster.peers]
+    return pb.GetLayoutResponse(
+        layout=layout_to_proto(layout),
+        node_of_rank=nodes if len(nodes) == layout.num_ranks else [],
+    )
+
+
+def _rank_status(pool: Pool, member: Member, *, now: float) -> pb.RankStatus:
+    assert member.rank is not None, "seated members have a rank"
+    status = pb.RankStatus(
+        rank=member.rank,
+        worker=member.name,
+        node=member.hello.node,
+        address=member.hello.address,
+        state=_rank_state(pool, member),
+        generation=member.generation,
+        staged_generation=member.staged_generation,
+        silent_s=max(0.0, now - member.last_heard_s),
+        load_share=_load_share(pool, member.rank),
+    )
+    if member.stats is not None:
+        status.tokens_processed = member.stats.tokens_processed
+        status.tokens_generated = member.stats.tokens_generated
+        status.median_step_us = member.stats.median_step_us
+        status.active_requests = member.stats.active_requests
+        status.queued_requests = member.stats.queued_requests
+    return status
+
+
+def _rank_state(pool: Pool, member: Member) -> str:
+    if not member.connected:
+        return "gone"
+    return "silent" if member.rank in pool.silent else "connected"
+
+
+def _load_share(pool: Pool, rank: int) -> float:
+    if not pool.windows:
+        return 0.0
+    load_of_rank = pool.windows[-1].load_of_rank.sum(axis=0)
+    total = float(load_of_rank.sum())
+    if rank >= len(load_of_rank) or total <= 0:
+        return 0.0
+    return float(load_of_rank[rank]) / total
+
+
+def _rollout_status(pool: Pool, *, now: float) -> pb.RolloutStatus | None:
+    rollout = pool.rollouts.current
+    if rollout is None:
+        return None
+    expert_bytes = pool.roster.shape.model.expert_bytes if pool.roster.shape is not None else 0
+    return pb.RolloutStatus(
+        generation=rollout.target.generation,
+        state=rollout.state.value,
+        moves=pool.rollouts.moves,
+        bytes=pool.rollouts.moves * expert_bytes,
+        waves_left=pool.rollouts.waves_left,
+        staged_ranks=sorted(rollout.staged_ranks),
+        switched_ranks=sorted(rollout.switched_ranks),
+        state_age_s=max(0.0, now - rollout.entered_s),
+    )
+
+
+def _switches(pool: Pool) -> list[pb.SwitchStatus]:
+    return [
+        pb.SwitchStatus(
+            generation=switch.generation,
+            step=switch.step,
+            max_stall_us=switch.max_stall_us,
+            median_step_us=switch.median_step_us,
+            moves=switch.moves,
+            staging_s=switch.staging_s,
+            time_unix_s=switch.time_s,
+        )
+        for switch in pool.rollouts.switches
+    ]
+
+
+def _window_status(window: ClosedWindow) -> pb.WindowStatus:
+    return pb.WindowStatus(
+        window=window.number,
+        closed_unix_s=window.closed_s,
+        balancedness=window.balancedness,
+        tokens=round(window.tokens),
+        generation=window.generation,
+        shift_detected=window.shift.detected,
+    )

@@ -1,0 +1,134 @@
+"""The Status service: what anyone may ask. It changes nothing and never waits for a worker."""
+
+import asyncio
+import math
+from typing import Any, NoReturn
+
+import grpc
+
+from equipoise.balancer.errors import UnknownPoolError
+from equipoise.balancer.pools import Pools
+from equipoise.balancer.runner import Clock, PoolRunner
+from equipoise.balancer.status import (
+    decision_to_proto,
+    layout_response,
+    loads_response,
+    pool_status,
+    pool_summary,
+)
+from equipoise.balancer.store import MAX_DECISIONS, Store, StoreError
+from equipoise_api.v1 import status_pb2 as pb
+from equipoise_api.v1 import status_pb2_grpc as pb_grpc
+
+DEFAULT_WATCH_INTERVAL_S = 0.5
+"""Least time between two messages of a watch that does not ask for another."""
+
+SHORTEST_WATCH_INTERVAL_S = 0.05
+"""Watchers cannot ask for more than twenty messages a second."""
+
+DEFAULT_DECISIONS = 20
+"""Decisions listed when no limit is named."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class StatusService(pb_grpc.StatusServicer):
+    """Answers from the pools' memory; older layouts and decisions come from the store."""
+
+    def __init__(self, pools: Pools, *, store: Store, clock: Clock) -> None:
+        self._pools = pools
+        self._store = store
+        self._clock = clock
+
+    async def ListPools(  # noqa: N802 - the contract's name
+        self, request: pb.ListPoolsRequest, context: _Context
+    ) -> pb.ListPoolsResponse:
+        """All pools, sorted by name."""
+        del request, context
+        return pb.ListPoolsResponse(
+            pools=[pool_summary(self._pools.find(name).pool) for name in self._pools.names()]
+        )
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: _Context
+    ) -> pb.GetStatusResponse:
+        """One pool's whole state."""
+        runner = await self._find(request.pool, context)
+        return pb.GetStatusResponse(status=pool_status(runner.pool, now=self._clock()))
+
+    async def WatchStatus(  # type: ignore[override]  # noqa: N802
+        self, request: pb.WatchStatusRequest, context: _Context
+    ) -> None:
+        """The state now, and again after it changed."""
+        runner = await self._find(request.pool, context)
+        interval_s = request.min_interval_s or DEFAULT_WATCH_INTERVAL_S
+        if not (math.isfinite(interval_s) and interval_s > 0):
+            await _refuse(
+                context, f"min_interval_s must be a positive number of seconds, not {interval_s}"
+            )
+        while True:
+            status = pool_status(runner.pool, now=self._clock())
+            await context.write(pb.WatchStatusResponse(status=status))
+            await asyncio.sleep(max(interval_s, SHORTEST_WATCH_INTERVAL_S))
+            await runner.until_changed(status.revision)
+
+    async def GetLayout(  # noqa: N802
+        self, request: pb.GetLayoutRequest, context: _Context
+    ) -> pb.GetLayoutResponse:
+        """The committed layout, or one that the store still keeps."""
+        runner = await self._find(request.pool, context)
+        pool = runner.pool
+        if request.generation == 0:
+            layout = pool.layouts.committed
+        else:
+            try:
+                layout = await self._store.layout(pool.name, request.generation)
+            except StoreError as error:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        if layout is None:
+            wanted = f"generation {request.generation}" if request.generation else "layout yet"
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"pool {pool.name} has no {wanted}; its next is {pool.layouts.next_generation}",
+            )
+        return layout_response(pool, layout)
+
+    async def GetLoads(  # noqa: N802
+        self, request: pb.GetLoadsRequest, context: _Context
+    ) -> pb.GetLoadsResponse:
+        """Both averages and the latest window, by logical expert."""
+        runner = await self._find(request.pool, context)
+        response = loads_response(runner.pool)
+        if response is None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"pool {runner.pool.name} has no loads yet: {runner.pool.diagnosis().reason}",
+            )
+        return response
+
+    async def ListDecisions(  # noqa: N802
+        self, request: pb.ListDecisionsRequest, context: _Context
+    ) -> pb.ListDecisionsResponse:
+        """Past verdicts, newest first."""
+        runner = await self._find(request.pool, context)
+        if request.limit > MAX_DECISIONS:
+            await _refuse(context, f"limit must be at most {MAX_DECISIONS}, not {request.limit}")
+        try:
+            decisions = await self._store.decisions(
+                runner.pool.name, limit=request.limit or DEFAULT_DECISIONS
+            )
+        except StoreError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        return pb.ListDecisionsResponse(
+            decisions=[decision_to_proto(decision) for decision in decisions]
+        )
+
+    async def _find(self, name: str, context: _Context) -> PoolRunner:
+        try:
+            return self._pools.find(name)
+        except UnknownPoolError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+
+async def _refuse(context: _Context, reason: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)

@@ -1,0 +1,122 @@
+"""The WorkerLink service: one stream a worker, in which one cannot harm another."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import grpc
+
+from equipoise.balancer.errors import RefusedWorkerError
+from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.pools import Pools
+from equipoise.balancer.runner import PoolRunner
+from equipoise.planning.errors import InvalidReportError
+from equipoise.wire.convert import from_worker, to_worker
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import Hello, Leaving, Rejection
+from equipoise_api.v1 import worker_link_pb2 as pb
+from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
+
+HELLO_TIMEOUT_S = 10.0
+"""Seconds a stream may stay without saying who it is."""
+
+DRAIN_TIMEOUT_S = 1.0
+"""Seconds the last messages of a stream may take to leave."""
+
+_Requests = AsyncIterator[pb.ConnectRequest]
+_Context = grpc.aio.ServicerContext[pb.ConnectRequest, pb.ConnectResponse]
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerLinkService(pb_grpc.WorkerLinkServicer):
+    """Turns streams into words for the pools, and the pools' words into messages."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    # A coroutine that writes, not a generator: its clean-up runs the moment it is cancelled.
+    async def Connect(  # type: ignore[override]  # noqa: N802 - the contract's name
+        self, request_iterator: _Requests, context: _Context
+    ) -> None:
+        """Serve one worker for as long as its stream lives."""
+        mailbox = Mailbox()
+        try:
+            hello = await self._introduction(request_iterator)
+            runner = await self._admit(hello, mailbox)
+        except (InvalidMessageError, RefusedWorkerError) as error:
+            await context.write(to_worker(Rejection(reason=str(error), fatal=True)))
+            return
+        reason = "its stream was cut"
+        try:
+            reason = await _converse(request_iterator, context, hello, runner, mailbox)
+        finally:
+            runner.leave(hello.worker, mailbox, reason=reason)
+
+    async def _introduction(self, requests: _Requests) -> Hello:
+        try:
+            first = await asyncio.wait_for(anext(requests), HELLO_TIMEOUT_S)
+            hello = from_worker(first, hello=None)
+        except (TimeoutError, StopAsyncIteration):
+            raise InvalidMessageError(
+                "hello_missing", f"a stream must say Hello within {HELLO_TIMEOUT_S:g} s"
+            ) from None
+        except InvalidMessageError as error:
+            self._pools.refuse_worker("", "", kind=error.kind, reason=str(error))
+            raise
+        assert isinstance(hello, Hello), "the first message is Hello or refused"
+        return hello
+
+    async def _admit(self, hello: Hello, mailbox: Mailbox) -> PoolRunner:
+        try:
+            return await self._pools.admit(hello, mailbox)
+        except RefusedWorkerError as error:
+            self._pools.refuse_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
+            raise
+
+
+async def _converse(
+    requests: _Requests, context: _Context, hello: Hello, runner: PoolRunner, mailbox: Mailbox
+) -> str:
+    """Read and write until either side is done; returns why the conversation ended."""
+    reader = asyncio.create_task(_read(requests, hello, runner, mailbox))
+    writer = asyncio.create_task(_write(mailbox, context))
+    try:
+        await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+        if not reader.done():
+            broke = writer.exception() is not None
+            return "its stream broke" if broke else "a newer stream took its place"
+        mailbox.close()
+        await asyncio.wait({writer}, timeout=DRAIN_TIMEOUT_S)
+        return reader.result()
+    finally:
+        reader.cancel()
+        writer.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+
+async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: Mailbox) -> str:
+    reason = "its stream ended"
+    try:
+        async for request in requests:
+            try:
+                value = from_worker(request, hello=hello)
+                runner.receive(hello.worker, mailbox, value)
+            except (InvalidMessageError, InvalidReportError) as error:
+                text = f"worker {hello.worker}: {error}"
+                runner.refuse(hello.worker, kind=error.kind, reason=text)
+                continue
+            if isinstance(value, Leaving):
+                reason = f"it left: {value.reason}"
+    except Exception:  # noqa: BLE001
+        # A fault of ours ends this stream only; the worker reconnects and says what it runs.
+        _log.exception("the stream of worker %s failed", hello.worker)
+        return "the balancer failed on a message"
+    return reason
+
+
+async def _write(mailbox: Mailbox, context: _Context) -> None:
+    async for message in mailbox.messages():
+        await context.write(to_worker(message))
