@@ -54,6 +54,11 @@ def run(settings: DemoSettings) -> int:
         DemoError: the demo cannot be run as asked.
         FleetError: a process ended by itself or was not ready in time.
     """
+    if not (settings.checkpoint / "config.json").is_file():
+        raise DemoError(
+            f"there is no checkpoint in {settings.checkpoint}: name a folder with a config.json "
+            f"by --checkpoint, or leave it out for the one that comes with the package"
+        )
     console = Console(highlight=False)
     try:
         outcome = asyncio.run(_run(settings, console))

@@ -12,12 +12,10 @@ from typing import Self
 import torch
 
 from equipoise.cli.traffic import Prompt
+from equipoise.worker.core import ROW_BLOCK
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.generate import greedy
 from equipoise_model.transformer import Transformer
-
-ROW_BLOCK = 16
-"""Rows of every product, as in the workers' batch-invariant mode."""
 
 
 class ReferenceModel:

@@ -1,0 +1,48 @@
+import asyncio
+
+import pytest
+from rich.console import Console
+
+from equipoise.cli.demo import Demo, DemoError, DemoSettings, run
+from equipoise.cli.demo_view import PlainScreen
+from equipoise.cli.fleet import Fleet, FleetError
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"workers": 3}, r"nodes \(2\) must divide workers \(3\)"),
+        ({"max_output_tokens": 5}, "max_output_tokens"),
+        ({"interval_s": 0.0}, "interval_s must be above 0"),
+        ({"seconds_per_domain": float("nan")}, "seconds_per_domain"),
+        ({"domains": ()}, "domains must name one or more"),
+        ({"domains": ("poems",)}, "code, english, arithmetic"),
+    ],
+)
+def test_settings_outside_their_range_are_named_with_it(changes, words):
+    with pytest.raises(DemoError, match=words):
+        DemoSettings(**changes)
+
+
+def test_a_process_that_fails_at_the_start_ends_the_demo_with_its_last_words(tmp_path):
+    state = tmp_path / "state.sqlite"
+    state.write_text("this is no database, and long enough to be taken for a damaged one" * 100)
+    settings = DemoSettings(listen="127.0.0.1:0")
+
+    async def demo() -> None:
+        screen = PlainScreen(Console(quiet=True))
+        async with Fleet(tmp_path) as fleet:
+            await Demo(settings, fleet=fleet, screen=screen, state=state).run()
+
+    with pytest.RaisesGroup(FleetError, flatten_subgroups=True) as caught:
+        asyncio.run(demo())
+    (error,) = caught.value.exceptions
+    assert "balancer ended by itself" in str(error)
+    assert "state.sqlite" in str(error)
+
+
+def test_a_missing_checkpoint_is_one_fault(tmp_path):
+    settings = DemoSettings(listen="127.0.0.1:0", checkpoint=tmp_path / "nowhere", plain=True)
+    with pytest.raises(DemoError, match="nowhere"):
+        run(settings)

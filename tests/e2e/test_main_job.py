@@ -1,0 +1,221 @@
+"""The main job with real processes: a balancer, workers, traffic that shifts, and every way out."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import psutil
+import pytest
+
+from equipoise.cli.fleet import Fleet, free_address
+from equipoise.cli.status_feed import StatusFeed
+from equipoise_api.v1 import status_pb2, worker_pb2, worker_pb2_grpc
+
+pytestmark = pytest.mark.e2e
+
+BOUND_S = 60.0
+EQUIPOISE = (sys.executable, "-m", "equipoise.cli.main")
+
+
+@contextmanager
+def demo(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A demo of two ranks as a process of its own; killed in the end if it still runs."""
+    command = [*EQUIPOISE, "demo", "--plain", "--listen", free_address("127.0.0.1:0")]
+    small = ["--workers", "2", "--slots-per-rank", "20", "--prompts-per-domain", "8"]
+    with subprocess.Popen(
+        [*command, *small, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    """What the process prints up to a line with these words; pytest's timeout is the bound."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return "".join(lines)
+    raise AssertionError(f"it ended without saying {words!r}:\n{''.join(lines)}")
+
+
+def one_line_of(*arguments: str) -> str:
+    """The one line on stderr of a command that must fail at once."""
+    done = subprocess.run(
+        [*EQUIPOISE, *arguments], capture_output=True, text=True, timeout=BOUND_S, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("equipoise: ")
+    return line
+
+
+async def serving_pool(address: str) -> status_pb2.PoolStatus:
+    """The status of the default pool as soon as all its ranks serve."""
+    feed = StatusFeed(address, pool="default")
+    following = asyncio.create_task(feed.run())
+    try:
+        return await feed.until(
+            lambda status: status.health == status_pb2.POOL_HEALTH_SERVING, timeout_s=BOUND_S
+        )
+    finally:
+        following.cancel()
+
+
+async def generate(
+    address: str, max_tokens: int, *, begun: asyncio.Event | None = None
+) -> list[int]:
+    """Tokens of one request; `begun` is set with the first of them."""
+    tokens: list[int] = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.InferenceStub(channel).Generate(
+            worker_pb2.GenerateRequest(prompt=b"def ", max_tokens=max_tokens)
+        )
+        async for response in call:
+            tokens += response.tokens
+            if begun is not None:
+                begun.set()
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    """What a short run of the whole demo reports: four ranks, two domains, windows of 2.5 s."""
+    document = tmp_path_factory.mktemp("demo") / "figures.json"
+    done = subprocess.run(
+        [
+            *EQUIPOISE, "demo", "--plain", "--json", str(document),
+            "--listen", free_address("127.0.0.1:0"),
+            "--domains", "code,arithmetic", "--interval-s", "2.5", "--seconds-per-domain", "15",
+            "--prompts-per-domain", "24",
+        ],
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(document.read_text())
+
+
+def test_no_request_fails_and_no_token_changes(figures):
+    assert figures["failed_requests"] == 0
+    assert figures["tokens_compared"] > 1000
+    assert figures["tokens_identical"] == figures["tokens_compared"]
+
+
+def test_no_step_runs_in_two_generations(figures):
+    assert figures["steps_of_two_generations"] == 0
+
+
+def test_balance_is_lost_by_a_shift_and_comes_back_by_a_rollout(figures):
+    (shift,) = figures["shifts"]
+    assert shift["max_over_mean_after"] > 1.2
+    assert shift["intervals_to_recover"] is not None
+    assert any(switch["span"][1] > shift["at_s"] for switch in figures["switches"])
+    assert figures["balancedness_recovered"] >= 1 / 1.2
+    assert figures["balancedness_recovered"] > figures["balancedness_after_shift"]
+
+
+def test_the_figures_have_the_keys_that_others_read(figures):
+    assert set(figures) >= {
+        "balancedness_before_shift",
+        "balancedness_after_shift",
+        "balancedness_recovered",
+        "intervals_to_recover",
+        "rollouts",
+        "failed_requests",
+        "tokens_identical",
+        "tokens_compared",
+        "max_switch_stall_ms",
+        "median_step_ms",
+        "p95_inter_token_ratio_during_rollout",
+        "peak_memory_bytes",
+    }
+    assert figures["rollouts"] >= 1
+    assert figures["peak_memory_bytes"] < 6 * 2**30
+    assert figures["max_switch_stall_ms"] > 0
+    assert figures["median_step_ms"] > 0
+
+
+@pytest.mark.parametrize("moment", ["the balancer serves", "ranks on 2 nodes serve"])
+def test_an_interrupt_at_any_moment_ends_everything_cleanly(moment):
+    with demo() as process:
+        read_until(process, moment)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert family
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=BOUND_S)
+        assert process.returncode == 130
+        assert "Traceback" not in rest
+        _, alive = psutil.wait_procs(family, timeout=0)
+        assert not alive
+
+
+def test_nothing_outlives_a_demo_that_is_killed():
+    with demo() as process:
+        read_until(process, "code traffic")
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3
+        process.kill()
+    _, alive = psutil.wait_procs(family, timeout=BOUND_S)
+    assert not alive
+
+
+async def test_workers_serve_on_without_a_balancer_and_come_back_to_it(tmp_path):
+    address = free_address("127.0.0.1:0")
+    balancer = [
+        "balancer", f"--listen={address}", f"--state={tmp_path / 'state.sqlite'}", "--interval-s=1",
+    ]  # fmt: skip
+    async with Fleet(tmp_path) as fleet, asyncio.timeout(BOUND_S):
+        await fleet.start("balancer", balancer)
+        for rank in range(2):
+            await fleet.start(
+                f"worker-{rank}",
+                [
+                    "worker", f"--balancer={address}", f"--worker=worker-{rank}",
+                    "--num-ranks=2", "--slots-per-rank=20",
+                ],
+            )  # fmt: skip
+        before = await serving_pool(address)
+        workers = [rank.address for rank in before.ranks]
+
+        begun = asyncio.Event()
+        running = asyncio.create_task(generate(workers[0], 150, begun=begun))
+        await begun.wait()
+        await fleet.stop("balancer", with_signal=signal.SIGKILL)
+        assert len(await running) == 150
+        assert [len(await generate(worker, 8)) for worker in workers] == [8, 8]
+
+        await fleet.start("balancer", balancer)
+        after = await serving_pool(address)
+        assert [len(await generate(worker, 8)) for worker in workers] == [8, 8]
+    assert after.epoch == before.epoch
+    assert [rank.worker for rank in after.ranks] == [rank.worker for rank in before.ranks]
+
+
+def test_a_missing_checkpoint_is_one_line(tmp_path):
+    line = one_line_of("worker", "--checkpoint", str(tmp_path / "nowhere"))
+    assert "nowhere" in line
+
+
+def test_a_used_port_is_one_line(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        line = one_line_of("balancer", "--listen", address, "--state", str(tmp_path / "state"))
+    assert address in line
+
+
+def test_an_unreachable_balancer_is_one_line():
+    address = free_address("127.0.0.1:0")
+    assert address in one_line_of("status", "--address", address)
