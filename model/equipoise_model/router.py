@@ -28,8 +28,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Float32 sigmoid gate with a correction bias for the choice; Hugging Face calls it `gate`.
 
-    `weight` is [E, D]. `e_score_correction_bias` is a float32 buffer [E] in every compute dtype:
-    training moves it by a sign rule, not by gradients.
+    `weight` is [E, D]. `e_score_correction_bias` is a buffer [E], for training moves it by a sign
+    rule and not by gradients.
     """
 
     e_score_correction_bias: Tensor

@@ -1,0 +1,136 @@
+import dataclasses
+import json
+
+import pytest
+
+from equipoise_model.config import (
+    TINY,
+    ModelConfig,
+    RopeConfig,
+    UnsupportedConfigError,
+    yarn_mscale,
+)
+from equipoise_model.transformer import Transformer
+
+YARN_FIELDS = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def test_the_shipped_preset_is_small_and_fits_matrix_tiles():
+    model = Transformer(TINY, mtp=True)
+    assert sum(p.numel() for p in model.parameters()) < 4_100_000
+    odd = [name for name, p in model.named_parameters() if any(size % 16 for size in p.shape)]
+    assert not odd
+
+
+def test_a_config_survives_its_json(config, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.to_dict()))
+    assert ModelConfig.from_json(file) == config
+
+
+def test_transformers_reads_and_writes_the_same_config(config, tmp_path):
+    from transformers import DeepseekV3Config
+
+    theirs = DeepseekV3Config(**config.to_dict())
+    theirs.save_pretrained(tmp_path)
+    assert ModelConfig.from_json(tmp_path / "config.json") == config
+    assert theirs.rope_parameters["rope_theta"] == config.rope.rope_theta
+
+
+def test_both_forms_of_rope_fields_mean_the_same():
+    base = {k: v for k, v in TINY.to_dict().items() if k != "rope_parameters"}
+    old = base | {"rope_theta": 5000, "rope_scaling": {"type": "yarn", **YARN_FIELDS}}
+    new = base | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5000, **YARN_FIELDS}}
+    assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
+    assert ModelConfig.from_dict(old).rope == RopeConfig(rope_theta=5000, **YARN_FIELDS)
+
+
+def test_a_config_without_rope_fields_rotates_plainly():
+    values = {k: v for k, v in TINY.to_dict().items() if k != "rope_parameters"}
+    assert ModelConfig.from_dict(values | {"rope_scaling": None}).rope == RopeConfig()
+
+
+def test_yarn_sharpens_the_scores_of_the_published_model():
+    published = dataclasses.replace(
+        TINY, qk_nope_head_dim=128, qk_rope_head_dim=64, rope=RopeConfig(**YARN_FIELDS)
+    )
+    assert published.softmax_scale == pytest.approx(0.13523378, abs=1e-8)
+    assert yarn_mscale(1.0, 1.0) == 1.0
+
+
+def test_an_expert_is_three_matrices_of_two_bytes_a_weight():
+    assert TINY.expert_bytes == 3 * 128 * 48 * 2
+    assert TINY.num_moe_layers == 4
+    assert TINY.latent_dim == 80
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("scoring_func", "softmax"),
+        ("topk_method", "greedy"),
+        ("attention_bias", True),
+        ("tie_word_embeddings", True),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("model_type", "deepseek_v2"),
+        ("num_key_value_heads", 1),
+        ("hidden_size", 0),
+        ("hidden_size", "128"),
+        ("hidden_size", 128.5),
+        ("hidden_size", True),
+        ("norm_topk_prob", 1),
+        ("rms_norm_eps", float("nan")),
+        ("q_lora_rank", 0),
+        ("qk_rope_head_dim", 7),
+        ("first_k_dense_replace", 5),
+        ("num_nextn_predict_layers", -1),
+        ("n_group", 3),
+        ("n_group", 32),
+        ("topk_group", 9),
+        ("num_experts_per_tok", 17),
+        ("sliding_window", 4096),
+    ],
+)
+def test_a_value_that_the_model_does_not_compute_is_refused_by_name(name, value):
+    with pytest.raises(UnsupportedConfigError, match=name):
+        ModelConfig.from_dict(TINY.to_dict() | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, "linear"),
+        ({"rope_type": "yarn"}, "factor"),
+        ({"rope_type": "yarn", "factor": 0.5}, "factor"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5}, "beta_fast"),
+        ({"rope_type": "yarn", "factor": "2"}, "factor"),
+        ({"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}, "attention_factor"),
+        ({"rope_theta": 0.0}, "rope_theta"),
+        ("yarn", "rope_parameters"),
+    ],
+)
+def test_rope_fields_that_are_not_understood_are_refused_by_name(rope, named):
+    with pytest.raises(UnsupportedConfigError, match=named):
+        ModelConfig.from_dict(TINY.to_dict() | {"rope_parameters": rope})
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "q_lora_rank", "topk_group"])
+def test_a_missing_field_is_named(name):
+    values = {k: v for k, v in TINY.to_dict().items() if k != name}
+    with pytest.raises(UnsupportedConfigError, match=f"{name} is missing"):
+        ModelConfig.from_dict(values)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
+def test_a_file_that_is_no_json_object_is_refused_by_name(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UnsupportedConfigError, match=r"config\.json"):
+        ModelConfig.from_json(tmp_path / "config.json")
