@@ -1,0 +1,116 @@
+import shlex
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from equipoise.balancer.settings import BalancerSettings
+from equipoise.cli.demo_settings import DemoSettings
+from equipoise.cli.options import command_from, explanations
+from equipoise.cli.status_settings import StatusSettings
+from equipoise.planning.policy import Policy
+from equipoise.worker.settings import WorkerSettings
+
+
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    half_life_s: float = 2.5
+    """Seconds."""
+
+    def __post_init__(self):
+        if self.half_life_s <= 0:
+            raise ValueError("half_life_s must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    name: str = "a"
+    """What people
+    call it."""
+    colour: Colour = Colour.RED
+    """Of the thing."""
+    words: tuple[str, ...] = ("one", "two")
+    """Some."""
+    file: Path | None = None
+    """Where to."""
+    found: int = field(default_factory=lambda: 7)
+    """Made at the start."""
+    loud: bool = False
+    """Or not."""
+    careful: bool = True
+    """Or not."""
+    inner: Inner = field(default_factory=Inner)
+    """The rest."""
+
+
+def settings_from(kind, line):
+    """The settings that a command line makes, and what was printed."""
+    made = []
+    app = typer.Typer(add_completion=False)
+    app.command()(command_from(kind, lambda settings: made.append(settings) or 0))
+    result = CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": "200"})
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return (made[0] if made else None), result
+
+
+@pytest.mark.parametrize(
+    "kind", [Outer, BalancerSettings, WorkerSettings, StatusSettings, DemoSettings]
+)
+def test_no_options_make_the_default_settings(kind):
+    assert settings_from(kind, "")[0] == kind()
+
+
+def test_every_kind_of_field_can_be_given():
+    line = (
+        "--name b --colour blue --words x,y,z --file out.json --found 9 --loud --no-careful "
+        "--half-life-s 0.5"
+    )
+    assert settings_from(Outer, line)[0] == Outer(
+        name="b",
+        colour=Colour.BLUE,
+        words=("x", "y", "z"),
+        file=Path("out.json"),
+        found=9,
+        loud=True,
+        careful=False,
+        inner=Inner(half_life_s=0.5),
+    )
+
+
+def test_the_policy_is_part_of_the_balancers_options():
+    made, _ = settings_from(BalancerSettings, "--interval-s 4 --algorithm global --state s.sqlite")
+    assert made.policy == Policy(interval_s=4.0, algorithm="global")
+    assert made.state == Path("s.sqlite")
+
+
+def test_the_help_has_each_fields_docstring_and_default():
+    _, result = settings_from(Outer, "--help")
+    for words in ("What people call it. [default: a]", "Seconds. [default: 2.5]", "one,two"):
+        assert words in result.output
+    assert "--no-loud" not in result.output
+    assert "--no-careful" in result.output
+
+
+def test_a_word_that_no_option_has_is_a_usage_error():
+    _, result = settings_from(Outer, "--colour green")
+    assert result.exit_code == 2
+    assert "green" in result.output
+
+
+def test_what_settings_refuse_is_raised_as_it_is():
+    with pytest.raises(ValueError, match="half_life_s must be above 0"):
+        settings_from(Outer, "--half-life-s 0")
+
+
+def test_explanations_are_the_strings_below_the_fields():
+    assert explanations(Inner) == {"half_life_s": "Seconds."}
+    assert explanations(Outer)["name"] == "What people call it."
