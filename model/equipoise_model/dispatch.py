@@ -150,6 +150,7 @@ class ExpertStep:
         """
         layer = self._layer
         self._layer += 1
+        assert x_TD.shape[0] == self._token_ids_T.shape[0]
         assert experts.num_slots == self._placement.slots_per_rank
         slots_TK = self._choose_slots(routing.expert_ids_TK, layer=layer)
         run = self._run_here if self._ranks.alone else self._run_everywhere

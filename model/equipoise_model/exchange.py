@@ -95,6 +95,9 @@ class _AllToAll(torch.autograd.Function):
 def _all_to_all(
     x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> Tensor:
+    # A programmer's fault must not look like a peer's: torch raises RuntimeError for both.
+    assert sum(send) == x_ND.shape[0]
+    assert len(send) == len(receive) == dist.get_world_size(group)
     received = x_ND.new_empty(sum(receive), *x_ND.shape[1:])
     try:
         dist.all_to_all_single(received, x_ND.contiguous(), receive, send, group=group)
