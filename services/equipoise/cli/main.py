@@ -21,11 +21,8 @@ from equipoise.worker.settings import WorkerSettings
 EXIT_FAULT = 1
 EXIT_INTERRUPTED = 130
 
-_WORKER_PACKAGES = {"torch", "safetensors", "equipoise_model", "equipoise_kernels"}
-
-
-class MissingPackageError(RuntimeError):
-    """The command needs packages of the worker that are not installed."""
+_OWN_PACKAGES = {"equipoise", "equipoise_model", "equipoise_kernels"}
+_WORKER_PACKAGES = {"torch", "safetensors"}
 
 
 def main() -> NoReturn:
@@ -35,9 +32,10 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        if not type(error).__module__.startswith("equipoise"):
+        words = _words_for_users(error)
+        if words is None:
             raise
-        print(f"equipoise: {error}", file=sys.stderr)
+        print(f"equipoise: {words}", file=sys.stderr)
         sys.exit(EXIT_FAULT)
     sys.exit()
 
@@ -91,15 +89,19 @@ def _demo(settings: DemoSettings) -> int:
 
 def _run_of(module: str) -> Callable[[Any], int]:
     """The `run` of a command's module, imported now."""
-    try:
-        run: Callable[[Any], int] = importlib.import_module(module).run
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _WORKER_PACKAGES:
-            raise
-        raise MissingPackageError(
-            f"{error.name} is not installed: pip install 'equipoise[worker]'"
-        ) from error
+    run: Callable[[Any], int] = importlib.import_module(module).run
     return run
+
+
+def _words_for_users(error: Exception) -> str | None:
+    """What to tell about a fault that is not ours; None for one that is."""
+    if isinstance(error, ModuleNotFoundError):
+        missing = (error.name or "").partition(".")[0]
+        if missing in _WORKER_PACKAGES:
+            return f"this needs {missing}: pip install 'equipoise[worker]'"
+    if type(error).__module__.partition(".")[0] in _OWN_PACKAGES:
+        return str(error)
+    return None
 
 
 app.command("balancer")(command_from(BalancerSettings, _balancer))

@@ -1,0 +1,91 @@
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+BOUND_S = 60.0
+
+WITHOUT_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "safetensors"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+"""
+RUN = """
+from equipoise.cli.main import main
+main()
+"""
+
+
+def equipoise(*arguments, before=""):
+    return subprocess.run(
+        [sys.executable, "-c", before + RUN, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+
+
+def test_the_version_is_the_packages():
+    done = equipoise("--version")
+    assert (done.returncode, done.stdout) == (0, f"equipoise {version('equipoise')}\n")
+
+
+def test_no_command_shows_what_there_is():
+    done = equipoise()
+    assert done.returncode == 2
+    for command in ("balancer", "worker", "status", "demo"):
+        assert command in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["balancer", "--listen", "nowhere"], "listen must be host:port, not 'nowhere'"),
+        (["balancer", "--interval-s", "0"], "interval_s must be from 0.05 to 86400, not 0.0"),
+        (["status", "--address", "h"], "address must be host:port, not 'h'"),
+        (["status", "--address", "127.0.0.1:9"], "no balancer answers at 127.0.0.1:9: start one"),
+    ],
+)
+def test_a_users_fault_is_one_line_and_exit_status_1(arguments, words):
+    done = equipoise(*arguments)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"equipoise: {words}")
+
+
+def test_a_worker_without_torch_says_what_to_install():
+    done = equipoise("worker", before=WITHOUT_TORCH)
+    assert done.returncode == 1
+    assert done.stderr == "equipoise: this needs torch: pip install 'equipoise[worker]'\n"
+
+
+def test_the_control_planes_commands_need_no_torch():
+    done = equipoise("status", "--address", "127.0.0.1:9", before=WITHOUT_TORCH)
+    assert "no balancer answers" in done.stderr
+    assert equipoise("balancer", "--help", before=WITHOUT_TORCH).returncode == 0
+
+
+def test_our_own_fault_keeps_its_traceback():
+    broken = "import equipoise.cli.status as s; s.run = lambda settings: 1 // 0"
+    done = equipoise("status", before=broken)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert "Traceback" in done.stderr
+
+
+def test_ctrl_c_ends_without_a_traceback_and_with_status_130():
+    interrupted = (
+        "import equipoise.cli.status as s, os, signal\n"
+        "s.run = lambda settings: os.kill(os.getpid(), signal.SIGINT)"
+    )
+    done = equipoise("status", before=interrupted)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
