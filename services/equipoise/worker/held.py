@@ -80,7 +80,8 @@ class HeldExperts:
         for _ in range(_READ_ATTEMPTS):
             version = self._version
             if version % 2 == 0:
-                payload = self._slots[layer].read(self._slot_of(layer, expert))
+                slot = self._slot_of(layer, expert)
+                payload = self._slots[layer].read(slot)
                 if self._version == version:
                     return payload
             time.sleep(_READ_PAUSE_S)

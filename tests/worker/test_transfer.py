@@ -1,0 +1,281 @@
+"""Experts travel over real gRPC; wrong, late or missing bytes cost another source, never trust."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.wire.messages import Peer
+from equipoise.worker.errors import NotHeldError, TransferError
+from equipoise.worker.transfer import CHUNK_BYTES, ExpertPuller, ExpertTransferService
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc
+from equipoise_model.experts import checksum
+
+
+@asynccontextmanager
+async def served(servicer):
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_ExpertTransferServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def opened(held, *, epoch=1):
+    service = ExpertTransferService()
+    service.open(held, epoch=epoch)
+    return service
+
+
+class Corrupting(ExpertTransferService):
+    """Gives the right bytes with one bit flipped."""
+
+    async def Fetch(self, request, context):  # noqa: N802 - named by the contract
+        async for response in super().Fetch(request, context):
+            data = bytearray(response.data)
+            data[len(data) // 2] ^= 1
+            yield pb.FetchResponse(data=bytes(data))
+
+
+class Silent(worker_pb2_grpc.ExpertTransferServicer):
+    """Takes calls and never answers."""
+
+    def __init__(self):
+        self.num_calls = 0
+        self.num_cancelled = 0
+
+    async def Fetch(self, request, context):  # noqa: N802 - named by the contract
+        self.num_calls += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_cancelled += 1
+        yield pb.FetchResponse()
+
+
+class Endless(worker_pb2_grpc.ExpertTransferServicer):
+    """Sends more than any expert has."""
+
+    async def Fetch(self, request, context):  # noqa: N802 - named by the contract
+        while True:
+            yield pb.FetchResponse(data=bytes(CHUNK_BYTES))
+
+
+class NoCheckpoint:
+    def read_expert(self, layer, expert):
+        raise OSError("the disk is gone")
+
+
+@pytest.fixture
+def puller(rank_of_one):
+    """A puller of rank 0 whose peers are at these addresses, from rank 1 on."""
+    core, held = rank_of_one()
+
+    @asynccontextmanager
+    async def build(*addresses, timeout_s=20.0, checkpoint=None, epoch=1):
+        peers = [
+            Peer(rank=rank, address=address, node="n", worker=f"worker-{rank}")
+            for rank, address in enumerate(["", *addresses])
+        ]
+        one = ExpertPuller(
+            checkpoint=checkpoint or core.checkpoint,
+            held=held,
+            epoch=epoch,
+            rank=0,
+            peers=peers,
+            expert_bytes=core.shape.expert_bytes,
+            source_timeout_s=timeout_s,
+        )
+        yield one
+        await one.close()
+
+    return build
+
+
+@pytest.fixture
+def held(rank_of_one):
+    """What another rank holds: all experts."""
+    return rank_of_one()[1]
+
+
+@pytest.fixture
+def move(checkpoint):
+    def build(expert, *ranks, layer=1):
+        return Move(
+            layer=layer,
+            slot=3,
+            expert=expert,
+            checksum=checksum(checkpoint.read_expert(layer, expert)),
+            sources=(*(RankSource(rank=rank) for rank in ranks), CheckpointSource()),
+        )
+
+    return build
+
+
+async def test_pulled_experts_are_those_of_the_checkpoint(puller, held, move, checkpoint):
+    async with served(opened(held)) as address, puller(address) as own:
+        moves = [move(expert, 1, layer=layer) for layer in (0, 1) for expert in range(8)]
+        pulled = await own.pull(moves)
+    for one, payload in zip(moves, pulled.payloads, strict=True):
+        assert payload.equal(checkpoint.read_expert(one.layer, one.expert))
+    assert pulled.peer_bytes == 16 * pulled.payloads[0].numel()
+    assert pulled.checkpoint_bytes == 0
+
+
+async def test_nothing_to_pull_is_pulled_at_once(puller):
+    async with puller() as own:
+        pulled = await own.pull([])
+    assert pulled.payloads == ()
+    assert pulled.peer_bytes == pulled.checkpoint_bytes == 0
+
+
+async def test_a_rank_copies_from_its_own_slots_without_a_call(puller, move, checkpoint):
+    async with puller() as own:
+        pulled = await own.pull([move(5, 0)])
+    assert pulled.payloads[0].equal(checkpoint.read_expert(1, 5))
+    assert pulled.peer_bytes > 0
+
+
+async def test_corrupted_bytes_are_counted_and_had_elsewhere(
+    puller, held, move, checkpoint, caplog
+):
+    corrupting = Corrupting()
+    corrupting.open(held, epoch=1)
+    async with served(corrupting) as bad, served(opened(held)) as good, puller(bad, good) as own:
+        pulled = await own.pull([move(4, 1, 2)])
+        assert own.num_corrupted == 1
+    assert pulled.payloads[0].equal(checkpoint.read_expert(1, 4))
+    assert pulled.checkpoint_bytes == 0
+    assert "rank 1 (worker-1): corrupted" in caplog.text
+
+
+async def test_a_silent_peer_costs_one_timeout_for_the_wave_and_its_calls_are_cancelled(
+    puller, held, move
+):
+    silent = Silent()
+    async with served(silent) as slow, served(opened(held)) as good:
+        async with puller(slow, good, timeout_s=1.0) as own:
+            pulled = await own.pull([move(expert, 1, 2) for expert in range(8)])
+        assert pulled.checkpoint_bytes == 0
+        # Those that were under way when the first timed out, and no more.
+        assert 1 <= silent.num_calls <= 4
+    assert silent.num_cancelled == silent.num_calls
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+async def test_a_dead_peer_or_another_epoch_falls_back_to_the_checkpoint(
+    puller, held, move, checkpoint, epoch
+):
+    async with (
+        served(opened(held, epoch=9)) as other,
+        puller("127.0.0.1:1", other, epoch=epoch) as own,
+    ):
+        pulled = await own.pull([move(2, 1, 2)])
+    assert pulled.payloads[0].equal(checkpoint.read_expert(1, 2))
+    assert pulled.checkpoint_bytes == pulled.payloads[0].numel()
+
+
+async def test_a_peer_that_sends_too_much_is_cut_off(puller, move):
+    async with served(Endless()) as address, puller(address, checkpoint=NoCheckpoint()) as own:
+        with pytest.raises(TransferError, match="sent more than an expert's"):
+            await own.pull([move(0, 1)])
+
+
+async def test_when_all_sources_fail_each_is_named_with_its_fault(puller, held, move):
+    corrupting = Corrupting()
+    corrupting.open(held, epoch=1)
+    async with (
+        served(corrupting) as bad,
+        puller("127.0.0.1:1", bad, checkpoint=NoCheckpoint()) as own,
+    ):
+        with pytest.raises(TransferError) as caught:
+            await own.pull([move(0, 1, 2, 7)])
+    said = str(caught.value)
+    assert "expert 0 of layer 1" in said
+    assert "rank 1 (worker-1): UNAVAILABLE" in said
+    assert "rank 2 (worker-2): corrupted" in said
+    assert "rank 7 (unknown): there is no rank 7" in said
+    assert "checkpoint: the disk is gone" in said
+
+
+async def test_a_checkpoint_that_differs_is_refused_by_its_checksum(puller, checkpoint, move):
+    class Other:
+        def read_expert(self, layer, expert):
+            return checkpoint.read_expert(layer, expert + 1)
+
+    async with puller(checkpoint=Other()) as own:
+        with pytest.raises(TransferError, match="checkpoint: corrupted"):
+            await own.pull([move(0)])
+
+
+@pytest.mark.parametrize(
+    ("request_of", "code"),
+    [
+        ({"epoch": 2, "layer": 0, "expert": 0}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"epoch": 1, "layer": 9, "expert": 0}, grpc.StatusCode.NOT_FOUND),
+        ({"epoch": 1, "layer": 0, "expert": 99}, grpc.StatusCode.NOT_FOUND),
+    ],
+)
+async def test_what_a_rank_cannot_give_is_refused(held, request_of, code):
+    async with served(opened(held)) as address, grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.ExpertTransferStub(channel).Fetch(
+            pb.FetchRequest(**request_of), timeout=20
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    assert caught.value.code() is code
+
+
+async def test_before_there_is_a_rank_nothing_is_given():
+    async with (
+        served(ExpertTransferService()) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = worker_pb2_grpc.ExpertTransferStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="epoch 0"):
+            async for _ in stub.Fetch(pb.FetchRequest(epoch=1), timeout=20):
+                pass
+
+
+def test_reading_while_slots_are_switched_gives_whole_experts(
+    rank_of_one, staged_from_checkpoint, random_layout, checkpoint
+):
+    core, held = rank_of_one()
+    layouts = [random_layout(generation) for generation in range(2, 6)]
+    staged = [staged_from_checkpoint(core, held.contents.layout, layout) for layout in layouts]
+    expected = [checkpoint.read_expert(0, expert) for expert in range(8)]
+    stop, wrong, reads = threading.Event(), [], [0]
+
+    def read():
+        while not stop.is_set():
+            for expert in range(8):
+                if not held.read(layer=0, expert=expert).equal(expected[expert]):
+                    wrong.append(expert)
+                reads[0] += 1
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(50):
+            for one in staged:
+                held.switch(one)
+    finally:
+        stop.set()
+        reader.join(60)
+    assert not wrong
+    assert reads[0] > 0
+
+
+def test_a_reader_that_only_ever_sees_a_switch_gives_up(rank_of_one):
+    _, held = rank_of_one()
+    held._version += 1
+    with pytest.raises(NotHeldError, match="switching"):
+        held.read(layer=0, expert=0)
