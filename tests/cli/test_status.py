@@ -1,0 +1,221 @@
+"""`equipoise status` against a balancer that says what a test wants."""
+
+import asyncio
+import json
+import signal
+import sys
+
+import grpc
+import pytest
+
+from equipoise.cli.status import ExitStatus, StatusError, as_json, run
+from equipoise.cli.status_settings import InvalidSettingsError, StatusSettings
+from equipoise_api.v1 import status_pb2 as pb
+from equipoise_api.v1 import status_pb2_grpc
+
+BOUND_S = 60.0
+
+
+class Balancer(status_pb2_grpc.StatusServicer):
+    """Knows the pools in `pools`; watchers hear of a change by `tell`."""
+
+    def __init__(self):
+        self.pools = {}
+        self.changed = asyncio.Condition()
+
+    async def tell(self, status):
+        async with self.changed:
+            self.pools[status.pool] = status
+            self.changed.notify_all()
+
+    async def ListPools(self, request, context):  # noqa: N802 - gRPC's name
+        return pb.ListPoolsResponse(
+            pools=[
+                pb.PoolSummary(pool=name, health=status.health, ranks_serving=3, num_ranks=4)
+                for name, status in sorted(self.pools.items())
+            ]
+        )
+
+    async def GetStatus(self, request, context):  # noqa: N802 - gRPC's name
+        return pb.GetStatusResponse(status=await self._pool(request.pool, context))
+
+    async def WatchStatus(self, request, context):  # noqa: N802 - gRPC's name
+        revision = None
+        while True:
+            status = await self._pool(request.pool, context)
+            if status.revision != revision:
+                yield pb.WatchStatusResponse(status=status)
+                revision = status.revision
+            async with self.changed:
+                await self.changed.wait_for(
+                    lambda told=status: self.pools[told.pool].revision != told.revision
+                )
+
+    async def _pool(self, name, context):
+        if not name and len(self.pools) == 1:
+            (name,) = self.pools
+        if name not in self.pools:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no pool {name!r}, only: decode")
+        return self.pools[name]
+
+
+@pytest.fixture
+def balancer():
+    return Balancer()
+
+
+async def start(balancer, listen="127.0.0.1:0"):
+    server = grpc.aio.server()
+    status_pb2_grpc.add_StatusServicer_to_server(balancer, server)
+    port = server.add_insecure_port(listen)
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+@pytest.fixture
+async def address(balancer):
+    server, address = await start(balancer)
+    yield address
+    await server.stop(None)
+
+
+def a_pool(name="decode", *, health=pb.POOL_HEALTH_SERVING, revision=1):
+    return pb.PoolStatus(pool=name, health=health, generation=2**40, revision=revision)
+
+
+async def look(address, **settings):
+    """Run the command once, off the loop that serves it."""
+    return await asyncio.to_thread(run, StatusSettings(address=address, **settings))
+
+
+async def test_the_only_pool_is_shown_without_naming_it(balancer, address, capsys):
+    await balancer.tell(a_pool())
+    assert await look(address) == ExitStatus.ALL_SERVE
+    assert "pool decode  serving" in capsys.readouterr().out
+
+
+async def test_the_exit_status_tells_whether_all_ranks_serve(balancer, address):
+    await balancer.tell(a_pool(health=pb.POOL_HEALTH_DEGRADED))
+    assert await look(address) == ExitStatus.NOT_ALL_SERVE
+    assert await look(address, pool="decode", json=True) == ExitStatus.NOT_ALL_SERVE
+
+
+async def test_many_pools_are_listed_and_one_can_be_chosen(balancer, address, capsys):
+    await balancer.tell(a_pool("decode"))
+    await balancer.tell(a_pool("prefill", health=pb.POOL_HEALTH_WAITING))
+    assert await look(address) == ExitStatus.NOT_ALL_SERVE
+    out = capsys.readouterr().out
+    assert "decode" in out
+    assert "prefill" in out
+    assert "3/4" in out
+    assert await look(address, pool="decode") == ExitStatus.ALL_SERVE
+    assert "prefill" not in capsys.readouterr().out
+    await look(address, json=True)
+    pools = json.loads(capsys.readouterr().out)["pools"]
+    assert [(pool["pool"], pool["health"]) for pool in pools] == [
+        ("decode", "serving"),
+        ("prefill", "waiting"),
+    ]
+
+
+async def test_no_pool_yet_is_said(address, capsys):
+    assert await look(address) == ExitStatus.NOT_ALL_SERVE
+    assert "knows no pool yet" in capsys.readouterr().out
+
+
+async def test_json_has_every_field_in_plain_values(balancer, address, capsys):
+    await balancer.tell(a_pool())
+    assert await look(address, json=True) == ExitStatus.ALL_SERVE
+    status = json.loads(capsys.readouterr().out)
+    assert status.keys() == {field.name for field in pb.PoolStatus.DESCRIPTOR.fields}
+    assert status["generation"] == 2**40
+    assert status["health"] == "serving"
+    assert status["rollout"] is None
+    assert status["ranks"] == []
+
+
+def test_json_keeps_what_is_inside_and_has_no_nan():
+    status = a_pool()
+    status.ranks.add(rank=1, worker="w", load_share=0.25)
+    status.rollout.staged_ranks.extend([0, 2])
+    status.balancedness = float("nan")
+    plain = as_json(status)
+    assert plain["ranks"][0]["load_share"] == 0.25
+    assert plain["rollout"]["staged_ranks"] == [0, 2]
+    assert plain["balancedness"] is None
+    json.dumps(plain, allow_nan=False)
+
+
+async def test_an_unknown_pool_is_told_in_the_balancers_words(balancer, address):
+    await balancer.tell(a_pool())
+    with pytest.raises(StatusError, match="no pool 'other', only: decode"):
+        await look(address, pool="other")
+    with pytest.raises(StatusError, match="no pool 'other'"):
+        await look(address, pool="other", watch=True)
+
+
+async def test_no_balancer_is_told_with_the_remedy():
+    with pytest.raises(StatusError, match=r"no balancer answers at 127.0.0.1:9: start one with"):
+        await look("127.0.0.1:9")
+
+
+async def test_a_balancer_that_never_answers_is_not_waited_for_longer_than_asked(balancer, address):
+    class Hung(Balancer):
+        async def ListPools(self, request, context):  # noqa: N802 - gRPC's name
+            await asyncio.Event().wait()
+
+    server, hung = await start(Hung())
+    with pytest.raises(StatusError, match="no balancer answers"):
+        await look(hung, timeout_s=0.05)
+    await server.stop(None)
+
+
+async def test_watching_goes_on_over_a_restart_until_ctrl_c(balancer, address):
+    server, own = await start(balancer)
+    await balancer.tell(a_pool(revision=1))
+    watcher = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "equipoise.cli.main", "status", "--address", own),
+        *("--watch", "--json"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(BOUND_S):
+        assert json.loads(await watcher.stdout.readline())["revision"] == 1
+        await balancer.tell(a_pool(revision=2))
+        assert json.loads(await watcher.stdout.readline())["revision"] == 2
+        await server.stop(None)
+        assert b"no balancer answers" in await watcher.stderr.readline()
+        successor = Balancer()
+        await successor.tell(a_pool(revision=3))
+        server, _ = await start(successor, listen=own)
+        assert json.loads(await watcher.stdout.readline())["revision"] == 3
+        watcher.send_signal(signal.SIGINT)
+        out, err = await watcher.communicate()
+    await server.stop(None)
+    assert watcher.returncode == 130
+    assert out == b""
+    assert b"Traceback" not in err
+
+
+async def test_a_watcher_without_a_terminal_prints_a_line_for_each_change(balancer, address):
+    await balancer.tell(a_pool(revision=1))
+    watcher = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "equipoise.cli.main", "status", "--address", address, "--watch"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(BOUND_S):
+        line = await watcher.stdout.readline()
+        assert line.decode() == f"pool decode · serving · generation {2**40}\n"
+        await balancer.tell(a_pool(revision=2))  # nothing in it that a line would show
+        await balancer.tell(a_pool(revision=3, health=pb.POOL_HEALTH_WAITING))
+        assert b"waiting" in await watcher.stdout.readline()
+        watcher.send_signal(signal.SIGINT)
+        await watcher.communicate()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"address": "h"}, {"address": "h:0"}, {"address": ":1"}, {"timeout_s": 0.0}]
+)
+def test_settings_outside_their_range_are_refused(wrong):
+    with pytest.raises(InvalidSettingsError, match=next(iter(wrong))):
+        StatusSettings(**wrong)

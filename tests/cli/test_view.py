@@ -1,0 +1,204 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from equipoise.cli.view import (
+    RateMeter,
+    bytes_words,
+    duration_words,
+    load_bar,
+    pool_view,
+    pools_view,
+    sparkline,
+    status_line,
+    tone,
+    window_marks,
+)
+from equipoise_api.v1 import status_pb2 as pb
+
+
+def printed(renderable, *, width=100):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def a_pool():
+    status = pb.PoolStatus(
+        pool="decode",
+        health=pb.POOL_HEALTH_SERVING,
+        epoch=2,
+        generation=7,
+        balancedness=0.934,
+        balancedness_min_layer=0.881,
+        window_tokens=43_210,
+        windows_closed=12,
+        interval_s=4,
+        rollouts_completed=3,
+        rollouts_aborted=1,
+    )
+    status.model.num_layers, status.model.num_experts = 4, 32
+    for rank, share in enumerate((0.26, 0.31, 0.19, 0.24)):
+        status.ranks.add(
+            rank=rank,
+            worker=f"worker-{rank}",
+            node=f"node-{rank // 2}",
+            state="connected",
+            generation=7,
+            load_share=share,
+            tokens_processed=1_000 * (rank + 1),
+            median_step_us=12_100,
+            active_requests=8,
+            queued_requests=rank,
+        )
+    for balancedness in (0.95, 0.6, 0.94):
+        status.windows.add(balancedness=balancedness, generation=7)
+    return status
+
+
+def test_a_pool_shows_its_health_balance_and_ranks():
+    text = printed(pool_view(a_pool()))
+    for words in (
+        "pool decode  serving",
+        "generation 7 · epoch 2 · 4 layers x 32 experts",
+        "balancedness 0.934",
+        "worst layer 0.881",
+        "window 12: 43,210 assignments in 4 s",
+        "worker-3",
+        "node-1",
+        "1.24x",
+        "12.1 ms",
+        "8+3",
+        "3 done, 1 aborted",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_pool_fits_the_terminal(width):
+    status = a_pool()
+    status.last_decision.CopyFrom(pb.Decision(sequence=3, reason="long words " * 30))
+    lines = printed(pool_view(status), width=width).splitlines()
+    assert {len(line) for line in lines} == {width}
+    assert "worker-0 node-0" in "".join(" ".join(line.split()) for line in lines)
+
+
+def test_what_goes_on_was_decided_happened_and_was_refused_is_told():
+    status = a_pool()
+    status.ranks[1].staged_generation = 8
+    status.ranks[2].state = "silent"
+    status.health = pb.POOL_HEALTH_DEGRADED
+    status.health_reason = "rank 2 has been silent for 5.1 s"
+    status.rollout.CopyFrom(
+        pb.RolloutStatus(
+            generation=8, state="staging", moves=14, bytes=3 * 2**20, waves_left=2, staged_ranks=[1]
+        )
+    )
+    status.last_decision.CopyFrom(
+        pb.Decision(
+            sequence=12,
+            accepted=True,
+            reason="balance grows from 0.62 to 0.94",
+            moves=28,
+            bytes=2**20,
+            algorithm="global",
+            plan_ms=3.14,
+        )
+    )
+    status.switches.add(
+        generation=7, step=1234, max_stall_us=800, median_step_us=12_100, moves=12, staging_s=0.31
+    )
+    status.refusals.add(kind="report_shape", count=3, latest="worker-2: 119 bytes")
+    text = " ".join(printed(pool_view(status), width=200).split())
+    for words in (
+        "degraded",
+        "rank 2 has been silent for 5.1 s",
+        "worker-2 silent",
+        "7→8",
+        "generation 8 staging for 0.0 s: 14 moves, 3.0 MiB, staged by 1, switched by none, 2 waves",
+        "12 yes balance grows from 0.62 to 0.94 (28 moves, 1.0 MiB, global, planned in 3.1 ms)",
+        "generation 7 at step 1,234: 12 moves staged in 0.31 s, longest stall 0.8 ms (median step",
+        "3 x report_shape: worker-2: 119 bytes",
+    ):
+        assert words in text
+
+
+def test_an_empty_pool_is_shown_too():
+    text = printed(pool_view(pb.PoolStatus(pool="new", health=pb.POOL_HEALTH_WAITING)))
+    assert "waiting" in text
+    assert "no window has closed yet" in text
+
+
+def test_words_from_outside_are_never_markup():
+    status = a_pool()
+    status.pool = "[red]p"
+    status.health_reason = "[/] [bold]!"
+    status.ranks[0].worker = "[link=x]w"
+    status.refusals.add(kind="k", count=1, latest="[/nothing]")
+    text = printed(pool_view(status))
+    for words in ("[red]p", "[/] [bold]!", "[link=x]w", "[/nothing]"):
+        assert words in text
+    assert "[blue]q" in printed(pools_view([pb.PoolSummary(pool="[blue]q")]))
+
+
+def test_one_line_says_what_a_log_needs():
+    status = a_pool()
+    assert status_line(status) == (
+        "pool decode · serving · generation 7 · window 12: balancedness 0.934 on 43,210 assignments"
+    )
+    status.rollout.generation, status.rollout.state = 8, "staged"
+    status.last_decision.CopyFrom(pb.Decision(sequence=4, reason="too few tokens: 12"))
+    status.health_reason = "rank 1 left"
+    assert status_line(status).endswith(
+        "generation 8 staged · rank 1 left · decision 4 no: too few tokens: 12"
+    )
+
+
+def test_the_sparkline_is_high_where_load_is_even():
+    assert sparkline([1.0, 0.7, 0.4, 0.0, 2.0]).plain == "█▄▁▁█"
+    assert sparkline([]).plain == ""
+
+
+def test_marks_stand_below_their_windows():
+    windows = [
+        pb.WindowStatus(generation=generation, shift_detected=shift)
+        for generation, shift in ((1, False), (1, True), (2, False), (2, False), (4, True))
+    ]
+    assert window_marks(windows).plain.startswith(" ◆↑ ◆ ")
+
+
+@pytest.mark.parametrize(
+    ("share", "bar"),
+    [(0.25, "█████      1.00x"), (0.9, "██████████ 3.60x"), (0, "           0.00x")],
+)
+def test_a_load_bar_is_half_full_at_the_mean(share, bar):
+    assert load_bar(share, num_ranks=4).plain == bar
+
+
+def test_balance_is_coloured_by_how_good_it_is():
+    assert [tone(value) for value in (1.0, 0.9, 0.89, 0.8, 0.79, 0.0)] == (
+        ["green", "green", "yellow", "yellow", "red", "red"]
+    )
+
+
+def test_sizes_and_times_are_readable():
+    assert [bytes_words(size) for size in (0, 1023, 1024, 5 * 2**30, 3 * 2**40)] == (
+        ["0 B", "1023 B", "1.0 KiB", "5.0 GiB", "3.0 TiB"]
+    )
+    assert [duration_words(us) for us in (0, 80, 12_100, 2_500_000)] == (
+        ["-", "0.1 ms", "12.1 ms", "2.5 s"]
+    )
+
+
+def test_rates_come_from_two_statuses_a_second_apart():
+    meter, status = RateMeter(), a_pool()
+    assert meter.update(status, now=10.0) == {}
+    status.ranks[0].tokens_processed += 50
+    assert meter.update(status, now=10.5) == {}
+    status.ranks[0].tokens_processed += 150
+    status.ranks[1].tokens_processed = 3  # restarted
+    assert meter.update(status, now=12.0) == {0: 100.0, 2: 0.0, 3: 0.0}
+    status.ranks[1].tokens_processed = 43
+    assert meter.update(status, now=14.0)[1] == 20.0
+    assert "tokens/s" in printed(pool_view(status, tokens_per_s={0: 100.0}))
