@@ -55,7 +55,7 @@ class TrainSettings:
     weight_decay: float = field(default=0.1, metadata={"help": "AdamW's, on matrices only"})
     clip_norm: float = field(default=1.0, metadata={"help": "largest norm of all gradients"})
     bias_speed: float = field(
-        default=2e-3, metadata={"help": "gamma: how far the selection bias moves a step"}
+        default=1e-2, metadata={"help": "gamma: how far the selection bias moves in the first step"}
     )
     bias_frozen_share: float = field(
         default=0.1, metadata={"help": "share of the steps, the last ones, with gamma 0"}
@@ -164,9 +164,13 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 
 
 def bias_speed(step: int, settings: TrainSettings) -> float:
-    """Gamma, and 0 in the last steps: a bias at rest ends close to the mean of its wobble."""
+    """Gamma, falling linearly to 0, and 0 in the last steps.
+
+    The report holds gamma for most of its run and then sets it to 0; a run of minutes has to start
+    with long strides, and those would leave the bias a stride off at the end.
+    """
     moving_steps = settings.steps * (1 - settings.bias_frozen_share)
-    return settings.bias_speed if step < moving_steps else 0.0
+    return settings.bias_speed * max(0.0, 1 - step / moving_steps) if moving_steps else 0.0
 
 
 def _losses(

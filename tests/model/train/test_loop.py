@@ -88,9 +88,15 @@ def test_the_learning_rate_warms_up_peaks_and_falls_to_a_tenth():
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
-def test_the_bias_rests_in_the_last_steps():
+def test_the_bias_slows_down_and_rests_in_the_last_steps():
     settings = dataclasses.replace(SETTINGS, steps=10, bias_speed=0.5, bias_frozen_share=0.2)
-    assert [bias_speed(step, settings) for step in range(10)] == [0.5] * 8 + [0.0] * 2
+    speeds = [bias_speed(step, settings) for step in range(10)]
+    assert speeds == pytest.approx([0.5 * (8 - step) / 8 for step in range(8)] + [0.0, 0.0])
+
+
+def test_a_bias_that_is_frozen_from_the_start_never_moves():
+    settings = dataclasses.replace(SETTINGS, bias_speed=0.5, bias_frozen_share=1.0)
+    assert [bias_speed(step, settings) for step in range(8)] == [0.0] * 8
 
 
 def test_a_loss_that_is_no_number_ends_the_training_by_name(small_config):
