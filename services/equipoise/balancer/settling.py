@@ -2,9 +2,10 @@
 
 import logging
 
-from equipoise.balancer.effects import Chain, WriteAdopted
+from equipoise.balancer.effects import Chain, WriteAdopted, WriteMembership
 from equipoise.balancer.loads import PoolLoads
 from equipoise.balancer.pool import Pool
+from equipoise.balancer.store import Membership
 from equipoise.planning.layout import Layout
 from equipoise.planning.reconcile import reconcile
 
@@ -46,6 +47,7 @@ def _adopt(pool: Pool, layout: Layout) -> Chain:
 def _reconcile(pool: Pool, *, now: float) -> Chain:
     """Meet ranks that served on without us: a wave may be anywhere between staged and switched."""
     members = pool.roster.seated()
+    epoch = Membership(epoch=pool.roster.epoch, workers=tuple(member.name for member in members))
     committed = pool.layouts.current
     if (
         committed is None
@@ -54,7 +56,7 @@ def _reconcile(pool: Pool, *, now: float) -> Chain:
     ):
         # The store knows nothing of these ranks; what they agree on is adopted as it is.
         pool.must_reconcile = len({member.generation for member in members}) != 1
-        return ()
+        return () if pool.must_reconcile else (WriteMembership(membership=epoch),)
     result = reconcile(
         generations_of_ranks=dict(enumerate(member.generation for member in members)),
         staged_of_ranks=dict(enumerate(member.staged_generation for member in members)),
@@ -72,7 +74,7 @@ def _reconcile(pool: Pool, *, now: float) -> Chain:
     pool.must_reconcile = False
     if result.rollout is not None:
         pool.rollouts.resume(result.rollout, now=now)
-    return pool.obey(result.commands)
+    return (*pool.obey(result.commands), WriteMembership(membership=epoch))
 
 
 def _open_loads(pool: Pool, layout: Layout, *, now: float) -> PoolLoads:

@@ -1,0 +1,275 @@
+"""A pool's life: assembly, loads, decisions, rollouts."""
+
+import pytest
+
+from equipoise.balancer.effects import WriteAdopted, WriteCommitted, WriteMembership, WriteProposed
+from equipoise.balancer.health import Health
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.policy import Policy
+from equipoise.wire.messages import Abort, Assignment, Stage
+
+
+def test_nobody_is_assigned_before_the_last_worker_came(bench):
+    for worker in list(bench.workers.values())[:3]:
+        bench.hello(worker.hello)
+    assert bench.sent == []
+    diagnosis = bench.pool.diagnosis()
+    assert diagnosis.health is Health.WAITING
+    assert "3 of 4" in diagnosis.reason
+
+
+def test_the_last_worker_opens_epoch_1_with_ranks_of_a_node_side_by_side(bench):
+    bench.assemble()
+    assert [worker.hello.worker for worker in bench.ranks] == [
+        "worker-0",
+        "worker-2",
+        "worker-1",
+        "worker-3",
+    ]
+    for rank, worker in enumerate(bench.ranks):
+        assert worker.epoch == 1
+        assert worker.rank == rank
+        assert [peer.worker for peer in worker.assignment.peers] == [
+            other.hello.worker for other in bench.ranks
+        ]
+        assert worker.assignment.rendezvous_address == "worker-0:2"
+
+
+def test_a_new_pool_starts_in_the_contiguous_layout_and_it_is_written_before_anybody_hears(bench):
+    bench.assemble()
+    assert isinstance(bench.writes[0], WriteAdopted)
+    assert isinstance(bench.writes[1], WriteMembership)
+    expected = contiguous_layout(num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=10)
+    assert bench.ranks[0].layout.same_placement(expected)
+    assert bench.pool.layouts.stored_generation == 1
+
+
+def test_a_pool_serves_once_every_rank_says_so(bench):
+    bench.assemble()
+    assert "to load experts" in bench.pool.diagnosis().reason
+    for worker in bench.ranks:
+        bench.say(worker, worker.serving())
+    assert bench.pool.diagnosis().health is Health.SERVING
+
+
+def test_skewed_traffic_is_planned_staged_switched_and_committed(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    (decision,) = bench.decisions()
+    assert decision.accepted, decision.reason
+    assert [
+        write.layout.generation for write in bench.writes if isinstance(write, WriteProposed)
+    ] == [2]
+    stages = {rank: worker.staged for rank, worker in enumerate(bench.ranks)}
+    assert all(stage is not None and stage.base_generation == 1 for stage in stages.values())
+    moved = {move.slot // 10 for stage in stages.values() for move in stage.moves}
+    assert moved, "somebody has something to move"
+    assert all(move.slot // 10 == rank for rank, stage in stages.items() for move in stage.moves)
+    bench.stage_all()
+    for worker in bench.ranks[:3]:
+        bench.say(worker, worker.switch())
+    assert bench.pool.layouts.stored_generation == 1, "not all ranks have told"
+    last = bench.ranks[3]
+    bench.say(last, last.switch())
+    assert bench.writes[-1] == WriteCommitted(generation=2, previous=1)
+    assert bench.pool.layouts.stored_generation == 2
+    assert bench.pool.rollouts.completed == 1
+    switch = bench.pool.rollouts.switches[0]
+    assert (switch.generation, switch.step, switch.max_stall_us) == (2, 70, 103)
+
+
+def test_the_balance_of_a_window_is_what_receivers_measured(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=10)
+    before = bench.pool.windows[-1]
+    load_of_rank = before.load_of_rank
+    expected = (load_of_rank.mean(axis=1) / load_of_rank.max(axis=1)).mean()
+    assert before.balancedness == pytest.approx(expected)
+    bench.run_traffic(skewed(1), seconds=10)
+    after = bench.pool.windows[-1]
+    assert after.balancedness > before.balancedness + 0.1
+    assert after.balancedness == pytest.approx(bench.decisions()[0].balancedness_proposed, abs=0.01)
+
+
+def test_a_report_more_or_less_in_a_window_is_no_imbalance(serving_bench):
+    bench = serving_bench
+    # Loads in proportion to replicas weigh the same in every slot.
+    even = bench.ranks[0].layout.replica_counts() * 1000.0
+    bench.run_traffic(even, seconds=10)
+    assert bench.pool.windows[-1].balancedness == pytest.approx(1.0)
+    late = bench.ranks[0]
+    for second in range(10):
+        bench.now += 1.0
+        for worker in bench.ranks:
+            worker.serve_traffic(even)
+            if not (worker is late and second > 6):
+                bench.say(worker, worker.report())
+        bench.tick()
+    assert bench.pool.windows_closed == 2
+    assert bench.pool.windows[-1].balancedness == pytest.approx(1.0)
+
+
+def test_balance_recovers_within_two_windows_of_an_abrupt_shift(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=60)
+    settled = bench.pool.windows[-1].balancedness
+    assert settled > 0.83
+    # The shift falls into the middle of a window, as shifts do.
+    bench.run_traffic(skewed(1), seconds=4)
+    bench.run_traffic(skewed(2), seconds=6)
+    assert bench.pool.windows[-1].balancedness < 0.8
+    bench.run_traffic(skewed(2), seconds=20)
+    assert any(window.shift.detected for window in list(bench.pool.windows)[-3:])
+    bench.run_traffic(skewed(2), seconds=10)
+    assert bench.pool.windows[-1].balancedness > 0.83
+
+
+def test_balanced_traffic_is_left_alone_with_a_reason(serving_bench):
+    bench = serving_bench
+    layout = bench.ranks[0].layout
+    # Loads in proportion to replicas weigh the same in every slot.
+    bench.run_traffic(layout.replica_counts() * 1000.0, seconds=10)
+    (decision,) = bench.decisions()
+    assert not decision.accepted
+    assert decision.reason
+    assert bench.sent_to("worker-0", Stage) == []
+
+
+def test_a_plan_of_many_layers_goes_out_in_waves_one_at_a_time(make_bench, skewed):
+    # One rank may stage ten experts: about a layer a wave.
+    bench = make_bench(policy=Policy(interval_s=10.0, min_tokens=100.0, max_wave_bytes=10_000))
+    bench.serve()
+    bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    assert bench.pool.rollouts.waves_left == 2
+    assert len(bench.sent_to("worker-0", Stage)) == 1
+    bench.carry_out_rollout()
+    stages = bench.sent_to("worker-0", Stage)
+    assert [stage.layout.generation for stage in stages] == [2, 3, 4]
+    assert [stage.base_generation for stage in stages] == [1, 2, 3]
+    assert bench.pool.layouts.stored_generation == 4
+    assert bench.pool.rollouts.completed == 1, "a plan counts once, however many waves it took"
+
+
+def test_idle_windows_give_no_verdict(serving_bench):
+    serving_bench.tick(seconds=10)
+    assert serving_bench.pool.windows_closed == 1
+    assert serving_bench.decisions() == []
+
+
+def test_a_verdict_for_a_pool_that_changed_meanwhile_is_no(serving_bench, skewed):
+    bench = serving_bench
+    captured = []
+    bench.controller.proposed, proposed = (
+        lambda proposal, **_: captured.append(proposal) or (),
+        bench.controller.proposed,
+    )
+    bench.run_traffic(skewed(1), seconds=10)
+    bench.lose(bench.ranks[1])
+    bench.perform(proposed(captured[0], plan_ms=1.0, now=bench.now))
+    (decision,) = bench.decisions()
+    assert not decision.accepted
+    assert "changed while" in decision.reason
+
+
+# Rollouts that do not come to their end ----------------------------------------------------------
+
+
+def staging(bench, skewed):
+    bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    assert bench.pool.rollouts.current is not None
+
+
+def test_a_refusal_aborts_on_all_ranks_and_the_next_window_tries_a_new_number(
+    serving_bench, skewed
+):
+    bench = serving_bench
+    staging(bench, skewed)
+    bench.say(bench.ranks[0], bench.ranks[0].answer_staged())
+    bench.say(bench.ranks[1], bench.ranks[1].refuse("no memory for 3 experts"))
+    for worker in bench.ranks:
+        (abort,) = bench.sent_to(worker.hello.worker, Abort)
+        assert abort.generation == 2
+        assert "no memory for 3 experts" in abort.reason
+    assert bench.pool.rollouts.aborted == 1
+    assert bench.pool.layouts.stored_generation == 1
+    bench.run_traffic(skewed(1), seconds=10)
+    assert bench.pool.layouts.stored_generation == 3, "an aborted number is not used again"
+
+
+def test_a_rank_that_is_lost_before_the_switch_aborts_the_rollout(serving_bench, skewed):
+    bench = serving_bench
+    staging(bench, skewed)
+    bench.lose(bench.ranks[2], reason="its stream was cut")
+    (abort,) = bench.sent_to("worker-0", Abort)
+    assert "rank 2" in abort.reason
+    assert "its stream was cut" in abort.reason
+
+
+def test_staging_that_takes_too_long_is_aborted(serving_bench, skewed):
+    bench = serving_bench
+    staging(bench, skewed)
+    for worker in bench.ranks[:3]:
+        bench.say(worker, worker.answer_staged())
+    for _ in range(31):
+        for worker in bench.ranks:
+            bench.say(worker, worker.heartbeat())
+        bench.tick(seconds=1.0)
+    (abort,) = bench.sent_to("worker-0", Abort)
+    assert "rank 3" in abort.reason
+
+
+def test_a_switch_that_crosses_its_abort_is_accepted(serving_bench, skewed):
+    bench = serving_bench
+    staging(bench, skewed)
+    staged = {worker.hello.worker: worker.staged for worker in bench.ranks}
+    for worker in bench.ranks[:3]:
+        bench.say(worker, worker.answer_staged())
+    bench.lose(bench.ranks[0])
+    assert bench.pool.rollouts.aborted == 1
+    for worker in bench.ranks:
+        worker.staged = staged[worker.hello.worker]
+    switches = [worker.switch() for worker in bench.ranks]
+    bench.hello(bench.ranks[0].reconnecting())
+    for worker, switched in zip(bench.ranks, switches, strict=True):
+        bench.say(worker, switched)
+    assert bench.pool.layouts.stored_generation == 2
+    assert bench.pool.rollouts.aborted == 0
+    assert bench.pool.rollouts.completed == 1
+    assert bench.pool.diagnosis().health is Health.SERVING
+
+
+def test_what_nobody_rolls_out_is_dropped_when_a_heartbeat_names_it(serving_bench, skewed):
+    bench = serving_bench
+    staging(bench, skewed)
+    stage = bench.ranks[0].staged
+    bench.say(bench.ranks[1], bench.ranks[1].refuse("no"))
+    bench.ranks[0].staged = stage
+    bench.sent.clear()
+    bench.say(bench.ranks[0], bench.ranks[0].heartbeat())
+    (abort,) = bench.sent_to(bench.ranks[0].hello.worker, Abort)
+    assert abort.generation == 2
+
+
+def test_a_store_that_fails_stops_planning_and_nothing_is_staged(serving_bench, skewed):
+    bench = serving_bench
+    bench.store_fault = "disk full"
+    bench.run_traffic(skewed(1), seconds=20)
+    assert bench.sent_to("worker-0", Stage) == []
+    diagnosis = bench.pool.diagnosis()
+    assert diagnosis.health is Health.DEGRADED
+    assert "disk full" in diagnosis.reason
+    bench.store_fault = ""
+    bench.run_traffic(skewed(1), seconds=50)
+    assert bench.pool.diagnosis().health is Health.SERVING
+    assert bench.pool.rollouts.completed == 1
+
+
+def test_an_epoch_is_not_announced_before_it_is_written_and_ticks_try_again(bench):
+    bench.store_fault = "disk full"
+    bench.assemble()
+    assert bench.sent == []
+    bench.tick()
+    assert bench.sent == []
+    bench.store_fault = ""
+    bench.tick()
+    assert all(len(bench.sent_to(name, Assignment)) == 1 for name in bench.workers)

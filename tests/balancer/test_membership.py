@@ -1,0 +1,269 @@
+"""Who may be in a pool, who comes back, and what is refused with which words."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from equipoise.balancer.errors import RefusedWorkerError
+from equipoise.balancer.health import Health
+from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.topology import ModelShape
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import Assignment, HeartbeatAck, Leaving, Rejection
+
+
+def refusal_of(bench, hello):
+    with pytest.raises(RefusedWorkerError) as caught:
+        bench.hello(hello)
+    return caught.value
+
+
+# Workers that do not fit -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "theirs", "ours"),
+    [
+        (
+            "hello_model",
+            {"model": ModelShape(num_layers=4, num_experts=32, num_groups=8, expert_bytes=1000)},
+            "num_layers=4",
+            "num_layers=3",
+        ),
+        ("hello_num_ranks", {"num_ranks": 8}, "8", "4"),
+        ("hello_slots", {"slots_per_rank": 11}, "11", "10"),
+        ("hello_checkpoint", {"checkpoint_fingerprint": "def"}, "def", "abc"),
+    ],
+)
+def test_a_worker_that_differs_from_its_pool_is_refused_with_both_values(
+    bench, hello_of, kind, changes, theirs, ours
+):
+    bench.hello(hello_of("worker-0"))
+    error = refusal_of(bench, hello_of("worker-9", **changes))
+    assert error.kind == kind
+    for word in ("worker-9", theirs, ours, "worker-0"):
+        assert word in str(error)
+    assert list(bench.pool.roster.members) == ["worker-0"], "nothing changed"
+
+
+def test_a_pool_that_cannot_hold_all_experts_is_refused_with_the_number_that_could(bench, hello_of):
+    error = refusal_of(bench, hello_of(slots_per_rank=7))
+    assert error.kind == "hello_too_few_slots"
+    assert "at least 8 slots" in str(error)
+
+
+def test_one_worker_too_many_is_told_that_the_pool_is_complete(serving_bench, hello_of):
+    error = refusal_of(serving_bench, hello_of("worker-9"))
+    assert error.kind == "hello_pool_complete"
+    assert "worker-0, worker-1, worker-2, worker-3" in str(error)
+
+
+def test_once_everybody_has_left_another_shape_may_come(bench, hello_of):
+    bench.hello(hello_of("worker-0"))
+    bench.perform(bench.controller.lost("worker-0", reason="its stream ended", now=bench.now))
+    bench.hello(hello_of("worker-0", slots_per_rank=16))
+    assert bench.pool.roster.shape.slots_per_rank == 16
+
+
+def test_a_worker_of_another_epoch_is_refused(serving_bench, worker_of, hello_of):
+    stray = serving_bench.ranks[3]
+    hello = stray.reconnecting()
+    error = refusal_of(serving_bench, replace(hello, running=replace(hello.running, epoch=9)))
+    assert error.kind == "hello_epoch"
+    assert "epoch 9" in str(error)
+    assert "epoch 1" in str(error)
+
+
+def test_two_workers_cannot_run_as_one_rank(serving_bench):
+    first, second = serving_bench.ranks[:2]
+    serving_bench.lose(second)
+    hello = second.reconnecting()
+    error = refusal_of(serving_bench, replace(hello, running=replace(hello.running, rank=0)))
+    assert error.kind == "hello_rank_taken"
+    assert first.hello.worker in str(error)
+
+
+def test_two_layouts_cannot_share_a_number(serving_bench):
+    stray = serving_bench.ranks[3]
+    hello = stray.reconnecting()
+    mirrored = stray.layout.expert_of_slot[:, ::-1]
+    other = stray.layout.with_placement(mirrored, generation=1)
+    error = refusal_of(serving_bench, replace(hello, running=replace(hello.running, layout=other)))
+    assert error.kind == "hello_layout"
+
+
+# Coming and going --------------------------------------------------------------------------------
+
+
+def test_a_gone_rank_degrades_the_pool_until_it_reconnects(serving_bench):
+    bench = serving_bench
+    worker = bench.ranks[2]
+    bench.lose(worker, reason="its stream was cut")
+    diagnosis = bench.pool.diagnosis()
+    assert diagnosis.health is Health.DEGRADED
+    assert "rank 2 (worker-1) is gone: its stream was cut" in diagnosis.reason
+    bench.sent.clear()
+    bench.hello(worker.reconnecting())
+    assert bench.pool.diagnosis().health is Health.SERVING
+    (assignment,) = bench.sent_to("worker-1", Assignment)
+    assert (assignment.epoch, assignment.rank) == (1, 2)
+    assert assignment.layout.generation == 1
+
+
+def test_a_worker_that_reconnects_before_it_served_keeps_its_rank(bench):
+    bench.assemble()
+    worker = bench.ranks[1]
+    bench.lose(worker)
+    bench.sent.clear()
+    bench.hello(worker.hello)
+    (assignment,) = bench.sent_to(worker.hello.worker, Assignment)
+    assert (assignment.epoch, assignment.rank) == (1, 1)
+
+
+def test_a_silent_rank_is_named_and_counts_again_when_it_speaks(serving_bench):
+    bench = serving_bench
+    silent = bench.ranks[1]
+    for _ in range(6):
+        bench.now += 1.0
+        for worker in bench.ranks:
+            if worker is not silent:
+                bench.say(worker, worker.heartbeat())
+        bench.tick()
+    diagnosis = bench.pool.diagnosis()
+    assert diagnosis.health is Health.DEGRADED
+    assert "rank 1 has been silent for 6.0 s" in diagnosis.reason
+    bench.say(silent, silent.heartbeat())
+    bench.tick()
+    assert bench.pool.diagnosis().health is Health.SERVING
+
+
+def test_nothing_is_planned_while_a_rank_is_missing(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=9)
+    bench.lose(bench.ranks[0])
+    bench.tick(seconds=1.0)
+    assert bench.pool.windows_closed == 1
+    assert bench.decisions() == []
+
+
+def test_a_restarted_fleet_gets_a_new_epoch_and_the_committed_layout(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=10)
+    committed = bench.pool.layouts.committed
+    assert committed.generation == 2
+    for number, worker in enumerate(bench.ranks):
+        bench.lose(worker)
+        worker.hello = replace(worker.hello, boot_id=f"boot-2-{number}")
+        bench.hello(worker.hello)
+        if number < 3:
+            assert "ranks are dealt anew when all workers" in bench.pool.diagnosis().reason
+    for worker in bench.ranks:
+        assert worker.epoch == 2
+        assert worker.layout.same_placement(committed)
+        bench.say(worker, worker.serving())
+    assert bench.pool.diagnosis().health is Health.SERVING
+    bench.run_traffic(skewed(1), seconds=10)
+    assert bench.pool.refusals.all() == (), "counters of the new boots are no shrinking ones"
+
+
+def test_a_newer_boot_takes_the_place_of_one_that_seems_connected(serving_bench):
+    bench = serving_bench
+    worker = bench.ranks[0]
+    bench.hello(replace(worker.hello, boot_id="boot-2"))
+    assert bench.pool.roster.members[worker.hello.worker].hello.boot_id == "boot-2"
+    assert "waits for a rank" in bench.pool.diagnosis().reason
+
+
+def test_a_worker_that_leaves_says_so_and_is_gone_when_its_stream_ends(serving_bench):
+    bench = serving_bench
+    bench.say(bench.ranks[0], Leaving(reason="SIGTERM"))
+    bench.lose(bench.ranks[0], reason="it left: SIGTERM")
+    assert "it left: SIGTERM" in bench.pool.diagnosis().reason
+
+
+# Messages that cannot be used --------------------------------------------------------------------
+
+
+def test_a_heartbeat_is_answered_with_its_number(serving_bench):
+    bench = serving_bench
+    bench.say(bench.ranks[0], bench.ranks[0].heartbeat(sequence=41))
+    assert bench.sent_to("worker-0", HeartbeatAck) == [HeartbeatAck(sequence=41)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("staged_epoch", {"epoch": 2}),
+        ("staged_rank", {"rank": 3}),
+        ("staged_generation", {"generation": 99}),
+    ],
+)
+def test_answers_for_another_epoch_rank_or_future_are_refused(serving_bench, skewed, kind, changes):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    worker = bench.ranks[0]
+    with pytest.raises(InvalidMessageError) as caught:
+        bench.say(worker, replace(worker.answer_staged(), **changes))
+    assert caught.value.kind == kind
+    assert not bench.pool.rollouts.current.staged_ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("report_wrong_epoch", {"epoch": 2}),
+        ("report_unknown_rank", {"rank": 3}),
+        ("report_future_generation", {"generation": 99}),
+        ("report_shrinking_counter", {"tokens": np.zeros((3, 10), dtype=np.uint64)}),
+        ("report_shape", {"tokens": np.zeros((3, 11), dtype=np.uint64)}),
+    ],
+)
+def test_reports_that_cannot_be_true_are_refused_and_the_load_stays(
+    serving_bench, skewed, kind, changes
+):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=9)
+    worker = bench.ranks[0]
+    bad = worker.report()
+    with pytest.raises(InvalidReportError) as caught:
+        bench.say(worker, replace(bad, load=replace(bad.load, **changes)))
+    assert caught.value.kind == kind
+    bench.run_traffic(skewed(1), seconds=1)
+    assert bench.pool.windows[-1].tokens == pytest.approx(3 * 10 * 10_000, rel=0.01)
+
+
+def test_a_refused_message_is_counted_and_its_sender_told(serving_bench):
+    bench = serving_bench
+    chain = bench.controller.refuse("worker-1", kind="report_shape", reason="bad", now=bench.now)
+    bench.perform(chain)
+    assert bench.sent_to("worker-1", Rejection) == [Rejection(reason="bad", fatal=False)]
+    (refusal,) = bench.pool.refusals.all()
+    assert (refusal.kind, refusal.count, refusal.latest) == ("report_shape", 1, "bad")
+
+
+def test_a_repeated_report_counts_once(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=9)
+    for worker in bench.ranks:
+        bench.say(worker, worker.report())
+    bench.tick(seconds=1.0)
+    assert bench.pool.windows[-1].tokens == pytest.approx(3 * 9 * 10_000, rel=0.01)
+
+
+def test_ranks_that_hold_different_bytes_of_one_expert_stop_all_planning(bench, skewed):
+    bench.assemble()
+    for rank, worker in enumerate(bench.ranks):
+        told = worker.serving()
+        if rank == 3:
+            checksums = told.checksums.copy()
+            # Ranks 0 and 3 both hold expert 5: it is a redundant copy on rank 3.
+            slot = list(worker.own(worker.layout.expert_of_slot)[1]).index(5)
+            checksums[1, slot, 0] ^= 1
+            told = replace(told, checksums=checksums)
+        bench.say(worker, told)
+    diagnosis = bench.pool.diagnosis()
+    assert diagnosis.health is Health.DEGRADED
+    assert "ranks 0 and 3 hold different bytes for expert 5 of layer 1" in diagnosis.reason
+    bench.run_traffic(skewed(1), seconds=10)
+    assert bench.decisions() == []

@@ -1,0 +1,286 @@
+"""The real server on a free port, a real file, and workers that speak the real protocol."""
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from equipoise.balancer.errors import BalancerError
+from equipoise.balancer.server import serving
+from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.planning.policy import Policy
+from equipoise.wire.convert import from_balancer, to_balancer
+from equipoise.wire.messages import Assignment, HeartbeatAck, Rejection, Stage
+from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2, worker_link_pb2_grpc
+
+WAIT_S = 30.0
+POLICY = Policy(interval_s=0.3, min_tokens=100.0, report_interval_s=0.1)
+
+
+@pytest.fixture
+async def balancer(tmp_path):
+    """host:port of a balancer."""
+    store = SqliteStore(tmp_path / "state.sqlite")
+    async with serving(store, listen="127.0.0.1:0", policy=POLICY, stop_grace_s=1.0) as port:
+        yield f"127.0.0.1:{port}"
+    await store.close()
+
+
+@pytest.fixture
+async def channel(balancer):
+    async with grpc.aio.insecure_channel(balancer) as channel:
+        yield channel
+
+
+@pytest.fixture
+def status(channel):
+    return status_pb2_grpc.StatusStub(channel)
+
+
+class Link:
+    """A scripted worker on a stream of its own."""
+
+    def __init__(self, channel, worker) -> None:
+        self.worker = worker
+        self.call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect()
+
+    async def send(self, value) -> None:
+        await self.call.write(to_balancer(value))
+
+    async def receive(self):
+        """The next message, or None when the stream has ended."""
+        message = await asyncio.wait_for(self.call.read(), WAIT_S)
+        if message is grpc.aio.EOF:
+            return None
+        value = from_balancer(message, hello=self.worker.hello)
+        if not isinstance(value, HeartbeatAck | Rejection):
+            self.worker.take(value)
+        return value
+
+    async def receive_until(self, kind):
+        while not isinstance(value := await self.receive(), kind):
+            assert value is not None, f"the stream ended before {kind.__name__}"
+        return value
+
+
+@asynccontextmanager
+async def linked(channel, workers):
+    """Streams of workers that said Hello."""
+    links = [Link(channel, worker) for worker in workers]
+    try:
+        for link in links:
+            await link.send(link.worker.hello)
+        yield links
+    finally:
+        for link in links:
+            link.call.cancel()
+
+
+@asynccontextmanager
+async def served(channel, bench):
+    """Streams of the bench's workers, all serving."""
+    async with linked(channel, bench.workers.values()) as links:
+        for link in links:
+            await link.receive_until(Assignment)
+        for link in links:
+            await link.send(link.worker.serving())
+        yield sorted(links, key=lambda link: link.worker.rank)
+
+
+async def until(status, condition):
+    """The first status of the pool that the condition holds for."""
+    watch = status.WatchStatus(status_pb2.WatchStatusRequest(min_interval_s=0.05))
+    async with asyncio.timeout(WAIT_S):
+        async for response in watch:
+            if condition(response.status):
+                watch.cancel()
+                return response.status
+    raise AssertionError("the watch ended")
+
+
+def is_serving(pool):
+    return pool.health == status_pb2.POOL_HEALTH_SERVING
+
+
+async def test_the_main_life_of_a_pool_over_the_wire(channel, status, bench, skewed):
+    async with served(channel, bench) as links:
+        assert (await until(status, is_serving)).generation == 1
+        traffic = asyncio.create_task(report_forever(links, skewed(1)))
+        try:
+            stages = await asyncio.gather(*(link.receive_until(Stage) for link in links))
+            assert {stage.layout.generation for stage in stages} == {2}
+            for link in links:
+                await link.send(link.worker.answer_staged())
+            for link in links:
+                await link.send(link.worker.switch())
+            pool = await until(
+                status, lambda pool: pool.generation == 2 and pool.windows[-1].generation == 2
+            )
+            listed = await status.ListDecisions(status_pb2.ListDecisionsRequest())
+        finally:
+            traffic.cancel()
+            with suppress(asyncio.CancelledError):
+                await traffic
+    assert pool.rollouts_completed == 1
+    assert pool.last_decision.reason
+    assert any(decision.accepted for decision in listed.decisions)
+    assert [decision.sequence for decision in listed.decisions][-1] == 1
+    assert pool.switches[0].generation == 2
+    assert pool.model.num_experts == 32
+    assert [rank.rank for rank in pool.ranks] == [0, 1, 2, 3]
+    assert sum(rank.load_share for rank in pool.ranks) == pytest.approx(1.0)
+    assert {rank.state for rank in pool.ranks} == {"connected"}
+
+
+async def report_forever(links, load):
+    while True:
+        for link in links:
+            link.worker.serve_traffic(load)
+            await link.send(link.worker.report())
+        await asyncio.sleep(POLICY.report_interval_s)
+
+
+async def test_a_worker_of_another_checkpoint_is_turned_away_and_the_pool_goes_on(
+    channel, status, bench, worker_of, hello_of
+):
+    async with served(channel, bench):
+        await until(status, is_serving)
+        stray = worker_of(hello_of("stray", checkpoint_fingerprint="other"))
+        async with linked(channel, [stray]) as (link,):
+            rejection = await link.receive()
+            assert rejection.fatal
+            assert "other" in rejection.reason
+            assert "abc" in rejection.reason
+            assert await link.receive() is None
+        pool = await until(status, lambda pool: pool.refusals)
+        assert [(each.kind, each.count) for each in pool.refusals] == [("hello_checkpoint", 1)]
+        assert is_serving(pool)
+
+
+async def test_a_bad_report_is_answered_and_counted_and_the_stream_lives_on(channel, status, bench):
+    async with served(channel, bench) as links:
+        await until(status, is_serving)
+        link = links[2]
+        report = link.worker.report()
+        counters = np.ones((7, 10), dtype=np.uint64)
+        await link.send(replace(report, load=replace(report.load, tokens=counters)))
+        rejection = await link.receive_until(Rejection)
+        assert not rejection.fatal
+        assert link.worker.hello.worker in rejection.reason
+        await link.send(link.worker.heartbeat(sequence=5))
+        assert (await link.receive_until(HeartbeatAck)).sequence == 5
+        pool = await until(status, lambda pool: pool.refusals)
+        assert is_serving(pool)
+
+
+async def test_a_stream_that_does_not_begin_with_hello_is_closed_with_words(channel):
+    stream = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect()
+    await stream.write(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat()))
+    answer = await asyncio.wait_for(stream.read(), WAIT_S)
+    assert answer.rejection.fatal
+    assert "Hello" in answer.rejection.reason
+    assert await asyncio.wait_for(stream.read(), WAIT_S) is grpc.aio.EOF
+
+
+async def test_a_broken_stream_is_noticed_and_its_worker_comes_back(channel, status, bench):
+    async with served(channel, bench) as links:
+        await until(status, is_serving)
+        links[1].call.cancel()
+        pool = await until(status, lambda pool: not is_serving(pool))
+        assert pool.ranks[1].state == "gone"
+        assert "rank 1" in pool.health_reason
+        returned = links[1].worker
+        returned.hello, first = returned.reconnecting(), returned.hello
+        async with linked(channel, [returned]) as (link,):
+            returned.hello = first
+            await link.receive_until(Assignment)
+            assert (await until(status, is_serving)).epoch == 1
+
+
+async def test_a_newer_stream_of_a_worker_ends_the_older(channel, status, bench):
+    async with served(channel, bench) as links:
+        await until(status, is_serving)
+        older = links[0]
+        older.worker.hello, first = older.worker.reconnecting(), older.worker.hello
+        async with linked(channel, [older.worker]) as (newer,):
+            older.worker.hello = first
+            await newer.receive_until(Assignment)
+            assert await older.receive() is None
+            await until(status, is_serving)
+
+
+# What anyone may ask -----------------------------------------------------------------------------
+
+
+async def test_a_question_for_an_unknown_pool_names_those_there_are(channel, status, bench):
+    with pytest.raises(grpc.aio.AioRpcError, match="no pool yet"):
+        await status.GetStatus(status_pb2.GetStatusRequest(), timeout=WAIT_S)
+    async with served(channel, bench):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await status.GetStatus(status_pb2.GetStatusRequest(pool="big"), timeout=WAIT_S)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert caught.value.details() == "there is no pool 'big'; there are: tiny"
+
+
+async def test_pools_are_listed_and_a_name_is_needed_only_among_several(
+    channel, status, bench, worker_of, hello_of
+):
+    other = worker_of(hello_of(pool="other"))
+    async with served(channel, bench), linked(channel, [other]):
+        pools = await until_two_pools(status)
+        assert [(each.pool, each.num_ranks) for each in pools] == [("other", 4), ("tiny", 4)]
+        with pytest.raises(grpc.aio.AioRpcError, match="name one of them: other, tiny"):
+            await status.GetStatus(status_pb2.GetStatusRequest(), timeout=WAIT_S)
+
+
+async def until_two_pools(status):
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            pools = (await status.ListPools(status_pb2.ListPoolsRequest())).pools
+            if len(pools) == 2:
+                return pools
+
+
+async def test_layouts_loads_and_decisions_can_be_read(channel, status, bench):
+    async with served(channel, bench):
+        await until(status, is_serving)
+        layout = await status.GetLayout(status_pb2.GetLayoutRequest(), timeout=WAIT_S)
+        assert layout.layout.generation == 1
+        assert list(layout.node_of_rank) == ["node-0", "node-0", "node-1", "node-1"]
+        loads = await status.GetLoads(status_pb2.GetLoadsRequest(), timeout=WAIT_S)
+        assert len(loads.slow_tokens_per_s) == 3 * 32 * 8
+        listed = await status.ListDecisions(status_pb2.ListDecisionsRequest(), timeout=WAIT_S)
+        assert list(listed.decisions) == []
+        with pytest.raises(grpc.aio.AioRpcError, match="no generation 77; its next is 2"):
+            await status.GetLayout(status_pb2.GetLayoutRequest(generation=77), timeout=WAIT_S)
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 1000, not 1001"):
+            await status.ListDecisions(status_pb2.ListDecisionsRequest(limit=1001), timeout=WAIT_S)
+
+
+async def test_health_says_serving_for_every_service(channel):
+    stub = health_pb2_grpc.HealthStub(channel)
+    for service in ("", "equipoise_api.v1.WorkerLink", "equipoise_api.v1.Status"):
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_reflection_lists_the_services(channel):
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    stream = stub.ServerReflectionInfo(iter([asked]))
+    answer = await asyncio.wait_for(stream.read(), WAIT_S)
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"equipoise_api.v1.WorkerLink", "equipoise_api.v1.Status"} <= names
+
+
+async def test_a_used_port_is_one_clear_sentence(balancer, tmp_path):
+    store = SqliteStore(tmp_path / "other.sqlite")
+    with pytest.raises(BalancerError, match=f"cannot listen on {balancer}"):
+        async with serving(store, listen=balancer, policy=POLICY, stop_grace_s=1.0):
+            pass
+    await store.close()
