@@ -1,14 +1,16 @@
 """`equipoise status` against a balancer that says what a test wants."""
 
 import asyncio
+import io
 import json
 import signal
 import sys
 
 import grpc
 import pytest
+from rich.console import Console
 
-from equipoise.cli.status import ExitStatus, StatusError, as_json, run
+from equipoise.cli.status import ExitStatus, Picture, StatusError, as_json, run
 from equipoise.cli.status_settings import InvalidSettingsError, StatusSettings
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
@@ -211,6 +213,26 @@ async def test_a_watcher_without_a_terminal_prints_a_line_for_each_change(balanc
         assert b"waiting" in await watcher.stdout.readline()
         watcher.send_signal(signal.SIGINT)
         await watcher.communicate()
+
+
+def test_a_picture_that_is_no_longer_true_says_since_when(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr("equipoise.cli.status.time.monotonic", lambda: now_s)
+    picture = Picture()
+    picture.take(a_pool())
+    assert "as of" not in printed(picture.renderable())
+    now_s = 107.0
+    assert "as of 7 s ago" in printed(picture.renderable())
+    picture.fault = "no balancer answers"
+    assert "as of 7 s ago: no balancer answers" in printed(picture.renderable())
+    picture.take(a_pool())
+    assert "as of" not in printed(picture.renderable())
+
+
+def printed(renderable):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(renderable)
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize(

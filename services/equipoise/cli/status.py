@@ -121,7 +121,7 @@ class _Client:
         return f"the balancer at {self._settings.address} answers: {error.details()}"
 
 
-class _Picture:
+class Picture:
     """The newest status on a terminal, honest about its age."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ def _watch(client: _Client, settings: StatusSettings, console: Console) -> NoRet
         while True:
             print(client.watch(_printer(settings)), file=sys.stderr, flush=True)
             time.sleep(_RETRY_S)
-    picture = _Picture()
+    picture = Picture()
     with Live(get_renderable=picture.renderable, console=console, refresh_per_second=2):
         while True:
             picture.fault = client.watch(picture.take)

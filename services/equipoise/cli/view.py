@@ -16,7 +16,7 @@ from equipoise_api.v1 import status_pb2
 GOOD_BALANCEDNESS = 0.9
 FAIR_BALANCEDNESS = 0.8
 
-_BLOCKS = " ▁▂▃▄▅▆▇█"
+_BLOCKS = "▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉█"
 _BAR_WIDTH = 10
 _SPARK_LOW = 0.4  # below this the picture says nothing more than "bad"
@@ -96,7 +96,7 @@ def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
     if not status.windows_closed:
         return Text("no window has closed yet", style="dim")
     windows = status.windows[-_NUM_WINDOWS:]
-    picture = sparkline([window.balancedness for window in windows])
+    picture = sparkline([window.balancedness if window.tokens else None for window in windows])
     facts = Text.assemble(
         ("balancedness ", "dim"),
         (f"{status.balancedness:.3f}", f"bold {tone(status.balancedness)}"),
@@ -136,12 +136,15 @@ def ranks_view(
     return table
 
 
-def sparkline(values: Sequence[float]) -> Text:
-    """Balancedness values, oldest first, as one coloured character each."""
+def sparkline(values: Sequence[float | None]) -> Text:
+    """Balancedness values, oldest first, as one coloured character each; a dot for no traffic."""
     line = Text()
     for value in values:
+        if value is None:
+            line.append("·", style="dim")
+            continue
         height = (min(max(value, _SPARK_LOW), 1.0) - _SPARK_LOW) / (1.0 - _SPARK_LOW)
-        line.append(_BLOCKS[1 + round(height * (len(_BLOCKS) - 2))], style=tone(value))
+        line.append(_BLOCKS[round(height * (len(_BLOCKS) - 1))], style=tone(value))
     return line
 
 
@@ -252,12 +255,8 @@ def _facts(status: status_pb2.PoolStatus) -> RenderableType:
 def _decision_text(decision: status_pb2.Decision) -> Text:
     said = ("yes", "bold green") if decision.accepted else ("no", "bold")
     text = Text.assemble((f"{decision.sequence} ", "dim"), said, f"  {decision.reason}")
-    if decision.moves:
-        text.append(
-            f"  ({decision.moves} moves, {bytes_words(decision.bytes)}, {decision.algorithm}, "
-            f"planned in {decision.plan_ms:.1f} ms)",
-            style="dim",
-        )
+    if decision.plan_ms:
+        text.append(f"  (planned in {decision.plan_ms:.1f} ms)", style="dim")
     return text
 
 
