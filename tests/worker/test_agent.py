@@ -1,0 +1,184 @@
+"""The agent keeps a stream, notices when it is dead, and never hammers or gives up."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+from equipoise.planning.topology import ModelShape
+from equipoise.wire.messages import Abort, Heartbeat, Hello, Leaving, Refused, Rejection
+from equipoise.worker.agent import Agent
+
+REFUSED = Refused(epoch=1, rank=0, generation=2, reason="no")
+
+
+class Bench:
+    """An agent of nothing in particular: it says hello and puts down what it receives."""
+
+    def __init__(self, address, **changes):
+        self.received = asyncio.Queue()
+        self.num_hellos = 0
+        settings = {"backoff_s": 0.01, "max_backoff_s": 0.05}
+        self.agent = Agent(
+            address=address,
+            hello=self.hello,
+            heartbeat=lambda sequence: Heartbeat(
+                epoch=0, generation=0, staged_generation=0, sequence=sequence
+            ),
+            receive=self.received.put_nowait,
+            **settings | changes,
+        )
+        self.agent.heartbeat_interval_s = 0.05
+
+    def hello(self):
+        self.num_hellos += 1
+        return Hello(
+            pool="p",
+            worker="w",
+            boot_id=f"boot-{self.num_hellos}",
+            node="n",
+            address="127.0.0.1:1",
+            rendezvous_address="127.0.0.1:2",
+            model=ModelShape(num_layers=2, num_experts=8, num_groups=2, expert_bytes=12_288),
+            slots_per_rank=12,
+            num_ranks=1,
+            checkpoint_fingerprint="ab" * 16,
+        )
+
+    async def next(self):
+        return await asyncio.wait_for(self.received.get(), 60)
+
+
+@asynccontextmanager
+async def running(bench):
+    task = asyncio.create_task(bench.agent.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=60)
+
+
+async def test_hello_comes_first_and_then_heartbeats_in_sequence(balancer):
+    bench = Bench(balancer.address)
+    async with running(bench):
+        link = await balancer.link()
+        await link.until(Heartbeat, lambda beat: beat.sequence == 3)
+        assert isinstance(link.heard[0], Hello)
+        assert [beat.sequence for beat in link.of(Heartbeat)][:3] == [1, 2, 3]
+        assert bench.agent.connected
+
+
+async def test_messages_go_both_ways_while_heartbeats_go_on(balancer):
+    bench = Bench(balancer.address)
+    abort = Abort(epoch=1, generation=2, reason="why not")
+    async with running(bench):
+        link = await balancer.link()
+        link.say(abort)
+        assert await bench.next() == abort
+        for _ in range(100):
+            bench.agent.send(REFUSED)
+        await link.until(Heartbeat, lambda beat: beat.sequence == 2)
+        assert await link.until(Refused) == REFUSED
+        assert len(link.of(Refused)) == 100
+
+
+async def test_a_stream_that_ends_is_opened_again_with_a_new_hello(balancer):
+    bench = Bench(balancer.address)
+    async with running(bench):
+        for number in range(1, 6):
+            link = await balancer.link()
+            assert link.hello.boot_id == f"boot-{number}"
+            link.hang_up()
+
+
+async def test_a_balancer_that_vanishes_and_returns_is_found_again_and_each_change_said_once(
+    balancer, caplog
+):
+    caplog.set_level("INFO")
+    bench = Bench(balancer.address)
+    async with running(bench):
+        link = await balancer.link()
+        await link.until(Heartbeat)
+        await balancer.stop()
+        link = await _restarted(balancer)
+        await link.until(Heartbeat, lambda beat: beat.sequence == 3)
+    said = [record.message for record in caplog.records if record.name.endswith("agent")]
+    assert said[0].startswith("linked")
+    assert said[-1].startswith("linked")
+    assert all(before != after for before, after in pairwise(said))
+    assert any("trying on" in message for message in said)
+
+
+async def _restarted(balancer):
+    await balancer.start()
+    return await balancer.link()
+
+
+async def test_a_balancer_that_hangs_is_taken_for_lost(balancer, caplog):
+    caplog.set_level("INFO")
+    balancer.acknowledges = False
+    bench = Bench(balancer.address, ack_timeout_s=0.3)
+    async with running(bench):
+        first = await balancer.link()
+        await balancer.link()
+        await first.until_closed()
+        assert len(first.of(Heartbeat)) >= 2
+        assert not bench.agent.connected
+    assert "no answer for 0.3 s" in caplog.text
+
+
+async def test_a_stop_is_announced_as_the_last_word(balancer):
+    bench = Bench(balancer.address)
+    async with running(bench) as task:
+        link = await balancer.link()
+        await link.until(Heartbeat)
+        await bench.agent.leave("maintenance", timeout_s=60)
+        await asyncio.wait_for(task, 60)
+    assert link.heard[-1] == Leaving(reason="maintenance")
+    assert bench.num_hellos == 1
+
+
+async def test_leaving_without_a_balancer_waits_for_nothing():
+    bench = Bench("127.0.0.1:1")
+    async with running(bench):
+        await asyncio.wait_for(bench.agent.leave("maintenance", timeout_s=10_000), 60)
+
+
+async def test_rejections_do_not_reset_the_back_off(balancer):
+    bench = Bench(balancer.address)
+    async with running(bench):
+        for _ in range(4):
+            link = await balancer.link()
+            link.say(Rejection(reason="another model", fatal=True))
+            link.hang_up()
+            assert (await bench.next()).fatal
+        assert bench.agent._failures >= 3
+
+
+async def test_what_is_said_without_a_stream_is_not_kept(balancer):
+    bench = Bench(balancer.address)
+    bench.agent.send(REFUSED)
+    async with running(bench):
+        link = await balancer.link()
+        await link.until(Heartbeat)
+    assert link.of(Refused) == []
+
+
+async def test_a_message_that_makes_no_sense_is_dropped_and_the_stream_goes_on(
+    balancer, caplog, monkeypatch
+):
+    from equipoise_api.v1 import worker_link_pb2
+
+    monkeypatch.setitem(
+        type(balancer).Connect.__globals__,
+        "to_worker",
+        lambda message: worker_link_pb2.ConnectResponse(),
+    )
+    balancer.acknowledges = False
+    bench = Bench(balancer.address)
+    async with running(bench):
+        link = await balancer.link()
+        link.say("nonsense")
+        await link.until(Heartbeat, lambda beat: beat.sequence == 4)
+    assert bench.received.empty()
+    assert "a message of the balancer is dropped" in caplog.text

@@ -1,0 +1,294 @@
+"""A Stage becomes a generation that waits, or is refused with what would help."""
+
+import asyncio
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from equipoise.planning.moves import CHECKSUM_BYTES
+from equipoise.wire.messages import Abort, Refused, Staged
+from equipoise.worker.applier import Applier, check_stage
+from equipoise.worker.errors import StageRefusedError
+from equipoise.worker.transfer import ExpertPuller
+from equipoise_model.experts import checksum
+
+
+class Engine:
+    """Takes offers as the engine does, and switches when the test says so."""
+
+    def __init__(self, held):
+        self.held = held
+        self.staged = None
+
+    @property
+    def generation(self):
+        return self.held.contents.layout.generation
+
+    @property
+    def staged_generation(self):
+        return self.staged.generation if self.staged else 0
+
+    def offer(self, staged):
+        if staged.base_generation != self.generation:
+            return False
+        self.staged = staged
+        return True
+
+    def drop(self, generation):
+        if self.staged_generation == generation:
+            self.staged = None
+
+    def switch(self):
+        self.held.switch(self.staged)
+        self.staged = None
+
+
+class SlowCheckpoint:
+    """Gives nothing before it is told to."""
+
+    def __init__(self, checkpoint):
+        self.checkpoint = checkpoint
+        self.asked = threading.Event()
+        self.may_give = threading.Event()
+
+    def read_expert(self, layer, expert):
+        self.asked.set()
+        assert self.may_give.wait(60)
+        return self.checkpoint.read_expert(layer, expert)
+
+
+class Bench:
+    """An applier of a rank alone, with everything around it in reach."""
+
+    def __init__(self, core, held):
+        self.core, self.held = core, held
+        self.engine = Engine(held)
+        self.slow = SlowCheckpoint(core.checkpoint)
+        self.answers = asyncio.Queue()
+        self.puller = ExpertPuller(
+            checkpoint=self.slow,
+            held=held,
+            epoch=1,
+            rank=0,
+            peers=(),
+            expert_bytes=core.shape.expert_bytes,
+        )
+        self.applier = Applier(
+            engine=self.engine,
+            held=held,
+            puller=self.puller,
+            slots=core.slots,
+            epoch=1,
+            rank=0,
+            answer=self.answers.put_nowait,
+        )
+
+    @property
+    def running(self):
+        return self.held.contents.layout
+
+    async def answer(self):
+        return await asyncio.wait_for(self.answers.get(), 60)
+
+
+@pytest_asyncio.fixture
+async def bench(rank_of_one):
+    one = Bench(*rank_of_one())
+    one.slow.may_give.set()
+    yield one
+    one.slow.may_give.set()
+    await one.applier.close()
+    await one.puller.close()
+
+
+async def test_a_staged_generation_has_its_bytes_checksums_and_tables(
+    bench, random_layout, stage_to, checkpoint
+):
+    layout = random_layout(2)
+    stage = stage_to(bench.running, layout)
+    bench.applier.stage(stage)
+    answer = await bench.answer()
+    assert isinstance(answer, Staged)
+    assert (answer.epoch, answer.rank, answer.generation) == (1, 0, 2)
+    assert answer.checkpoint_bytes == len(stage.moves) * bench.core.shape.expert_bytes
+    assert answer.peer_bytes == 0
+    assert answer.duration_us > 0
+    assert bench.running.generation == 1
+    bench.engine.switch()
+    contents = bench.held.contents
+    assert contents.layout is layout
+    for layer, slot in np.ndindex(layout.expert_of_slot.shape):
+        expected = checkpoint.read_expert(layer, int(layout.expert_of_slot[layer, slot]))
+        assert bench.core.slots[layer].read(slot).equal(expected)
+        assert contents.checksums[layer, slot].tobytes() == checksum(expected)
+
+
+async def test_a_stage_without_moves_is_staged_at_once(bench, stage_to):
+    same = dataclasses.replace(bench.running, generation=2)
+    bench.applier.stage(stage_to(bench.running, same))
+    answer = await bench.answer()
+    assert isinstance(answer, Staged)
+    assert bench.engine.staged_generation == 2
+
+
+async def test_a_repeated_stage_is_answered_again_and_pulls_nothing(bench, random_layout, stage_to):
+    stage = stage_to(bench.running, random_layout(2))
+    bench.applier.stage(stage)
+    first = await bench.answer()
+    bench.slow.asked.clear()
+    bench.applier.stage(stage)
+    assert await bench.answer() is first
+    assert not bench.slow.asked.is_set()
+
+
+async def test_a_repeated_stage_under_way_is_answered_once(bench, random_layout, stage_to):
+    bench.slow.may_give.clear()
+    stage = stage_to(bench.running, random_layout(2))
+    bench.applier.stage(stage)
+    await asyncio.to_thread(bench.slow.asked.wait, 60)
+    bench.applier.stage(stage)
+    bench.slow.may_give.set()
+    assert isinstance(await bench.answer(), Staged)
+    await bench.applier.close()
+    assert bench.answers.empty()
+
+
+async def test_the_last_stage_counts(bench, random_layout, stage_to):
+    bench.slow.may_give.clear()
+    bench.applier.stage(stage_to(bench.running, random_layout(2)))
+    await asyncio.to_thread(bench.slow.asked.wait, 60)
+    bench.applier.stage(stage_to(bench.running, random_layout(3)))
+    bench.slow.may_give.set()
+    assert (await bench.answer()).generation == 3
+    assert bench.engine.staged_generation == 3
+    bench.applier.stage(stage_to(bench.running, random_layout(4)))
+    assert bench.engine.staged_generation == 0
+    assert (await bench.answer()).generation == 4
+
+
+async def test_an_abort_drops_what_waits_and_what_is_under_way(bench, random_layout, stage_to):
+    bench.applier.stage(stage_to(bench.running, random_layout(2)))
+    await bench.answer()
+    bench.applier.abort(Abort(epoch=1, generation=9, reason="another one"))
+    bench.applier.abort(Abort(epoch=9, generation=2, reason="another epoch"))
+    assert bench.engine.staged_generation == 2
+    bench.applier.abort(Abort(epoch=1, generation=2, reason="a rank refused"))
+    assert bench.engine.staged_generation == 0
+
+    bench.slow.may_give.clear()
+    bench.slow.asked.clear()
+    bench.applier.stage(stage_to(bench.running, random_layout(3)))
+    await asyncio.to_thread(bench.slow.asked.wait, 60)
+    preparing = bench.applier._preparation.task
+    bench.applier.abort(Abort(epoch=1, generation=3, reason="a rank refused"))
+    bench.slow.may_give.set()
+    await asyncio.wait([preparing], timeout=60)
+    assert preparing.cancelled()
+    assert bench.engine.staged_generation == 0
+    assert bench.answers.empty()
+
+
+async def test_an_abort_behind_the_switch_changes_nothing(bench, random_layout, stage_to):
+    bench.applier.stage(stage_to(bench.running, random_layout(2)))
+    await bench.answer()
+    bench.engine.switch()
+    bench.applier.abort(Abort(epoch=1, generation=2, reason="too late"))
+    assert bench.running.generation == 2
+
+
+async def test_staging_that_a_switch_overtakes_is_refused(
+    bench, random_layout, stage_to, staged_from_checkpoint
+):
+    bench.slow.may_give.clear()
+    bench.applier.stage(stage_to(bench.running, random_layout(3)))
+    await asyncio.to_thread(bench.slow.asked.wait, 60)
+    bench.held.switch(staged_from_checkpoint(bench.core, bench.running, random_layout(2)))
+    bench.slow.may_give.set()
+    answer = await bench.answer()
+    assert isinstance(answer, Refused)
+    assert "switched from generation 1 to 2 meanwhile" in answer.reason
+    assert bench.engine.staged_generation == 0
+
+
+async def test_staging_that_takes_too_long_refuses_by_itself(bench, random_layout, stage_to):
+    bench.slow.may_give.clear()
+    bench.applier.stage(stage_to(bench.running, random_layout(2), timeout_s=0.2))
+    answer = await bench.answer()
+    assert isinstance(answer, Refused)
+    assert "longer than the allowed 0.2 s" in answer.reason
+
+
+async def test_a_checksum_that_no_source_can_meet_is_refused(bench, random_layout, stage_to):
+    stage = stage_to(bench.running, random_layout(2))
+    wrong = dataclasses.replace(stage.moves[0], checksum=bytes(CHECKSUM_BYTES))
+    bench.applier.stage(dataclasses.replace(stage, moves=(wrong, *stage.moves[1:])))
+    answer = await bench.answer()
+    assert isinstance(answer, Refused)
+    assert answer.generation == 2
+    assert "could be had from no source" in answer.reason
+    assert bench.engine.staged_generation == 0
+
+
+async def test_after_a_refusal_the_same_generation_may_be_staged(bench, random_layout, stage_to):
+    stage = stage_to(bench.running, random_layout(2))
+    bench.applier.stage(dataclasses.replace(stage, epoch=7))
+    assert isinstance(await bench.answer(), Refused)
+    bench.applier.stage(stage)
+    assert isinstance(await bench.answer(), Staged)
+
+
+def other_expert(stage):
+    move = stage.moves[0]
+    return {"moves": (dataclasses.replace(move, expert=(move.expert + 1) % 8), *stage.moves[1:])}
+
+
+def foreign_slot(stage):
+    return {"moves": (*stage.moves, dataclasses.replace(stage.moves[0], slot=12))}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda stage: {"epoch": 2}, "serves in epoch 1, not 2"),
+        (lambda stage: {"base_generation": 3}, "runs generation 1, not 3"),
+        (lambda stage: {"moves": stage.moves[1:]}, "has no move"),
+        (lambda stage: {"moves": (*stage.moves, stage.moves[0])}, "two moves fill one slot"),
+        (foreign_slot, "slot 12 is not this rank's"),
+        (other_expert, "the move brings expert"),
+        (
+            lambda stage: {"layout": dataclasses.replace(stage.layout, generation=1)},
+            "generation 1 is not newer than 1",
+        ),
+    ],
+)
+def test_a_stage_that_does_not_fit_is_refused_with_what_is_wrong(
+    random_layout, stage_to, change, reason
+):
+    running = random_layout(1)
+    stage = stage_to(running, random_layout(2))
+    check_stage(stage, running=running, epoch=1, rank=0)
+    with pytest.raises(StageRefusedError, match=reason):
+        check_stage(dataclasses.replace(stage, **change(stage)), running=running, epoch=1, rank=0)
+
+
+def test_a_layout_of_another_shape_is_refused(random_layout, stage_to):
+    running = random_layout(1)
+    stage = dataclasses.replace(
+        stage_to(running, random_layout(2)), layout=random_layout(2, slots_per_rank=10)
+    )
+    with pytest.raises(StageRefusedError, match=r"\(2, 10, 8, 1\) does not fit"):
+        check_stage(stage, running=running, epoch=1, rank=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_checks_its_own_moves(random_layout, stage_to, rank):
+    running = random_layout(1, num_ranks=2, slots_per_rank=6)
+    layout = random_layout(2, num_ranks=2, slots_per_rank=6)
+    own = stage_to(running, layout, rank=rank)
+    check_stage(own, running=running, epoch=1, rank=rank)
+    other = stage_to(running, layout, rank=1 - rank)
+    with pytest.raises(StageRefusedError):
+        check_stage(other, running=running, epoch=1, rank=rank)

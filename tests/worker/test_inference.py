@@ -1,0 +1,209 @@
+"""Clients get the model's tokens over real gRPC, and every fault has its code and its words."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from equipoise.worker.applier import placement_of
+from equipoise.worker.engine import Engine
+from equipoise.worker.errors import InvalidRequestError
+from equipoise.worker.group import RankGroup
+from equipoise.worker.inference import InferenceService, check_request
+from equipoise.worker.scheduler import Scheduler
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc
+from equipoise_model.dispatch import ExpertParallel
+
+PROMPT = (3, 1, 4, 1, 5)
+
+
+class Gate(RankGroup):
+    """A rank alone whose steps a test can hold up."""
+
+    def __init__(self):
+        super().__init__(rank=0, num_ranks=1)
+        self.open = threading.Event()
+        self.open.set()
+
+    def exchange(self, header):
+        assert self.open.wait(60)
+        return super().exchange(header)
+
+
+class WatchedEngine(Engine):
+    """Tells a test, on the event loop, what the service asks of the engine."""
+
+    def __init__(self, **parts):
+        super().__init__(**parts)
+        self.submitted, self.cancelled = asyncio.Queue(), asyncio.Queue()
+
+    def submit(self, request):
+        super().submit(request)
+        self.submitted.put_nowait(request.key)
+
+    def cancel(self, key):
+        super().cancel(key)
+        self.cancelled.put_nowait(key)
+
+
+class Bench:
+    def __init__(self, service, engine, gate, stub):
+        self.service, self.engine, self.gate, self.stub = service, engine, gate, stub
+
+
+@asynccontextmanager
+async def stub_of(service):
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_InferenceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield worker_pb2_grpc.InferenceStub(channel)
+    finally:
+        await server.stop(None)
+
+
+@pytest_asyncio.fixture
+async def bench(rank_of_one):
+    core, held = rank_of_one()
+    service = InferenceService(vocab_size=64, context_length=96)
+    loop, gate = asyncio.get_running_loop(), Gate()
+    engine = WatchedEngine(
+        model=core.model,
+        cache=core.cache,
+        experts=ExpertParallel.local(core.checkpoint.config, placement_of(held.contents.layout)),
+        held=held,
+        group=gate,
+        scheduler=Scheduler(max_requests=2, max_queued=1, max_step_tokens=8),
+        epoch=1,
+        names=("worker-0",),
+        publish=lambda result: loop.call_soon_threadsafe(service.deliver, result),
+    )
+    service.open(engine)
+    stepping = asyncio.create_task(asyncio.to_thread(engine.run))
+    async with stub_of(service) as stub:
+        yield Bench(service, engine, gate, stub)
+        gate.open.set()
+        engine.leave()
+        await asyncio.wait_for(stepping, 60)
+
+
+def request(prompt=PROMPT, max_tokens=8, stop_tokens=()):
+    return pb.GenerateRequest(prompt=prompt, max_tokens=max_tokens, stop_tokens=stop_tokens)
+
+
+async def generated(call):
+    responses = [response async for response in call]
+    return [token for response in responses for token in response.tokens], responses
+
+
+async def to_the_end(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def several(queue, count):
+    async with asyncio.timeout(60):
+        return [await queue.get() for _ in range(count)]
+
+
+async def test_a_client_gets_the_solo_tokens_step_by_step(bench, solo):
+    tokens, responses = await generated(bench.stub.Generate(request(max_tokens=30), timeout=60))
+    assert tokens == solo(PROMPT, 30)
+    assert [response.finish_reason for response in responses[:-1]] == [0] * (len(responses) - 1)
+    assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert {response.generation for response in responses} == {1}
+    steps = [response.step for response in responses]
+    assert steps == sorted(set(steps))
+    assert bench.service._streams == {}
+
+
+async def test_a_stop_token_is_the_last_and_the_reason(bench, solo):
+    expected = solo(PROMPT, 30)
+    tokens, responses = await generated(
+        bench.stub.Generate(request(max_tokens=30, stop_tokens=[expected[3]]), timeout=60)
+    )
+    assert tokens == expected[: expected.index(expected[3]) + 1]
+    assert responses[-1].finish_reason == pb.FINISH_REASON_STOP
+
+
+async def test_many_clients_at_once_get_their_own_tokens(bench, solo):
+    prompts = [(n, 2 * n, 3 * n) for n in range(1, 4)]
+    calls = [bench.stub.Generate(request(prompt), timeout=60) for prompt in prompts]
+    results = await asyncio.gather(*(generated(call) for call in calls))
+    for prompt, (tokens, _) in zip(prompts, results, strict=True):
+        assert tokens == solo(prompt, 8)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (request(prompt=()), "prompt is empty"),
+        (request(max_tokens=0), "max_tokens is 0"),
+        (request(max_tokens=92), "make 97, and this worker's context is 96"),
+        (request(prompt=(1, 64)), "token 64 is out of the vocabulary: tokens are 0 to 63"),
+        (request(stop_tokens=(99,)), "token 99 is out of the vocabulary"),
+    ],
+)
+async def test_a_request_that_cannot_be_served_names_the_limit(bench, bad, words):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generated(bench.stub.Generate(bad, timeout=60))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in caught.value.details()
+
+
+def test_a_request_that_fills_the_context_to_the_last_token_is_served():
+    check_request(request(max_tokens=91), vocab_size=64, context_length=96)
+    with pytest.raises(InvalidRequestError):
+        check_request(request(max_tokens=92), vocab_size=64, context_length=96)
+
+
+async def test_a_full_line_is_said_at_once_and_nobody_else_suffers(bench, solo):
+    bench.gate.open.clear()
+    calls = [bench.stub.Generate(request(), timeout=60) for _ in range(3)]
+    tasks = [asyncio.create_task(generated(call)) for call in calls]
+    await several(bench.engine.submitted, 3)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generated(bench.stub.Generate(request(), timeout=60))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    bench.gate.open.set()
+    for tokens, _ in await asyncio.gather(*tasks):
+        assert tokens == solo(PROMPT, 8)
+
+
+async def test_a_client_that_goes_away_frees_its_row(bench):
+    calls = [bench.stub.Generate(request(max_tokens=90), timeout=60) for _ in range(2)]
+    for call in calls:
+        assert (await call.read()).tokens
+        call.cancel()
+    await several(bench.engine.cancelled, 2)
+    stats = bench.engine.progress().stats
+    assert stats.active_requests == stats.queued_requests == 0
+    assert stats.tokens_generated < 180
+    assert bench.service._streams == {}
+
+
+async def test_when_the_engine_ends_clients_hear_why(bench):
+    call = bench.stub.Generate(request(max_tokens=90), timeout=60)
+    assert (await call.read()).tokens
+    bench.gate.open.clear()
+    bench.service.close("a peer rank failed")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await to_the_end(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.details() == "a peer rank failed"
+    with pytest.raises(grpc.aio.AioRpcError, match="a peer rank failed"):
+        await generated(bench.stub.Generate(request(), timeout=60))
+
+
+async def test_before_there_is_a_rank_clients_are_told_to_wait():
+    async with stub_of(InferenceService(vocab_size=64, context_length=96)) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generated(stub.Generate(request(), timeout=60))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no rank yet" in caught.value.details()
