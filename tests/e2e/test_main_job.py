@@ -57,7 +57,7 @@ def one_line_of(*arguments: str) -> str:
     )
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("equipoise: ")
+    assert line.startswith("equipoise")
     return line
 
 

@@ -66,7 +66,8 @@ def run(settings: DemoSettings) -> int:
         return 128 + signal.SIGTERM
     except BaseExceptionGroup as group:
         raise _first(group) from None
-    console.print(summary(outcome))
+    # A pipe has no width of its own, and a table that is broken to 80 columns is hard to read.
+    console.print(summary(outcome), width=console.width if console.is_terminal else 120)
     if settings.json is not None:
         settings.json.write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
     for fault in outcome.faults:
@@ -313,7 +314,9 @@ def _balancer_arguments(settings: DemoSettings, *, address: str, state: Path) ->
         f"--listen={address}",
         f"--state={state}",
         f"--interval-s={settings.interval_s}",
-        f"--report-interval-s={settings.interval_s / 8}",
+        f"--report-interval-s={settings.interval_s / 10}",
+        # What is newer than a window must outweigh what is older, or a shift is seen late.
+        f"--fast-half-life-s={settings.interval_s / 2}",
     ]
 
 

@@ -28,25 +28,25 @@ class DemoSettings:
     slots_per_rank: int = 10
     """Physical slots per MoE layer and rank; all ranks together need one per logical expert."""
 
-    interval_s: float = 4.0
+    interval_s: float = 5.0
     """Seconds between the balancer's decisions; also the length of a window."""
 
     domains: tuple[Domain, ...] = ("code", "arithmetic", "english")
     """Traffic, one domain after the other."""
 
-    seconds_per_domain: float = 36.0
+    seconds_per_domain: float = 35.0
     """Least seconds of each domain's traffic; the next begins when the window closes."""
 
-    clients_per_rank: int = 8
+    clients_per_rank: int = 12
     """Requests that are generated on each rank at a time."""
 
     prompts_per_domain: int = 32
     """Distinct prompts; clients take them in turn."""
 
-    min_output_tokens: int = 24
+    min_output_tokens: int = 16
     """Shortest output asked for."""
 
-    max_output_tokens: int = 56
+    max_output_tokens: int = 40
     """Longest output asked for."""
 
     checkpoint: Path = field(default_factory=packaged_checkpoint)

@@ -126,8 +126,10 @@ def window_line(scene: Scene) -> str:
     """The newest window and the traffic meanwhile, as one line."""
     window = scene.windows[-1]
     latency = scene.latency
+    # A window that closed just before a shift is shown just behind it.
+    begun = [mark for mark in scene.marks if mark.at_s < window.closed_s] or scene.marks[:1]
     return (
-        f"{scene.marks[-1].domain:<10}  window {len(scene.windows):>2}  "
+        f"{begun[-1].domain:<10}  window {len(scene.windows):>2}  "
         f"rank max/mean {1 / window.balancedness:.2f}  generation {window.generation}  "
         f"{scene.tokens_per_s:.0f} tokens/s  "
         f"inter-token p50 {latency.p50_ms:.0f} p99 {latency.p99_ms:.0f} ms  "
