@@ -1,0 +1,175 @@
+"""One good message of each kind, and the way each takes. Tests break them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.load import LoadReport, Phase
+from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.planning.topology import ModelShape
+from equipoise.wire.convert import from_balancer, from_worker
+from equipoise.wire.messages import (
+    Abort,
+    Assignment,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Leaving,
+    Peer,
+    RankStats,
+    Refused,
+    Rejection,
+    Report,
+    RunningState,
+    Serving,
+    Stage,
+    Staged,
+    Switched,
+)
+
+MODEL = ModelShape(num_layers=3, num_experts=8, num_groups=4, expert_bytes=4096)
+HELLO = Hello(
+    pool="decode",
+    worker="worker-1",
+    boot_id="boot-7",
+    node="node-0",
+    address="10.0.0.7:7071",
+    rendezvous_address="worker-1.pool:29500",
+    model=MODEL,
+    slots_per_rank=5,
+    num_ranks=2,
+    checkpoint_fingerprint="0badcafe",
+)
+LAYOUT = contiguous_layout(num_layers=3, num_experts=8, num_ranks=2, slots_per_rank=5, generation=4)
+CHECKSUMS = np.arange(3 * 5 * 16, dtype=np.uint8).reshape(3, 5, 16)
+STATS = RankStats(
+    steps=9,
+    tokens_processed=100,
+    tokens_generated=40,
+    median_step_us=12_000,
+    active_requests=3,
+    queued_requests=1,
+)
+REPORT = Report(
+    load=LoadReport(
+        boot_id="boot-7",
+        epoch=1,
+        rank=1,
+        generation=4,
+        phase=Phase.MIXED,
+        tokens=np.arange(15, dtype=np.uint64).reshape(3, 5),
+    ),
+    stats=STATS,
+)
+RUNNING = RunningState(epoch=2, rank=1, staged_generation=5, layout=LAYOUT, checksums=CHECKSUMS)
+SERVING = Serving(epoch=1, rank=0, generation=4, checksums=CHECKSUMS)
+STAGED = Staged(
+    epoch=1, rank=1, generation=5, peer_bytes=8192, checkpoint_bytes=4096, duration_us=77
+)
+SWITCHED = Switched(
+    epoch=1,
+    rank=1,
+    generation=5,
+    step=0,
+    stall_us=800,
+    median_step_us=12_000,
+    checksums=CHECKSUMS,
+)
+ASSIGNMENT = Assignment(
+    epoch=1,
+    rank=1,
+    peers=(
+        Peer(rank=0, address="10.0.0.6:7071", node="node-0", worker="worker-0"),
+        Peer(rank=1, address="10.0.0.7:7071", node="node-0", worker="worker-1"),
+    ),
+    rendezvous_address="10.0.0.6:29500",
+    layout=LAYOUT,
+    report_interval_s=1.0,
+    heartbeat_interval_s=0.5,
+)
+STAGE = Stage(
+    epoch=1,
+    layout=LAYOUT,
+    base_generation=3,
+    moves=(
+        Move(
+            layer=2,
+            slot=5,
+            expert=5,
+            checksum=b"0123456789abcdef",
+            sources=(RankSource(rank=0), CheckpointSource()),
+        ),
+    ),
+    timeout_s=30.0,
+)
+
+HEARTBEAT = Heartbeat(epoch=1, generation=4, staged_generation=5, sequence=12)
+
+FROM_WORKERS = [
+    HELLO,
+    replace(HELLO, running=RUNNING),
+    SERVING,
+    REPORT,
+    STAGED,
+    Refused(epoch=1, rank=0, generation=5, reason="expert 3 of layer 1: checksum differs"),
+    SWITCHED,
+    HEARTBEAT,
+    Heartbeat(epoch=0, generation=0, staged_generation=0, sequence=0),
+    Leaving(reason="Ctrl-C"),
+]
+FROM_BALANCER = [
+    ASSIGNMENT,
+    STAGE,
+    replace(STAGE, moves=()),
+    Abort(epoch=1, generation=5, reason="rank 0 refused"),
+    HeartbeatAck(sequence=12),
+    Rejection(reason="the pool is complete", fatal=True),
+]
+
+
+def over_the_wire(message):
+    return type(message).FromString(message.SerializeToString())
+
+
+def received_by_balancer(message):
+    hello = None if message.HasField("hello") else HELLO
+    return from_worker(over_the_wire(message), hello=hello)
+
+
+def received_by_worker(message):
+    return from_balancer(over_the_wire(message), hello=HELLO)
+
+
+@pytest.fixture(params=FROM_WORKERS, ids=lambda value: type(value).__name__)
+def said_by_worker(request):
+    return request.param
+
+
+@pytest.fixture(params=FROM_BALANCER, ids=lambda value: type(value).__name__)
+def said_by_balancer(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def good():
+    """The values by name, and both ends of the wire."""
+    return SimpleNamespace(
+        hello=HELLO,
+        reconnecting=replace(HELLO, running=RUNNING),
+        running=RUNNING,
+        layout=LAYOUT,
+        serving=SERVING,
+        report=REPORT,
+        staged=STAGED,
+        switched=SWITCHED,
+        heartbeat=HEARTBEAT,
+        assignment=ASSIGNMENT,
+        stage=STAGE,
+        from_workers=FROM_WORKERS,
+        from_balancer=FROM_BALANCER,
+        received_by_balancer=received_by_balancer,
+        received_by_worker=received_by_worker,
+    )

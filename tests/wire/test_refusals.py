@@ -1,0 +1,236 @@
+"""Each fault alone, refused with its kind and in words."""
+
+# ruff: noqa: C408 - fields of messages read better as keywords
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from equipoise.planning.layout import contiguous_layout
+from equipoise.wire.convert import from_balancer, from_worker, to_balancer, to_worker
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import Leaving
+from equipoise_api.v1 import worker_link_pb2 as pb
+
+
+def set_fields(message, **changes):
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        target = message
+        for step in path:
+            target = target[int(step)] if step.isdigit() else getattr(target, step)
+        setattr(target, last, value)
+    return message
+
+
+def floats(*shape, value=np.nan):
+    return np.full(shape, value, dtype="<f8").tobytes()
+
+
+def table(*, at, holds):
+    """A layout's table with one wrong cell; right, it is 0 to 7, 0, 1 in each of 3 layers."""
+    cells = np.tile(np.arange(10) % 8, (3, 1))
+    cells[at] = holds
+    return cells.astype("<i4").tobytes()
+
+
+HELLO_FAULTS = [
+    (dict(protocol_version=2), "hello_protocol_version", "speaks protocol version 2, the balancer"),
+    (dict(pool=""), "hello_name", "pool must be 1 to 253 printable"),
+    (dict(worker="a\x1b[2J"), "hello_name", r"'a\\x1b\[2J'"),
+    (dict(node="n" * 254), "hello_name", "node must be"),
+    (dict(boot_id=" "), "hello_name", "boot_id"),
+    (dict(checkpoint_fingerprint=""), "hello_name", "checkpoint_fingerprint"),
+    (dict(address="worker-1"), "hello_address", "address must be host:port"),
+    (dict(address=":7071"), "hello_address", "address must be host:port"),
+    (dict(address="h:0"), "hello_address", "from 1 to 65535, not 'h:0'"),
+    (dict(address="h:65536"), "hello_address", "from 1 to 65535"),
+    (dict(address="h:٣"), "hello_address", "host:port"),
+    (dict(rendezvous_address="two words:1"), "hello_address", "rendezvous_address"),
+    (dict(model__num_layers=0), "hello_model", "num_layers must be at least 1"),
+    (dict(model__num_groups=3), "hello_model", "8 experts do not divide into 3 groups"),
+    (dict(model__expert_bytes=0), "hello_range", "expert_bytes must be from 1"),
+    (dict(model__num_experts=2**32 - 1), "hello_model", "more than 2\\^20 experts"),
+    (dict(num_ranks=1), "hello_slots", "1 ranks x 5 slots must be at least the model's 8 experts"),
+    (dict(num_ranks=2**32 - 1), "hello_slots", "at most 2\\^20"),
+    (dict(slots_per_rank=0), "hello_slots", "2 ranks x 0 slots"),
+    (dict(running__rank=2), "running_rank", "ranks 0 to 1, not 2"),
+    (dict(running__epoch=0), "running_range", "epoch must be from 1"),
+    (dict(running__generation=3), "running_generation", "generation 3 is said to run"),
+    (dict(running__staged_generation=4), "running_generation", "but 4 runs already"),
+    (dict(running__slot_checksums=b""), "running_shape", r"\[3, 5, 16\] = 240 bytes, not 0"),
+    (dict(running__layout__num_layers=2), "running_shape", r"\[2, 10\] = 80 bytes, not 120"),
+    (dict(running__layout__num_experts=0), "running_shape", "cannot hold 0 experts"),
+    (dict(running__layout__num_experts=2**32 - 1), "running_shape", "cannot hold 4294967295"),
+    (dict(running__layout__num_slots=2**32 - 1), "running_shape", "from 1 to 2\\^20 cells"),
+    (dict(running__layout__num_ranks=0), "running_layout", "do not divide over 0 ranks"),
+    (dict(running__layout__num_ranks=5), "running_shape", r"has \(layers, experts, slots per"),
+    (dict(running__layout__num_experts=9), "running_layout", "no slot for expert 8"),
+    (dict(running__layout__generation=0), "running_range", "generation must be from 1"),
+    (
+        dict(running__layout__expert_of_slot=table(at=(1, 9), holds=8)),
+        "running_layout",
+        "layer 1, slot 9 holds expert 8, but experts are 0 to 7",
+    ),
+    (
+        dict(running__layout__expert_of_slot=table(at=(2, 4), holds=0)),
+        "running_layout",
+        "layer 2 has no slot for expert 4",
+    ),
+    (
+        dict(running__layout__expert_of_slot=table(at=(2, 9), holds=5)),
+        "running_layout",
+        "rank 1 holds expert 5 more than 1",
+    ),
+]
+REPORT_FAULTS = [
+    (dict(tokens=b"\0" * 119), "report_shape", r"<u8 of shape \[3, 5\] = 120 bytes, not 119"),
+    (dict(tokens=b""), "report_shape", "not 0 bytes"),
+    (dict(tokens=floats(3, 5)), "report_range", "above 2\\^53: counters are whole numbers"),
+    (dict(tokens=floats(3, 5, value=1.0)), "report_range", "layer 0, own slot 0"),
+    (dict(tokens=floats(3, 5, value=-np.inf)), "report_range", "above 2\\^53"),
+    (dict(tokens=np.full(15, -1, "<i8").tobytes()), "report_range", "18446744073709551615"),
+    (dict(rank=2), "report_rank", "ranks 0 to 1, not 2"),
+    (dict(epoch=0), "report_range", "epoch must be from 1"),
+    (dict(generation=0), "report_range", "generation must be from 1"),
+    (dict(phase=0), "report_phase", "phase 0 is none of prefill, decode and mixed"),
+    (dict(phase=17), "report_phase", "phase 17"),
+    (dict(steps=2**63), "report_range", "steps must be from 0 to 2\\^53"),
+    (dict(median_step_us=2**64 - 1), "report_range", "median_step_us"),
+]
+OTHER_FAULTS = [
+    ("serving", dict(slot_checksums=b"x" * 239), "serving_shape", "240 bytes, not 239"),
+    ("serving", dict(generation=2**60), "serving_range", "generation"),
+    ("staged", dict(rank=4_000_000_000), "staged_rank", "not 4000000000"),
+    ("staged", dict(peer_bytes=2**64 - 1), "staged_range", "peer_bytes"),
+    ("switched", dict(step=2**64 - 1), "switched_range", "step must be from 0"),
+    ("switched", dict(slot_checksums=b""), "switched_shape", "not 0 bytes"),
+    ("heartbeat", dict(staged_generation=3), "heartbeat_generation", "4 runs already"),
+]
+ASSIGNMENT_FAULTS = [
+    (dict(rank=2), "assignment_rank", "ranks 0 to 1, not 2"),
+    (dict(rank=0), "assignment_peers", "rank 0 is said to be worker-0, but this is worker-1"),
+    (dict(peers__1__rank=0), "assignment_peers", "must be the layout's 2 ranks, in order"),
+    (dict(peers__0__worker="worker-1"), "assignment_peers", "two ranks have one worker"),
+    (dict(peers__0__address="nowhere"), "assignment_address", "address of rank 0"),
+    (dict(peers__0__node=""), "assignment_name", "node of rank 0"),
+    (dict(report_interval_s=0.0), "assignment_range", "report_interval_s must be above 0"),
+    (dict(report_interval_s=float("nan")), "assignment_range", "report_interval_s"),
+    (dict(heartbeat_interval_s=float("inf")), "assignment_range", "heartbeat_interval_s"),
+    (dict(heartbeat_interval_s=-1.0), "assignment_range", "not -1.0"),
+    (dict(layout__num_ranks=1), "assignment_shape", r"has .* \(3, 8, 10\), but worker-1 serves"),
+    (dict(rendezvous_address=""), "assignment_address", "rendezvous_address"),
+]
+STAGE_FAULTS = [
+    (dict(base_generation=4), "stage_generation", "generation 4 cannot follow generation 4"),
+    (dict(base_generation=0), "stage_range", "base_generation must be from 1"),
+    (dict(timeout_s=float("nan")), "stage_range", "timeout_s"),
+    (dict(timeout_s=3601.0), "stage_range", "at most 3600 seconds, not 3601"),
+    (dict(moves__0__layer=3), "stage_move", "layer 3, slot 5 does not exist"),
+    (dict(moves__0__slot=10), "stage_move", "slot 10 does not exist"),
+    (dict(moves__0__expert=6), "stage_move", "moved expert 6, but the layout wants expert 5"),
+    (dict(moves__0__checksum=b"short"), "stage_checksum", "has 16 bytes, not 5"),
+    (dict(moves__0__sources__0__rank=2), "stage_source", "a rank 0 to 1 or the checkpoint only"),
+    (dict(moves__0__sources__1__checkpoint=False), "stage_source", "or the checkpoint only"),
+    (dict(moves__0__sources__0__checkpoint=True), "stage_source", "each named once"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), HELLO_FAULTS)
+def test_a_hello_with_one_fault_is_refused_in_words(good, changes, kind, words):
+    message = to_balancer(good.reconnecting)
+    set_fields(message.hello, **changes)
+    check_refusal(refusal_of(good.received_by_balancer, message), kind, words)
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), REPORT_FAULTS)
+def test_a_report_with_one_fault_is_refused_in_words(good, changes, kind, words):
+    message = to_balancer(good.report)
+    set_fields(message.load_report, **changes)
+    check_refusal(refusal_of(good.received_by_balancer, message), kind, words)
+
+
+@pytest.mark.parametrize(("name", "changes", "kind", "words"), OTHER_FAULTS)
+def test_any_message_of_a_worker_with_one_fault_is_refused_in_words(
+    good, name, changes, kind, words
+):
+    message = to_balancer(getattr(good, name))
+    set_fields(getattr(message, message.WhichOneof("message")), **changes)
+    check_refusal(refusal_of(good.received_by_balancer, message), kind, words)
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), ASSIGNMENT_FAULTS)
+def test_an_assignment_with_one_fault_is_refused_in_words(good, changes, kind, words):
+    message = to_worker(good.assignment)
+    set_fields(message.assignment, **changes)
+    check_refusal(refusal_of(good.received_by_worker, message), kind, words)
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), STAGE_FAULTS)
+def test_a_stage_with_one_fault_is_refused_in_words(good, changes, kind, words):
+    message = to_worker(good.stage)
+    set_fields(message.stage, **changes)
+    check_refusal(refusal_of(good.received_by_worker, message), kind, words)
+
+
+def test_a_stage_that_fills_a_slot_twice_or_from_nowhere_is_refused(good):
+    twice = to_worker(replace(good.stage, moves=good.stage.moves * 2))
+    check_refusal(
+        refusal_of(good.received_by_worker, twice), "stage_move", "two moves fill one slot"
+    )
+    nowhere = to_worker(replace(good.stage, moves=(replace(good.stage.moves[0], sources=()),)))
+    check_refusal(refusal_of(good.received_by_worker, nowhere), "stage_source", "needs sources")
+
+
+def test_a_layout_of_another_model_is_refused_with_both_shapes(good):
+    other = replace(good.hello, slots_per_rank=4)
+    error = refusal_of(from_balancer, to_worker(good.stage), hello=other)
+    check_refusal(error, "stage_shape", r"\(3, 8, 5\), but worker-1 serves \(3, 8, 4\)")
+
+
+def test_a_layout_with_more_ranks_than_the_pool_is_refused(good):
+    wide = contiguous_layout(num_layers=3, num_experts=8, num_ranks=3, slots_per_rank=5)
+    message = to_worker(replace(good.stage, layout=replace_generation(wide, 4), moves=()))
+    error = refusal_of(good.received_by_worker, message)
+    check_refusal(error, "stage_shape", "the layout has 3 ranks, the pool 2")
+
+
+def test_words_for_people_are_kept_short_and_steer_no_terminal(good):
+    told = Leaving(reason="\x1b[31mred\n" + "x" * 5000)
+    reason = good.received_by_balancer(to_balancer(told)).reason
+    assert reason.startswith("[31mred xxx")
+    assert reason.isprintable()
+    assert len(reason) == 1000
+    assert good.received_by_balancer(to_balancer(Leaving(reason="\n"))).reason == "no reason given"
+
+
+def check_refusal(error, kind, words):
+    assert error.kind == kind, error
+    assert re.search(words, str(error)), error
+
+
+def replace_generation(layout, generation):
+    return layout.with_placement(layout.expert_of_slot, generation=generation)
+
+
+def test_a_stream_starts_with_hello_and_says_it_once(good):
+    assert refusal_of(from_worker, to_balancer(good.serving), hello=None).kind == "hello_missing"
+    assert refusal_of(from_worker, pb.ConnectRequest(), hello=None).kind == "hello_missing"
+    assert (
+        refusal_of(from_worker, to_balancer(good.hello), hello=good.hello).kind == "hello_repeated"
+    )
+
+
+def test_a_message_of_a_later_protocol_is_refused_not_guessed_at(good):
+    # A oneof field that this release does not know arrives as an unknown field.
+    from_the_future = pb.ConnectRequest.FromString(b"\xfa\x01\x02\x08\x01")
+    assert refusal_of(from_worker, from_the_future, hello=good.hello).kind == "message_empty"
+    assert refusal_of(from_balancer, pb.ConnectResponse(), hello=good.hello).kind == "message_empty"
+
+
+def refusal_of(receive, *arguments, **keywords):
+    with pytest.raises(InvalidMessageError) as caught:
+        receive(*arguments, **keywords)
+    return caught.value
