@@ -49,6 +49,10 @@ class LatentCache:
         # Zeros, not whatever memory holds: a masked position weighs nothing, but 0 x NaN is NaN.
         self._latents_LRPC = torch.zeros(shape, dtype=dtype, device=device)
 
+    def fill(self, generator: torch.Generator) -> None:
+        """Overwrite everything with noise, for trying a model out before it serves."""
+        self._latents_LRPC.normal_(generator=generator)
+
     def begin_step(
         self, *, cache_rows_T: Tensor, positions_T: Tensor, row_block: int | None
     ) -> "CacheStep":
@@ -118,6 +122,15 @@ class CacheStep:
         """What a group sees of the cache, positions behind its queries included: [B, length, C]."""
         visible_RPC = self.latents_LRPC[layer, :, : group.length]
         return visible_RPC.index_select(0, group.cache_rows_B)
+
+
+def stretches(max_len: int) -> Iterator[range]:
+    """The positions whose queries attend to one stretch of cache, stretch by stretch."""
+    start = 0
+    while start < max_len:
+        stop = _stretch(start + 1)
+        yield range(start, min(stop, max_len))
+        start = stop
 
 
 def _by_sequence(
