@@ -16,6 +16,7 @@ class Bench:
 
     def __init__(self, address, **changes):
         self.received = asyncio.Queue()
+        self.dropped = []
         self.num_hellos = 0
         settings = {"backoff_s": 0.01, "max_backoff_s": 0.05}
         self.agent = Agent(
@@ -25,6 +26,7 @@ class Bench:
                 epoch=0, generation=0, staged_generation=0, sequence=sequence
             ),
             receive=self.received.put_nowait,
+            dropped=lambda message, reason: self.dropped.append(reason),
             **settings | changes,
         )
         self.agent.heartbeat_interval_s = 0.05
@@ -180,5 +182,7 @@ async def test_a_message_that_makes_no_sense_is_dropped_and_the_stream_goes_on(
         link = await balancer.link()
         link.say("nonsense")
         await link.until(Heartbeat, lambda beat: beat.sequence == 4)
+        assert balancer.links.empty()
     assert bench.received.empty()
+    assert bench.dropped
     assert "a message of the balancer is dropped" in caplog.text

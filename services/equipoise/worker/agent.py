@@ -41,7 +41,8 @@ class Agent:
     """The worker's end of the stream; used from the event loop only.
 
     `hello` and `heartbeat(sequence)` say what the worker is and does at that moment. `receive`
-    gets every valid message but acknowledgements, and must not block. A balancer that acknowledges
+    gets every valid message but acknowledgements, `dropped` an invalid one with the reason; both
+    must not block. A balancer that acknowledges
     nothing for `ack_timeout_s` is taken for lost. Between two attempts the agent waits a random
     time ("full jitter") below a bound that doubles from `backoff_s` to `max_backoff_s`.
     """
@@ -53,6 +54,7 @@ class Agent:
         hello: Callable[[], Hello],
         heartbeat: Callable[[int], Heartbeat],
         receive: Callable[[BalancerMessage], None],
+        dropped: Callable[[pb.ConnectResponse, str], None],
         ack_timeout_s: float = 5.0,
         backoff_s: float = 0.2,
         max_backoff_s: float = 5.0,
@@ -62,6 +64,7 @@ class Agent:
         self._hello = hello
         self._heartbeat = heartbeat
         self._receive = receive
+        self._dropped = dropped
         self._ack_timeout_s = ack_timeout_s
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
@@ -151,6 +154,7 @@ class Agent:
                 value = from_balancer(message, hello=hello)
             except InvalidMessageError as error:
                 _log.warning("a message of the balancer is dropped (%s): %s", error.kind, error)
+                self._dropped(message, str(error))
                 continue
             if not isinstance(value, Rejection):
                 self._failures = 0

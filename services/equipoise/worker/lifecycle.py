@@ -32,7 +32,7 @@ from equipoise.worker.inference import InferenceService
 from equipoise.worker.rank import Rank, join
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertTransferService
-from equipoise_api.v1 import worker_pb2, worker_pb2_grpc
+from equipoise_api.v1 import worker_link_pb2, worker_pb2, worker_pb2_grpc
 
 STOP_GRACE_S = 0.5
 """Open calls get this long to hear their end."""
@@ -80,6 +80,7 @@ class Worker:
             hello=self._hello,
             heartbeat=self._heartbeat,
             receive=self._receive,
+            dropped=self._refuse_dropped,
         )
 
     @property
@@ -98,6 +99,10 @@ class Worker:
         Raises:
             WorkerError: the balancer rejects this worker, or its group is broken.
         """
+        with self._rendezvous:
+            await self._run(stop)
+
+    async def _run(self, stop: asyncio.Event) -> None:
         server = await self._listen()
         agent = asyncio.create_task(self._agent.run())
         life = asyncio.create_task(self._live())
@@ -217,6 +222,18 @@ class Worker:
                     epoch=assignment.epoch,
                     rank=assignment.rank,
                     generation=assignment.layout.generation,
+                    reason=reason,
+                )
+            )
+
+    def _refuse_dropped(self, message: worker_link_pb2.ConnectResponse, reason: str) -> None:
+        """Answer a stage that makes no sense, so that its rollout need not wait for a timeout."""
+        if self._rank is not None and message.HasField("stage"):
+            self._agent.send(
+                Refused(
+                    epoch=self._rank.assignment.epoch,
+                    rank=self._rank.assignment.rank,
+                    generation=message.stage.layout.generation,
                     reason=reason,
                 )
             )

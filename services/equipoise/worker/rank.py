@@ -23,7 +23,6 @@ from equipoise.wire.messages import (
 from equipoise.worker.applier import Applier, placement_of
 from equipoise.worker.core import ModelCore, single_threaded
 from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.errors import WorkerError
 from equipoise.worker.group import RankGroup
 from equipoise.worker.held import HeldExperts, own_slots
 from equipoise.worker.reporter import Reporter
@@ -61,16 +60,10 @@ def join(
     Blocks until they are here, but not much longer than until `given_up` is set.
 
     Raises:
-        WorkerError: the layout does not fit this worker, or the ranks did not meet (GroupError).
+        GroupError: the ranks did not meet in time.
     """
-    layout, shape = assignment.layout, core.shape
-    wanted = (shape.num_layers, shape.num_experts, settings.slots_per_rank)
-    given = (layout.num_layers, layout.num_experts, layout.slots_per_rank)
-    if given != wanted:
-        raise WorkerError(
-            f"the balancer assigned a layout of (layers, experts, slots per rank) = {given}, "
-            f"this worker serves {wanted}: start all workers of the pool with equal settings"
-        )
+    layout = assignment.layout
+    assert layout.slots_per_rank == settings.slots_per_rank, "wire lets no other layout through"
     own = own_slots(layout, rank=assignment.rank)
     core.checkpoint.load_slots(core.model, layout.expert_of_slot[:, own])
     held = HeldExperts(core.slots, layout=layout, rank=assignment.rank)

@@ -1,0 +1,255 @@
+"""A whole worker in this process, its balancer by script: start, serve, switch, reconnect, stop."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from equipoise.planning.load import Phase
+from equipoise.wire.messages import (
+    Heartbeat,
+    Leaving,
+    Refused,
+    Rejection,
+    Report,
+    Serving,
+    Staged,
+    Switched,
+)
+from equipoise.worker.core import ModelCore
+from equipoise.worker.errors import RejectedError, WorkerError
+from equipoise.worker.lifecycle import Worker, serve
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc
+from equipoise_model.experts import checksum
+
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+
+
+class Bench:
+    def __init__(self, worker, stop, task):
+        self.worker, self.stop, self.task = worker, stop, task
+
+
+@asynccontextmanager
+async def running(settings):
+    stop = asyncio.Event()
+    worker = Worker(settings, core=ModelCore.load(settings))
+    task = asyncio.create_task(worker.run(stop))
+    try:
+        yield Bench(worker, stop, task)
+    finally:
+        stop.set()
+        await asyncio.wait([task], timeout=60)
+        assert task.done()
+
+
+async def join(balancer, assignment, layout, **changes):
+    link = await balancer.link()
+    link.say(assignment([link.hello], layout, **changes))
+    return link, await link.until(Serving)
+
+
+async def generate(address, max_tokens=8, prompt=PROMPT):
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.InferenceStub(channel).Generate(
+            pb.GenerateRequest(prompt=prompt, max_tokens=max_tokens), timeout=60
+        )
+        return [token async for response in call for token in response.tokens]
+
+
+async def health_of(address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=60
+        )
+        return answer.status
+
+
+async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
+    balancer, settings, assignment, random_layout, solo, checkpoint
+):
+    layout = random_layout(5)
+    async with running(settings(balancer=balancer.address, worker="w-7", pool="blue")) as bench:
+        link = await balancer.link()
+        hello = link.hello
+        assert (hello.worker, hello.pool, hello.node) == ("w-7", "blue", "node-0")
+        assert (hello.slots_per_rank, hello.num_ranks, hello.running) == (12, 1, None)
+        assert hello.checkpoint_fingerprint == checkpoint.fingerprint
+        assert hello.model.expert_bytes == checkpoint.config.expert_bytes
+        assert await health_of(hello.address) == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="no rank yet"):
+            await generate(hello.address)
+        link.say(assignment([hello], layout))
+        serving = await link.until(Serving)
+        assert (serving.epoch, serving.rank, serving.generation) == (1, 0, 5)
+        for layer, slot in np.ndindex(layout.expert_of_slot.shape):
+            payload = checkpoint.read_expert(layer, int(layout.expert_of_slot[layer, slot]))
+            assert serving.checksums[layer, slot].tobytes() == checksum(payload)
+        assert await generate(bench.worker.address, 20) == solo(PROMPT, 20)
+        assert await health_of(hello.address) == health_pb2.HealthCheckResponse.SERVING
+        assert (await link.until(Heartbeat, lambda beat: beat.epoch == 1)).generation == 5
+
+
+async def test_loads_are_reported_for_this_generation_and_finally_for_the_one_before(
+    balancer, settings, assignment, random_layout, stage_to
+):
+    first, second = random_layout(1), random_layout(2)
+    async with running(settings(balancer=balancer.address)) as bench:
+        link, _ = await join(balancer, assignment, first)
+        await generate(bench.worker.address, 4)
+        tokens = len(PROMPT) + 4 - 1
+        report = await link.until(
+            Report, lambda report: report.load.tokens.sum() == tokens * 2 * first.num_layers
+        )
+        assert (report.load.epoch, report.load.rank, report.load.generation) == (1, 0, 1)
+        assert report.load.phase is Phase.MIXED
+        assert report.load.boot_id == link.hello.boot_id
+        assert report.stats.tokens_processed == tokens
+        assert report.stats.tokens_generated == 4
+        assert report.stats.steps >= 4
+
+        link.say(stage_to(first, second))
+        await link.until(Switched)
+        await generate(bench.worker.address, 3)
+        await link.until(Report, lambda report: report.load.generation == 2)
+        last = link.of(Report)[-2:]
+        assert {report.load.generation for report in last} == {1, 2}
+        [old] = [report for report in last if report.load.generation == 1]
+        np.testing.assert_array_equal(old.load.tokens, report.load.tokens)
+
+
+async def test_a_stage_leads_to_staged_and_switched_and_no_token_changes(
+    balancer, settings, assignment, random_layout, stage_to, solo, checkpoint
+):
+    layouts = [random_layout(generation) for generation in range(1, 7)]
+    async with running(settings(balancer=balancer.address)) as bench:
+        link, _ = await join(balancer, assignment, layouts[0])
+        generating = asyncio.create_task(generate(bench.worker.address, 80))
+        for running_layout, layout in pairwise(layouts):
+            link.say(stage_to(running_layout, layout))
+            staged = await link.until(Staged, lambda said: said.generation == layout.generation)  # noqa: B023
+            assert staged.checkpoint_bytes > 0
+            switched = await link.until(
+                Switched,
+                lambda said: said.generation == layout.generation,  # noqa: B023
+            )
+            expert = int(layout.expert_of_slot[0, 3])
+            expected = checksum(checkpoint.read_expert(0, expert))
+            assert switched.checksums[0, 3].tobytes() == expected
+        assert await generating == solo(PROMPT, 80)
+        log = dict(bench.worker.rank.engine.step_log)
+        for switched in link.of(Switched):
+            assert log.get(switched.step, switched.generation) == switched.generation
+
+
+async def test_serving_goes_on_without_the_balancer_and_what_runs_is_told_on_return(
+    balancer, settings, assignment, random_layout, stage_to, solo
+):
+    first, second = random_layout(1), random_layout(2)
+    async with running(settings(balancer=balancer.address)) as bench:
+        link, _ = await join(balancer, assignment, first)
+        link.say(stage_to(first, second))
+        switched = await link.until(Switched)
+        await balancer.stop()
+        assert await generate(bench.worker.address, 20) == solo(PROMPT, 20)
+        await balancer.start()
+        link = await balancer.link()
+        state = link.hello.running
+        assert (state.epoch, state.rank, state.generation) == (1, 0, 2)
+        assert state.staged_generation == 0
+        assert state.layout.same_placement(second)
+        np.testing.assert_array_equal(state.checksums, switched.checksums)
+        link.say(assignment([link.hello], second))
+        assert (await link.until(Serving)).generation == 2
+        assert (await link.until(Switched)).step == switched.step
+        assert await generate(bench.worker.address, 5) == solo(PROMPT, 5)
+
+
+async def test_another_epoch_is_refused_and_serving_goes_on(
+    balancer, settings, assignment, random_layout, solo
+):
+    layout = random_layout(1)
+    async with running(settings(balancer=balancer.address)) as bench:
+        link, _ = await join(balancer, assignment, layout)
+        link.say(assignment([link.hello], random_layout(2), epoch=2))
+        refused = await link.until(Refused)
+        assert "epoch 1: restart it to make it rank 0 of epoch 2" in refused.reason
+        link.say(Rejection(reason="you are not welcome any more", fatal=True))
+        assert await generate(bench.worker.address, 5) == solo(PROMPT, 5)
+        assert not bench.task.done()
+
+
+async def test_a_fatal_rejection_at_the_start_ends_the_worker_with_the_reason(balancer, settings):
+    async with running(settings(balancer=balancer.address, worker="w-7")) as bench:
+        link = await balancer.link()
+        link.say(Rejection(reason="this pool serves another model", fatal=True))
+        with pytest.raises(RejectedError, match="rejects w-7: this pool serves another model"):
+            await asyncio.wait_for(asyncio.shield(bench.task), 60)
+
+
+async def test_a_stage_that_makes_no_sense_is_refused_with_the_reason(
+    balancer, settings, assignment, random_layout, stage_to
+):
+    other = random_layout(2, slots_per_rank=10)
+    async with running(settings(balancer=balancer.address)):
+        link, _ = await join(balancer, assignment, random_layout(1))
+        link.say(stage_to(random_layout(1, slots_per_rank=10), other))
+        refused = await link.until(Refused)
+        assert (refused.epoch, refused.rank, refused.generation) == (1, 0, 2)
+        assert "10" in refused.reason
+
+
+async def test_a_stop_ends_requests_with_a_reason_and_says_goodbye(
+    balancer, settings, assignment, random_layout
+):
+    async with running(settings(balancer=balancer.address, worker="w-7")) as bench:
+        link, _ = await join(balancer, assignment, random_layout(1))
+        async with grpc.aio.insecure_channel(bench.worker.address) as channel:
+            call = worker_pb2_grpc.InferenceStub(channel).Generate(
+                pb.GenerateRequest(prompt=PROMPT, max_tokens=80), timeout=60
+            )
+            assert (await call.read()).tokens
+            bench.stop.set()
+            with pytest.raises(grpc.aio.AioRpcError, match="w-7 was asked to stop"):
+                await _read_to_end(call)
+        await asyncio.wait_for(bench.task, 60)
+        assert link.heard[-1] == Leaving(reason="w-7 was asked to stop")
+
+
+async def _read_to_end(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_stop_while_waiting_for_a_balancer_or_for_other_ranks_is_quick(
+    balancer, settings, assignment, random_layout
+):
+    async with running(settings(balancer="127.0.0.1:1")):
+        pass
+    alone = settings(balancer=balancer.address, num_ranks=2, slots_per_rank=6)
+    async with running(alone) as bench:
+        link = await balancer.link()
+        layout = random_layout(1, num_ranks=2, slots_per_rank=6)
+        link.say(assignment([link.hello, link.hello], layout))
+        await link.until(Heartbeat)
+        bench.stop.set()
+        await asyncio.wait_for(bench.task, 30)
+    assert isinstance(link.heard[-1], Leaving)
+
+
+async def test_a_taken_port_and_a_missing_checkpoint_are_said_in_a_line(settings, tmp_path):
+    with pytest.raises(WorkerError, match="config.json"):
+        await serve(settings(checkpoint=tmp_path), stop=asyncio.Event())
+    with pytest.raises(WorkerError, match="context_length 300 is more than the model's 256"):
+        await serve(settings(context_length=300), stop=asyncio.Event())
+    taken = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    port = taken.add_insecure_port("127.0.0.1:0")
+    await taken.start()
+    with pytest.raises(WorkerError, match=rf"cannot listen on .*:{port}"):
+        await serve(settings(listen=f"127.0.0.1:{port}"), stop=asyncio.Event())
+    await taken.stop(None)
