@@ -206,15 +206,6 @@ def test_words_for_people_are_kept_short_and_steer_no_terminal(good):
     assert good.received_by_balancer(to_balancer(Leaving(reason="\n"))).reason == "no reason given"
 
 
-def check_refusal(error, kind, words):
-    assert error.kind == kind, error
-    assert re.search(words, str(error)), error
-
-
-def replace_generation(layout, generation):
-    return layout.with_placement(layout.expert_of_slot, generation=generation)
-
-
 def test_a_stream_starts_with_hello_and_says_it_once(good):
     assert refusal_of(from_worker, to_balancer(good.serving), hello=None).kind == "hello_missing"
     assert refusal_of(from_worker, pb.ConnectRequest(), hello=None).kind == "hello_missing"
@@ -234,3 +225,12 @@ def refusal_of(receive, *arguments, **keywords):
     with pytest.raises(InvalidMessageError) as caught:
         receive(*arguments, **keywords)
     return caught.value
+
+
+def check_refusal(error, kind, words):
+    assert error.kind == kind, error
+    assert re.search(words, str(error)), error
+
+
+def replace_generation(layout, generation):
+    return layout.with_placement(layout.expert_of_slot, generation=generation)
