@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from types import NoneType
+from typing import Any, Self, get_args, get_type_hints
 
 
 class UnsupportedConfigError(ValueError):
@@ -169,19 +170,19 @@ class ModelConfig:
                 )
         _check_kv_heads(rest)
         rope = _read_rope(rest)
-        own = {f.name: f for f in fields(cls) if f.name != "rope"}
-        unknown = sorted(rest.keys() - own.keys() - _IGNORED)
+        hints = get_type_hints(cls)
+        unknown = sorted(rest.keys() - (hints.keys() - {"rope"}) - _IGNORED)
         if unknown:
             raise UnsupportedConfigError(
                 f"unknown field {unknown[0]!r}: it may change what the model computes; remove it "
                 "if it does not"
             )
-        known = {name: rest[name] for name in own if name in rest}
+        known = {name: rest[name] for name in hints if name in rest}
         missing = [name for name in _REQUIRED if name not in known]
         if missing:
             raise UnsupportedConfigError(f"{missing[0]} is missing")
         for name, value in known.items():
-            _check_type(name, value, str(own[name].type))
+            _check_type(name, value, hints[name])
         return cls(**known, rope=rope)
 
     def to_dict(self) -> dict[str, Any]:
@@ -302,19 +303,14 @@ def _require(condition: bool, name: str, value: object, wanted: str) -> None:
         raise UnsupportedConfigError(f"{name} = {value!r} is not supported: it must be {wanted}")
 
 
-def _check_type(name: str, value: object, annotation: str) -> None:
-    """Refuse a JSON value whose type is not its field's; `annotation` is like "int | None"."""
-    if value is None:
-        good = "None" in annotation
-    elif isinstance(value, bool):
-        good = "bool" in annotation
-    elif isinstance(value, int):
-        good = "int" in annotation or "float" in annotation
-    else:
-        good = isinstance(value, float) and "float" in annotation and math.isfinite(value)
-    _require(
-        good, name, value, f"of type {annotation.removeprefix('<class ').strip(chr(39) + '>')}"
-    )
+def _check_type(name: str, value: object, hint: Any) -> None:
+    """Refuse a JSON value that is not of its field's type; a whole number is a good float."""
+    allowed = get_args(hint) or (hint,)
+    good = type(value) in allowed or (type(value) is int and float in allowed)
+    if isinstance(value, float) and not math.isfinite(value):
+        good = False
+    names = ["null" if kind is NoneType else kind.__name__ for kind in allowed]
+    _require(good, name, value, f"of type {' or '.join(names)}")
 
 
 def _check_kv_heads(rest: dict[str, Any]) -> None:
@@ -356,9 +352,9 @@ def _read_rope(rest: dict[str, Any]) -> RopeConfig:
     else:
         values = {name: values[name] for name in ("rope_theta",) if name in values}
     present = {name: value for name, value in values.items() if value is not None}
+    hints = get_type_hints(RopeConfig)
     for name, value in present.items():
-        wanted = "int" if name == "original_max_position_embeddings" else "float"
-        _check_type(f"rope {name}", value, wanted)
+        _check_type(f"rope {name}", value, hints[name])
     return RopeConfig(**present)
 
 

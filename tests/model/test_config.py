@@ -97,6 +97,7 @@ def test_an_expert_is_three_matrices_of_two_bytes_a_weight():
         ("topk_group", 9),
         ("num_experts_per_tok", 17),
         ("sliding_window", 4096),
+        ("rope", {"rope_theta": 10000.0}),
     ],
 )
 def test_a_value_that_the_model_does_not_compute_is_refused_by_name(name, value):
