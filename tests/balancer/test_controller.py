@@ -192,6 +192,9 @@ def test_a_refusal_aborts_on_all_ranks_and_the_next_window_tries_a_new_number(
         assert "no memory for 3 experts" in abort.reason
     assert bench.pool.rollouts.aborted == 1
     assert bench.pool.layouts.stored_generation == 1
+    taken_back = bench.pool.last_decision
+    assert not taken_back.accepted
+    assert "generation 2 was aborted: rank 1 refused: no memory" in taken_back.reason
     bench.run_traffic(skewed(1), seconds=10)
     assert bench.pool.layouts.stored_generation == 3, "an aborted number is not used again"
 

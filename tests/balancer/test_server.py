@@ -214,6 +214,23 @@ async def test_a_newer_stream_of_a_worker_ends_the_older(channel, status, bench)
             await until(status, is_serving)
 
 
+async def test_stopping_lets_go_of_workers_and_watchers_at_once(tmp_path, bench):
+    store = SqliteStore(tmp_path / "stopped.sqlite")
+    # A grace that no test would survive waiting for.
+    balancer = serving(store, listen="127.0.0.1:0", policy=POLICY, stop_grace_s=3600.0)
+    port = await balancer.__aenter__()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        status = status_pb2_grpc.StatusStub(channel)
+        async with served(channel, bench) as links:
+            await until(status, is_serving)
+            watch = status.WatchStatus(status_pb2.WatchStatusRequest(min_interval_s=0.05))
+            await watch.read()
+            await asyncio.wait_for(balancer.__aexit__(None, None, None), WAIT_S)
+            for link in links:
+                assert await link.receive() is None
+    await store.close()
+
+
 # What anyone may ask -----------------------------------------------------------------------------
 
 

@@ -104,17 +104,17 @@ class PoolController:
         self.pool.revision += 1
         match value:
             case Heartbeat():
-                effects = self._heartbeat(member, value)
+                return self._heartbeat(member, value)
             case Report():
-                effects = self._report(member, value)
+                return self._report(member, value)
             case Leaving():
-                effects = ()  # Its stream ends next, and that says it all.
+                return ()  # Its stream ends next, and that says it all.
             case Hello():
                 raise InvalidMessageError("hello_repeated", f"worker {worker} is in already")
             case _:
                 self._check_seat(member, value)
-                effects = self._answer(member, value, now=now)
-        return (*effects, *settle(self.pool, now=now))
+                answer = self._answer(member, value, now=now)
+                return (*answer, *settle(self.pool, now=now))
 
     def lost(self, worker: str, *, reason: str, now: float) -> Chain:
         """A worker's stream has ended."""

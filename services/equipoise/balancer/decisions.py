@@ -63,5 +63,6 @@ def decide(pool: Pool, proposal: Proposal, *, plan_ms: float, now: float) -> Cha
     )
     if not accepted:
         return (WriteDecision(record=decision),)
+    pool.verdict = decision
     started = pool.rollouts.start(proposal.waves, base=request.current, now=now)
     return (*pool.obey(started), WriteDecision(record=decision))

@@ -80,6 +80,7 @@ class PoolLoads:
         self._steps = np.zeros(num_ranks, dtype=np.int64)
         self._steps_at_open = np.zeros(num_ranks, dtype=np.int64)
         self._generation_at_open = 0
+        self._shifted_before = False
         self._next_close_s = now + policy.interval_s
 
     def accept(self, report: Report, layout: Layout) -> None:
@@ -103,7 +104,9 @@ class PoolLoads:
         """Close the window under its number, fold it into both averages, and look for a shift.
 
         When traffic shifted, the slow average forgets what came before this window: it would take
-        half-lives to believe what the fast one knows already.
+        half-lives to believe what the fast one knows already. A shift falls somewhere into a
+        window, so that window is a mixture; the one after it is the first that is pure, and what
+        came before is forgotten once more.
         """
         load = self._window.close(now=now)
         self.fast = self.fast.fold(load.tokens_of_expert, now=now)
@@ -114,10 +117,11 @@ class PoolLoads:
             tokens=load.tokens_per_layer,
             threshold=self._policy.shift_threshold,
         )
-        if shift.detected:
+        if shift.detected or self._shifted_before:
             self.slow = self.slow.restarted(
                 load.tokens_of_expert, duration_s=load.duration_s, now=now
             )
+        self._shifted_before = shift.detected
         closed = self._closed(load, shift, number=number, generation=generation, now=now)
         self._open_next(generation=generation, now=now)
         return closed

@@ -2,10 +2,10 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from equipoise.balancer.checksums import ChecksumTable
-from equipoise.balancer.effects import Chain
+from equipoise.balancer.effects import Chain, WriteDecision
 from equipoise.balancer.health import Diagnosis, diagnose
 from equipoise.balancer.layouts import PoolLayouts
 from equipoise.balancer.loads import ClosedWindow, PoolLoads
@@ -29,7 +29,8 @@ class Pool:
     """State of one pool; `PoolController` is its only owner, status reads it.
 
     `faults` are troubles in words by what they concern, `silent` by rank. `loads`, `checksums` are
-    of this epoch; `loads` is None until all ranks serve. `opened_here` tells an epoch that this
+    of this epoch; `loads` is None until all ranks serve. `verdict` is the one that is being rolled
+    out or was last. `opened_here` tells an epoch that this
     balancer opened from one that it found. `adopting` is a generation on its way to the store.
     `revision` grows with every change.
     """
@@ -41,6 +42,7 @@ class Pool:
     rollouts: Rollouts
     averages: Mapping[str, AverageRecord]
     last_decision: DecisionRecord | None
+    verdict: DecisionRecord | None = None
     refusals: Refusals = field(default_factory=Refusals)
     windows: deque[ClosedWindow] = field(default_factory=lambda: deque(maxlen=MAX_WINDOWS))
     windows_closed: int = 0
@@ -127,8 +129,15 @@ class Pool:
         self.refusals.count("checksum_conflict", fault)
 
     def roll(self, event: Event, *, now: float) -> Chain:
-        """Tell the rollout, and carry out what it wants."""
-        return self.obey(self.rollouts.handle(event, now=now))
+        """Tell the rollout, and carry out what it wants; an abort takes the verdict back."""
+        aborted = self.rollouts.aborted
+        effects = self.obey(self.rollouts.handle(event, now=now))
+        rollout = self.rollouts.latest
+        if self.rollouts.aborted <= aborted or rollout is None or self.verdict is None:
+            return effects
+        reason = f"generation {rollout.target.generation} was aborted: {rollout.reason}"
+        taken_back = replace(self.verdict, time_unix_s=now, accepted=False, reason=reason)
+        return (*effects, WriteDecision(record=taken_back))
 
     def obey(self, commands: Commands) -> Chain:
         """Carry out commands; a layout is known before anybody is told of it."""

@@ -82,6 +82,11 @@ class Pools:
         else:
             runner.refuse(worker, kind=kind, reason=reason)
 
+    def close_streams(self) -> None:
+        """End the streams of all workers and watchers, which would outlive any grace."""
+        for runner in self._runners.values():
+            runner.close_streams()
+
     def names(self) -> tuple[str, ...]:
         """All pools, sorted by name."""
         return tuple(sorted(self._runners))

@@ -72,6 +72,11 @@ class Rollouts:
         return self._wave.rollout
 
     @property
+    def latest(self) -> Rollout | None:
+        """The wave under way or, if none is, the one that was last."""
+        return self._wave.rollout if self._wave is not None else None
+
+    @property
     def moves(self) -> int:
         """Slots that the latest wave changes, over all layers and ranks."""
         return self._wave.moves if self._wave is not None else 0

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class PoolRunner:
-    """Runs one pool until its task is cancelled.
+    """Runs one pool until its task is cancelled; `closed` when its streams were let go.
 
     `term` fences writes, `clock` gives unix time that never runs backwards, `executor` is where
     plans are computed.
@@ -67,6 +67,7 @@ class PoolRunner:
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
         self._changed = asyncio.Event()
+        self.closed = False
 
     @property
     def pool(self) -> Pool:
@@ -110,9 +111,16 @@ class PoolRunner:
         _log.info("%s: worker %s is gone: %s", self.pool.name, worker, reason)
         self._submit(self._controller.lost(worker, reason=reason, now=self._clock()))
 
+    def close_streams(self) -> None:
+        """The balancer stops: workers and watchers are let go."""
+        self.closed = True
+        for mailbox in self._mailboxes.values():
+            mailbox.close()
+        self._notify()
+
     async def until_changed(self, revision: int) -> None:
-        """Wait until the pool's revision is another one than `revision`."""
-        while self.pool.revision == revision:
+        """Wait until the pool's revision is another one than `revision`, or it is closed."""
+        while self.pool.revision == revision and not self.closed:
             await self._changed.wait()
 
     async def run(self) -> None:

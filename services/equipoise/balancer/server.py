@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -72,22 +73,32 @@ async def serving(
             yield port
         finally:
             # Shielded, because a second Ctrl-C must not leave the stop half done; it is bounded.
-            await asyncio.shield(_stop(server, watched, stop_grace_s))
+            await asyncio.shield(_stop(server, pools, watched, stop_grace_s))
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> int:
     try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError:
-        port = 0
-    if port == 0:
+        # Tried with a plain socket first: gRPC would say less, and in a log line of its own.
+        _try_to_listen(listen)
+        return server.add_insecure_port(listen)
+    except (OSError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
         raise BalancerError(
-            f"cannot listen on {listen}: the port is used by another process, or the host is not "
-            f"this machine's; choose another with --listen"
-        )
-    return port
+            f"cannot listen on {listen}: {why}; choose another address with --listen"
+        ) from error
 
 
-async def _stop(server: grpc.aio.Server, watched: Any, grace_s: float) -> None:
+def _try_to_listen(listen: str) -> None:
+    host, _, port = listen.rpartition(":")
+    family, _, _, _, address = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    socket.create_server(address[:2], family=family).close()
+
+
+async def _stop(server: grpc.aio.Server, pools: Pools, watched: Any, grace_s: float) -> None:
     await watched.enter_graceful_shutdown()
-    await server.stop(grace_s)
+    stopping = asyncio.create_task(server.stop(grace_s))
+    await asyncio.sleep(0)  # From here on no new stream is taken.
+    pools.close_streams()
+    await stopping

@@ -66,7 +66,7 @@ class StatusService(pb_grpc.StatusServicer):
             await _refuse(
                 context, f"min_interval_s must be a positive number of seconds, not {interval_s}"
             )
-        while True:
+        while not runner.closed:
             status = pool_status(runner.pool, now=self._clock())
             await context.write(pb.WatchStatusResponse(status=status))
             await asyncio.sleep(max(interval_s, SHORTEST_WATCH_INTERVAL_S))

@@ -85,8 +85,7 @@ async def _converse(
     try:
         await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
         if not reader.done():
-            broke = writer.exception() is not None
-            return "its stream broke" if broke else "a newer stream took its place"
+            return "its stream broke" if writer.exception() else "the balancer closed its stream"
         mailbox.close()
         await asyncio.wait({writer}, timeout=DRAIN_TIMEOUT_S)
         return reader.result()
