@@ -45,9 +45,9 @@ class TrainSettings:
     seed: int = field(default=0, metadata={"help": "of the weights and of the text's order"})
     steps: int = field(default=500, metadata={"help": "optimiser steps"})
     num_sequences: int = field(
-        default=6, metadata={"help": "sequences a step; the three domains take turns"}
+        default=9, metadata={"help": "sequences a step; the three domains take turns"}
     )
-    sequence_tokens: int = field(default=256, metadata={"help": "tokens of a sequence"})
+    sequence_tokens: int = field(default=192, metadata={"help": "tokens of a sequence"})
     learning_rate: float = field(
         default=3e-3, metadata={"help": "peak, after warm-up; then a cosine down to a tenth"}
     )
@@ -57,14 +57,16 @@ class TrainSettings:
     bias_speed: float = field(
         default=1e-2, metadata={"help": "gamma: how far the selection bias moves in the first step"}
     )
-    bias_frozen_share: float = field(
-        default=0.1, metadata={"help": "share of the steps, the last ones, with gamma 0"}
+    unsteered_share: float = field(
+        default=0.1,
+        metadata={"help": "share of the steps, the last, without gamma and specialisation loss"},
     )
     balance_weight: float = field(
         default=1e-4, metadata={"help": "alpha of the sequence-wise balance loss"}
     )
     specialization_weight: float = field(
-        default=0.1, metadata={"help": "weight of the loss that draws domains to different experts"}
+        default=0.1,
+        metadata={"help": "first weight of the loss that draws domains to different experts"},
     )
     mtp_weight: float = field(
         default=0.3, metadata={"help": "lambda of the multi-token-prediction loss"}
@@ -87,9 +89,9 @@ class TrainSettings:
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
         _require(self.clip_norm > 0, "clip_norm", self.clip_norm, "above 0")
         _require(
-            0 <= self.bias_frozen_share <= 1,
-            "bias_frozen_share",
-            self.bias_frozen_share,
+            0 <= self.unsteered_share <= 1,
+            "unsteered_share",
+            self.unsteered_share,
             "within [0, 1]",
         )
         for name in _NOT_NEGATIVE:
@@ -150,8 +152,9 @@ def train(model: Transformer, settings: TrainSettings) -> Iterator[StepRecord]:
         total.backward()
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
+        gamma = settings.bias_speed * steering(step, settings)
         for bias_E, routing in zip(biases, routings, strict=True):
-            update_selection_bias(bias_E, _load(routing), gamma=bias_speed(step, settings))
+            update_selection_bias(bias_E, _load(routing), gamma=gamma)
         yield record
 
 
@@ -163,14 +166,15 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
     return settings.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def bias_speed(step: int, settings: TrainSettings) -> float:
-    """Gamma, falling linearly to 0, and 0 in the last steps.
+def steering(step: int, settings: TrainSettings) -> float:
+    """Factor of what steers routing, gamma and the specialisation loss: linearly from 1 to 0.
 
     The report holds gamma for most of its run and then sets it to 0; a run of minutes has to start
-    with long strides, and those would leave the bias a stride off at the end.
+    with long strides, and those would leave the bias a stride off at the end. Without steering,
+    the last steps let affinities settle for the text's sake alone.
     """
-    moving_steps = settings.steps * (1 - settings.bias_frozen_share)
-    return settings.bias_speed * max(0.0, 1 - step / moving_steps) if moving_steps else 0.0
+    steered_steps = settings.steps * (1 - settings.unsteered_share)
+    return max(0.0, 1 - step / steered_steps) if steered_steps else 0.0
 
 
 def _losses(
@@ -200,7 +204,7 @@ def _losses(
         loss
         + settings.mtp_weight * further
         + settings.balance_weight * balance.sum()
-        + settings.specialization_weight * specialization.sum()
+        + settings.specialization_weight * steering(step, settings) * specialization.sum()
     )
     if not math.isfinite(total.item()):
         raise DivergedError(

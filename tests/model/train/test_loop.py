@@ -9,9 +9,9 @@ from equipoise_model.train.loop import (
     DivergedError,
     TrainSettings,
     TrainSettingsError,
-    bias_speed,
     learning_rate,
     new_model,
+    steering,
     train,
 )
 
@@ -88,15 +88,15 @@ def test_the_learning_rate_warms_up_peaks_and_falls_to_a_tenth():
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
-def test_the_bias_slows_down_and_rests_in_the_last_steps():
-    settings = dataclasses.replace(SETTINGS, steps=10, bias_speed=0.5, bias_frozen_share=0.2)
-    speeds = [bias_speed(step, settings) for step in range(10)]
-    assert speeds == pytest.approx([0.5 * (8 - step) / 8 for step in range(8)] + [0.0, 0.0])
+def test_steering_fades_and_leaves_the_last_steps_alone():
+    settings = dataclasses.replace(SETTINGS, steps=10, unsteered_share=0.2)
+    factors = [steering(step, settings) for step in range(10)]
+    assert factors == pytest.approx([(8 - step) / 8 for step in range(8)] + [0.0, 0.0])
 
 
-def test_a_bias_that_is_frozen_from_the_start_never_moves():
-    settings = dataclasses.replace(SETTINGS, bias_speed=0.5, bias_frozen_share=1.0)
-    assert [bias_speed(step, settings) for step in range(8)] == [0.0] * 8
+def test_nothing_is_steered_if_no_step_shall_be():
+    settings = dataclasses.replace(SETTINGS, unsteered_share=1.0)
+    assert [steering(step, settings) for step in range(8)] == [0.0] * 8
 
 
 def test_a_loss_that_is_no_number_ends_the_training_by_name(small_config):
@@ -115,7 +115,7 @@ def test_a_loss_that_is_no_number_ends_the_training_by_name(small_config):
         ("sequence_tokens", 3),
         ("learning_rate", 0.0),
         ("clip_norm", -1.0),
-        ("bias_frozen_share", 1.5),
+        ("unsteered_share", 1.5),
         ("bias_speed", -1e-3),
         ("balance_weight", -1.0),
         ("specialization_weight", -1.0),
