@@ -10,7 +10,7 @@ import pytest_asyncio
 import torch
 
 from equipoise.planning.layout import Layout
-from equipoise.planning.moves import CheckpointSource, Move
+from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.messages import Assignment, Heartbeat, HeartbeatAck, Peer, Stage
 from equipoise.worker.applier import placement_of
@@ -45,7 +45,6 @@ CONFIG = ModelConfig(
     max_position_embeddings=256,
 )
 BOUND_S = 60.0
-FROM_CHECKPOINT = (CheckpointSource(),)
 
 
 @pytest.fixture(scope="session")
@@ -177,20 +176,22 @@ def staged_from_checkpoint():
 def stage_to(checkpoint):
     """The Stage that takes a rank from one layout to the next."""
 
-    def build(running, layout, *, rank=0, sources=FROM_CHECKPOINT, epoch=1, timeout_s=30.0):
+    def build(running, layout, *, rank=0, from_peers=False, epoch=1, timeout_s=30.0):
         own = range(rank * layout.slots_per_rank, (rank + 1) * layout.slots_per_rank)
         changed = np.argwhere(layout.expert_of_slot != running.expert_of_slot)
         moves = []
         for layer, slot in changed.tolist():
             if slot in own:
                 expert = int(layout.expert_of_slot[layer, slot])
+                ranks = running.ranks_of_expert(layer=layer, expert=expert)
+                holders = [RankSource(rank=holder) for holder in ranks]
                 moves.append(
                     Move(
                         layer=layer,
                         slot=slot,
                         expert=expert,
                         checksum=checksum(checkpoint.read_expert(layer, expert)),
-                        sources=tuple(sources),
+                        sources=(*(holders if from_peers else ()), CheckpointSource()),
                     )
                 )
         return Stage(

@@ -243,7 +243,7 @@ async def test_a_stop_while_waiting_for_a_balancer_or_for_other_ranks_is_quick(
 
 
 async def test_a_taken_port_and_a_missing_checkpoint_are_said_in_a_line(settings, tmp_path):
-    with pytest.raises(WorkerError, match="config.json"):
+    with pytest.raises(WorkerError, match=r"config\.json"):
         await serve(settings(checkpoint=tmp_path), stop=asyncio.Event())
     with pytest.raises(WorkerError, match="context_length 300 is more than the model's 256"):
         await serve(settings(context_length=300), stop=asyncio.Event())

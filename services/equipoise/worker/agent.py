@@ -42,9 +42,9 @@ class Agent:
 
     `hello` and `heartbeat(sequence)` say what the worker is and does at that moment. `receive`
     gets every valid message but acknowledgements, `dropped` an invalid one with the reason; both
-    must not block. A balancer that acknowledges
-    nothing for `ack_timeout_s` is taken for lost. Between two attempts the agent waits a random
-    time ("full jitter") below a bound that doubles from `backoff_s` to `max_backoff_s`.
+    must not block. A balancer that says nothing for `ack_timeout_s`, although every heartbeat asks
+    for an answer, is taken for lost. Between two attempts the agent waits a random time ("full
+    jitter") below a bound that doubles from `backoff_s` to `max_backoff_s`.
     """
 
     def __init__(
