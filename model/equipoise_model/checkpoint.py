@@ -106,6 +106,17 @@ class Checkpoint:
         """Whether multi-token-prediction modules are stored; their config alone does not say."""
         return any(is_mtp(name, self.config) for name in self._shards)
 
+    def load_model(self, *, row_block: int | None = None, mtp: bool = False) -> Transformer:
+        """A model in one process, slot e holding expert e in every layer.
+
+        Raises:
+            CheckpointError: `mtp` is asked for, the checkpoint has no such modules.
+        """
+        model = Transformer(self.config, row_block=row_block, mtp=mtp)
+        self.load_dense(model)
+        self.load_slots(model, [range(self.config.n_routed_experts)] * self.config.num_moe_layers)
+        return model.eval()
+
     @torch.no_grad()
     def load_dense(self, model: Transformer) -> None:
         """Load everything but the routed experts that a layout places.

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from equipoise_model.checkpoint import Checkpoint, CheckpointError, save
 from equipoise_model.config import TINY, ModelConfig, UnsupportedConfigError
+from equipoise_model.generate import greedy
 from equipoise_model.tensor_names import dense_tensors, expert_tensors, is_mtp, mtp_copies
 from equipoise_model.transformer import Transformer
 
@@ -31,15 +32,6 @@ def saved(random_model, tmp_path):
     return model, tmp_path / "checkpoint"
 
 
-def load(path, *, mtp=False):
-    checkpoint = Checkpoint.open(path)
-    model = Transformer(checkpoint.config, mtp=mtp).requires_grad_(requires_grad=False)
-    checkpoint.load_dense(model)
-    config = checkpoint.config
-    checkpoint.load_slots(model, [range(config.n_routed_experts)] * config.num_moe_layers)
-    return model
-
-
 def rewrite(path, change):
     """Save the checkpoint's weights again after `change` has worked on them."""
     tensors = load_file(path / "model.safetensors")
@@ -50,7 +42,7 @@ def rewrite(path, change):
 def test_a_saved_model_comes_back_exactly(config, random_model, tmp_path):
     model = rounded(random_model(config, mtp=True))
     save(model, tmp_path)
-    again = load(tmp_path, mtp=True)
+    again = Checkpoint.open(tmp_path).load_model(mtp=True)
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
 
@@ -74,9 +66,17 @@ def test_we_load_what_transformers_saves(
     hugging_face(model).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "50KB")
     assert not Checkpoint.open(tmp_path).has_mtp
-    loaded = load(tmp_path).state_dict()
+    loaded = Checkpoint.open(tmp_path).load_model().state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded[name], tensor.bfloat16()), name
+
+
+def test_a_loaded_model_computes_in_the_form_asked_for(saved):
+    model, path = saved
+    loaded = Checkpoint.open(path).load_model(row_block=16)
+    assert loaded.row_block == 16
+    assert not loaded.training
+    assert greedy(loaded, [[1, 2, 3]], max_tokens=5) == greedy(model, [[1, 2, 3]], max_tokens=5)
 
 
 def test_names_and_sizes_of_the_published_model_follow_from_its_config():

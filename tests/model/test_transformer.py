@@ -130,6 +130,8 @@ def test_logits_come_for_the_rows_that_are_sampled(random_model, row_block):
     serving = Serving(model)
     some = model.step(batch, serving.cache, serving.experts)
     torch.testing.assert_close(some, every[[5, 2]], atol=1e-5, rtol=0)
+    none = dataclasses.replace(batch, sample_rows_S=torch.zeros(0, dtype=torch.int64))
+    assert model.step(none, serving.cache, serving.experts).shape == (0, TINY.vocab_size)
 
 
 @pytest.mark.parametrize("row_block", [None, 16])
