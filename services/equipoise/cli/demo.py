@@ -7,6 +7,7 @@ Owns the order of events: start, traffic by domain, end, verdict. Processes are 
 import asyncio
 import json
 import signal
+import sys
 import tempfile
 import time
 from collections import deque
@@ -43,6 +44,7 @@ POOL = "demo"
 _BALANCER_TIMEOUT_S = 30.0
 _POOL_TIMEOUT_S = 120.0
 _REFERENCE_BATCH = 16  # prompts answered at once, which a Ctrl-C may have to wait for
+_PIPE_WIDTH = 120
 _REFRESH_S = 0.5
 _RECENT_S = 4.0  # live figures are of the last seconds
 
@@ -59,15 +61,15 @@ def run(settings: DemoSettings) -> int:
             f"there is no checkpoint in {settings.checkpoint}: name a folder with a config.json "
             f"by --checkpoint, or leave it out for the one that comes with the package"
         )
-    console = Console(highlight=False)
+    # A pipe has no width of its own, and a table that is broken to 80 columns is hard to read.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     try:
         outcome = asyncio.run(_run(settings, console))
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     except BaseExceptionGroup as group:
         raise _first(group) from None
-    # A pipe has no width of its own, and a table that is broken to 80 columns is hard to read.
-    console.print(summary(outcome), width=console.width if console.is_terminal else 120)
+    console.print(summary(outcome))
     if settings.json is not None:
         settings.json.write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
     for fault in outcome.faults:
