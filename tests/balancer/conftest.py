@@ -193,6 +193,7 @@ class Bench:
         self.controller = PoolController("tiny", policy=policy, memory=memory or PoolMemory())
         self.now = 1000.0
         self.store_fault = ""
+        self.disconnected = set()
         self.writes = []
         self.sent = []
         self.step = 70
@@ -222,6 +223,8 @@ class Bench:
     def perform(self, chain) -> None:
         for effect in chain:
             match effect:
+                case Send() if effect.worker in self.disconnected:
+                    continue
                 case Send():
                     self.sent.append((effect.worker, effect.message))
                     if not isinstance(effect.message, HeartbeatAck | Rejection):

@@ -1,0 +1,161 @@
+"""Windows and averages of one pool."""
+
+import numpy as np
+import pytest
+
+from equipoise.balancer.loads import PoolLoads
+from equipoise.balancer.store import AverageRecord
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.load import LoadReport, Phase
+from equipoise.planning.policy import Policy
+from equipoise.planning.topology import ModelShape
+from equipoise.wire.messages import RankStats, Report
+
+MODEL = ModelShape(num_layers=2, num_experts=8, num_groups=1, expert_bytes=1)
+LAYOUT = contiguous_layout(num_layers=2, num_experts=8, num_ranks=2, slots_per_rank=4)
+POLICY = Policy(interval_s=10.0, shift_threshold=0.15)
+FIRST_HALF = np.tile([1000.0] * 4 + [0.0] * 4, (2, 1))
+SECOND_HALF = FIRST_HALF[:, ::-1]
+
+
+def make_loads(*, remembered=None, counted_from=1, now=0.0):
+    return PoolLoads(
+        epoch=1,
+        model=MODEL,
+        num_ranks=2,
+        policy=POLICY,
+        remembered=remembered or {},
+        counted_from=counted_from,
+        now=now,
+    )
+
+
+class Ranks:
+    """Two ranks that count what they receive."""
+
+    def __init__(self, loads) -> None:
+        self.loads = loads
+        self.tokens = np.zeros((2, 8))
+        self.steps = 0
+
+    def receive(self, tokens, *, ranks=(0, 1), steps=10):
+        self.tokens = self.tokens + tokens
+        self.steps += steps
+        for rank in ranks:
+            own = self.tokens[:, 4 * rank : 4 * rank + 4]
+            load = LoadReport(
+                boot_id="boot",
+                epoch=1,
+                rank=rank,
+                generation=1,
+                phase=Phase.MIXED,
+                tokens=own.astype(np.uint64),
+            )
+            stats = RankStats(
+                steps=self.steps,
+                tokens_processed=0,
+                tokens_generated=0,
+                median_step_us=0,
+                active_requests=0,
+                queued_requests=0,
+            )
+            self.loads.accept(Report(load=load, stats=stats), LAYOUT)
+
+
+def close(loads, *, number=1, now):
+    return loads.close_window(number=number, generation=1, now=now)
+
+
+def test_a_window_is_due_after_the_interval_and_intervals_do_not_drift():
+    loads = make_loads()
+    assert not loads.is_due(now=9.9)
+    assert loads.is_due(now=10.4)
+    close(loads, now=10.4)
+    assert not loads.is_due(now=19.9)
+    assert loads.is_due(now=20.0)
+
+
+def test_after_a_long_pause_one_window_closes_not_many():
+    loads = make_loads()
+    close(loads, now=95.0)
+    assert not loads.is_due(now=96.0)
+
+
+def test_a_window_holds_what_came_in_it_and_no_more():
+    loads = make_loads()
+    ranks = Ranks(loads)
+    ranks.receive(FIRST_HALF)
+    first = close(loads, now=10.0)
+    ranks.receive(SECOND_HALF)
+    second = close(loads, number=2, now=20.0)
+    assert np.array_equal(first.load, FIRST_HALF)
+    assert np.array_equal(second.load, SECOND_HALF)
+    assert first.balancedness == pytest.approx(0.5), "one of two ranks had it all"
+    assert first.tokens == 8000
+    assert not first.switched
+
+
+def test_ranks_that_reported_for_different_spans_are_compared_by_the_step():
+    loads = make_loads()
+    ranks = Ranks(loads)
+    even = np.full((2, 8), 100.0)
+    ranks.receive(even)
+    ranks.receive(even, ranks=(0,))
+    window = close(loads, now=10.0)
+    assert window.load_of_rank[0] == pytest.approx([600.0, 600.0])
+    assert window.balancedness == pytest.approx(1.0)
+
+
+def test_a_shift_makes_the_slow_average_forget_and_the_next_window_once_more():
+    loads = make_loads()
+    ranks = Ranks(loads)
+    for number in range(1, 7):
+        ranks.receive(FIRST_HALF)
+        assert not close(loads, number=number, now=10.0 * number).shift.detected
+    # Traffic turns in the middle of a window, so that window is half of each.
+    ranks.receive((FIRST_HALF + SECOND_HALF) / 2)
+    mixed = close(loads, number=7, now=70.0)
+    assert mixed.shift.detected
+    assert loads.slow.per_second() == pytest.approx(mixed.load / 10.0)
+    ranks.receive(SECOND_HALF)
+    pure = close(loads, number=8, now=80.0)
+    assert loads.slow.per_second() == pytest.approx(SECOND_HALF / 10.0)
+    ranks.receive(SECOND_HALF)
+    assert not close(loads, number=9, now=90.0).shift.detected
+    assert pure.number == 8
+
+
+def test_steady_traffic_is_averaged_exactly_and_never_a_shift():
+    loads = make_loads()
+    ranks = Ranks(loads)
+    for number in range(1, 20):
+        ranks.receive(FIRST_HALF)
+        assert not close(loads, number=number, now=10.0 * number).shift.detected
+    assert loads.slow.per_second() == pytest.approx(FIRST_HALF / 10.0)
+
+
+def test_averages_go_on_after_a_restart_if_they_fit():
+    loads = make_loads()
+    Ranks(loads).receive(FIRST_HALF)
+    close(loads, now=10.0)
+    records = loads.records(now=10.0)
+    resumed = make_loads(remembered=records, now=500.0)
+    assert resumed.slow.per_second() == pytest.approx(FIRST_HALF / 10.0)
+    other_shape = AverageRecord(
+        half_life_s=60.0, time_unix_s=0.0, weight_s=1.0, tokens=np.ones((2, 9))
+    )
+    other_half_life = AverageRecord(
+        half_life_s=61.0, time_unix_s=0.0, weight_s=1.0, tokens=np.ones((2, 8))
+    )
+    for stranger in (other_shape, other_half_life):
+        fresh = make_loads(remembered={"slow": stranger})
+        assert not fresh.slow.per_second().any()
+
+
+def test_counters_that_began_before_we_listened_are_a_baseline():
+    loads = make_loads(counted_from=2)
+    ranks = Ranks(loads)
+    ranks.receive(FIRST_HALF * 50, steps=500)
+    ranks.receive(FIRST_HALF)
+    window = close(loads, now=10.0)
+    assert np.array_equal(window.load, FIRST_HALF)

@@ -1,0 +1,86 @@
+"""What people are shown is what the pool knows."""
+
+import pytest
+
+from equipoise.balancer.status import loads_response, pool_status, pool_summary
+from equipoise_api.v1 import status_pb2 as pb
+
+
+def test_a_pool_that_waits_says_for_whom(bench):
+    bench.hello(bench.workers["worker-0"].hello)
+    status = pool_status(bench.pool, now=bench.now)
+    assert status.health == pb.POOL_HEALTH_WAITING
+    assert "1 of 4 workers are connected (worker-0): waiting for 3 more" in status.health_reason
+    assert list(status.ranks) == []
+    assert loads_response(bench.pool) is None
+    summary = pool_summary(bench.pool)
+    assert (summary.ranks_serving, summary.num_ranks) == (0, 4)
+
+
+def test_ranks_show_what_they_reported(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    bench.now += 2.0
+    ranks = pool_status(bench.pool, now=bench.now).ranks
+    assert [rank.worker for rank in ranks] == ["worker-0", "worker-2", "worker-1", "worker-3"]
+    assert [rank.node for rank in ranks] == ["node-0", "node-0", "node-1", "node-1"]
+    first = ranks[0]
+    assert first.silent_s == pytest.approx(2.0)
+    assert (first.tokens_processed, first.tokens_generated, first.median_step_us) == (7, 5, 900)
+    assert (first.active_requests, first.queued_requests) == (3, 1)
+    measured = bench.pool.windows[-1].load_of_rank.sum(axis=0)
+    shares = [rank.load_share for rank in ranks]
+    assert shares == pytest.approx(list(measured / measured.sum()))
+
+
+def test_a_rollout_is_shown_while_it_is_under_way(serving_bench, skewed):
+    bench = serving_bench
+    assert not pool_status(bench.pool, now=bench.now).HasField("rollout")
+    bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    bench.say(bench.ranks[2], bench.ranks[2].answer_staged())
+    bench.now += 3.0
+    rollout = pool_status(bench.pool, now=bench.now).rollout
+    moves = sum(len(worker.staged.moves) for worker in bench.ranks)
+    assert (rollout.generation, rollout.state, rollout.moves) == (2, "staging", moves)
+    assert rollout.bytes == 1000 * moves
+    assert list(rollout.staged_ranks) == [2]
+    assert rollout.state_age_s == pytest.approx(3.0)
+    bench.carry_out_rollout()
+    status = pool_status(bench.pool, now=bench.now)
+    assert not status.HasField("rollout")
+    assert status.generation == 2
+    assert status.rollouts_completed == 1
+    (switch,) = status.switches
+    assert (switch.generation, switch.moves, switch.staging_s) == (2, moves, pytest.approx(3.0))
+
+
+def test_windows_are_listed_oldest_first_with_the_generation_they_closed_in(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=30)
+    status = pool_status(bench.pool, now=bench.now)
+    assert [window.window for window in status.windows] == [1, 2, 3]
+    assert [window.generation for window in status.windows] == [1, 2, 2]
+    assert status.windows_closed == 3
+    assert status.balancedness == status.windows[-1].balancedness
+    assert status.balancedness_min_layer <= status.balancedness
+    assert status.window_tokens == pytest.approx(3 * 10 * 10_000, rel=0.01)
+
+
+def test_gone_and_silent_ranks_are_told_apart(serving_bench):
+    bench = serving_bench
+    bench.lose(bench.ranks[0])
+    for worker in bench.ranks[2:]:
+        bench.now += 3.0
+        bench.say(worker, worker.heartbeat())
+    bench.tick()
+    states = [rank.state for rank in pool_status(bench.pool, now=bench.now).ranks]
+    assert states == ["gone", "silent", "connected", "connected"]
+    assert pool_summary(bench.pool).ranks_serving == 2
+
+
+def test_the_revision_grows_with_every_change(serving_bench):
+    bench = serving_bench
+    before = pool_status(bench.pool, now=bench.now).revision
+    assert pool_status(bench.pool, now=bench.now).revision == before
+    bench.say(bench.ranks[0], bench.ranks[0].report())
+    assert pool_status(bench.pool, now=bench.now).revision > before
