@@ -63,6 +63,8 @@ def save(model: Transformer, path: Path) -> None:
     weights, config = path / f"{_WEIGHTS}.new", path / f"{_CONFIG}.new"
     save_file(stored, weights, metadata={"format": "pt"})
     config.write_text(json.dumps(model.config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    # safetensors makes files that only their owner reads, but a service may run as someone else.
+    weights.chmod(config.stat().st_mode)
     weights.replace(path / _WEIGHTS)
     config.replace(path / _CONFIG)
 

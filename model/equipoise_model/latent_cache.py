@@ -21,8 +21,8 @@ class LatentCache:
     """Per decoder layer and cache row, one latent for every position of a sequence.
 
     A cache row belongs to one sequence at a time. Rows are never cleared: a position is seen only
-    by queries at or behind it, which write it first, so what an earlier sequence left is out of
-    sight.
+    by queries at or after it, and it is written before they run, so what an earlier sequence left
+    is out of sight.
 
     Args:
         config: sizes.
@@ -119,7 +119,7 @@ class CacheStep:
         self.latents_LRPC[layer][self.cache_rows_T, self.positions_T] = latents_TC
 
     def read(self, layer: int, group: QueryGroup) -> Tensor:
-        """What a group sees of the cache, positions behind its queries included: [B, length, C]."""
+        """The group's stretches of cache, later positions than its queries' included: [B, length, C]."""
         visible_RPC = self.latents_LRPC[layer, :, : group.length]
         return visible_RPC.index_select(0, group.cache_rows_B)
 

@@ -142,6 +142,12 @@ def test_a_model_with_mtp_needs_a_checkpoint_with_it(config, random_model, tmp_p
         Checkpoint.open(tmp_path).load_dense(Transformer(config, mtp=True))
 
 
+def test_whoever_reads_the_config_reads_the_weights(saved):
+    _, path = saved
+    modes = [(path / name).stat().st_mode for name in ("config.json", "model.safetensors")]
+    assert modes[0] == modes[1]
+
+
 def test_saving_again_replaces_the_checkpoint(random_model, tmp_path):
     save(random_model(TINY, seed=0), tmp_path)
     before = Checkpoint.open(tmp_path).fingerprint
