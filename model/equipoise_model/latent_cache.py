@@ -119,7 +119,7 @@ class CacheStep:
         self.latents_LRPC[layer][self.cache_rows_T, self.positions_T] = latents_TC
 
     def read(self, layer: int, group: QueryGroup) -> Tensor:
-        """The group's stretches of cache, later positions than its queries' included: [B, length, C]."""
+        """Copies of the group's cache rows, positions after its queries too: [B, length, C]."""
         visible_RPC = self.latents_LRPC[layer, :, : group.length]
         return visible_RPC.index_select(0, group.cache_rows_B)
 
