@@ -1,7 +1,7 @@
 """Ranks switch together or not at all."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.worker.errors import GroupError, PeerLeftError
@@ -24,6 +24,7 @@ def test_a_header_survives_the_wire():
     assert unpack(list(pack(header(staged_generation=9)))) == header(staged_generation=9)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=6))
 def test_ranks_switch_only_to_a_newer_generation_that_all_have_staged(staged):
     headers = tuple(header(staged_generation=generation) for generation in staged)

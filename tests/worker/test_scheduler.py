@@ -1,7 +1,7 @@
 """Scheduling loses no request, keeps its budget, and is fair."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.worker.errors import QueueFullError
@@ -53,6 +53,7 @@ def requests(draw, max_size=12):
     ]
 
 
+@settings(deadline=None)
 @given(requests(), st.integers(1, 4), st.integers(0, 8), st.data())
 def test_every_request_gets_its_solo_tokens_within_the_budget(offered, rows, spare, data):
     scheduler = Scheduler(max_requests=rows, max_queued=20, max_step_tokens=rows + spare)
@@ -79,6 +80,7 @@ def test_every_request_gets_its_solo_tokens_within_the_budget(offered, rows, spa
     assert scheduler.num_active == scheduler.num_queued == 0
 
 
+@settings(deadline=None)
 @given(requests(max_size=8), st.data())
 def test_a_cancel_at_any_moment_harms_nobody_else(offered, data):
     scheduler = Scheduler(max_requests=2, max_queued=20, max_step_tokens=5)
@@ -101,6 +103,7 @@ def test_a_cancel_at_any_moment_harms_nobody_else(offered, data):
             assert got[request.key] == tokens
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(6, 30))
 def test_first_tokens_come_in_the_order_of_arrival_when_prompts_are_equal(rows, count):
     scheduler = Scheduler(max_requests=rows, max_queued=count, max_step_tokens=rows + 2)

@@ -38,10 +38,15 @@ class Corrupting(ExpertTransferService):
     """Gives the right bytes with one bit flipped."""
 
     async def Fetch(self, request, context):  # noqa: N802 - named by the contract
-        async for response in super().Fetch(request, context):
-            data = bytearray(response.data)
-            data[len(data) // 2] ^= 1
-            yield pb.FetchResponse(data=bytes(data))
+        class Flipping:
+            abort = context.abort
+
+            async def write(self, response):
+                data = bytearray(response.data)
+                data[len(data) // 2] ^= 1
+                await context.write(pb.FetchResponse(data=bytes(data)))
+
+        await super().Fetch(request, Flipping())
 
 
 class Silent(worker_pb2_grpc.ExpertTransferServicer):
@@ -161,7 +166,7 @@ async def test_a_silent_peer_costs_one_timeout_for_the_wave_and_its_calls_are_ca
 ):
     silent = Silent()
     async with served(silent) as slow, served(opened(held)) as good:
-        async with puller(slow, good, timeout_s=1.0) as own:
+        async with puller(slow, good, timeout_s=5.0) as own:
             pulled = await own.pull([move(expert, 1, 2) for expert in range(8)])
         assert pulled.checkpoint_bytes == 0
         # Those that were under way when the first timed out, and no more.

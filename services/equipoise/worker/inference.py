@@ -5,7 +5,6 @@ Owns checking requests and the way of tokens from the engine's thread to each cl
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import grpc
@@ -65,11 +64,12 @@ class InferenceService(pb_grpc.InferenceServicer):
                     _Token(emission=emission, step=result.step, generation=result.generation)
                 )
 
-    async def Generate(  # noqa: N802 - named by the contract
+    # A coroutine that writes, not a generator: its clean-up runs the moment the client goes away.
+    async def Generate(  # type: ignore[override]  # noqa: N802 - named by the contract
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> None:
         """Stream a request's tokens as steps make them."""
         try:
             check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
@@ -95,7 +95,7 @@ class InferenceService(pb_grpc.InferenceServicer):
             while not finished:
                 tokens = await _all_waiting(stream)
                 if tokens:
-                    yield _response(tokens)
+                    await context.write(_response(tokens))
                     finished = tokens[-1].emission.finish is not None
                 else:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, self._closed)

@@ -6,7 +6,7 @@ to staging memory.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,11 +42,12 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
         """Begin to answer; until then every call is refused."""
         self._held, self._epoch = held, epoch
 
-    async def Fetch(  # noqa: N802 - named by the contract
+    # A coroutine that writes, not a generator: its clean-up runs the moment the peer goes away.
+    async def Fetch(  # type: ignore[override]  # noqa: N802 - named by the contract
         self,
         request: pb.FetchRequest,
         context: grpc.aio.ServicerContext[pb.FetchRequest, pb.FetchResponse],
-    ) -> AsyncIterator[pb.FetchResponse]:
+    ) -> None:
         """Send one expert's payload in chunks, as it was at one moment."""
         if self._held is None or request.epoch != self._epoch:
             await context.abort(
@@ -63,7 +64,8 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
                 await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
             data = payload.numpy().tobytes()
             for start in range(0, len(data), CHUNK_BYTES):
-                yield pb.FetchResponse(data=data[start : start + CHUNK_BYTES])
+                chunk = pb.FetchResponse(data=data[start : start + CHUNK_BYTES])
+                await context.write(chunk)
 
 
 class ExpertStore(Protocol):
