@@ -33,12 +33,7 @@ class ReferenceModel:
         """
         # The workers start meanwhile and share the cores.
         torch.set_num_threads(1)
-        checkpoint = Checkpoint.open(path)
-        config = checkpoint.config
-        model = Transformer(config, row_block=ROW_BLOCK)
-        checkpoint.load_dense(model)
-        checkpoint.load_slots(model, [range(config.n_routed_experts)] * config.num_moe_layers)
-        return cls(model.eval())
+        return cls(Checkpoint.open(path).load_model(row_block=ROW_BLOCK))
 
     @torch.inference_mode()
     def answer(self, prompts: Sequence[Prompt]) -> dict[Prompt, tuple[int, ...]]:
