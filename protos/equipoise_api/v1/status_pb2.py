@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from equipoise_api.v1 import worker_link_pb2 as equipoise__api_dot_v1_dot_worker__link__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65quipoise_api/v1/status.proto\x12\x10\x65quipoise_api.v1\x1a\"equipoise_api/v1/worker_link.proto\"\xab\x02\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x19\n\x11staged_generation\x18\x07 \x01(\x04\x12\x10\n\x08silent_s\x18\x08 \x01(\x01\x12\x18\n\x10tokens_processed\x18\t \x01(\x04\x12\x16\n\x0emedian_step_us\x18\n \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\x0b \x01(\r\x12\x17\n\x0fqueued_requests\x18\x0c \x01(\r\x12\x12\n\nload_share\x18\r \x01(\x01\x12\x18\n\x10tokens_generated\x18\x0e \x01(\x04\"\xa7\x01\n\rRolloutStatus\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05moves\x18\x03 \x01(\r\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x12\n\nwaves_left\x18\x05 \x01(\r\x12\x14\n\x0cstaged_ranks\x18\x06 \x03(\r\x12\x16\n\x0eswitched_ranks\x18\x07 \x03(\r\x12\x13\n\x0bstate_age_s\x18\x08 \x01(\x01\"6\n\x07Refusal\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x0e\n\x06latest\x18\x03 \x01(\t\"\x95\x01\n\x0cSwitchStatus\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cmax_stall_us\x18\x03 \x01(\x04\x12\x16\n\x0emedian_step_us\x18\x04 \x01(\x04\x12\r\n\x05moves\x18\x05 \x01(\r\x12\x11\n\tstaging_s\x18\x06 \x01(\x01\x12\x13\n\x0btime_unix_s\x18\x07 \x01(\x01\"\xba\x05\n\nPoolStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12,\n\x06health\x18\x02 \x01(\x0e\x32\x1c.equipoise_api.v1.PoolHealth\x12\x15\n\rhealth_reason\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12+\n\x05model\x18\x06 \x01(\x0b\x32\x1c.equipoise_api.v1.ModelShape\x12+\n\x05ranks\x18\x07 \x03(\x0b\x32\x1c.equipoise_api.v1.RankStatus\x12\x14\n\x0c\x62\x61lancedness\x18\x08 \x01(\x01\x12\x1e\n\x16\x62\x61lancedness_min_layer\x18\t \x01(\x01\x12\x15\n\rwindow_tokens\x18\n \x01(\x04\x12\x16\n\x0ewindows_closed\x18\x0b \x01(\x04\x12\x12\n\ninterval_s\x18\x0c \x01(\x01\x12\x35\n\x07rollout\x18\r \x01(\x0b\x32\x1f.equipoise_api.v1.RolloutStatusH\x00\x88\x01\x01\x12\x36\n\rlast_decision\x18\x0e \x01(\x0b\x32\x1a.equipoise_api.v1.DecisionH\x01\x88\x01\x01\x12+\n\x08refusals\x18\x0f \x03(\x0b\x32\x19.equipoise_api.v1.Refusal\x12\x30\n\x08switches\x18\x10 \x03(\x0b\x32\x1e.equipoise_api.v1.SwitchStatus\x12\x10\n\x08revision\x18\x11 \x01(\x04\x12\x1a\n\x12rollouts_completed\x18\x12 \x01(\x04\x12\x18\n\x10rollouts_aborted\x18\x13 \x01(\x04\x12/\n\x07windows\x18\x14 \x03(\x0b\x32\x1e.equipoise_api.v1.WindowStatusB\n\n\x08_rolloutB\x10\n\x0e_last_decision\"\x87\x01\n\x0cWindowStatus\x12\x0e\n\x06window\x18\x01 \x01(\x04\x12\x15\n\rclosed_unix_s\x18\x02 \x01(\x01\x12\x14\n\x0c\x62\x61lancedness\x18\x03 \x01(\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x16\n\x0eshift_detected\x18\x06 \x01(\x08\"\x83\x02\n\x08\x44\x65\x63ision\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0btime_unix_s\x18\x02 \x01(\x01\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x17\n\x0f\x62\x61se_generation\x18\x05 \x01(\x04\x12\x1c\n\x14\x62\x61lancedness_current\x18\x06 \x01(\x01\x12\x1d\n\x15\x62\x61lancedness_proposed\x18\x07 \x01(\x01\x12\r\n\x05moves\x18\x08 \x01(\r\x12\r\n\x05\x62ytes\x18\t \x01(\x04\x12\x11\n\talgorithm\x18\n \x01(\t\x12\x0f\n\x07plan_ms\x18\x0b \x01(\x01\x12\x16\n\x0eshift_detected\x18\x0c \x01(\x08\"\x12\n\x10ListPoolsRequest\"\x9d\x01\n\x0bPoolSummary\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12,\n\x06health\x18\x02 \x01(\x0e\x32\x1c.equipoise_api.v1.PoolHealth\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x15\n\rranks_serving\x18\x04 \x01(\r\x12\x11\n\tnum_ranks\x18\x05 \x01(\r\x12\x14\n\x0c\x62\x61lancedness\x18\x06 \x01(\x01\"A\n\x11ListPoolsResponse\x12,\n\x05pools\x18\x01 \x03(\x0b\x32\x1d.equipoise_api.v1.PoolSummary\" \n\x10GetStatusRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"A\n\x11GetStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.equipoise_api.v1.PoolStatus\":\n\x12WatchStatusRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x16\n\x0emin_interval_s\x18\x02 \x01(\x01\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.equipoise_api.v1.PoolStatus\"4\n\x10GetLayoutRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"S\n\x11GetLayoutResponse\x12(\n\x06layout\x18\x01 \x01(\x0b\x32\x18.equipoise_api.v1.Layout\x12\x14\n\x0cnode_of_rank\x18\x02 \x03(\t\"\x1f\n\x0fGetLoadsRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"\xbc\x01\n\x10GetLoadsResponse\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x13\n\x0bnum_experts\x18\x02 \x01(\r\x12\x19\n\x11slow_tokens_per_s\x18\x03 \x01(\x0c\x12\x19\n\x11\x66\x61st_tokens_per_s\x18\x04 \x01(\x0c\x12\x15\n\rwindow_tokens\x18\x05 \x01(\x0c\x12\x18\n\x10slow_half_life_s\x18\x06 \x01(\x01\x12\x18\n\x10\x66\x61st_half_life_s\x18\x07 \x01(\x01\"3\n\x14ListDecisionsRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"F\n\x15ListDecisionsResponse\x12-\n\tdecisions\x18\x01 \x03(\x0b\x32\x1a.equipoise_api.v1.Decision*u\n\nPoolHealth\x12\x1b\n\x17POOL_HEALTH_UNSPECIFIED\x10\x00\x12\x17\n\x13POOL_HEALTH_WAITING\x10\x01\x12\x17\n\x13POOL_HEALTH_SERVING\x10\x02\x12\x18\n\x14POOL_HEALTH_DEGRADED\x10\x03\x32\x9d\x04\n\x06Status\x12T\n\tListPools\x12\".equipoise_api.v1.ListPoolsRequest\x1a#.equipoise_api.v1.ListPoolsResponse\x12T\n\tGetStatus\x12\".equipoise_api.v1.GetStatusRequest\x1a#.equipoise_api.v1.GetStatusResponse\x12\\\n\x0bWatchStatus\x12$.equipoise_api.v1.WatchStatusRequest\x1a%.equipoise_api.v1.WatchStatusResponse0\x01\x12T\n\tGetLayout\x12\".equipoise_api.v1.GetLayoutRequest\x1a#.equipoise_api.v1.GetLayoutResponse\x12Q\n\x08GetLoads\x12!.equipoise_api.v1.GetLoadsRequest\x1a\".equipoise_api.v1.GetLoadsResponse\x12`\n\rListDecisions\x12&.equipoise_api.v1.ListDecisionsRequest\x1a\'.equipoise_api.v1.ListDecisionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65quipoise_api/v1/status.proto\x12\x10\x65quipoise_api.v1\x1a\"equipoise_api/v1/worker_link.proto\"\xab\x02\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x19\n\x11staged_generation\x18\x07 \x01(\x04\x12\x10\n\x08silent_s\x18\x08 \x01(\x01\x12\x18\n\x10tokens_processed\x18\t \x01(\x04\x12\x16\n\x0emedian_step_us\x18\n \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\x0b \x01(\r\x12\x17\n\x0fqueued_requests\x18\x0c \x01(\r\x12\x12\n\nload_share\x18\r \x01(\x01\x12\x18\n\x10tokens_generated\x18\x0e \x01(\x04\"\xa7\x01\n\rRolloutStatus\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05moves\x18\x03 \x01(\r\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x12\n\nwaves_left\x18\x05 \x01(\r\x12\x14\n\x0cstaged_ranks\x18\x06 \x03(\r\x12\x16\n\x0eswitched_ranks\x18\x07 \x03(\r\x12\x13\n\x0bstate_age_s\x18\x08 \x01(\x01\"6\n\x07Refusal\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x0e\n\x06latest\x18\x03 \x01(\t\"\x95\x01\n\x0cSwitchStatus\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cmax_stall_us\x18\x03 \x01(\x04\x12\x16\n\x0emedian_step_us\x18\x04 \x01(\x04\x12\r\n\x05moves\x18\x05 \x01(\r\x12\x11\n\tstaging_s\x18\x06 \x01(\x01\x12\x13\n\x0btime_unix_s\x18\x07 \x01(\x01\"\xba\x05\n\nPoolStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12,\n\x06health\x18\x02 \x01(\x0e\x32\x1c.equipoise_api.v1.PoolHealth\x12\x15\n\rhealth_reason\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12+\n\x05model\x18\x06 \x01(\x0b\x32\x1c.equipoise_api.v1.ModelShape\x12+\n\x05ranks\x18\x07 \x03(\x0b\x32\x1c.equipoise_api.v1.RankStatus\x12\x14\n\x0c\x62\x61lancedness\x18\x08 \x01(\x01\x12\x1e\n\x16\x62\x61lancedness_min_layer\x18\t \x01(\x01\x12\x15\n\rwindow_tokens\x18\n \x01(\x04\x12\x16\n\x0ewindows_closed\x18\x0b \x01(\x04\x12\x12\n\ninterval_s\x18\x0c \x01(\x01\x12\x35\n\x07rollout\x18\r \x01(\x0b\x32\x1f.equipoise_api.v1.RolloutStatusH\x00\x88\x01\x01\x12\x36\n\rlast_decision\x18\x0e \x01(\x0b\x32\x1a.equipoise_api.v1.DecisionH\x01\x88\x01\x01\x12+\n\x08refusals\x18\x0f \x03(\x0b\x32\x19.equipoise_api.v1.Refusal\x12\x30\n\x08switches\x18\x10 \x03(\x0b\x32\x1e.equipoise_api.v1.SwitchStatus\x12\x10\n\x08revision\x18\x11 \x01(\x04\x12\x1a\n\x12rollouts_completed\x18\x12 \x01(\x04\x12\x18\n\x10rollouts_aborted\x18\x13 \x01(\x04\x12/\n\x07windows\x18\x14 \x03(\x0b\x32\x1e.equipoise_api.v1.WindowStatusB\n\n\x08_rolloutB\x10\n\x0e_last_decision\"\x9e\x01\n\x0cWindowStatus\x12\x0e\n\x06window\x18\x01 \x01(\x04\x12\x15\n\rclosed_unix_s\x18\x02 \x01(\x01\x12\x14\n\x0c\x62\x61lancedness\x18\x03 \x01(\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x16\n\x0eshift_detected\x18\x06 \x01(\x08\x12\x15\n\rmax_over_mean\x18\x07 \x01(\x01\"\x83\x02\n\x08\x44\x65\x63ision\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0btime_unix_s\x18\x02 \x01(\x01\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x17\n\x0f\x62\x61se_generation\x18\x05 \x01(\x04\x12\x1c\n\x14\x62\x61lancedness_current\x18\x06 \x01(\x01\x12\x1d\n\x15\x62\x61lancedness_proposed\x18\x07 \x01(\x01\x12\r\n\x05moves\x18\x08 \x01(\r\x12\r\n\x05\x62ytes\x18\t \x01(\x04\x12\x11\n\talgorithm\x18\n \x01(\t\x12\x0f\n\x07plan_ms\x18\x0b \x01(\x01\x12\x16\n\x0eshift_detected\x18\x0c \x01(\x08\"\x12\n\x10ListPoolsRequest\"\x9d\x01\n\x0bPoolSummary\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12,\n\x06health\x18\x02 \x01(\x0e\x32\x1c.equipoise_api.v1.PoolHealth\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x15\n\rranks_serving\x18\x04 \x01(\r\x12\x11\n\tnum_ranks\x18\x05 \x01(\r\x12\x14\n\x0c\x62\x61lancedness\x18\x06 \x01(\x01\"A\n\x11ListPoolsResponse\x12,\n\x05pools\x18\x01 \x03(\x0b\x32\x1d.equipoise_api.v1.PoolSummary\" \n\x10GetStatusRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"A\n\x11GetStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.equipoise_api.v1.PoolStatus\":\n\x12WatchStatusRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x16\n\x0emin_interval_s\x18\x02 \x01(\x01\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.equipoise_api.v1.PoolStatus\"4\n\x10GetLayoutRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"S\n\x11GetLayoutResponse\x12(\n\x06layout\x18\x01 \x01(\x0b\x32\x18.equipoise_api.v1.Layout\x12\x14\n\x0cnode_of_rank\x18\x02 \x03(\t\"\x1f\n\x0fGetLoadsRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"\xbc\x01\n\x10GetLoadsResponse\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x13\n\x0bnum_experts\x18\x02 \x01(\r\x12\x19\n\x11slow_tokens_per_s\x18\x03 \x01(\x0c\x12\x19\n\x11\x66\x61st_tokens_per_s\x18\x04 \x01(\x0c\x12\x15\n\rwindow_tokens\x18\x05 \x01(\x0c\x12\x18\n\x10slow_half_life_s\x18\x06 \x01(\x01\x12\x18\n\x10\x66\x61st_half_life_s\x18\x07 \x01(\x01\"3\n\x14ListDecisionsRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"F\n\x15ListDecisionsResponse\x12-\n\tdecisions\x18\x01 \x03(\x0b\x32\x1a.equipoise_api.v1.Decision*u\n\nPoolHealth\x12\x1b\n\x17POOL_HEALTH_UNSPECIFIED\x10\x00\x12\x17\n\x13POOL_HEALTH_WAITING\x10\x01\x12\x17\n\x13POOL_HEALTH_SERVING\x10\x02\x12\x18\n\x14POOL_HEALTH_DEGRADED\x10\x03\x32\x9d\x04\n\x06Status\x12T\n\tListPools\x12\".equipoise_api.v1.ListPoolsRequest\x1a#.equipoise_api.v1.ListPoolsResponse\x12T\n\tGetStatus\x12\".equipoise_api.v1.GetStatusRequest\x1a#.equipoise_api.v1.GetStatusResponse\x12\\\n\x0bWatchStatus\x12$.equipoise_api.v1.WatchStatusRequest\x1a%.equipoise_api.v1.WatchStatusResponse0\x01\x12T\n\tGetLayout\x12\".equipoise_api.v1.GetLayoutRequest\x1a#.equipoise_api.v1.GetLayoutResponse\x12Q\n\x08GetLoads\x12!.equipoise_api.v1.GetLoadsRequest\x1a\".equipoise_api.v1.GetLoadsResponse\x12`\n\rListDecisions\x12&.equipoise_api.v1.ListDecisionsRequest\x1a\'.equipoise_api.v1.ListDecisionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'equipoise_api.v1.status_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOLHEALTH']._serialized_start=2833
-  _globals['_POOLHEALTH']._serialized_end=2950
+  _globals['_POOLHEALTH']._serialized_start=2856
+  _globals['_POOLHEALTH']._serialized_end=2973
   _globals['_RANKSTATUS']._serialized_start=88
   _globals['_RANKSTATUS']._serialized_end=387
   _globals['_ROLLOUTSTATUS']._serialized_start=390
@@ -45,35 +45,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLSTATUS']._serialized_start=768
   _globals['_POOLSTATUS']._serialized_end=1466
   _globals['_WINDOWSTATUS']._serialized_start=1469
-  _globals['_WINDOWSTATUS']._serialized_end=1604
-  _globals['_DECISION']._serialized_start=1607
-  _globals['_DECISION']._serialized_end=1866
-  _globals['_LISTPOOLSREQUEST']._serialized_start=1868
-  _globals['_LISTPOOLSREQUEST']._serialized_end=1886
-  _globals['_POOLSUMMARY']._serialized_start=1889
-  _globals['_POOLSUMMARY']._serialized_end=2046
-  _globals['_LISTPOOLSRESPONSE']._serialized_start=2048
-  _globals['_LISTPOOLSRESPONSE']._serialized_end=2113
-  _globals['_GETSTATUSREQUEST']._serialized_start=2115
-  _globals['_GETSTATUSREQUEST']._serialized_end=2147
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2149
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2214
-  _globals['_WATCHSTATUSREQUEST']._serialized_start=2216
-  _globals['_WATCHSTATUSREQUEST']._serialized_end=2274
-  _globals['_WATCHSTATUSRESPONSE']._serialized_start=2276
-  _globals['_WATCHSTATUSRESPONSE']._serialized_end=2343
-  _globals['_GETLAYOUTREQUEST']._serialized_start=2345
-  _globals['_GETLAYOUTREQUEST']._serialized_end=2397
-  _globals['_GETLAYOUTRESPONSE']._serialized_start=2399
-  _globals['_GETLAYOUTRESPONSE']._serialized_end=2482
-  _globals['_GETLOADSREQUEST']._serialized_start=2484
-  _globals['_GETLOADSREQUEST']._serialized_end=2515
-  _globals['_GETLOADSRESPONSE']._serialized_start=2518
-  _globals['_GETLOADSRESPONSE']._serialized_end=2706
-  _globals['_LISTDECISIONSREQUEST']._serialized_start=2708
-  _globals['_LISTDECISIONSREQUEST']._serialized_end=2759
-  _globals['_LISTDECISIONSRESPONSE']._serialized_start=2761
-  _globals['_LISTDECISIONSRESPONSE']._serialized_end=2831
-  _globals['_STATUS']._serialized_start=2953
-  _globals['_STATUS']._serialized_end=3494
+  _globals['_WINDOWSTATUS']._serialized_end=1627
+  _globals['_DECISION']._serialized_start=1630
+  _globals['_DECISION']._serialized_end=1889
+  _globals['_LISTPOOLSREQUEST']._serialized_start=1891
+  _globals['_LISTPOOLSREQUEST']._serialized_end=1909
+  _globals['_POOLSUMMARY']._serialized_start=1912
+  _globals['_POOLSUMMARY']._serialized_end=2069
+  _globals['_LISTPOOLSRESPONSE']._serialized_start=2071
+  _globals['_LISTPOOLSRESPONSE']._serialized_end=2136
+  _globals['_GETSTATUSREQUEST']._serialized_start=2138
+  _globals['_GETSTATUSREQUEST']._serialized_end=2170
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2172
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2237
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=2239
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=2297
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=2299
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=2366
+  _globals['_GETLAYOUTREQUEST']._serialized_start=2368
+  _globals['_GETLAYOUTREQUEST']._serialized_end=2420
+  _globals['_GETLAYOUTRESPONSE']._serialized_start=2422
+  _globals['_GETLAYOUTRESPONSE']._serialized_end=2505
+  _globals['_GETLOADSREQUEST']._serialized_start=2507
+  _globals['_GETLOADSREQUEST']._serialized_end=2538
+  _globals['_GETLOADSRESPONSE']._serialized_start=2541
+  _globals['_GETLOADSRESPONSE']._serialized_end=2729
+  _globals['_LISTDECISIONSREQUEST']._serialized_start=2731
+  _globals['_LISTDECISIONSREQUEST']._serialized_end=2782
+  _globals['_LISTDECISIONSRESPONSE']._serialized_start=2784
+  _globals['_LISTDECISIONSRESPONSE']._serialized_end=2854
+  _globals['_STATUS']._serialized_start=2976
+  _globals['_STATUS']._serialized_end=3517
 # @@protoc_insertion_point(module_scope)

@@ -383,6 +383,7 @@ class WindowStatus(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     SHIFT_DETECTED_FIELD_NUMBER: _builtins.int
+    MAX_OVER_MEAN_FIELD_NUMBER: _builtins.int
     window: _builtins.int
     """Number of the window since start, from 1."""
     closed_unix_s: _builtins.float
@@ -395,6 +396,8 @@ class WindowStatus(_message.Message):
     """Generation in use when it closed."""
     shift_detected: _builtins.bool
     """True when the fast average left the slow one in this window."""
+    max_over_mean: _builtins.float
+    """Mean over layers of max/mean rank load, 1 and up: how much longer the busiest rank works."""
     def __init__(
         self,
         *,
@@ -404,10 +407,11 @@ class WindowStatus(_message.Message):
         tokens: _builtins.int = ...,
         generation: _builtins.int = ...,
         shift_detected: _builtins.bool = ...,
+        max_over_mean: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness", b"balancedness", "closed_unix_s", b"closed_unix_s", "generation", b"generation", "shift_detected", b"shift_detected", "tokens", b"tokens", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness", b"balancedness", "closed_unix_s", b"closed_unix_s", "generation", b"generation", "max_over_mean", b"max_over_mean", "shift_detected", b"shift_detected", "tokens", b"tokens", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

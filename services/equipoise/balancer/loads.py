@@ -41,6 +41,7 @@ class ClosedWindow:
     load_of_rank: Load
     balancedness: float
     balancedness_min_layer: float
+    max_over_mean: float
     tokens: float
     generation: int
     switched: bool
@@ -142,13 +143,15 @@ class PoolLoads:
         self, load: WindowLoad, shift: Shift, *, number: int, generation: int, now: float
     ) -> ClosedWindow:
         load_of_rank = load.tokens_of_rank * self._to_common_steps()
+        per_layer = balancedness_per_layer(load_of_rank)
         return ClosedWindow(
             number=number,
             closed_s=now,
             load=load.tokens_of_expert,
             load_of_rank=load_of_rank,
             balancedness=balancedness(load_of_rank),
-            balancedness_min_layer=float(balancedness_per_layer(load_of_rank).min()),
+            balancedness_min_layer=float(per_layer.min()),
+            max_over_mean=float((1 / per_layer).mean()),
             tokens=float(load.tokens_of_expert.sum()),
             generation=generation,
             switched=self._generation_at_open not in {0, generation},

@@ -197,6 +197,7 @@ def _window_status(window: ClosedWindow) -> pb.WindowStatus:
         window=window.number,
         closed_unix_s=window.closed_s,
         balancedness=window.balancedness,
+        max_over_mean=window.max_over_mean,
         tokens=round(window.tokens),
         generation=window.generation,
         shift_detected=window.shift.detected,
