@@ -7,7 +7,7 @@ the same number of threads give the same losses.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -67,6 +67,10 @@ class TrainSettings:
     specialization_weight: float = field(
         default=0.1,
         metadata={"help": "first weight of the loss that draws domains to different experts"},
+    )
+    specialization_target: float = field(
+        default=0.95,
+        metadata={"help": "nats at which specialisation is enough; log(3) is all there is"},
     )
     mtp_weight: float = field(
         default=0.3, metadata={"help": "lambda of the multi-token-prediction loss"}
@@ -200,11 +204,13 @@ def _losses(
             for routing in routings
         ]
     )
+    # Beyond the target, affinities would saturate and leave the bias nothing to balance with.
+    shortfall = (specialization + settings.specialization_target).clamp(min=0)
     total = (
         loss
         + settings.mtp_weight * further
         + settings.balance_weight * balance.sum()
-        + settings.specialization_weight * steering(step, settings) * specialization.sum()
+        + settings.specialization_weight * steering(step, settings) * shortfall.sum()
     )
     if not math.isfinite(total.item()):
         raise DivergedError(
@@ -259,8 +265,13 @@ def _require(condition: bool, name: str, value: object, wanted: str) -> None:
         raise TrainSettingsError(f"{name} = {value!r}: it must be {wanted}")
 
 
-_NOT_NEGATIVE = tuple(
-    f.name
-    for f in fields(TrainSettings)
-    if f.name in {"seed", "warmup_steps", "weight_decay", "bias_speed"} or "weight" in f.name
+_NOT_NEGATIVE = (
+    "seed",
+    "warmup_steps",
+    "weight_decay",
+    "bias_speed",
+    "balance_weight",
+    "specialization_weight",
+    "specialization_target",
+    "mtp_weight",
 )

@@ -3,6 +3,8 @@
 Each is a plain function of what the forward pass gives, so that its closed form can be tested.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -44,17 +46,21 @@ def sequence_balance_loss(routing: Routing, *, num_sequences: int) -> Tensor:
 
 
 def specialization_loss(routing: Routing, *, num_sequences: int, num_domains: int) -> Tensor:
-    """Minus the information, in nats, that an expert carries about a text's domain, in one layer.
+    """How far one layer's experts are from telling domains apart while sharing the work, in nats.
 
     Sequences are of equal length and take turns over `num_domains` domains. Of each domain, take
-    the mean normalised affinity per expert; the loss is the mean entropy of these less the entropy
-    of their mean: 0 when domains use the same experts, -log(num_domains) when they share none. The
-    selection bias keeps the mix of all domains even meanwhile. Mod-Squad (arXiv 2212.08066) trains
-    experts for tasks this way; here it does in minutes what long training does to large models.
+    the mean normalised affinity per expert. Two things are summed: minus the information that an
+    expert carries about the domain (the entropy of the mean of these less the mean of their
+    entropies), and the unevenness of their mean (log(num_experts) less its entropy). The sum is 0
+    when all is even, and -log(num_domains), its least, when each domain has an even share of the
+    experts to itself. Mod-Squad (arXiv 2212.08066) trains experts for tasks by such information.
     """
     p_BE = _mean_affinities(routing.scores_TE, num_sequences=num_sequences)
     p_DE = p_BE.unflatten(0, (-1, num_domains)).mean(dim=0)
-    return _entropy(p_DE).mean() - _entropy(p_DE.mean(dim=0))
+    mixed = _entropy(p_DE.mean(dim=0))
+    information = mixed - _entropy(p_DE).mean()
+    unevenness = math.log(p_DE.shape[1]) - mixed
+    return unevenness - information
 
 
 def _mean_affinities(scores_TE: Tensor, *, num_sequences: int) -> Tensor:

@@ -119,6 +119,7 @@ def test_a_loss_that_is_no_number_ends_the_training_by_name(small_config):
         ("bias_speed", -1e-3),
         ("balance_weight", -1.0),
         ("specialization_weight", -1.0),
+        ("specialization_target", -1.0),
         ("mtp_weight", -0.1),
         ("weight_decay", -0.1),
         ("warmup_steps", -1),

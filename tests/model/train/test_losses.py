@@ -100,15 +100,15 @@ def test_even_logits_cost_the_logarithm_of_the_vocabulary():
     assert next_token_loss(torch.zeros(2, 9, 256), tokens).item() == pytest.approx(math.log(256))
 
 
-def test_domains_with_the_same_mix_of_experts_tell_nothing():
-    scores_TE = torch.rand(1, 8, dtype=torch.float64).expand(24, 8)
+def test_experts_that_serve_all_domains_evenly_tell_nothing():
+    scores_TE = torch.full((24, 8), 0.3, dtype=torch.float64)
     loss = specialization_loss(
         _routing(_even_ids(24, 8, 2), scores_TE), num_sequences=6, num_domains=3
     )
     assert loss.item() == pytest.approx(0.0, abs=1e-12)
 
 
-def test_domains_that_share_no_expert_tell_the_logarithm_of_their_number():
+def test_experts_that_serve_one_domain_each_tell_the_logarithm_of_their_number():
     scores_TE = torch.zeros(24, 6, dtype=torch.float64)
     for row in range(6):
         scores_TE[4 * row : 4 * row + 4, 2 * (row % 3) : 2 * (row % 3) + 2] = 0.3
@@ -118,7 +118,17 @@ def test_domains_that_share_no_expert_tell_the_logarithm_of_their_number():
     assert loss.item() == pytest.approx(-math.log(3), rel=1e-7)
 
 
-def test_the_specialization_loss_equals_mutual_information_summed_by_hand():
+def test_leaving_experts_to_no_domain_costs_what_telling_domains_apart_gains():
+    scores_TE = torch.zeros(24, 6, dtype=torch.float64)
+    for row in range(6):
+        scores_TE[4 * row : 4 * row + 4, row % 3] = 0.3  # half of the experts are never wanted
+    loss = specialization_loss(
+        _routing(_even_ids(24, 6, 2), scores_TE), num_sequences=6, num_domains=3
+    )
+    assert loss.item() == pytest.approx(math.log(2) - math.log(3), rel=1e-7)
+
+
+def test_the_specialization_loss_equals_its_two_parts_summed_by_hand():
     rng = np.random.default_rng(1)
     num_sequences, num_domains, length, num_experts = 4, 2, 3, 5
     scores = rng.uniform(0.05, 0.95, size=(num_sequences, length, num_experts))
@@ -127,14 +137,16 @@ def test_the_specialization_loss_equals_mutual_information_summed_by_hand():
         for t in range(length):
             p_DE[s % num_domains] += scores[s, t] / scores[s, t].sum() / length / 2
     joint = p_DE / num_domains
-    expected = sum(
+    information = sum(
         joint[d, e] * math.log(joint[d, e] / (joint[d].sum() * joint[:, e].sum()))
         for d in range(num_domains)
         for e in range(num_experts)
     )
     routing = _routing(_even_ids(12, 5, 2), torch.from_numpy(scores.reshape(-1, num_experts)))
     loss = specialization_loss(routing, num_sequences=num_sequences, num_domains=num_domains)
-    assert loss.item() == pytest.approx(-expected, rel=1e-7)
+    p_E = joint.sum(axis=0)
+    unevenness = sum(p * math.log(p * num_experts) for p in p_E)
+    assert loss.item() == pytest.approx(unevenness - information, rel=1e-7)
 
 
 def test_the_gradient_of_the_specialization_loss_is_that_of_its_value():
