@@ -91,6 +91,7 @@ def test_a_window_holds_what_came_in_it_and_no_more():
     assert np.array_equal(first.load, FIRST_HALF)
     assert np.array_equal(second.load, SECOND_HALF)
     assert first.balancedness == pytest.approx(0.5), "one of two ranks had it all"
+    assert first.max_over_mean == pytest.approx(2.0)
     assert first.tokens == 8000
     assert not first.switched
 

@@ -6,13 +6,17 @@ from equipoise_api.v1 import status_pb2
 
 def test_windows_come_in_the_order_they_closed_and_empty_ones_are_left_out():
     told = [
-        status_pb2.WindowStatus(closed_unix_s=8.0, balancedness=0.5, tokens=10, generation=2),
-        status_pb2.WindowStatus(closed_unix_s=4.0, balancedness=0.9, tokens=10, generation=1),
+        status_pb2.WindowStatus(
+            closed_unix_s=8.0, balancedness=0.5, max_over_mean=2.1, tokens=10, generation=2
+        ),
+        status_pb2.WindowStatus(
+            closed_unix_s=4.0, balancedness=0.9, max_over_mean=1.1, tokens=10, generation=1
+        ),
         status_pb2.WindowStatus(closed_unix_s=1.0, balancedness=1.0, tokens=0),
     ]
-    assert [(w.closed_s, w.balancedness, w.generation) for w in windows_of(told)] == [
-        (4.0, 0.9, 1),
-        (8.0, 0.5, 2),
+    assert [tuple(w) for w in windows_of(told)] == [
+        (4.0, 0.9, 1.1, 1),
+        (8.0, 0.5, 2.1, 2),
     ]
 
 

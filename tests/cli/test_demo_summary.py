@@ -14,6 +14,9 @@ SHIFT = DomainShift(
     max_over_mean_before=1.05,
     max_over_mean_after=1.61,
     max_over_mean_recovered=1.08,
+    balancedness_before=0.95,
+    balancedness_after=0.62,
+    balancedness_recovered=0.92,
     intervals_to_recover=2,
 )
 LATENCY = Latency(p50_ms=40.0, p95_ms=50.0, p99_ms=80.0, samples=1000)

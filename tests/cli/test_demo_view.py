@@ -21,7 +21,7 @@ YES = status_pb2.Decision(
 )
 NO = status_pb2.Decision(sequence=2, accepted=False, reason="it would gain 0.004")
 WINDOWS = [
-    Window(closed_s=float(i), balancedness=1 / value, generation=i)
+    Window(closed_s=float(i), balancedness=1 / value, max_over_mean=value, generation=i)
     for i, value in enumerate((1.6, 1.1, 1.9, 1.05))
 ]
 SCENE = Scene(
@@ -98,7 +98,10 @@ def test_the_chart_rises_with_imbalance_and_names_domains_where_they_begin():
 
 
 def test_the_chart_keeps_to_the_newest_windows():
-    many = [Window(closed_s=float(i), balancedness=0.9, generation=1) for i in range(500)]
+    many = [
+        Window(closed_s=float(i), balancedness=0.9, max_over_mean=1.1, generation=1)
+        for i in range(500)
+    ]
     assert max(map(len, printed(balance_chart(many, SCENE.marks)).splitlines())) < 100
 
 

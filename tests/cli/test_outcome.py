@@ -23,7 +23,7 @@ PROMPT = Prompt(domain="code", tokens=(1, 2, 3), max_tokens=3)
 def windows(*max_over_mean: float) -> list[Window]:
     """Windows that close at 1, 2, 3, ... seconds."""
     return [
-        Window(closed_s=float(i), balancedness=1 / value, generation=1)
+        Window(closed_s=float(i), balancedness=1 / value, max_over_mean=value, generation=1)
         for i, value in enumerate(max_over_mean, start=1)
     ]
 

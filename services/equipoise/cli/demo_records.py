@@ -14,10 +14,11 @@ def windows_of(told: Iterable[status_pb2.WindowStatus]) -> tuple[Window, ...]:
         Window(
             closed_s=window.closed_unix_s,
             balancedness=window.balancedness,
+            max_over_mean=window.max_over_mean,
             generation=window.generation,
         )
         for window in sorted(told, key=lambda window: window.closed_unix_s)
-        if window.tokens and window.balancedness > 0
+        if window.tokens
     )
 
 

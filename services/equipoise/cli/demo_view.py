@@ -130,7 +130,7 @@ def window_line(scene: Scene) -> str:
     begun = [mark for mark in scene.marks if mark.at_s < window.closed_s] or scene.marks[:1]
     return (
         f"{begun[-1].domain:<10}  window {len(scene.windows):>2}  "
-        f"rank max/mean {1 / window.balancedness:.2f}  generation {window.generation}  "
+        f"rank max/mean {window.max_over_mean:.2f}  generation {window.generation}  "
         f"{scene.tokens_per_s:.0f} tokens/s  "
         f"inter-token p50 {latency.p50_ms:.0f} p99 {latency.p99_ms:.0f} ms  "
         f"{scene.tokens_identical:,} of {scene.tokens_compared:,} tokens identical  "
@@ -170,13 +170,13 @@ def balance_chart(windows: Sequence[Window], marks: Sequence[Mark]) -> Renderabl
     bars = Text("rank max/mean  ")
     names, begun = "", 0
     for place, window in enumerate(shown, start=len(bars)):
-        value = 1 / window.balancedness
+        value = window.max_over_mean
         height = (value - 1) / (_HIGHEST_BAR - 1) * len(_BARS)
         bars.append(_BARS[max(0, min(int(height), len(_BARS) - 1))], style=_color(value))
         while begun < len(marks) and marks[begun].at_s < window.closed_s:
             names = names.ljust(place)[:place] + f"└{marks[begun].domain}"
             begun += 1
-    newest = 1 / shown[-1].balancedness
+    newest = shown[-1].max_over_mean
     bars.append(f"  {newest:.2f}", style=f"bold {_color(newest)}")
     return Group(bars, Text(names, style="dim"))
 

@@ -2,9 +2,10 @@
 
 Owns every figure's definition. Pure: no I/O, no clock; times are seconds since 1970.
 
-The figure people look for is **rank max/mean**: the load of the busiest rank over the mean load,
-1.0 when all ranks carry the same. Balancedness is its inverse, mean/max, averaged over layers by
-the balancer from what the receiving ranks counted in a window; max/mean here is one over that.
+The figure people look for is **rank max/mean** of a window: in each MoE layer, the tokens that the
+busiest rank received over the mean of all ranks, and of that the mean over layers; 1.0 when all
+carry the same. Balancedness is the mean over layers of mean/max, so about one over it. The
+balancer computes both from what the receiving ranks counted.
 """
 
 import math
@@ -30,6 +31,7 @@ class Window(NamedTuple):
 
     closed_s: float
     balancedness: float
+    max_over_mean: float
     generation: int
 
 
@@ -69,6 +71,9 @@ class DomainShift:
     max_over_mean_before: float
     max_over_mean_after: float
     max_over_mean_recovered: float
+    balancedness_before: float
+    balancedness_after: float
+    balancedness_recovered: float
     intervals_to_recover: int | None
 
 
@@ -135,12 +140,16 @@ class Outcome:
         """The run for `--json`; what is said of all shifts at once is their least favourable."""
         recoveries = [shift.intervals_to_recover for shift in self.shifts]
         document: dict[str, Any] = {
-            "balancedness_before_shift": _worst(s.max_over_mean_before for s in self.shifts),
+            "balancedness_before_shift": min(
+                (shift.balancedness_before for shift in self.shifts), default=None
+            ),
             # The smallest drift is the least to recover from.
             "balancedness_after_shift": max(
-                (1 / s.max_over_mean_after for s in self.shifts), default=None
+                (shift.balancedness_after for shift in self.shifts), default=None
             ),
-            "balancedness_recovered": _worst(s.max_over_mean_recovered for s in self.shifts),
+            "balancedness_recovered": min(
+                (shift.balancedness_recovered for shift in self.shifts), default=None
+            ),
             "intervals_to_recover": max((n for n in recoveries if n is not None), default=None)
             if None not in recoveries
             else None,
@@ -175,20 +184,25 @@ def shift_outcome(
     windows: Sequence[Window], *, from_domain: str, to_domain: str, at_s: float, until_s: float
 ) -> DomainShift:
     """How the pool took one shift, from windows in the order they closed."""
-    before = [window for window in windows if window.closed_s <= at_s]
-    behind = [1 / window.balancedness for window in windows if at_s < window.closed_s <= until_s]
-    worst = int(np.argmax(behind[:2])) if behind else 0
+    before = [window for window in windows if window.closed_s <= at_s][-1:]
+    behind = [window for window in windows if at_s < window.closed_s <= until_s]
+    ratios = [window.max_over_mean for window in behind]
+    worst = int(np.argmax(ratios[:2])) if ratios else 0
     recovered = next(
-        (i for i in range(worst + 1, len(behind)) if behind[i] <= RECOVERED_MAX_OVER_MEAN), None
+        (i for i in range(worst + 1, len(ratios)) if ratios[i] <= RECOVERED_MAX_OVER_MEAN), None
     )
-    settled = behind[recovered:] if recovered is not None else behind[worst + 1 :]
+    after = behind[worst : worst + 1]
+    settled = behind[worst + 1 if recovered is None else recovered :]
     return DomainShift(
         from_domain=from_domain,
         to_domain=to_domain,
         at_s=at_s,
-        max_over_mean_before=1 / before[-1].balancedness if before else math.nan,
-        max_over_mean_after=behind[worst] if behind else math.nan,
-        max_over_mean_recovered=float(np.median(settled)) if settled else math.nan,
+        max_over_mean_before=_median(window.max_over_mean for window in before),
+        max_over_mean_after=_median(window.max_over_mean for window in after),
+        max_over_mean_recovered=_median(window.max_over_mean for window in settled),
+        balancedness_before=_median(window.balancedness for window in before),
+        balancedness_after=_median(window.balancedness for window in after),
+        balancedness_recovered=_median(window.balancedness for window in settled),
         intervals_to_recover=None if recovered is None else recovered + 1,
     )
 
@@ -242,9 +256,10 @@ def latency(lengths_s: np.ndarray[Any, np.dtype[np.float64]]) -> Latency:
     return Latency(p50_ms=p50, p95_ms=p95, p99_ms=p99, samples=int(lengths_s.size))
 
 
-def _worst(max_over_mean: Iterable[float]) -> float | None:
-    """The lowest balancedness."""
-    return min((1 / value for value in max_over_mean), default=None)
+def _median(values: Iterable[float]) -> float:
+    """NaN without a value."""
+    known = list(values)
+    return float(np.median(known)) if known else math.nan
 
 
 def _without_nan(value: Any) -> Any:
