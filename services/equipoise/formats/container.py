@@ -1,0 +1,62 @@
+"""What wraps a file's content: a folder, a zip of tensors, JSON or YAML. Knows no format."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from equipoise.formats import archive, npz_file, torch_file, yaml_file
+from equipoise.formats.errors import FormatError
+
+META_INFO = "meta_info.json"
+"""A folder with such a file holds statistics."""
+
+
+class Folder(dict[str, bytes]):
+    """The files of a folder of statistics, by name."""
+
+
+def open_document(path: Path) -> Any:
+    """What is in a file, as lists, dicts and arrays, whatever wraps it.
+
+    JSON's numbers are numbers, YAML's are text, and those of .pt and .npz files are arrays.
+
+    Raises:
+        FormatError: it is none of these, or damaged, or too big.
+        OSError: it cannot be read.
+    """
+    if path.is_dir():
+        return _folder(path)
+    if path.stat().st_size > archive.MAX_BYTES:
+        raise FormatError(f"it has more than {archive.MAX_BYTES} bytes")
+    data = path.read_bytes()
+    if data.startswith(archive.MAGIC):
+        members = archive.unpacked(data)
+        if any(name.endswith(".npy") for name in members):
+            return npz_file.load(members)
+        return torch_file.load(data)
+    return _text_document(data)
+
+
+def _folder(path: Path) -> Folder:
+    if not (path / META_INFO).is_file():
+        raise FormatError(f"it is a folder without {META_INFO}")
+    files = [path / META_INFO, *sorted(path.glob("rank*.safetensors"))]
+    size = sum(file.stat().st_size for file in files)
+    if size > archive.MAX_BYTES:
+        raise FormatError(f"its files have {size} bytes, more than {archive.MAX_BYTES}")
+    return Folder({file.name: file.read_bytes() for file in files})
+
+
+def _text_document(data: bytes) -> Any:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise FormatError("it is neither text nor a .pt or .npz file") from None
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise FormatError("its JSON is nested too deep") from None
+    except ValueError as error:
+        if text.lstrip().startswith(("{", "[")):
+            raise FormatError(f"it is no JSON: {error}") from None
+    return yaml_file.load(text)

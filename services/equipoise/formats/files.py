@@ -1,0 +1,204 @@
+"""From a path to a value and back: which format a file has, and which file a fault is in.
+
+A file's format is found by what is in it, never by its name alone. Dense layers are taken out here,
+so that values have MoE layers only.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from equipoise.formats import (
+    deepseek,
+    equipoise_json,
+    sglang,
+    tensorrt_llm,
+    vllm,
+    vllm_ascend,
+)
+from equipoise.formats.container import Folder, open_document
+from equipoise.formats.errors import FormatError
+from equipoise.formats.expected import Expected
+from equipoise.formats.format import Format
+from equipoise.formats.placement import Placement
+from equipoise.formats.recording import Recording
+
+Reader = TypeVar("Reader")
+
+
+def read_recording(
+    path: Path,
+    *,
+    form: Format | None = None,
+    num_experts: int | None = None,
+    first_moe_layer: int | None = None,
+) -> Recording:
+    """Loads of the MoE layers. Without `form` the format is found by what is in the file.
+
+    Where a file has a row for each layer of the model and `first_moe_layer` is None, the rows at
+    its start that never have load are taken for dense layers.
+
+    Raises:
+        FormatError: the file cannot be used; the message names it.
+    """
+    with _naming(path):
+        document = open_document(path)
+        recording = _reader(document, form, _RECORDINGS, "loads")(document)
+        if num_experts not in {None, recording.num_experts}:
+            raise FormatError(f"it has {recording.num_experts} experts, expected are {num_experts}")
+        return _without_dense(recording, first_moe_layer)
+
+
+def read_placement(
+    path: Path, *, form: Format | None = None, expected: Expected | None = None
+) -> Placement:
+    """A layout of the MoE layers. Without `form` the format is found by what is in the file.
+
+    Raises:
+        FormatError: the file cannot be used; the message names it.
+    """
+    with _naming(path):
+        document = open_document(path)
+        return _reader(document, form, _PLACEMENTS, "a layout")(document, expected or Expected())
+
+
+def write_recording(recording: Recording, path: Path, *, form: Format) -> None:
+    """Write loads; for TensorRT-LLM, `path` is a folder, made if need be.
+
+    Raises:
+        FormatError: the format has no form for loads, or needs what is not known, or the file
+            cannot be written.
+    """
+    with _naming(path):
+        if form is not Format.TENSORRT_LLM:
+            _write(path, _encoded_recording(recording, path, form))
+            return
+        members = tensorrt_llm.recording_members(recording)
+        path.mkdir(parents=True, exist_ok=True)
+        for name, data in members.items():
+            _write(path / name, data)
+
+
+def write_placement(placement: Placement, path: Path, *, form: Format) -> None:
+    """Write a layout.
+
+    Raises:
+        FormatError: the format needs what is not known, or the file cannot be written.
+    """
+    with _naming(path):
+        _write(path, _PLACEMENT_WRITERS[form](placement))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Faults name the file that they are in."""
+    try:
+        yield
+    except OSError as error:
+        raise FormatError(f"{path}: {error.strerror or error}") from None
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+class _Kind(NamedTuple, Generic[Reader]):
+    """How one format shows, and who reads it."""
+
+    is_this: Callable[[Any], bool]
+    read: Reader
+
+
+def _is_statistics(document: Any) -> bool:
+    return isinstance(document, Folder)
+
+
+def _statistics(document: Any) -> Recording:
+    if not isinstance(document, Folder):
+        raise FormatError("TensorRT-LLM's statistics are a folder with meta_info.json")
+    return tensorrt_llm.recording(document)
+
+
+_RECORDINGS: Mapping[Format, _Kind[Callable[[Any], Recording]]] = {
+    Format.EQUIPOISE: _Kind(equipoise_json.has_recording, equipoise_json.recording),
+    Format.SGLANG: _Kind(sglang.has_recording, sglang.recording),
+    Format.TENSORRT_LLM: _Kind(_is_statistics, _statistics),
+    Format.DEEPSEEK: _Kind(deepseek.has_recording, deepseek.recording),
+}
+_PLACEMENTS: Mapping[Format, _Kind[Callable[[Any, Expected], Placement]]] = {
+    Format.EQUIPOISE: _Kind(equipoise_json.has_placement, equipoise_json.placement),
+    Format.SGLANG: _Kind(sglang.has_placement, sglang.placement),
+    Format.VLLM: _Kind(vllm.has_placement, vllm.placement),
+    Format.VLLM_ASCEND: _Kind(vllm_ascend.has_placement, vllm_ascend.placement),
+    Format.TENSORRT_LLM: _Kind(tensorrt_llm.has_placement, tensorrt_llm.placement),
+    Format.DEEPSEEK: _Kind(deepseek.has_placement, deepseek.placement),
+}
+_PLACEMENT_WRITERS: Mapping[Format, Callable[[Placement], bytes]] = {
+    Format.EQUIPOISE: equipoise_json.placement_json,
+    Format.SGLANG: sglang.placement_json,
+    Format.VLLM: vllm.placement_json,
+    Format.VLLM_ASCEND: vllm_ascend.placement_json,
+    Format.TENSORRT_LLM: tensorrt_llm.placement_yaml,
+    Format.DEEPSEEK: deepseek.placement_npz,
+}
+
+
+def _reader(
+    document: Any, form: Format | None, kinds: Mapping[Format, _Kind[Reader]], what: str
+) -> Reader:
+    if form is not None:
+        if form not in kinds:
+            raise FormatError(f"{form} has no file for {what}; there are {', '.join(kinds)}")
+        return kinds[form].read
+    for kind in kinds.values():
+        if kind.is_this(document):
+            return kind.read
+    raise FormatError(
+        f"it does not look like {what}; known are the files of {', '.join(kinds)}"
+        + _what_it_is_instead(document, what)
+    )
+
+
+def _what_it_is_instead(document: Any, what: str) -> str:
+    others: dict[str, tuple[str, Mapping[Format, _Kind[Any]]]] = {
+        "loads": ("a layout", _PLACEMENTS),
+        "a layout": ("loads", _RECORDINGS),
+    }
+    other, kinds = others[what]
+    for form, kind in kinds.items():
+        if kind.is_this(document):
+            return f". It is {other} of {form}"
+    return ""
+
+
+def _without_dense(recording: Recording, first_moe_layer: int | None) -> Recording:
+    if recording.first_moe_layer is None:
+        return recording.numbered_from(first_moe_layer)
+    if first_moe_layer is not None:
+        return recording.from_layer(first_moe_layer)
+    if recording.first_moe_layer > 0:
+        return recording
+    return recording.from_layer(recording.num_leading_idle())
+
+
+def _encoded_recording(recording: Recording, path: Path, form: Format) -> bytes:
+    match form:
+        case Format.EQUIPOISE:
+            return equipoise_json.recording_json(recording)
+        case Format.SGLANG if path.suffix == ".pt":
+            return sglang.recording_pt(recording)
+        case Format.SGLANG:
+            return sglang.recording_json(recording)
+        case Format.DEEPSEEK:
+            return deepseek.recording_npz(recording)
+        case _:
+            raise FormatError(f"{form} has no file for loads; there are {', '.join(_RECORDINGS)}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All or nothing: a reader never sees half a file."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

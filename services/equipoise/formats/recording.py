@@ -1,0 +1,173 @@
+"""`Recording`: loads as somebody measured them, whatever file they came from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.formats.errors import FormatError
+from equipoise.planning.load import Load
+
+Windows = npt.NDArray[np.float64]
+
+_MOST_TOKENS = 2.0**53  # beyond this a float64 does not hold every whole number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recording:
+    """Windows of loads, in order of time.
+
+    `windows` is float64 [windows, layers, experts], MoE layers only, and is made read-only. `names`
+    has a name for each window, such as "code/0". `first_moe_layer` is the layer of the model that
+    row 0 belongs to, or None if the file counts MoE layers only and does not say. `top_k` is how
+    many experts a token chooses, if known.
+
+    Raises:
+        FormatError: nothing was recorded, or a load is no finite number of 0 or more; it names the
+            layer by the file's own counting.
+    """
+
+    windows: Windows
+    names: tuple[str, ...]
+    first_moe_layer: int | None = None
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        windows = np.array(self.windows, dtype=np.float64)
+        windows.flags.writeable = False
+        object.__setattr__(self, "windows", windows)
+        assert windows.ndim == 3, "loads are [windows, layers, experts]"
+        assert len(windows) == len(set(self.names)), "a name for each window, and none twice"
+        _check_values(self)
+
+    @property
+    def num_windows(self) -> int:
+        """Windows, in order of time."""
+        return int(self.windows.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers."""
+        return int(self.windows.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """Logical experts of a layer."""
+        return int(self.windows.shape[2])
+
+    def total(self) -> Load:
+        """Loads over all windows, [layers, experts]."""
+        total: Load = self.windows.sum(axis=0)
+        return total
+
+    def only(self, names: Sequence[str]) -> Self:
+        """The windows with these names, or, of names such as "code/0", with these first parts.
+
+        Raises:
+            FormatError: a name matches no window, or what is left has no load.
+        """
+        chosen: list[int] = []
+        for name in names:
+            matches = [
+                index
+                for index, window in enumerate(self.names)
+                if name in {window, window.partition("/")[0]}
+            ]
+            if not matches:
+                raise FormatError(
+                    f"no window is called {name!r}; there are {', '.join(self.names[:12])}"
+                    f"{' ...' if self.num_windows > 12 else ''}"
+                )
+            chosen += matches
+        return replace(
+            self, windows=self.windows[chosen], names=tuple(self.names[index] for index in chosen)
+        )
+
+    def from_layer(self, first_moe_layer: int) -> Self:
+        """Without the rows of dense layers, which are those below `first_moe_layer`.
+
+        Raises:
+            FormatError: such a row has load, or there is none behind them.
+        """
+        assert self.first_moe_layer is not None, "layers are counted over the whole model"
+        num_dense = first_moe_layer - self.first_moe_layer
+        if num_dense < 0:
+            raise FormatError(
+                f"the first layer is {self.first_moe_layer}, so the first MoE layer cannot be "
+                f"{first_moe_layer}"
+            )
+        if num_dense >= self.num_layers:
+            raise FormatError(
+                f"the last layer is {self.first_moe_layer + self.num_layers - 1}, so the first MoE "
+                f"layer cannot be {first_moe_layer}"
+            )
+        loaded = np.argwhere(self.windows[:, :num_dense])
+        if len(loaded):
+            _, row, expert = (int(index) for index in loaded[0])
+            raise FormatError(
+                f"layer {self.first_moe_layer + row}, expert {expert} has load, so the first MoE "
+                f"layer is not {first_moe_layer}"
+            )
+        return replace(self, windows=self.windows[:, num_dense:], first_moe_layer=first_moe_layer)
+
+    def numbered_from(self, first_moe_layer: int | None) -> Self:
+        """The same, knowing which layer of the model row 0 belongs to."""
+        return replace(self, first_moe_layer=first_moe_layer)
+
+    def num_leading_idle(self) -> int:
+        """Layers at the start that never have load: the dense ones, if dense ones are counted."""
+        return int(np.argmax(self.windows.any(axis=(0, 2))))
+
+
+def joined(recordings: Mapping[str, Recording]) -> Recording:
+    """The windows of several recordings of one model, one after the other, called by their labels.
+
+    Raises:
+        FormatError: they differ in layers or experts.
+    """
+    (first_label, first), *others = recordings.items()
+    for label, other in others:
+        shapes = [(one.num_layers, one.num_experts) for one in (first, other)]
+        if shapes[0] != shapes[1] or first.first_moe_layer != other.first_moe_layer:
+            raise FormatError(
+                f"{first_label} and {label} are not of one model: {_shape_words(first)} against "
+                f"{_shape_words(other)}"
+            )
+    names = [
+        label if one.num_windows == 1 else f"{label}/{name}"
+        for label, one in recordings.items()
+        for name in one.names
+    ]
+    windows = np.concatenate([one.windows for one in recordings.values()])
+    return replace(first, windows=windows, names=tuple(names))
+
+
+def _shape_words(recording: Recording) -> str:
+    start = recording.first_moe_layer
+    where = "" if start is None else f" from layer {start} on"
+    return f"{recording.num_layers} layers x {recording.num_experts} experts{where}"
+
+
+def _check_values(recording: Recording) -> None:
+    windows = recording.windows
+    if not windows.size:
+        raise FormatError(f"nothing was recorded: loads are of shape {list(windows.shape)}")
+    with np.errstate(invalid="ignore"):
+        good = (windows >= 0) & (windows <= _MOST_TOKENS)
+    if not good.all():
+        window, row, expert = (int(index) for index in np.argwhere(~good)[0])
+        layer = row + (recording.first_moe_layer or 0)
+        value = windows[window, row, expert]
+        where = f"window {recording.names[window]}, " if recording.num_windows > 1 else ""
+        raise FormatError(
+            f"{where}layer {layer}, expert {expert} has load {value:g}, but loads are finite "
+            f"numbers from 0 to 2^53"
+        )
+    if not windows.any():
+        raise FormatError(
+            f"all loads are 0 in {recording.num_windows} window(s) of {recording.num_layers} "
+            f"layers x {recording.num_experts} experts: the recorder was stopped before traffic "
+            f"came, so record again"
+        )

@@ -1,0 +1,42 @@
+"""vLLM's layouts: a JSON list [layers][slots] of expert ids, MoE layers only.
+
+One flat list [slots] means the same placement in every layer. Slots lie in the order of ranks, as
+in vLLM's own physical_to_logical_map; the number of ranks is not in the file.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from equipoise.formats.errors import FormatError
+from equipoise.formats.expected import Expected
+from equipoise.formats.placement import Placement
+from equipoise.formats.tables import ids_2d, shown
+
+
+def has_placement(document: Any) -> bool:
+    """Whether a document is one of these."""
+    return isinstance(document, list)
+
+
+def placement(document: Any, expected: Expected) -> Placement:
+    """The layout; a flat list is repeated for all layers that are expected, or stands for one.
+
+    Raises:
+        FormatError: the document has another form.
+    """
+    if not isinstance(document, list) or not document:
+        raise FormatError(f"a list [layers][slots] was expected, not {shown(document)}")
+    if isinstance(document[0], list):
+        return expected.placement(ids_2d(document))
+    table = ids_2d([document])
+    return expected.placement(np.repeat(table, expected.num_layers or 1, axis=0))
+
+
+def placement_json(placement: Placement) -> bytes:
+    """A list [layers][slots], a line a layer."""
+    rows = ",\n".join(
+        json.dumps(row, separators=(",", ":")) for row in placement.expert_of_slot.tolist()
+    )
+    return f"[{rows}]\n".encode()
