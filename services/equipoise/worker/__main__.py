@@ -1,10 +1,12 @@
 """The worker's process: signals, logging, and nothing else. `equipoise worker` calls `run`."""
 
 import asyncio
+import gc
 import logging
 import signal
 
 from equipoise.worker.core import single_threaded
+from equipoise.worker.errors import WorkerError
 from equipoise.worker.lifecycle import serve
 from equipoise.worker.settings import WorkerSettings
 
@@ -17,8 +19,23 @@ def run(settings: WorkerSettings) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     single_threaded()
-    asyncio.run(_serve_until_signalled(settings))
+    failure = _serve_to_the_end(settings)
+    # A process group of torch that is still alive when the interpreter ends aborts the process
+    # now and then ("terminate called without an active exception").
+    gc.collect()
+    if failure is not None:
+        raise failure
     return 0
+
+
+def _serve_to_the_end(settings: WorkerSettings) -> WorkerError | None:
+    """What ended the worker, if it was not asked to stop."""
+    try:
+        asyncio.run(_serve_until_signalled(settings))
+    except WorkerError as error:
+        # A new one, because the old one's traceback keeps alive all that it came through.
+        return type(error)(str(error))
+    return None
 
 
 async def _serve_until_signalled(settings: WorkerSettings) -> None:
