@@ -5,24 +5,31 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench protos chart
+.PHONY: help setup redis demo test lint bench protos chart
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: $(STAMP)  ## Create .venv and install everything, once
+setup: $(STAMP) redis  ## Create .venv and install everything, once
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "equipoise needs Python >= 3.11; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,plots,dev]'
 	touch $@
+
+# The tests of the Redis store run against a real server. Whoever is not root is told, not asked.
+redis:
+	@command -v redis-server >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y redis-server; \
+	} >/dev/null || echo "no redis-server here: its tests are skipped (apt-get install redis-server)"
 
 demo: $(STAMP)  ## Watch a fleet drift out of balance and come back (3 minutes)
 	$(BIN)/equipoise demo $(ARGS)
 
-test: $(STAMP)  ## Run every test
+test: $(STAMP) redis  ## Run every test
 	$(BIN)/python -m pytest -m 'not benchmark' $(ARGS)
 
 lint: $(STAMP)  ## Style, types, borders between rooms, protos against their stubs

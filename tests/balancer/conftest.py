@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from redis import Redis
+from redis_server import RedisServer, require_redis
 
 from equipoise.balancer.controller import PoolController
 from equipoise.balancer.effects import Propose, Send, WriteDecision
@@ -329,3 +331,26 @@ def worker_of():
 @pytest.fixture
 def policy():
     return POLICY
+
+
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory):
+    require_redis()
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(shared_redis):
+    """An empty database of a server that works."""
+    with Redis.from_url(shared_redis.url) as client:
+        client.flushall()
+    return shared_redis.url
+
+
+@pytest.fixture
+def redis_server(tmp_path):
+    """A server of the test's own, to be hurt."""
+    require_redis()
+    with RedisServer(tmp_path / "redis") as server:
+        yield server

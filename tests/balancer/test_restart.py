@@ -27,9 +27,9 @@ async def put(store, write):
         case WriteMembership():
             await store.put_membership("tiny", write.membership, term=1)
         case WriteAverage():
-            await store.put_average("tiny", write.name, write.record)
+            await store.put_average("tiny", write.name, write.record, term=1)
         case WriteDecision():
-            await store.add_decision("tiny", write.record)
+            await store.add_decision("tiny", write.record, term=1)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The store's promise, kept by each store in `open_store`; then what only the SQLite file can do.
 
-Another store joins by one more parameter of the fixture: a function that opens what `location`
-names, as a new process would.
+Another store joins by one more parameter of the fixture, which opens it as a new process would.
 """
 
 import asyncio
@@ -11,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from equipoise.balancer.redis_store import RedisStore
 from equipoise.balancer.sqlite_file import SCHEMA_VERSION
 from equipoise.balancer.sqlite_store import SqliteStore
 from equipoise.balancer.store import (
@@ -21,16 +21,21 @@ from equipoise.balancer.store import (
     Membership,
     StoreConflictError,
     StoreError,
+    StoreFault,
+    TermOverError,
 )
 from equipoise.planning.layout import contiguous_layout
 
 TERM = 1
 
 
-@pytest.fixture(params=[SqliteStore])
+@pytest.fixture(params=["sqlite", "redis"])
 def open_store(request, tmp_path):
     """Opens the same store again and again; close what you opened."""
-    return lambda: request.param(tmp_path / "state")
+    if request.param == "sqlite":
+        return lambda: SqliteStore(tmp_path / "state")
+    url = request.getfixturevalue("redis_url")
+    return lambda: RedisStore(url, timeout_s=20.0)
 
 
 @pytest.fixture
@@ -66,6 +71,8 @@ A_DECISION = DecisionRecord(
     shift_detected=False,
 )
 
+ONES = AverageRecord(half_life_s=5.0, time_unix_s=9.0, weight_s=1.0, tokens=np.ones((2, 6)))
+
 
 async def test_a_new_store_knows_nothing_and_starts_at_generation_1(store):
     assert await store.pools() == ()
@@ -88,8 +95,8 @@ async def test_everything_put_is_there_after_a_restart(open_store):
     await first.commit("p", 1, previous=None, term=TERM)
     await first.put_proposed("p", layout_of(2), term=TERM)
     await first.put_membership("p", Membership(epoch=4, workers=("w-1", "w-0")), term=TERM)
-    await first.put_average("p", "slow", record)
-    await first.add_decision("p", A_DECISION)
+    await first.put_average("p", "slow", record, term=TERM)
+    await first.add_decision("p", A_DECISION, term=TERM)
     await first.close()
 
     second = open_store()
@@ -171,14 +178,33 @@ async def test_a_balancer_that_was_succeeded_can_write_nothing_that_matters(stor
         store.adopt("p", layout_of(1), term=1),
         store.put_membership("p", Membership(epoch=2, workers=("w",)), term=1),
         store.put_proposed("other", layout_of(1), term=1),
+        store.put_average("p", "slow", ONES, term=1),
+        store.add_decision("p", A_DECISION, term=1),
+        store.fence(term=1),
     ]
     for write in late:
-        with pytest.raises(StoreConflictError, match="term 1 is over, a balancer of term 2"):
+        with pytest.raises(TermOverError, match="term 1 is over, a balancer of term 2") as caught:
             await write
+        assert (caught.value.highest_term, caught.value.fault) == (2, StoreFault.CONFLICT)
+    assert await store.average("p", "slow") is None
+    assert await store.decisions("p", limit=1) == ()
     assert await store.committed("p") is None
     assert await store.next_generation("p") == 2
     assert (await store.membership("p")).epoch == 1
     await store.commit("p", 1, previous=None, term=3)
+
+
+async def test_a_new_leader_fences_before_it_writes_anything(open_store):
+    first = open_store()
+    assert await first.highest_term() == 0
+    await first.fence(term=7)
+    with pytest.raises(TermOverError):
+        await first.put_proposed("p", layout_of(1), term=6)
+    await first.close()
+    second = open_store()
+    assert await second.highest_term() == 7
+    assert await second.pools() == ()
+    await second.close()
 
 
 async def test_an_epoch_does_not_go_back(store):
@@ -191,7 +217,7 @@ async def test_an_epoch_does_not_go_back(store):
 
 async def test_pools_do_not_see_each_other(store):
     await store.put_proposed("b", layout_of(7), term=TERM)
-    await store.add_decision("a", A_DECISION)
+    await store.add_decision("a", A_DECISION, term=TERM)
     assert await store.pools() == ("a", "b")
     assert await store.next_generation("a") == 1
     assert await store.decisions("b", limit=1) == ()
@@ -199,11 +225,12 @@ async def test_pools_do_not_see_each_other(store):
 
 async def test_the_newest_decisions_come_first_and_old_ones_are_dropped(store):
     added = await asyncio.gather(
-        *(store.add_decision("p", A_DECISION) for _ in range(MAX_DECISIONS + 3))
+        *(store.add_decision("p", A_DECISION, term=TERM) for _ in range(MAX_DECISIONS + 3))
     )
-    assert [decision.sequence for decision in added] == list(range(1, MAX_DECISIONS + 4))
+    numbered = sorted(added, key=lambda decision: decision.sequence)
+    assert [decision.sequence for decision in numbered] == list(range(1, MAX_DECISIONS + 4))
     newest = await store.decisions("p", limit=2)
-    assert newest == (added[-1], added[-2])
+    assert newest == (numbered[-1], numbered[-2])
     kept = await store.decisions("p", limit=MAX_DECISIONS + 3)
     assert [decision.sequence for decision in kept] == list(range(MAX_DECISIONS + 3, 3, -1))
 
@@ -315,8 +342,7 @@ async def test_a_senseless_layout_is_never_given_out(tmp_path, damage):
 )
 async def test_a_senseless_average_is_never_given_out(tmp_path, damage):
     store = SqliteStore(tmp_path / "state")
-    ones = AverageRecord(half_life_s=5.0, time_unix_s=9.0, weight_s=1.0, tokens=np.ones((2, 6)))
-    await store.put_average("p", "slow", ones)
+    await store.put_average("p", "slow", ONES, term=TERM)
     await store.close()
     poke(tmp_path / "state", damage)
     store = SqliteStore(tmp_path / "state")

@@ -220,9 +220,9 @@ class PoolRunner:
                     ", ".join(write.membership.workers),
                 )
             case WriteAverage():
-                await store.put_average(name, write.name, write.record)
+                await store.put_average(name, write.name, write.record, term=term)
             case WriteDecision():
-                numbered = await store.add_decision(name, write.record)
+                numbered = await store.add_decision(name, write.record, term=term)
                 verdict = "yes" if numbered.accepted else "no"
                 _log.info(
                     "%s: decision %d: %s: %s", name, numbered.sequence, verdict, numbered.reason

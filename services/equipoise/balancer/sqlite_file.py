@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from equipoise.balancer.store import StoreConflictError, StoreError
+from equipoise.balancer.store import StoreError, StoreFault, TermOverError
 from equipoise.planning.errors import InvalidLayoutError
 
 SCHEMA_VERSION = 1
@@ -103,19 +103,18 @@ class SqliteFile:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, explained)
 
-    async def write(self, work: Callable[[], _Result], *, term: int | None = None) -> _Result:
+    async def write(self, work: Callable[[], _Result], *, term: int) -> _Result:
         """Run `work` in a transaction that is durable on return, or undone.
 
         Raises:
-            StoreConflictError: a higher `term` wrote before.
+            TermOverError: a higher `term` wrote before.
             StoreError: as `read`.
         """
 
         def transaction() -> _Result:
             self.db.execute("BEGIN IMMEDIATE")
             try:
-                if term is not None:
-                    self._fence(term)
+                self._fence(term)
                 result = work()
                 self.db.execute("COMMIT")
             except BaseException:
@@ -126,6 +125,11 @@ class SqliteFile:
 
         return await self.read(transaction)
 
+    def highest_term(self) -> int:
+        """The highest term that ever wrote; used by `read` and `write` only."""
+        (highest,) = self.db.execute("SELECT term FROM fence").fetchone()
+        return int(highest)
+
     async def close(self) -> None:
         """Release the file and its thread."""
         await self.read(self.db.close)
@@ -135,7 +139,8 @@ class SqliteFile:
         """The error for contents that no release of ours wrote."""
         return StoreError(
             f"{self._path} is damaged ({finding}): move it away to start anew from what the "
-            "workers report"
+            "workers report",
+            fault=StoreFault.DAMAGED,
         )
 
     def _prepare(self) -> None:
@@ -160,13 +165,15 @@ class SqliteFile:
         (version,) = self.db.execute("PRAGMA user_version").fetchone()
         if application != _APPLICATION_ID:
             raise StoreError(
-                f"{self._path} is an SQLite file of another program: name another state file"
+                f"{self._path} is an SQLite file of another program: name another state file",
+                fault=StoreFault.FOREIGN,
             )
         if version != SCHEMA_VERSION:
             raise StoreError(
                 f"{self._path} has schema version {version}, this release reads {SCHEMA_VERSION}: "
                 "use the release that wrote it, or move the file away to start anew from what the "
-                "workers report"
+                "workers report",
+                fault=StoreFault.FOREIGN,
             )
         (finding,) = self.db.execute("PRAGMA quick_check(1)").fetchone()
         if finding != "ok":
@@ -183,17 +190,17 @@ class SqliteFile:
                     f"{self._path} is held by another process: one balancer uses a state file at a "
                     "time"
                 ) from error
+            is_full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
             raise StoreError(
                 f"{self._path} cannot be used ({error}): check that its folder exists, can be "
-                "written and has room"
+                "written and has room",
+                fault=StoreFault.FULL if is_full else StoreFault.UNREACHABLE,
             ) from error
         except (sqlite3.Error, InvalidLayoutError, TypeError, ValueError) as error:
             raise self.damaged(str(error)) from error
 
     def _fence(self, term: int) -> None:
-        (highest,) = self.db.execute("SELECT term FROM fence").fetchone()
+        highest = self.highest_term()
         if term < highest:
-            raise StoreConflictError(
-                f"{self._path}: term {term} is over, a balancer of term {highest} has taken over"
-            )
+            raise TermOverError(store=str(self._path), term=term, highest_term=highest)
         self.db.execute("UPDATE fence SET term = ?", (term,))

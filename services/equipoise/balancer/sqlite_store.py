@@ -35,6 +35,14 @@ class SqliteStore:
         self._file = SqliteFile(path)
         self._db = self._file.db
 
+    async def highest_term(self) -> int:
+        """The highest term that ever wrote; 0 in a new store."""
+        return await self._file.read(self._file.highest_term)
+
+    async def fence(self, *, term: int) -> None:
+        """From now on refuse lower terms."""
+        await self._file.write(lambda: None, term=term)
+
     async def pools(self) -> tuple[str, ...]:
         """Names of all pools the store knows, sorted."""
 
@@ -148,7 +156,7 @@ class SqliteStore:
 
         return await self._file.read(read)
 
-    async def put_average(self, pool: str, name: str, record: AverageRecord) -> None:
+    async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
         """Remember a moving average by its name."""
         num_layers, num_experts = record.tokens.shape
         tokens = record.tokens.astype("<f8", copy=False).tobytes()
@@ -161,7 +169,7 @@ class SqliteStore:
                 (pool, name, *numbers, num_layers, num_experts, tokens),
             )
 
-        await self._file.write(write)
+        await self._file.write(write, term=term)
 
     async def average(self, pool: str, name: str) -> AverageRecord | None:
         """A moving average as it was put last."""
@@ -176,7 +184,9 @@ class SqliteStore:
 
         return await self._file.read(read)
 
-    async def add_decision(self, pool: str, decision: DecisionRecord) -> DecisionRecord:
+    async def add_decision(
+        self, pool: str, decision: DecisionRecord, *, term: int
+    ) -> DecisionRecord:
         """Append a decision; returns it with its sequence number."""
 
         def write() -> DecisionRecord:
@@ -193,7 +203,7 @@ class SqliteStore:
             )
             return replace(decision, sequence=sequence)
 
-        return await self._file.write(write)
+        return await self._file.write(write, term=term)
 
     async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
         """The newest decisions, newest first."""

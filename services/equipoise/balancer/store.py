@@ -7,6 +7,7 @@ it refuses the lower one, so that a balancer that lost its leadership cannot und
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from equipoise.planning.layout import Layout
@@ -19,12 +20,57 @@ MAX_LAYOUTS = 64
 """Layouts kept for each pool besides the committed one; older ones are dropped."""
 
 
+class StoreFault(StrEnum):
+    """What is wrong with a store, in a word that counters and alerts can use."""
+
+    UNREACHABLE = "unreachable"
+    """Nobody answers, or the file cannot be opened."""
+
+    SLOW = "slow"
+    """No answer within the bound; whether a write happened is unknown."""
+
+    FULL = "full"
+    """It takes no more writes; reads still work."""
+
+    DENIED = "denied"
+    """Wrong password, or no right to do this."""
+
+    FOREIGN = "foreign"
+    """Contents of another program, or of another version of this one."""
+
+    LOST = "lost"
+    """Its contents are not those that this balancer started with: it was emptied or replaced."""
+
+    DAMAGED = "damaged"
+    """Contents that no release of ours wrote."""
+
+    CONFLICT = "conflict"
+    """Somebody else wrote in between."""
+
+
 class StoreError(RuntimeError):
     """The store cannot be used; the message names it and says what to do."""
 
+    def __init__(self, message: str, *, fault: StoreFault = StoreFault.UNREACHABLE) -> None:
+        super().__init__(message)
+        self.fault = fault
+
 
 class StoreConflictError(StoreError):
-    """Somebody else wrote in between, or a higher term did: read again before deciding anew."""
+    """Somebody else wrote in between: read again before deciding anew."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, fault=StoreFault.CONFLICT)
+
+
+class TermOverError(StoreConflictError):
+    """A balancer of a higher term has taken over; `highest_term` is its."""
+
+    def __init__(self, *, store: str, term: int, highest_term: int) -> None:
+        super().__init__(
+            f"{store}: term {term} is over, a balancer of term {highest_term} has taken over"
+        )
+        self.highest_term = highest_term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +114,16 @@ class DecisionRecord:
 
 
 class Store(Protocol):
-    """Memory of the balancer. Every method may raise `StoreError`; writes are durable on return."""
+    """Memory of the balancer. Every method may raise `StoreError`; writes are durable on return.
+
+    Every write carries a term and raises `TermOverError` if a higher one wrote before.
+    """
+
+    async def highest_term(self) -> int:
+        """The highest term that ever wrote; 0 in a new store."""
+
+    async def fence(self, *, term: int) -> None:
+        """From now on refuse lower terms: what a new leader does before it reads anything."""
 
     async def pools(self) -> tuple[str, ...]:
         """Names of all pools the store knows, sorted."""
@@ -85,16 +140,11 @@ class Store(Protocol):
         """Make a proposed layout the committed one, if `previous` still is (None: none is).
 
         Raises:
-            StoreConflictError: another generation is committed, this one was never proposed, or a
-                higher term wrote before.
+            StoreConflictError: another generation is committed, or this one was never proposed.
         """
 
     async def adopt(self, pool: str, layout: Layout, *, term: int) -> None:
-        """Commit the layout that all ranks report to run, whatever was proposed or committed.
-
-        Raises:
-            StoreConflictError: a higher term wrote before.
-        """
+        """Commit the layout that all ranks report to run, whatever was proposed or committed."""
 
     async def committed(self, pool: str) -> Layout | None:
         """The layout that all ranks were last known to run."""
@@ -112,19 +162,21 @@ class Store(Protocol):
         """Remember an epoch, which must not be below the latest.
 
         Raises:
-            StoreConflictError: the store has a later epoch, or a higher term wrote before.
+            StoreConflictError: the store has a later epoch.
         """
 
     async def membership(self, pool: str) -> Membership | None:
         """The latest epoch."""
 
-    async def put_average(self, pool: str, name: str, record: AverageRecord) -> None:
+    async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
         """Remember a moving average by its name, for example "slow"."""
 
     async def average(self, pool: str, name: str) -> AverageRecord | None:
         """A moving average as it was put last."""
 
-    async def add_decision(self, pool: str, decision: DecisionRecord) -> DecisionRecord:
+    async def add_decision(
+        self, pool: str, decision: DecisionRecord, *, term: int
+    ) -> DecisionRecord:
         """Append a decision; returns it with its sequence number."""
 
     async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:

@@ -1,0 +1,125 @@
+"""What happens inside Redis, in Lua: each script is one atomic step on the keys of one pool.
+
+Redis runs a script alone, so that reading, judging and writing cannot be torn apart; and it refuses
+the first write of a script when its memory is full, so a script happens whole or not at all. The
+words of a refusal are chosen by `redis_store.py`.
+"""
+
+PRELUDE = """
+local meta, pools, pool, layouts, averages, decisions = unpack(KEYS)
+local incarnation, term, name = ARGV[1], ARGV[2], ARGV[3]
+local kept, highest_term = unpack(redis.call('HMGET', meta, 'incarnation', 'term'))
+if kept ~= incarnation then return {'lost'} end
+if term ~= '' then
+  if tonumber(term) < tonumber(highest_term) then return {'over', highest_term} end
+  if term ~= highest_term then redis.call('HSET', meta, 'term', term) end
+end
+local function keep(generation, layout, num_kept)
+  redis.call('SADD', pools, name)
+  redis.call('HSET', layouts, generation, layout)
+  local highest = tonumber(redis.call('HGET', pool, 'highest') or '0')
+  if tonumber(generation) > highest then redis.call('HSET', pool, 'highest', generation) end
+  local committed = redis.call('HGET', pool, 'committed')
+  local generations = redis.call('HKEYS', layouts)
+  table.sort(generations, function(a, b) return tonumber(a) > tonumber(b) end)
+  for place = num_kept + 1, #generations do
+    if generations[place] ~= committed then redis.call('HDEL', layouts, generations[place]) end
+  end
+end
+"""
+"""Stands before every script but OPEN. ARGV: incarnation, term ('' for a read), pool name.
+
+Answers that any script may give: {'lost'}, {'over', highest term}.
+"""
+
+OPEN = """
+local meta, incarnation, schema = KEYS[1], ARGV[1], ARGV[2]
+if redis.call('EXISTS', meta) == 0 then
+  redis.call('HSET', meta, 'incarnation', incarnation, 'schema', schema, 'term', '0')
+end
+return redis.call('HMGET', meta, 'schema', 'incarnation')
+"""
+"""Make the store if there is none; whose it is."""
+
+HIGHEST_TERM = "return {'ok', highest_term}"
+
+FENCE = "return {'ok'}"
+
+POOLS = "return {'ok', redis.call('SMEMBERS', pools)}"
+
+PUT_PROPOSED = """
+local generation, layout, num_kept = ARGV[4], ARGV[5], tonumber(ARGV[6])
+if redis.call('HGET', layouts, generation) == layout then return {'ok'} end
+local highest = redis.call('HGET', pool, 'highest') or '0'
+if tonumber(generation) <= tonumber(highest) then return {'used', highest} end
+keep(generation, layout, num_kept)
+return {'ok'}
+"""
+
+COMMIT = """
+local generation, previous = ARGV[4], ARGV[5]
+local committed = redis.call('HGET', pool, 'committed') or ''
+if committed == generation then return {'ok'} end
+if committed ~= previous then return {'other', committed} end
+if redis.call('HEXISTS', layouts, generation) == 0 then return {'unknown'} end
+redis.call('HSET', pool, 'committed', generation)
+return {'ok'}
+"""
+
+ADOPT = """
+local generation, layout, num_kept = ARGV[4], ARGV[5], tonumber(ARGV[6])
+redis.call('HSET', pool, 'committed', generation)
+keep(generation, layout, num_kept)
+return {'ok'}
+"""
+
+COMMITTED = """
+local generation = redis.call('HGET', pool, 'committed')
+if not generation then return {'ok', false, false} end
+return {'ok', generation, redis.call('HGET', layouts, generation)}
+"""
+
+PROPOSED = """
+local newest = redis.call('HGET', pool, 'committed') or '0'
+local committed = newest
+for _, generation in ipairs(redis.call('HKEYS', layouts)) do
+  if tonumber(generation) > tonumber(newest) then newest = generation end
+end
+if newest == committed then return {'ok', false, false} end
+return {'ok', newest, redis.call('HGET', layouts, newest)}
+"""
+
+LAYOUT = "return {'ok', ARGV[4], redis.call('HGET', layouts, ARGV[4])}"
+
+HIGHEST_GENERATION = "return {'ok', redis.call('HGET', pool, 'highest') or '0'}"
+
+PUT_MEMBERSHIP = """
+local epoch, workers = ARGV[4], ARGV[5]
+local latest = redis.call('HGET', pool, 'epoch')
+if latest and tonumber(latest) > tonumber(epoch) then return {'later', latest} end
+redis.call('HSET', pool, 'epoch', epoch, 'workers', workers)
+redis.call('SADD', pools, name)
+return {'ok'}
+"""
+
+MEMBERSHIP = """
+local epoch, workers = unpack(redis.call('HMGET', pool, 'epoch', 'workers'))
+return {'ok', epoch, workers}
+"""
+
+PUT_AVERAGE = """
+redis.call('HSET', averages, ARGV[4], ARGV[5])
+redis.call('SADD', pools, name)
+return {'ok'}
+"""
+
+AVERAGE = "return {'ok', redis.call('HGET', averages, ARGV[4])}"
+
+ADD_DECISION = """
+local sequence = redis.call('HINCRBY', pool, 'num_decisions', 1)
+redis.call('XADD', decisions, 'MAXLEN', ARGV[5], sequence .. '-0', 'record', ARGV[4])
+redis.call('SADD', pools, name)
+return {'ok', sequence}
+"""
+
+DECISIONS = "return {'ok', redis.call('XREVRANGE', decisions, '+', '-', 'COUNT', ARGV[4])}"

@@ -1,0 +1,288 @@
+"""What Redis may do to its store: each fault has a name and a remedy, and none writes nonsense."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from redis import Redis
+from redis.crc import key_slot
+from redis_server import RedisServer, free_port
+
+from equipoise.balancer.redis_store import HASH_TAG, RedisStore
+from equipoise.balancer.store import (
+    AverageRecord,
+    StoreConflictError,
+    StoreError,
+    StoreFault,
+)
+from equipoise.planning.layout import contiguous_layout
+
+PATIENT_S = 20.0
+HASTY_S = 0.3
+
+
+def layout_of(generation):
+    return contiguous_layout(
+        num_layers=2, num_experts=6, num_ranks=2, slots_per_rank=4, generation=generation
+    )
+
+
+@pytest.fixture
+async def open_at():
+    """Opens a store; what was opened is closed at the end."""
+    opened = []
+
+    def open_store(url, *, timeout_s=PATIENT_S):
+        opened.append(RedisStore(url, timeout_s=timeout_s))
+        return opened[-1]
+
+    yield open_store
+    for store in opened:
+        await store.close()
+
+
+async def fault_of(call):
+    with pytest.raises(StoreError) as caught:
+        await call
+    return caught.value
+
+
+async def test_a_server_that_is_not_there_is_unreachable(open_at):
+    error = await fault_of(open_at(f"redis://127.0.0.1:{free_port()}").pools())
+    assert error.fault is StoreFault.UNREACHABLE
+    assert "check that it runs" in str(error)
+
+
+async def test_an_address_that_is_none_is_said_at_once():
+    with pytest.raises(StoreError, match="name one like redis://host:6379/0"):
+        RedisStore("http://127.0.0.1:6379")
+
+
+async def test_work_goes_on_after_the_server_was_killed_and_came_back(redis_server, open_at):
+    store = open_at(redis_server.url)
+    await store.put_proposed("p", layout_of(1), term=1)
+    redis_server.kill()
+    error = await fault_of(store.commit("p", 1, previous=None, term=1))
+    assert error.fault is StoreFault.UNREACHABLE
+    redis_server.start()
+    await store.commit("p", 1, previous=None, term=1)
+    assert (await store.committed("p")).generation == 1
+
+
+async def test_a_write_that_a_slow_server_may_have_taken_can_be_said_again(redis_server, open_at):
+    hasty = open_at(redis_server.url, timeout_s=HASTY_S)
+    await hasty.put_proposed("p", layout_of(1), term=1)
+    redis_server.pause()
+    error = await fault_of(hasty.commit("p", 1, previous=None, term=1))
+    assert error.fault is StoreFault.SLOW
+    assert "did not answer within 0.3 s" in str(error)
+    redis_server.resume()
+    # Whether the first one was taken is unknown, and makes no difference.
+    patient = open_at(redis_server.url)
+    await patient.commit("p", 1, previous=None, term=1)
+    await patient.put_proposed("p", layout_of(2), term=1)
+    assert await patient.next_generation("p") == 3
+
+
+async def test_a_server_that_came_back_empty_is_noticed_by_the_next_read_and_write(
+    redis_server, open_at
+):
+    writer, reader = open_at(redis_server.url), open_at(redis_server.url)
+    await writer.adopt("p", layout_of(7), term=3)
+    assert (await reader.committed("p")).generation == 7
+    redis_server.restart_empty()
+    calls = (lambda: writer.put_proposed("p", layout_of(8), term=3), lambda: reader.committed("p"))
+    for call in calls:
+        error = await fault_of(call())
+        if error.fault is StoreFault.UNREACHABLE:  # The old connection had not been missed yet.
+            error = await fault_of(call())
+        assert error.fault is StoreFault.LOST
+        assert "was emptied or replaced" in str(error)
+    # From here on it is a new store, to which the workers' word is told first.
+    assert await writer.next_generation("p") == 1
+    await writer.adopt("p", layout_of(7), term=4)
+    assert await reader.next_generation("p") == 8
+
+
+async def test_a_full_server_takes_no_write_and_still_reads(redis_server, open_at):
+    store = open_at(redis_server.url)
+    await store.put_proposed("p", layout_of(1), term=1)
+    with Redis.from_url(redis_server.url) as operator:
+        operator.config_set("maxmemory-policy", "noeviction")
+        operator.config_set("maxmemory", 1)
+        writes = [
+            store.commit("p", 1, previous=None, term=1),
+            store.put_proposed("p", layout_of(2), term=1),
+            store.adopt("p", layout_of(2), term=1),
+            store.fence(term=2),
+        ]
+        for write in writes:
+            error = await fault_of(write)
+            assert error.fault is StoreFault.FULL
+            assert "raise its maxmemory" in str(error)
+        assert await store.committed("p") is None
+        assert (await store.proposed("p")).generation == 1
+        assert await store.highest_term() == 1
+        operator.config_set("maxmemory", 0)
+    await store.commit("p", 1, previous=None, term=1)
+
+
+async def test_a_wrong_password_is_denied_and_never_repeated_in_words(tmp_path, open_at):
+    with RedisServer(tmp_path / "locked", password="open-sesame") as server:
+        wrong = server.url.replace("sesame", "barley")
+        for url in (wrong, f"redis://127.0.0.1:{server.port}"):
+            error = await fault_of(open_at(url).pools())
+            assert error.fault is StoreFault.DENIED
+            assert "password" in str(error)
+            assert "barley" not in str(error)
+        assert await open_at(server.url).pools() == ()
+
+
+async def test_a_user_without_the_right_to_write_is_denied(redis_server, open_at):
+    with Redis.from_url(redis_server.url) as operator:
+        operator.acl_setuser("reader", enabled=True, passwords=["+x"], keys="*", commands=["+get"])
+    url = redis_server.url.replace("redis://", "redis://reader:x@")
+    error = await fault_of(open_at(url).pools())
+    assert error.fault is StoreFault.DENIED
+
+
+async def test_a_replica_is_refused_by_name(redis_server, tmp_path, open_at):
+    await open_at(redis_server.url).pools()
+    with RedisServer(tmp_path / "replica") as replica, Redis.from_url(replica.url) as operator:
+        operator.replicaof("127.0.0.1", redis_server.port)
+        error = await fault_of(open_at(replica.url).fence(term=1))
+    assert error.fault is StoreFault.DENIED
+    assert "name the primary" in str(error)
+
+
+async def test_another_schema_version_is_refused_and_left_alone(redis_url, open_at):
+    await open_at(redis_url).put_proposed("p", layout_of(1), term=1)
+    with Redis.from_url(redis_url) as operator:
+        operator.hset(f"{HASH_TAG}:meta", "schema", 2)
+        before = operator.hgetall(f"{HASH_TAG}:meta")
+        for call in (open_at(redis_url).pools(), open_at(redis_url).fence(term=9)):
+            error = await fault_of(call)
+            assert error.fault is StoreFault.FOREIGN
+            assert "has schema version 2, this release reads 1: use the release" in str(error)
+        assert operator.hgetall(f"{HASH_TAG}:meta") == before
+
+
+async def test_keys_of_another_program_are_refused_and_left_alone(redis_url, open_at):
+    with Redis.from_url(redis_url) as operator:
+        operator.set(f"{HASH_TAG}:meta", "theirs")
+        error = await fault_of(open_at(redis_url).fence(term=1))
+        assert error.fault is StoreFault.FOREIGN
+        assert operator.get(f"{HASH_TAG}:meta") == b"theirs"
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "damage"),
+    [
+        ("pool:p:layouts", "1", b""),
+        ("pool:p:layouts", "1", b"{}\n"),
+        ("pool:p:layouts", "1", b"[]\n" + bytes(64)),
+        ("pool:p:layouts", "1", b"\xff\xff\n" + bytes(64)),
+        (
+            "pool:p:layouts",
+            "1",
+            b'{"num_layers": 2, "num_experts": 6, "num_ranks": 2}\n' + bytes(64),
+        ),
+        (
+            "pool:p:layouts",
+            "1",
+            b'{"num_layers": 2, "num_experts": 6, "num_ranks": 2}\n' + bytes(7),
+        ),
+        ("pool:p", "committed", b"2"),
+        ("pool:p", "committed", b"one"),
+    ],
+)
+async def test_a_senseless_layout_is_never_given_out(redis_url, open_at, key, field, damage):
+    store = open_at(redis_url)
+    await store.adopt("p", layout_of(1), term=1)
+    with Redis.from_url(redis_url) as operator:
+        operator.hset(f"{HASH_TAG}:{key}", field, damage)
+    error = await fault_of(store.committed("p"))
+    assert error.fault is StoreFault.DAMAGED
+    assert "is damaged" in str(error)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{}\n" + bytes(96),
+        b'{"half_life_s": 0, "num_experts": 6, "num_layers": 2, "time_unix_s": 1, "weight_s": 1}\n'
+        + bytes(96),
+        b'{"half_life_s": 5, "num_experts": 5, "num_layers": 2, "time_unix_s": 1, "weight_s": 1}\n'
+        + bytes(96),
+        b'{"half_life_s": 5, "num_experts": 6, "num_layers": 2, "time_unix_s": 1, "weight_s": 1}\n'
+        + np.full(12, np.inf).tobytes(),
+    ],
+)
+async def test_a_senseless_average_is_never_given_out(redis_url, open_at, damage):
+    store = open_at(redis_url)
+    ones = AverageRecord(half_life_s=5.0, time_unix_s=9.0, weight_s=1.0, tokens=np.ones((2, 6)))
+    await store.put_average("p", "slow", ones, term=1)
+    with Redis.from_url(redis_url) as operator:
+        operator.hset(f"{HASH_TAG}:pool:p:averages", "slow", damage)
+    assert (await fault_of(store.average("p", "slow"))).fault is StoreFault.DAMAGED
+
+
+async def test_senseless_membership_and_decisions_are_never_given_out(redis_url, open_at):
+    store = open_at(redis_url)
+    await store.adopt("p", layout_of(1), term=1)
+    with Redis.from_url(redis_url) as operator:
+        operator.hset(f"{HASH_TAG}:pool:p", mapping={"epoch": 3, "workers": "{"})
+        operator.xadd(f"{HASH_TAG}:pool:p:decisions", {"record": '{"accepted": true}'})
+    assert (await fault_of(store.membership("p"))).fault is StoreFault.DAMAGED
+    assert (await fault_of(store.decisions("p", limit=1))).fault is StoreFault.DAMAGED
+
+
+async def test_all_keys_are_in_one_slot_of_a_cluster(redis_url, open_at):
+    store = open_at(redis_url)
+    await store.adopt("a", layout_of(1), term=1)
+    await store.adopt("b}c{", layout_of(1), term=1)
+    assert await store.pools() == ("a", "b}c{")
+    with Redis.from_url(redis_url) as operator:
+        slots = [key_slot(key) for key in operator.scan_iter()]
+    assert len(slots) > 4
+    assert len(set(slots)) == 1
+
+
+async def test_of_two_balancers_that_commit_at_once_exactly_one_wins(redis_url, open_at):
+    one, other = open_at(redis_url), open_at(redis_url)
+    await one.adopt("p", layout_of(1), term=1)
+    for generation in (2, 3):
+        await one.put_proposed("p", layout_of(generation), term=1)
+    outcomes = await asyncio.gather(
+        one.commit("p", 2, previous=1, term=1),
+        other.commit("p", 3, previous=1, term=1),
+        return_exceptions=True,
+    )
+    assert sorted(type(outcome) for outcome in outcomes if outcome) == [StoreConflictError]
+    assert sum(outcome is None for outcome in outcomes) == 1
+
+
+async def test_a_cancelled_step_does_not_mix_up_the_next_answers(redis_server, open_at):
+    store = open_at(redis_server.url)
+    await store.adopt("p", layout_of(1), term=1)
+    redis_server.pause()
+    waiting = [asyncio.create_task(store.committed("p")) for _ in range(4)]
+    await asyncio.wait(waiting, timeout=0.1)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    redis_server.resume()
+    assert await store.highest_term() == 1
+    assert await store.pools() == ("p",)
+    assert (await store.committed("p")).generation == 1
+
+
+async def test_what_was_written_outlives_a_kill_of_the_server(redis_server, open_at):
+    store = open_at(redis_server.url)
+    await store.adopt("p", layout_of(4), term=2)
+    redis_server.kill()
+    redis_server.start()
+    again = open_at(redis_server.url)
+    assert (await again.committed("p")).generation == 4
+    assert await again.highest_term() == 2

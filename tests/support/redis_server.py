@@ -1,0 +1,92 @@
+"""A Redis server of the tests' own: a free port, its own folder, and faults at will."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+START_TIMEOUT_S = 20.0
+
+
+class RedisServer:
+    """A real `redis-server` that persists every write before it answers."""
+
+    def __init__(self, folder: Path, *, password: str = "") -> None:
+        self.folder = folder
+        self.password = password
+        self.port = free_port()
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def url(self) -> str:
+        login = f":{self.password}@" if self.password else ""
+        return f"redis://{login}127.0.0.1:{self.port}/0"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        options = {
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "dir": self.folder,
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "save": "",
+            "requirepass": self.password,
+        }
+        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        self._process = subprocess.Popen(
+            ["redis-server", *words], stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for line in self._process.stdout:
+            if "Ready to accept connections" in line:
+                return
+            assert time.monotonic() < deadline, "redis-server did not start in time"
+        raise AssertionError(f"redis-server ended with {self._process.wait(5)}")
+
+    def kill(self) -> None:
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait(20)
+        self._process.stdout.close()
+        self._process = None
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def restart_empty(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder)
+        self.start()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def require_redis() -> None:
+    """Skip with the reason where there is no redis-server, or fail where there must be one."""
+    if shutil.which("redis-server"):
+        return
+    reason = "redis-server is not installed: apt-get install redis-server"
+    if os.environ.get("EQUIPOISE_REQUIRE_REDIS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
