@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from equipoise.worker.errors import GroupError
-from equipoise.worker.group import RankGroup
+from equipoise.worker.group import RankGroup, first_line
 from equipoise.worker.header import StepHeader
 
 
@@ -93,3 +93,12 @@ def test_a_worker_that_gives_up_does_not_wait_for_the_others(rank):
     given_up.set()
     with pytest.raises(GroupError, match="not here yet"):
         form(address, rank=rank, listener=own, meet_timeout_s=100_000, given_up=given_up)
+
+
+def test_what_torch_says_is_cut_to_what_people_need():
+    said = RuntimeError(
+        "[/somewhere/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41. "
+        "This is typically caused by a remote worker crashing.\nframe #0: native"
+    )
+    assert first_line(said) == "Connection closed by peer [127.0.0.1]:41"
+    assert first_line(RuntimeError()) == "RuntimeError"

@@ -3,6 +3,7 @@
 Owns forming it, and turning its failures into words. What a header means is `header`'s business.
 """
 
+import re
 import socket
 import threading
 import time
@@ -162,5 +163,7 @@ def collective_failed(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The beginning of a message of torch, which may go on with a native stack."""
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    """What a message of torch says, without where in its sources and what it guesses."""
+    line = str(error).strip().partition("\n")[0]
+    line = re.sub(r"\[/[^\]]*\] ", "", line).partition(". This is typically")[0]
+    return line[:300] or type(error).__name__
