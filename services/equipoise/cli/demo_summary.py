@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +21,7 @@ GIB = 2**30
 
 def summary(outcome: Outcome) -> RenderableType:
     """Every figure beside what it should be."""
-    table = Table(title="equipoise demo", title_justify="left", pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("what")
     table.add_column("measured")
     table.add_column("target")

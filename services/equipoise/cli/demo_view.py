@@ -53,10 +53,10 @@ class Scene:
 
 
 class LiveScreen:
-    """Redraws one picture in place; what is said scrolls by above it."""
+    """Redraws one picture in place; what is said scrolls by above it, the last one stays."""
 
     def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live = Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> Self:
         self._live.start()
