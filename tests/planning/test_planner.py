@@ -192,7 +192,11 @@ def test_plans_stay_close_to_the_layout_in_use():
     )
     changed = (table != layout.expert_of_slot).any(axis=1)
     assert changed.sum() > 4
-    unnamed = align(repair_twins(careless, load=nearby, num_ranks=4), layout)
+    unnamed = align(
+        repair_twins(careless, load=nearby, num_ranks=4),
+        layout.expert_of_slot,
+        first_slot=layout.first_slot,
+    )
     by_plan, by_careless, by_unnamed = (
         (made != layout.expert_of_slot)[changed].sum() for made in (table, careless, unnamed)
     )

@@ -24,9 +24,8 @@ def test_a_renamed_layout_is_recognised_and_nothing_moves(seed):
     current = layout(slots_per_rank=3)
     sets = current.expert_of_slot.reshape(2, 4, 3)
     shuffled = rng.permuted(sets[:, rng.permutation(4)], axis=2).reshape(2, 12)
-    np.testing.assert_array_equal(
-        align(relabel(shuffled, current), current), current.expert_of_slot
-    )
+    renamed = stay(shuffled, current)
+    np.testing.assert_array_equal(renamed, current.expert_of_slot)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 2))
@@ -36,7 +35,7 @@ def test_staying_in_place_changes_no_ranks_load_but_its_owner(seed, num_nodes):
     current = layout()
     table = np.stack([rng.permutation(row) for row in current.expert_of_slot]).astype(np.int32)
     load = rng.random((2, 12))
-    moved = align(relabel(table, current, num_nodes=num_nodes), current)
+    moved = stay(table, current, num_nodes=num_nodes)
     np.testing.assert_allclose(
         np.sort(rank_loads(moved, load=load, num_ranks=4), axis=1),
         np.sort(rank_loads(table, load=load, num_ranks=4), axis=1),
@@ -48,7 +47,9 @@ def test_what_shares_a_node_goes_on_sharing_one():
     sets = current.expert_of_slot.reshape(2, 4, 3)
     # Each node's first rank is most like a rank of the other node.
     wanted = sets[:, [2, 1, 0, 3]].reshape(2, 12)
-    by_node = relabel(wanted, current, num_nodes=2).reshape(2, 2, 6)
+    by_node = relabel(
+        wanted, current.expert_of_slot, first_slot=current.first_slot, num_nodes=2
+    ).reshape(2, 2, 6)
     together = [set(experts) for experts in wanted.reshape(2, 2, 6)[0]]
     assert all(set(experts) in together for experts in by_node[0])
 
@@ -60,7 +61,9 @@ def test_an_expert_that_stays_on_its_rank_stays_in_its_slot():
         num_ranks=2,
         expert_of_slot=np.array([[0, 1, 2, 3]], dtype=np.int32),
     )
-    aligned = align(np.array([[1, 3, 0, 2]], dtype=np.int32), current)
+    aligned = align(
+        np.array([[1, 3, 0, 2]], dtype=np.int32), current.expert_of_slot, first_slot=(0, 2, 4)
+    )
     np.testing.assert_array_equal(aligned, [[3, 1, 2, 0]])
 
 
@@ -71,5 +74,20 @@ def test_twins_that_are_allowed_keep_their_slots_too():
         num_ranks=1,
         expert_of_slot=np.array([[0, 1, 0]], dtype=np.int32),
     )
-    aligned = align(np.array([[0, 0, 1]], dtype=np.int32), current)
+    aligned = align(
+        np.array([[0, 0, 1]], dtype=np.int32), current.expert_of_slot, first_slot=(0, 3)
+    )
     np.testing.assert_array_equal(aligned, [[0, 1, 0]])
+
+
+def test_a_rank_with_more_slots_keeps_what_it_holds():
+    held = np.array([[0, 1, 2, 3, 4]], dtype=np.int32)
+    wanted = np.array([[3, 4, 2, 1, 0]], dtype=np.int32)
+    placed = relabel(wanted, held, first_slot=(0, 2, 3, 5))
+    np.testing.assert_array_equal(align(placed, held, first_slot=(0, 2, 3, 5)), held)
+
+
+def stay(table, current, *, num_nodes=1):
+    held, first_slot = current.expert_of_slot, current.first_slot
+    placed = relabel(table, held, first_slot=first_slot, num_nodes=num_nodes)
+    return align(placed, held, first_slot=first_slot)

@@ -1,20 +1,32 @@
 """How evenly a placement spreads a load over ranks."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from equipoise.planning.layout import ExpertTable, count_replicas
 from equipoise.planning.load import Load
 
 
-def rank_loads(expert_of_slot: ExpertTable, *, load: Load, num_ranks: int) -> Load:
+def rank_loads(
+    expert_of_slot: ExpertTable,
+    *,
+    load: Load,
+    num_ranks: int,
+    first_slot: Sequence[int] | None = None,
+) -> Load:
     """Load of each rank, [layers, ranks], if every expert's load splits evenly over its replicas.
 
-    `expert_of_slot` is int32 [layers, slots], `load` [layers, experts] in any unit.
+    `expert_of_slot` is int32 [layers, slots], `load` [layers, experts] in any unit. Slots divide
+    evenly over ranks unless `first_slot`, [ranks + 1], says which each rank owns.
     """
     replicas = count_replicas(expert_of_slot, num_experts=load.shape[1])
     load_of_slot = np.take_along_axis(load / np.maximum(replicas, 1), expert_of_slot, axis=1)
-    by_rank: Load = load_of_slot.reshape(len(load), num_ranks, -1).sum(axis=2)
-    return by_rank
+    if first_slot is None:
+        by_rank: Load = load_of_slot.reshape(len(load), num_ranks, -1).sum(axis=2)
+        return by_rank
+    assert len(first_slot) == num_ranks + 1, "a first slot for each rank, and the end"
+    return np.add.reduceat(load_of_slot, first_slot[:-1], axis=1)
 
 
 def balancedness_per_layer(load_of_rank: Load) -> Load:

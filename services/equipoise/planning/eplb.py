@@ -2,17 +2,20 @@
 
 Source of the idea: DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB),
 described in its README and in the DeepSeek-V3 technical report, section 3.4. Written anew from the
-description; all layers are planned at once. Its plans are those of the published program (recorded
-in the tests), twins on one rank included: repairing them is the planner's work.
+description, as compiled loops with heaps in place of its scans. Its plans are those of the
+published program (recorded in the tests), twins on one rank included: repairing them is the
+planner's work, and so is making them better.
 """
 
 import numpy as np
 import numpy.typing as npt
 
+from equipoise.planning.compiled import compiled
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load
 
 Indices = npt.NDArray[np.int64]
+Weights = npt.NDArray[np.float64]
 
 
 def eplb(
@@ -30,75 +33,148 @@ def eplb(
     groups, replicates within the node, then packs the node's replicas on its ranks. Global
     placement does the same with one group and one node.
     """
-    num_layers, num_experts = load.shape
     if not hierarchical:
         num_groups = num_nodes = 1
-    assert num_slots >= num_experts, "every expert needs a slot"
+    groups = deal_groups(load, num_groups=num_groups, num_nodes=num_nodes)
+    slots_of_rank = np.full(num_ranks, num_slots // num_ranks, dtype=np.int64)
+    assert num_slots % num_ranks == 0, "slots divide over ranks"
+    return place(load, groups=groups, num_nodes=num_nodes, slots_of_rank=slots_of_rank)
+
+
+def deal_groups(load: Load, *, num_groups: int, num_nodes: int) -> Indices:
+    """Step 1: give each node equally many groups of even load; int64 [layers, groups], by node.
+
+    `load` is [layers, experts]; group g holds the experts from g * experts / groups on.
+    """
+    num_layers, num_experts = load.shape
     assert num_experts % num_groups == 0, "experts divide into groups"
     assert num_groups % num_nodes == 0, "groups divide over nodes"
-    assert num_ranks % num_nodes == 0, "ranks divide over nodes"
-    assert num_slots % num_ranks == 0, "slots divide over ranks"
-
-    # From here on a row is one node of one layer, and experts are counted within their row.
-    expert_in_row = _experts_of_nodes(load, num_groups=num_groups, num_nodes=num_nodes)
-    row_load = np.take_along_axis(load, expert_in_row, axis=1).reshape(num_layers * num_nodes, -1)
-    replica, num_replicas = _replicate(row_load, num_slots=num_slots // num_nodes)
-    replica_load = np.take_along_axis(row_load / num_replicas, replica, axis=1)
-    packed = _pack(replica_load, num_packs=num_ranks // num_nodes)
-
-    slots_in_row = np.take_along_axis(replica, packed, axis=1)
-    table = np.take_along_axis(expert_in_row.reshape(len(row_load), -1), slots_in_row, axis=1)
-    return table.reshape(num_layers, num_slots).astype(np.int32)
+    group_load = load.reshape(num_layers, num_groups, -1).sum(axis=2)
+    room = np.full(num_nodes, num_groups // num_nodes, dtype=np.int64)
+    return _pack_rows(np.ascontiguousarray(group_load, dtype=np.float64), room)
 
 
-def _experts_of_nodes(load: Load, *, num_groups: int, num_nodes: int) -> Indices:
-    """Experts in the order of the nodes that take their groups, [layers, experts]."""
+def place(load: Load, *, groups: Indices, num_nodes: int, slots_of_rank: Indices) -> ExpertTable:
+    """Steps 2 and 3: replicate within each node, then pack its ranks; int32 [layers, slots].
+
+    `groups` is [layers, groups], node by node, as `deal_groups` gives them. `slots_of_rank` is
+    int64 [ranks]; nodes have equally many ranks in a row and equally many slots together. Ranks
+    with unequal slots are an extension: the published program knows equal ones only.
+    """
     num_layers, num_experts = load.shape
+    num_groups = groups.shape[1]
+    assert len(slots_of_rank) % num_nodes == 0, "ranks divide over nodes"
+    slots_of_node = slots_of_rank.reshape(num_nodes, -1).sum(axis=1)
+    assert (slots_of_node == slots_of_node[0]).all(), "nodes have equally many slots"
+    assert slots_of_node[0] * num_nodes >= num_experts, "every expert needs a slot"
     size = num_experts // num_groups
-    group_load = load.reshape(num_layers, num_groups, size).sum(axis=2)
-    groups = _pack(group_load, num_packs=num_nodes)
     experts: Indices = groups[:, :, None] * size + np.arange(size)
-    return experts.reshape(num_layers, num_experts)
+    experts_of_node = np.ascontiguousarray(experts.reshape(num_layers, num_nodes, -1))
+    return _place_layers(
+        np.ascontiguousarray(load, dtype=np.float64),
+        experts_of_node,
+        np.ascontiguousarray(slots_of_rank.reshape(num_nodes, -1)),
+    )
 
 
-def _replicate(load: Load, *, num_slots: int) -> tuple[Indices, Indices]:
+@compiled
+def _place_layers(
+    load: Weights, experts_of_node: Indices, slots_of_rank: Indices
+) -> npt.NDArray[np.int32]:
+    """Experts by node are [layers, nodes, experts], slots of ranks [nodes, ranks of the node]."""
+    num_layers, num_nodes, _ = experts_of_node.shape
+    num_slots = slots_of_rank[0].sum()
+    table = np.empty((num_layers, num_nodes * num_slots), dtype=np.int32)
+    for layer in range(num_layers):
+        for node in range(num_nodes):
+            experts = experts_of_node[layer, node]
+            of_slot, share = _replicate(load[layer][experts], num_slots)
+            packed = _pack(share, slots_of_rank[node])
+            for position in range(num_slots):
+                table[layer, node * num_slots + position] = experts[of_slot[packed[position]]]
+    return table
+
+
+@compiled
+def _pack_rows(weight: Weights, room: Indices) -> Indices:
+    packed = np.empty(weight.shape, dtype=np.int64)
+    for row in range(len(weight)):
+        packed[row] = _pack(weight[row], room)
+    return packed
+
+
+@compiled
+def _replicate(load: Weights, num_slots: int) -> tuple[Indices, Weights]:
     """Give every spare slot to the expert whose replicas carry most.
 
-    Returns experts [rows, slots], each once in order and then the extra replicas as they were
-    given, and replicas per expert [rows, experts].
+    Returns experts [slots], each once in order and then the extra replicas as they were given, and
+    what each of these replicas carries, [slots].
     """
-    num_rows, num_experts = load.shape
-    rows = np.arange(num_rows)
-    experts = np.empty((num_rows, num_slots), dtype=np.int64)
-    experts[:, :num_experts] = np.arange(num_experts)
-    num_replicas = np.ones((num_rows, num_experts), dtype=np.int64)
-    share = load.astype(np.float64, copy=True)
+    num_experts = len(load)
+    of_slot = np.empty(num_slots, dtype=np.int64)
+    num_replicas = np.ones(num_experts, dtype=np.int64)
+    key = -load
+    expert_at = np.arange(num_experts)
+    for start in range(num_experts // 2, -1, -1):
+        _sift_down(key, expert_at, start, num_experts)
+    of_slot[:num_experts] = np.arange(num_experts)
     for slot in range(num_experts, num_slots):
-        hottest = share.argmax(axis=1)
-        experts[:, slot] = hottest
-        num_replicas[rows, hottest] += 1
-        share[rows, hottest] = load[rows, hottest] / num_replicas[rows, hottest]
-    return experts, num_replicas
+        hottest = expert_at[0]
+        of_slot[slot] = hottest
+        num_replicas[hottest] += 1
+        key[0] = -(load[hottest] / num_replicas[hottest])
+        _sift_down(key, expert_at, 0, num_experts)
+    return of_slot, (load / num_replicas)[of_slot]
 
 
-def _pack(weight: Load, *, num_packs: int) -> Indices:
-    """Deal items, heaviest first, each into the lightest pack with room; packs get equally many.
+@compiled
+def _pack(weight: Weights, room: Indices) -> Indices:
+    """Deal items, heaviest first, each into the lightest pack with room.
 
-    `weight` is [rows, items]. Returns the items pack by pack, [rows, items].
+    `weight` is [items], `room` [packs] says how many items each takes. Returns the items pack by
+    pack, [items].
     """
-    num_rows, num_items = weight.shape
-    room = num_items // num_packs
-    if room == 1:  # Nothing to balance: the order is kept.
-        return np.tile(np.arange(num_items), (num_rows, 1))
-    rows = np.arange(num_rows)
-    heaviest_first = np.argsort(-weight, axis=1, kind="stable")
-    packed = np.empty((num_rows, num_packs, room), dtype=np.int64)
-    pack_weight = np.zeros((num_rows, num_packs))  # Infinite once a pack is full.
-    fill = np.zeros((num_rows, num_packs), dtype=np.int64)
-    for item in heaviest_first.T:
-        pack = pack_weight.argmin(axis=1)
-        position = fill[rows, pack]
-        packed[rows, pack, position] = item
-        fill[rows, pack] = position + 1
-        pack_weight[rows, pack] += np.where(position + 1 == room, np.inf, weight[rows, item])
-    return packed.reshape(num_rows, num_items)
+    num_items, num_packs = len(weight), len(room)
+    if room.max() == 1:  # Nothing to balance: the order is kept.
+        return np.arange(num_items)
+    packed = np.empty(num_items, dtype=np.int64)
+    position = np.zeros(num_packs, dtype=np.int64)
+    position[1:] = np.cumsum(room)[:-1]
+    left = room.copy()
+    pack_weight = np.zeros(num_packs)
+    pack_at = np.arange(num_packs)
+    num_open = num_packs
+    for item in np.argsort(-weight, kind="mergesort"):
+        pack = pack_at[0]
+        packed[position[pack]] = item
+        position[pack] += 1
+        left[pack] -= 1
+        pack_weight[0] += weight[item]
+        if left[pack] == 0:
+            num_open -= 1
+            pack_weight[0], pack_at[0] = pack_weight[num_open], pack_at[num_open]
+        _sift_down(pack_weight, pack_at, 0, num_open)
+    return packed
+
+
+@compiled
+def _sift_down(key: Weights, index: Indices, start: int, size: int) -> None:
+    """Restore a heap of (key, index), least first, after its entry at `start` grew."""
+    if start >= size:
+        return
+    moving_key, moving_index = key[start], index[start]
+    hole = start
+    while True:
+        child = 2 * hole + 1
+        if child >= size:
+            break
+        right = child + 1
+        if right < size and (
+            key[right] < key[child] or (key[right] == key[child] and index[right] < index[child])
+        ):
+            child = right
+        if moving_key < key[child] or (moving_key == key[child] and moving_index < index[child]):
+            break
+        key[hole], index[hole] = key[child], index[child]
+        hole = child
+    key[hole], index[hole] = moving_key, moving_index

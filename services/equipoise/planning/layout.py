@@ -1,6 +1,8 @@
 """`Layout`: which logical expert each physical slot holds. An invalid one cannot exist."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +17,9 @@ class Layout:
     """A pool's placement of experts.
 
     `expert_of_slot` is int32 [layers, slots]: the logical expert that each physical slot holds.
-    It is made read-only. Slots divide evenly over `num_ranks`; rank r owns the columns
-    [r * slots_per_rank, (r + 1) * slots_per_rank). `generation` numbers the layouts of a pool from
-    1; it grows and is never reused.
+    It is made read-only. Slots divide evenly over `num_ranks`, unless `slots_of_rank` says how many
+    each rank has; rank r owns the columns from first_slot[r] to first_slot[r + 1]. `generation`
+    numbers the layouts of a pool from 1; it grows and is never reused.
 
     Raises:
         InvalidLayoutError: an expert is missing or out of range in a layer, a rank holds an expert
@@ -28,6 +30,7 @@ class Layout:
     num_experts: int
     num_ranks: int
     expert_of_slot: ExpertTable
+    slots_of_rank: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         table = np.ascontiguousarray(self.expert_of_slot, dtype=np.int32)
@@ -35,6 +38,10 @@ class Layout:
             table = table.copy()
         table.flags.writeable = False
         object.__setattr__(self, "expert_of_slot", table)
+        _check_shape(self)
+        if not self.slots_of_rank:
+            even = (self.num_slots // self.num_ranks,) * self.num_ranks
+            object.__setattr__(self, "slots_of_rank", even)
         _check(self)
 
     @property
@@ -49,8 +56,14 @@ class Layout:
 
     @property
     def slots_per_rank(self) -> int:
-        """Physical slots per layer on each rank."""
-        return self.num_slots // self.num_ranks
+        """Physical slots per layer on each rank; only of ranks with equally many."""
+        assert min(self.slots_of_rank) == max(self.slots_of_rank), "ask for slots_of_rank"
+        return self.slots_of_rank[0]
+
+    @property
+    def first_slot(self) -> tuple[int, ...]:
+        """The first slot of each rank, and after the last rank the number of slots."""
+        return tuple(accumulate(self.slots_of_rank, initial=0))
 
     def replica_counts(self) -> npt.NDArray[np.int32]:
         """Replicas of each logical expert, int32 [layers, experts]; all at least 1."""
@@ -63,11 +76,12 @@ class Layout:
     def ranks_of_expert(self, *, layer: int, expert: int) -> tuple[int, ...]:
         """Ranks that hold an expert in a layer, ascending."""
         slots = self.slots_of_expert(layer=layer, expert=expert)
-        return tuple(dict.fromkeys(slot // self.slots_per_rank for slot in slots))
+        first_slot = self.first_slot
+        return tuple(dict.fromkeys(bisect_right(first_slot, slot) - 1 for slot in slots))
 
     def same_placement(self, other: "Layout") -> bool:
         """Whether both hold the same experts in the same slots, whatever their generations."""
-        return self.num_ranks == other.num_ranks and np.array_equal(
+        return self.slots_of_rank == other.slots_of_rank and np.array_equal(
             self.expert_of_slot, other.expert_of_slot
         )
 
@@ -78,6 +92,7 @@ class Layout:
             num_experts=self.num_experts,
             num_ranks=self.num_ranks,
             expert_of_slot=expert_of_slot,
+            slots_of_rank=self.slots_of_rank,
         )
 
 
@@ -117,16 +132,30 @@ def contiguous_layout(
     )
 
 
-def _check(layout: Layout) -> None:
+def _check_shape(layout: Layout) -> None:
     table = layout.expert_of_slot
     if table.ndim != 2 or table.shape[0] < 1:
         raise InvalidLayoutError(f"a layout is [layers, slots], not of shape {table.shape}")
     if layout.generation < 1:
         raise InvalidLayoutError(f"generations count from 1, not {layout.generation}")
-    if layout.num_ranks < 1 or table.shape[1] % layout.num_ranks:
+    if layout.slots_of_rank:
+        if len(layout.slots_of_rank) != layout.num_ranks or min(layout.slots_of_rank) < 1:
+            raise InvalidLayoutError(
+                f"slots_of_rank must have at least 1 for each of {layout.num_ranks} ranks, "
+                f"not {layout.slots_of_rank}"
+            )
+        if sum(layout.slots_of_rank) != table.shape[1]:
+            raise InvalidLayoutError(
+                f"slots_of_rank has {sum(layout.slots_of_rank)} slots, the table {table.shape[1]}"
+            )
+    elif layout.num_ranks < 1 or table.shape[1] % layout.num_ranks or not table.shape[1]:
         raise InvalidLayoutError(
             f"{table.shape[1]} slots do not divide over {layout.num_ranks} ranks"
         )
+
+
+def _check(layout: Layout) -> None:
+    table = layout.expert_of_slot
     outside = (table < 0) | (table >= layout.num_experts)
     if outside.any():
         layer, slot = (int(index) for index in np.argwhere(outside)[0])
@@ -142,16 +171,15 @@ def _check(layout: Layout) -> None:
 
 
 def _check_no_needless_twins(layout: Layout) -> None:
-    """An expert twice on a rank is waste unless the rank has more slots than there are experts."""
-    per_rank = layout.expert_of_slot.reshape(layout.num_layers, layout.num_ranks, -1)
-    allowed = -(-layout.slots_per_rank // layout.num_experts)
-    if allowed >= layout.slots_per_rank:
-        return
-    ordered = np.sort(per_rank, axis=2)
-    twins = ordered[:, :, allowed:] == ordered[:, :, : layout.slots_per_rank - allowed]
+    """An expert twice on a rank is waste unless a rank has more slots than there are experts."""
+    allowed = -(-max(layout.slots_of_rank) // layout.num_experts)
+    rank_of_slot = np.repeat(np.arange(layout.num_ranks), layout.slots_of_rank)
+    held = np.sort(rank_of_slot * layout.num_experts + layout.expert_of_slot, axis=1)
+    twins = held[:, allowed:] == held[:, : layout.num_slots - allowed]
     if twins.any():
-        layer, rank, position = (int(index) for index in np.argwhere(twins)[0])
+        layer, position = (int(index) for index in np.argwhere(twins)[0])
+        rank, expert = divmod(int(held[layer, position]), layout.num_experts)
         raise InvalidLayoutError(
-            f"layer {layer}: rank {rank} holds expert {int(ordered[layer, rank, position])} "
+            f"layer {layer}: rank {rank} holds expert {expert} "
             f"more than {allowed} time(s); a second copy on one rank carries no extra load"
         )

@@ -99,7 +99,7 @@ def waves(
     """
     target = current.with_placement(proposed, generation=first_generation)
     changed = current.expert_of_slot != target.expert_of_slot
-    moves_of_rank = changed.reshape(current.num_layers, current.num_ranks, -1).sum(axis=2)
+    moves_of_rank = np.add.reduceat(changed.astype(np.int64), current.first_slot[:-1], axis=1)
     priority = np.zeros(current.num_layers) if gain_of_layer is None else -gain_of_layer
     layers = [
         layer for layer in np.argsort(priority, kind="stable").tolist() if changed[layer].any()
@@ -116,8 +116,9 @@ def waves(
 def _holders(layout: Layout, layer: int) -> list[list[int]]:
     """Ranks that hold each expert of a layer."""
     holders: list[list[int]] = [[] for _ in range(layout.num_experts)]
+    rank_of_slot = np.repeat(np.arange(layout.num_ranks), layout.slots_of_rank)
     for slot, expert in enumerate(layout.expert_of_slot[layer].tolist()):
-        rank = slot // layout.slots_per_rank
+        rank = int(rank_of_slot[slot])
         if rank not in holders[expert]:
             holders[expert].append(rank)
     return holders

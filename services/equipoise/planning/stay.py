@@ -7,70 +7,167 @@ a rank. Neither changes the balance; both change how many bytes move.
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.compiled import compiled
+from equipoise.planning.layout import ExpertTable
 
 Indices = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int32]
 
 
-def relabel(table: ExpertTable, current: Layout, *, num_nodes: int = 1) -> ExpertTable:
+def relabel(
+    table: ExpertTable, held: ExpertTable, *, first_slot: Indices, num_nodes: int = 1
+) -> ExpertTable:
     """Give each rank the set of experts that is most like what it holds; int32 [layers, slots].
 
-    With nodes, sets are first given to nodes as a whole, and then to ranks within them, so that
-    what shares a node goes on sharing one.
+    `table` and `held` are int32 [layers, slots], wanted and in use; `first_slot` is int64
+    [ranks + 1]: rank r owns the slots from first_slot[r] to first_slot[r + 1]. Only ranks with
+    equally many slots exchange theirs. With nodes (equally many ranks in a row), sets are first
+    given to nodes as a whole, and then to ranks within them, so that what shares a node goes on
+    sharing one.
+
+    Greedy by most experts in common: at least half of the best assignment, and more than 95 % of
+    it on recorded loads of a 256-expert model.
     """
-    num_layers, num_slots = table.shape
-    wanted = table.reshape(num_layers, num_nodes, -1)
-    held = current.expert_of_slot.reshape(num_layers, num_nodes, -1)
-    wanted = _match(wanted, held, num_experts=current.num_experts)
-    ranks_shape = (num_layers * num_nodes, current.num_ranks // num_nodes, -1)
-    placed = _match(
-        wanted.reshape(ranks_shape), held.reshape(ranks_shape), num_experts=current.num_experts
-    )
-    return placed.reshape(num_layers, num_slots)
+    placed = np.array(table, dtype=np.int32, order="C")
+    in_use = np.ascontiguousarray(held, dtype=np.int32)
+    bounds = np.ascontiguousarray(first_slot, dtype=np.int64)
+    num_experts = 1 + max(int(placed.max()), int(in_use.max()))
+    ranks_per_node = (len(bounds) - 1) // num_nodes
+    if num_nodes > 1:
+        _match_layers(placed, in_use, bounds[::ranks_per_node].copy(), num_experts)
+    for node in range(num_nodes):
+        of_node = bounds[node * ranks_per_node : (node + 1) * ranks_per_node + 1]
+        _match_layers(placed, in_use, of_node.copy(), num_experts)
+    return placed
 
 
-def align(table: ExpertTable, current: Layout) -> ExpertTable:
+def align(table: ExpertTable, held: ExpertTable, *, first_slot: Indices) -> ExpertTable:
     """Order each rank's slots so that an expert that stays on its rank stays in its slot."""
-    shape = (current.num_layers, current.num_ranks, current.slots_per_rank)
-    wanted, held = table.reshape(shape), current.expert_of_slot.reshape(shape)
-    source = np.full(shape, -1)
-    taken = np.zeros(shape, dtype=bool)
-    for slot in range(current.slots_per_rank):
-        same = (wanted == held[:, :, slot, None]) & ~taken
-        found = same.any(axis=2)
-        source[:, :, slot] = np.where(found, same.argmax(axis=2), -1)
-        taken |= same & (np.cumsum(same, axis=2) == 1)
-    # What is new fills the slots that are left, in order.
-    newcomers = np.argsort(taken, axis=2, kind="stable")
-    position = np.cumsum(source < 0, axis=2) - 1
-    fill = np.take_along_axis(newcomers, np.maximum(position, 0), axis=2)
-    aligned = np.take_along_axis(wanted, np.where(source < 0, fill, source), axis=2)
-    return aligned.reshape(table.shape)
+    aligned = np.array(table, dtype=np.int32, order="C")
+    _align_layers(
+        aligned,
+        np.ascontiguousarray(held, dtype=np.int32),
+        np.ascontiguousarray(first_slot, dtype=np.int64),
+    )
+    return aligned
 
 
-def _match(wanted: ExpertTable, held: ExpertTable, *, num_experts: int) -> ExpertTable:
-    """Permute the blocks of `wanted`, [rows, blocks, slots], to be like those of `held`.
+@compiled
+def _match_layers(table: Slots, held: Slots, bounds: Indices, num_experts: int) -> None:
+    """Permute the blocks of slots between `bounds` of each layer to be like those of `held`."""
+    for layer in range(len(table)):
+        wanted = table[layer].copy()
+        block_of_place = _match(wanted, held[layer], bounds, num_experts)
+        for place in range(len(bounds) - 1):
+            block = block_of_place[place]
+            size = bounds[place + 1] - bounds[place]
+            for position in range(size):
+                table[layer, bounds[place] + position] = wanted[bounds[block] + position]
 
-    Greedy by most experts in common, all rows at once: at least half of the best assignment, and
-    more than 95 % of it on recorded loads of a 256-expert model.
+
+@compiled
+def _match(wanted: Slots, held: Slots, bounds: Indices, num_experts: int) -> Indices:
+    """Which block of `wanted` each place gets, most experts in common first, [blocks].
+
+    One pass for each number in common, from a whole block down to one expert, and in each pass
+    places and blocks in order: time goes with the slots and the replicas of an expert.
     """
-    num_rows, num_blocks, _ = wanted.shape
-    rows = np.arange(num_rows)
-    common = _presence(held, num_experts) @ _presence(wanted, num_experts).transpose(0, 2, 1)
-    common = common.reshape(num_rows, num_blocks * num_blocks)
-    block_of: Indices = np.zeros((num_rows, num_blocks), dtype=np.int64)
-    for _ in range(num_blocks):
-        place, block = np.divmod(common.argmax(axis=1), num_blocks)
-        block_of[rows, place] = block
-        square = common.reshape(num_rows, num_blocks, num_blocks)
-        square[rows, place, :] = -1
-        square[rows, :, block] = -1
-    return np.take_along_axis(wanted, block_of[:, :, None], axis=1)
+    num_blocks = len(bounds) - 1
+    first_of_expert, blocks = _blocks_of_experts(wanted, bounds, num_experts)
+    block_of_place = np.full(num_blocks, -1)
+    common = np.zeros(num_blocks, dtype=np.int64)
+    sizes = bounds[1:] - bounds[:-1]
+    size_of_free = sizes.copy()  # 0 once a block is taken.
+    for at_least in range(sizes.max(), 0, -1):
+        for place in range(num_blocks):
+            if block_of_place[place] >= 0 or sizes[place] < at_least:
+                continue
+            best = _first_like(
+                held[bounds[place] : bounds[place + 1]],
+                (first_of_expert, blocks),
+                common,
+                size_of_free,
+                at_least,
+            )
+            if best >= 0:
+                block_of_place[place] = best
+                size_of_free[best] = 0
+    for place in range(num_blocks):
+        for block in range(num_blocks if block_of_place[place] < 0 else 0):
+            if size_of_free[block] == sizes[place]:
+                block_of_place[place] = block
+                size_of_free[block] = 0
+                break
+    return block_of_place
 
 
-def _presence(experts: ExpertTable, num_experts: int) -> npt.NDArray[np.float32]:
-    """1 where a block holds an expert, [rows, blocks, experts]."""
-    num_rows, num_blocks, _ = experts.shape
-    present = np.zeros((num_rows, num_blocks, num_experts), dtype=np.float32)
-    np.put_along_axis(present, experts.astype(np.int64), 1.0, axis=2)
-    return present
+@compiled
+def _first_like(
+    experts: Slots,
+    holders: tuple[Indices, Indices],
+    common: Indices,
+    size_of_free: Indices,
+    at_least: int,
+) -> int:
+    """The first free block of the same size with so many of these experts, or -1.
+
+    `holders` is what `_blocks_of_experts` gives; `common`, [blocks], is zero before and after.
+    """
+    first, blocks = holders
+    best = -1
+    for expert in experts:
+        for entry in range(first[expert], first[expert + 1]):
+            block = blocks[entry]
+            common[block] += 1
+            if (
+                common[block] >= at_least
+                and size_of_free[block] == len(experts)
+                and (best < 0 or block < best)
+            ):
+                best = block
+    for expert in experts:
+        for entry in range(first[expert], first[expert + 1]):
+            common[blocks[entry]] = 0
+    return best
+
+
+@compiled
+def _blocks_of_experts(wanted: Slots, bounds: Indices, num_experts: int) -> tuple[Indices, Indices]:
+    """Blocks that hold each expert: those of expert e lie from first[e] to first[e + 1]."""
+    first = np.zeros(num_experts + 2, dtype=np.int64)
+    for slot in range(bounds[0], bounds[-1]):
+        first[wanted[slot] + 2] += 1
+    first = np.cumsum(first)
+    blocks = np.empty(bounds[-1] - bounds[0], dtype=np.int64)
+    for block in range(len(bounds) - 1):
+        for slot in range(bounds[block], bounds[block + 1]):
+            expert = wanted[slot]
+            blocks[first[expert + 1]] = block
+            first[expert + 1] += 1
+    return first, blocks
+
+
+@compiled
+def _align_layers(table: Slots, held: Slots, first_slot: Indices) -> None:
+    for layer in range(len(table)):
+        wanted = table[layer].copy()
+        is_taken = np.zeros(len(wanted), dtype=np.bool_)
+        for rank in range(len(first_slot) - 1):
+            begin, end = first_slot[rank], first_slot[rank + 1]
+            stays = np.zeros(end - begin, dtype=np.bool_)
+            for slot in range(begin, end):
+                for source in range(begin, end):
+                    if wanted[source] == held[layer, slot] and not is_taken[source]:
+                        is_taken[source] = True
+                        stays[slot - begin] = True
+                        table[layer, slot] = held[layer, slot]
+                        break
+            # What is new fills the slots that are left, in order.
+            newcomer = begin
+            for slot in range(begin, end):
+                if stays[slot - begin]:
+                    continue
+                while is_taken[newcomer]:
+                    newcomer += 1
+                table[layer, slot] = wanted[newcomer]
+                newcomer += 1

@@ -3,14 +3,22 @@
 import numpy as np
 import numpy.typing as npt
 
+from equipoise.planning.compiled import compiled
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load
 
-Counts = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
+Weights = npt.NDArray[np.float64]
+Slots = npt.NDArray[np.int32]
 
 
 def repair_twins(
-    table: ExpertTable, *, load: Load, num_ranks: int, num_nodes: int = 1
+    table: ExpertTable,
+    *,
+    load: Load,
+    num_ranks: int,
+    num_nodes: int = 1,
+    slots_of_rank: Indices | None = None,
 ) -> ExpertTable:
     """Swap every needless twin away at least cost; int32 [layers, slots].
 
@@ -18,50 +26,95 @@ def repair_twins(
     busier of the two ranks carries least. An expert that every rank has already gives its twin's
     slot to the expert whose replicas carry most. Each step removes a twin and makes none, so it
     ends. With several nodes each expert has to live on one of them, and goes on living there.
+    Slots divide evenly over ranks unless `slots_of_rank`, int64 [ranks], says otherwise.
     """
-    repaired = table.copy()
-    num_layers, num_experts = load.shape
-    shape = (num_layers * num_nodes, num_ranks // num_nodes, table.shape[1] // num_ranks)
-    allowed = -(-shape[2] * num_nodes // num_experts)
-    for row, by_rank in enumerate(repaired.reshape(shape)):
-        counts = np.zeros((len(by_rank), num_experts), dtype=np.int64)
-        np.add.at(counts, (np.arange(len(by_rank))[:, None], by_rank), 1)
-        for rank in np.flatnonzero((counts > allowed).any(axis=1)).tolist():
-            while (counts[rank] > allowed).any():
-                _remove_one_twin(
-                    by_rank, counts, rank=rank, load=load[row // num_nodes], allowed=allowed
-                )
+    repaired = np.array(table, dtype=np.int32, order="C")
+    if slots_of_rank is None:
+        slots_of_rank = np.full(num_ranks, table.shape[1] // num_ranks, dtype=np.int64)
+    first_slot = np.concatenate([[0], np.cumsum(slots_of_rank)])
+    allowed = -(-int(slots_of_rank.max()) * num_nodes // load.shape[1])
+    weights = np.ascontiguousarray(load, dtype=np.float64)
+    ranks_per_node = num_ranks // num_nodes
+    for node in range(num_nodes):
+        bounds = first_slot[node * ranks_per_node : (node + 1) * ranks_per_node + 1]
+        _repair_layers(repaired, weights, bounds, allowed)
     return repaired
 
 
-def _remove_one_twin(
-    by_rank: ExpertTable, counts: Counts, *, rank: int, load: Load, allowed: int
-) -> None:
-    """Change `by_rank`, [ranks, slots_per_rank], and `counts`, [ranks, experts], in place."""
-    twin = int((counts[rank] > allowed).argmax())
-    own_slot = int((by_rank[rank] == twin).argmax())
-    num_replicas = counts.sum(axis=0)
+@compiled
+def _repair_layers(table: Slots, load: Weights, first_slot: Indices, allowed: int) -> None:
+    """Repair the ranks of one node, which own the slots from first_slot[0] to first_slot[-1]."""
+    for layer in range(len(table)):
+        for rank in range(len(first_slot) - 1):
+            while True:
+                own = _find_twin(table[layer], first_slot, rank, allowed)
+                if own < 0:
+                    break
+                _remove_twin(table[layer], load[layer], first_slot, own, allowed)
+
+
+@compiled
+def _find_twin(slots: Slots, first_slot: Indices, rank: int, allowed: int) -> int:
+    """The first slot of a rank whose expert has too many copies there, or -1."""
+    if first_slot[rank + 1] - first_slot[rank] <= allowed:
+        return -1
+    for slot in range(first_slot[rank], first_slot[rank + 1]):
+        if _count(slots, first_slot, rank, slots[slot]) > allowed:
+            return slot
+    return -1
+
+
+@compiled
+def _remove_twin(slots: Slots, load: Weights, first_slot: Indices, own: int, allowed: int) -> None:
+    """Give the twin in slot `own` to another rank, or its slot to another expert."""
+    rank = int(np.searchsorted(first_slot, own, side="right")) - 1
+    twin = slots[own]
+    num_replicas = np.zeros(len(load), dtype=np.int64)
+    for slot in range(first_slot[0], first_slot[-1]):
+        num_replicas[slots[slot]] += 1
     share = load / np.maximum(num_replicas, 1)
-    # A slot may come here if its expert has room here, or is itself a twin where it is.
-    has_room = counts[rank] < allowed
-    is_twin = np.take_along_axis(counts, by_rank, axis=1) > allowed
-    lacks_twin = counts[:, twin] < allowed
-    may_come = (has_room[by_rank] | is_twin) & lacks_twin[:, None]
-    if not may_come.any():
-        heir = int(np.where(has_room & (num_replicas > 0), share, -1.0).argmax())
-        _put(by_rank, counts, rank=rank, slot=own_slot, expert=heir)
+    mine = _carried(slots, share, first_slot, rank)
+    best, chosen = np.inf, -1
+    for other in range(len(first_slot) - 1):
+        if other == rank or _count(slots, first_slot, other, twin) >= allowed:
+            continue
+        theirs = _carried(slots, share, first_slot, other)
+        for slot in range(first_slot[other], first_slot[other + 1]):
+            expert = slots[slot]
+            brings = share[expert] - share[twin]
+            busier = max(mine + brings, theirs - brings)
+            # A slot may come here if its expert has room here, or is itself a twin where it is.
+            if busier < best and (
+                _count(slots, first_slot, rank, expert) < allowed
+                or _count(slots, first_slot, other, expert) > allowed
+            ):
+                best, chosen = busier, slot
+    if chosen >= 0:
+        slots[own], slots[chosen] = slots[chosen], twin
         return
-    carried = share[by_rank].sum(axis=1)
-    brings = share[by_rank] - share[twin]
-    busier = np.maximum(carried[rank] + brings, carried[:, None] - brings)
-    best = np.where(may_come, busier, np.inf).argmin()
-    other, slot = (int(index) for index in np.unravel_index(best, by_rank.shape))
-    incoming = int(by_rank[other, slot])
-    _put(by_rank, counts, rank=other, slot=slot, expert=twin)
-    _put(by_rank, counts, rank=rank, slot=own_slot, expert=incoming)
+    heir = -1
+    for expert in range(len(load)):
+        if (
+            num_replicas[expert] > 0
+            and (heir < 0 or share[expert] > share[heir])
+            and _count(slots, first_slot, rank, expert) < allowed
+        ):
+            heir = expert
+    slots[own] = heir
 
 
-def _put(by_rank: ExpertTable, counts: Counts, *, rank: int, slot: int, expert: int) -> None:
-    counts[rank, by_rank[rank, slot]] -= 1
-    by_rank[rank, slot] = expert
-    counts[rank, expert] += 1
+@compiled
+def _carried(slots: Slots, share: Weights, first_slot: Indices, rank: int) -> float:
+    total = 0.0
+    for slot in range(first_slot[rank], first_slot[rank + 1]):
+        total += share[slots[slot]]
+    return total
+
+
+@compiled
+def _count(slots: Slots, first_slot: Indices, rank: int, expert: int) -> int:
+    count = 0
+    for slot in range(first_slot[rank], first_slot[rank + 1]):
+        if slots[slot] == expert:
+            count += 1
+    return count

@@ -1,0 +1,50 @@
+"""How balanced a layer can be at all: what is left to gain, and what no placement will."""
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.compiled import compiled
+from equipoise.planning.load import Load
+
+Weights = npt.NDArray[np.float64]
+
+
+def upper_bounds(load: Load, *, num_slots: int, num_ranks: int) -> Load:
+    """A balancedness that no placement with even splits exceeds, [layers]; 1.0 without traffic.
+
+    `load` is [layers, experts]. With a busiest rank of M, expert e needs at least ceil(load_e / M)
+    replicas, each on another rank, and together they need slots. The least M for which they fit is
+    a lower bound of the busiest rank; so is the mean. Which replicas meet on a rank is left out,
+    so with few slots per rank the truth is lower.
+    """
+    return _upper_bounds(np.ascontiguousarray(load, dtype=np.float64), num_slots, num_ranks)
+
+
+@compiled
+def _upper_bounds(load: Weights, num_slots: int, num_ranks: int) -> Weights:
+    bounds = np.ones(len(load))
+    for layer in range(len(load)):
+        mean = load[layer].sum() / num_ranks
+        if mean <= 0.0 or _fits(load[layer], mean, num_slots, num_ranks):
+            continue
+        too_low, high_enough = mean, max(mean, load[layer].max())
+        for _ in range(30):
+            middle = (too_low + high_enough) / 2
+            if _fits(load[layer], middle, num_slots, num_ranks):
+                high_enough = middle
+            else:
+                too_low = middle
+        bounds[layer] = mean / too_low
+    return bounds
+
+
+@compiled
+def _fits(load: Weights, busiest: float, num_slots: int, num_ranks: int) -> bool:
+    needed = 0
+    for expert in range(len(load)):
+        # A little less than the quotient: rounding must not ask for a replica too many.
+        replicas = int(np.ceil(load[expert] / busiest - 1e-9))
+        if replicas > num_ranks:
+            return False
+        needed += max(1, replicas)
+    return needed <= num_slots
