@@ -51,6 +51,7 @@ def test_a_pool_that_cannot_hold_all_experts_is_refused_with_the_number_that_cou
     error = refusal_of(bench, hello_of(slots_per_rank=7))
     assert error.kind == "hello_too_few_slots"
     assert "at least 8 slots" in str(error)
+    assert bench.pool.roster.shape is None, "nothing changed"
 
 
 def test_one_worker_too_many_is_told_that_the_pool_is_complete(serving_bench, hello_of):

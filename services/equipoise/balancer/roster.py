@@ -65,9 +65,9 @@ class Roster:
                 something that the pool has left behind.
         """
         known = self.members.get(hello.worker)
-        if not self._present(besides=hello.worker):
-            self.shape = hello
-        self._check_shape(hello)
+        # When nobody is here, whoever comes says what the pool is.
+        shape = self.shape if self._present(besides=hello.worker) else None
+        self._check_shape(hello, shape or hello)
         member = Member(hello=hello, last_heard_s=now)
         if hello.running is not None:
             self._reseat(member, hello.running)
@@ -76,6 +76,7 @@ class Roster:
             member.rank = known.rank
         else:
             self._check_room(hello)
+        self.shape = shape or hello
         self.members[hello.worker] = member
         self._note_peers()
         return member
@@ -165,29 +166,23 @@ class Roster:
             member for name, member in self.members.items() if name != besides and member.connected
         ]
 
-    def _check_shape(self, hello: Hello) -> None:
-        assert self.shape is not None
+    def _check_shape(self, hello: Hello, shape: Hello) -> None:
         for kind, what, theirs, ours in (
-            ("hello_model", "model shape", hello.model, self.shape.model),
-            ("hello_num_ranks", "number of ranks", hello.num_ranks, self.shape.num_ranks),
-            (
-                "hello_slots",
-                "slots per rank",
-                hello.slots_per_rank,
-                self.shape.slots_per_rank,
-            ),
+            ("hello_model", "model shape", hello.model, shape.model),
+            ("hello_num_ranks", "number of ranks", hello.num_ranks, shape.num_ranks),
+            ("hello_slots", "slots per rank", hello.slots_per_rank, shape.slots_per_rank),
             (
                 "hello_checkpoint",
                 "checkpoint fingerprint",
                 hello.checkpoint_fingerprint,
-                self.shape.checkpoint_fingerprint,
+                shape.checkpoint_fingerprint,
             ),
         ):
             if theirs != ours:
                 raise RefusedWorkerError(
                     kind,
                     f"worker {hello.worker}: its {what} is {theirs}, but pool {self.pool} has "
-                    f"{ours} (set by worker {self.shape.worker}): start it with the same, or in "
+                    f"{ours} (set by worker {shape.worker}): start it with the same, or in "
                     f"another pool",
                 )
         num_slots = hello.num_ranks * hello.slots_per_rank

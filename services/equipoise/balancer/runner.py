@@ -6,8 +6,9 @@ Owns the pool's streams, its ticks and its writes. It decides nothing.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import replace
 
 from equipoise.balancer.controller import PoolController
@@ -129,16 +130,22 @@ class PoolRunner:
             tasks.create_task(self._tick())
             while True:
                 chain = await self._chains.get()
-                await self._perform(chain, tasks)
+                with self._surviving("carrying out a decision"):
+                    await self._perform(chain, tasks)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            try:
+            with self._surviving("a tick"):
                 self._submit(self._controller.tick(now=self._clock()))
-            except Exception:  # noqa: BLE001
-                # A fault of ours must not take the pool's streams down; the next tick may succeed.
-                _log.exception("%s: a tick failed", self.pool.name)
+
+    @contextmanager
+    def _surviving(self, what: str) -> Iterator[None]:
+        """Log a fault of ours, which must not take the pool's streams down."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001
+            _log.exception("%s: %s failed", self.pool.name, what)
 
     def _submit(self, chain: Chain) -> None:
         """Queue a chain; answers to heartbeats overtake it: a slow store is no hung balancer."""
@@ -177,29 +184,40 @@ class PoolRunner:
     async def _propose(self, request: ProposalRequest) -> None:
         loop = asyncio.get_running_loop()
         started_s = time.perf_counter()
-        try:
+        proposal = None
+        with self._surviving("planning"):
             proposal = await asyncio.wait_for(
                 loop.run_in_executor(self._executor, propose, request), PLAN_TIMEOUT_S
             )
-        except Exception:  # noqa: BLE001 - whatever the planner did, the pool goes on
-            _log.exception("%s: planning failed; the next window tries again", self.pool.name)
+        if proposal is None:
             self._controller.proposal_failed()
             return
         plan_ms = 1000 * (time.perf_counter() - started_s)
-        self._submit(self._controller.proposed(proposal, plan_ms=plan_ms, now=self._clock()))
+        with self._surviving("adopting a plan"):
+            self._submit(self._controller.proposed(proposal, plan_ms=plan_ms, now=self._clock()))
 
     async def _write(self, write: Write) -> bool:
         """Write and report back; False if the store did not take it."""
         try:
             written = await asyncio.wait_for(self._store_write(write), WRITE_TIMEOUT_S)
-        except (StoreError, TimeoutError) as error:
-            reason = str(error) or f"the store did not answer within {WRITE_TIMEOUT_S:g} s"
-            _log.error("%s: %s", self.pool.name, reason)
-            self._controller.write_failed(write, reason=reason)
-            self._notify()
+        except TimeoutError:
+            self._note_failure(write, f"the store did not answer within {WRITE_TIMEOUT_S:g} s")
+            return False
+        except StoreError as error:
+            self._note_failure(write, str(error))
+            return False
+        except Exception as error:  # noqa: BLE001
+            # A fault of ours: the pool goes on without this write, and says so.
+            _log.exception("%s: a write failed", self.pool.name)
+            self._note_failure(write, f"the store failed: {error}")
             return False
         self._submit(self._controller.written(written, now=self._clock()))
         return True
+
+    def _note_failure(self, write: Write, reason: str) -> None:
+        _log.error("%s: %s", self.pool.name, reason)
+        self._controller.write_failed(write, reason=reason)
+        self._notify()
 
     async def _store_write(self, write: Write) -> Write:
         store, name, term = self._store, self.pool.name, self._term

@@ -1,0 +1,142 @@
+"""The hands of a pool survive what its store and our own code may do to them."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from equipoise.balancer import runner as runner_module
+from equipoise.balancer.controller import PoolController
+from equipoise.balancer.health import Health
+from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.runner import PoolRunner, steady_clock
+from equipoise.balancer.store import StoreError
+from equipoise.planning.policy import Policy
+from equipoise.wire.messages import Assignment, HeartbeatAck
+
+WAIT_S = 30.0
+
+
+class FaultyStore:
+    """Fails as told; writes otherwise vanish, which no test here minds."""
+
+    def __init__(self) -> None:
+        self.fault = None
+        self.asked = asyncio.Event()
+
+    def __getattr__(self, name):
+        async def write(*_args, **_kwargs):
+            self.asked.set()
+            if self.fault is not None:
+                raise self.fault
+
+        return write
+
+
+@pytest.fixture
+def store():
+    return FaultyStore()
+
+
+@pytest.fixture
+async def pool_runner(store):
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        runner = PoolRunner(
+            PoolController("tiny", policy=Policy(), memory=PoolMemory()),
+            store=store,
+            term=1,
+            clock=steady_clock(),
+            executor=executor,
+        )
+        task = asyncio.create_task(runner.run())
+        yield runner
+        assert not task.done(), "the pool still lives"
+        task.cancel()
+
+
+async def first_of(mailbox, kind):
+    async with asyncio.timeout(WAIT_S):
+        async for message in mailbox.messages():
+            if isinstance(message, kind):
+                return message
+    raise AssertionError("the mailbox was closed")
+
+
+async def until(runner, condition):
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await runner.until_changed(runner.pool.revision)
+
+
+@pytest.mark.parametrize(
+    "fault", [StoreError("disk full: make room"), TypeError("a fault of ours")], ids=type
+)
+async def test_a_write_that_fails_degrades_the_pool_until_one_succeeds(
+    pool_runner, store, hello_of, fault
+):
+    store.fault = fault
+    mailbox = Mailbox()
+    pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
+    await until(pool_runner, lambda: pool_runner.pool.store_fault)
+    assert pool_runner.pool.diagnosis().health is Health.DEGRADED
+    assert str(fault) in pool_runner.pool.diagnosis().reason
+    store.fault = None
+    assert (await first_of(mailbox, Assignment)).epoch == 1
+    await until(pool_runner, lambda: not pool_runner.pool.store_fault)
+
+
+async def test_a_heartbeat_is_answered_while_the_store_hangs(
+    pool_runner, store, worker_of, hello_of, monkeypatch
+):
+    hangs = asyncio.Event()
+
+    async def hang(*_args, **_kwargs):
+        store.asked.set()
+        await hangs.wait()
+
+    monkeypatch.setattr(store, "adopt", hang, raising=False)
+    worker, mailbox = worker_of(hello_of(num_ranks=1, slots_per_rank=32)), Mailbox()
+    pool_runner.admit(worker.hello, mailbox)
+    await asyncio.wait_for(store.asked.wait(), WAIT_S)
+    pool_runner.receive("worker-0", mailbox, worker.heartbeat(sequence=9))
+    assert (await first_of(mailbox, HeartbeatAck)).sequence == 9
+    hangs.set()
+
+
+async def test_a_store_that_does_not_answer_counts_as_failed(
+    pool_runner, store, hello_of, monkeypatch
+):
+    monkeypatch.setattr(runner_module, "WRITE_TIMEOUT_S", 0.01)
+
+    async def hang(*_args, **_kwargs):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(store, "adopt", hang, raising=False)
+    pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), Mailbox())
+    await until(pool_runner, lambda: pool_runner.pool.store_fault)
+    assert "did not answer within 0.01 s" in pool_runner.pool.diagnosis().reason
+
+
+async def test_a_tick_that_breaks_down_does_not_end_the_pool(pool_runner, hello_of, monkeypatch):
+    broke = asyncio.Event()
+    tick = pool_runner._controller.tick
+
+    def break_once(*, now):
+        if not broke.is_set():
+            broke.set()
+            raise RuntimeError("a fault of ours")
+        return tick(now=now)
+
+    monkeypatch.setattr(pool_runner._controller, "tick", break_once)
+    await asyncio.wait_for(broke.wait(), WAIT_S)
+    mailbox = Mailbox()
+    pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
+    assert (await first_of(mailbox, Assignment)).rank == 0
+
+
+async def test_the_clock_is_unix_time_that_does_not_run_backwards():
+    clock = steady_clock()
+    readings = [clock() for _ in range(100)]
+    assert readings == sorted(readings)
+    assert readings[0] > 1.7e9
