@@ -25,6 +25,7 @@ from equipoise.worker.errors import RejectedError, WorkerError
 from equipoise.worker.lifecycle import Worker, serve
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
+from equipoise_kernels.row_invariance import RowVarianceError
 from equipoise_model.experts import checksum
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -253,3 +254,15 @@ async def test_a_taken_port_and_a_missing_checkpoint_are_said_in_a_line(settings
     with pytest.raises(WorkerError, match=rf"cannot listen on .*:{port}"):
         await serve(settings(listen=f"127.0.0.1:{port}"), stop=asyncio.Event())
     await taken.stop(None)
+
+
+def test_a_machine_that_cannot_compute_batch_invariantly_says_so_before_it_serves(
+    settings, monkeypatch
+):
+    def verify_rows(model, cache):
+        raise RowVarianceError("batch-invariant mode cannot be had here: serve without it")
+
+    monkeypatch.setattr("equipoise.worker.core.verify_rows", verify_rows)
+    with pytest.raises(WorkerError, match="serve without it"):
+        ModelCore.load(settings())
+    assert ModelCore.load(settings(batch_invariant=False)).model.row_block is None

@@ -5,6 +5,7 @@ prepared or waits at a time, and the balancer's last word counts.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from equipoise.worker.held import Contents, HeldExperts, StagedGeneration, own_s
 from equipoise.worker.transfer import ExpertPuller, Pulled
 from equipoise_model.experts import ExpertSlots, PayloadError, StagedExperts
 from equipoise_model.placement import Placement
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +119,15 @@ class Applier:
                 duration_us=round((time.perf_counter() - began) * 1e6),
             )
             self._answer(self._staged)
+            _log.info(
+                "generation %d is staged: %d moves in %d us",
+                stage.layout.generation,
+                len(stage.moves),
+                self._staged.duration_us,
+            )
 
     def _refuse(self, stage: Stage, reason: str) -> None:
+        _log.warning("generation %d is refused: %s", stage.layout.generation, reason)
         self._answer(
             Refused(
                 epoch=self._epoch,

@@ -8,10 +8,12 @@ import torch
 from equipoise.planning.topology import ModelShape
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.settings import WorkerSettings
+from equipoise_kernels.row_invariance import RowVarianceError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.config import UnsupportedConfigError
 from equipoise_model.experts import ExpertSlots
 from equipoise_model.latent_cache import LatentCache
+from equipoise_model.row_invariance import verify_rows
 from equipoise_model.transformer import Transformer
 
 ROW_BLOCK = 16
@@ -31,7 +33,8 @@ class ModelCore:
         """Open the checkpoint and load all but the routed experts, whose slots wait for a layout.
 
         Raises:
-            WorkerError: the checkpoint is missing, damaged or not made for these settings.
+            WorkerError: the checkpoint is missing, damaged or not made for these settings, or this
+                machine cannot compute batch-invariantly.
         """
         try:
             checkpoint = Checkpoint.open(settings.checkpoint)
@@ -50,6 +53,11 @@ class ModelCore:
         )
         checkpoint.load_dense(model)
         cache = LatentCache(config, num_rows=settings.max_requests, max_len=settings.context_length)
+        if settings.batch_invariant:
+            try:
+                verify_rows(model, cache)
+            except RowVarianceError as error:
+                raise WorkerError(str(error)) from error
         return cls(checkpoint=checkpoint, model=model.eval(), cache=cache)
 
     @property

@@ -4,6 +4,7 @@ Owns putting these together in order and taking them apart again. Decides nothin
 """
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -36,6 +37,9 @@ MEET_TIMEOUT_S = 60.0
 
 Say = Callable[[Report | Staged | Refused | Switched], None]
 """Tells the balancer; may drop what cannot be told now."""
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -229,6 +233,13 @@ class Rank:
                 checksums=switch.checksums,
             )
             self._say(self._last_switch)
+            _log.info(
+                "generation %d runs from step %d on; the switch took %d us, a step takes %d us",
+                switch.generation,
+                switch.step,
+                switch.stall_us,
+                switch.median_step_us,
+            )
 
 
 def _expert_parallel(joined: Joined, core: ModelCore) -> ExpertParallel:
