@@ -62,7 +62,11 @@ def _check(placement: Placement) -> None:
             f"but experts are 0 to {num_experts - 1}"
         )
     if num_experts > table.shape[1]:
-        raise FormatError(f"{table.shape[1]} slots cannot hold {num_experts} experts")
+        row, slot = divmod(int(table.argmax()), table.shape[1])
+        raise FormatError(
+            f"{table.shape[1]} slots cannot hold {num_experts} experts, but layer "
+            f"{placement.layer_ids[row]}, slot {slot} holds expert {int(table[row, slot])}"
+        )
     missing = count_replicas(table, num_experts=num_experts) == 0
     if missing.any():
         row, expert = (int(index) for index in np.argwhere(missing)[0])
