@@ -53,3 +53,62 @@ def test_a_leaving_rank_is_named():
 def test_ranks_that_disagree_stop_and_say_about_what(field):
     with pytest.raises(GroupError, match=rf"{field} \(a: .*, b: 99\)"):
         check_group((header(), header(**{field: 99})), names=("a", "b"))
+
+
+@st.composite
+def rounds(draw):
+    """Per round and rank: what happens before its header, and between header and decision."""
+    happening = st.one_of(
+        st.none(),
+        st.tuples(st.just("stage"), st.integers(2, 6)),
+        st.tuples(st.just("drop"), st.integers(2, 6)),
+    )
+    num_ranks = draw(st.integers(1, 4))
+    return draw(
+        st.lists(
+            st.lists(st.tuples(happening, happening), min_size=num_ranks, max_size=num_ranks),
+            min_size=1,
+            max_size=12,
+        )
+    )
+
+
+class Rank:
+    """What the engine does with staged generations, without an engine."""
+
+    def __init__(self):
+        self.generation, self.staged = 1, None
+
+    def happen(self, event):
+        match event:
+            case ("stage", generation) if generation > self.generation:
+                self.staged = (generation, self.generation)
+            case ("drop", generation) if self.staged and self.staged[0] == generation:
+                self.staged = None
+
+    def header(self):
+        self.told = self.staged
+        return header(
+            generation=self.generation, staged_generation=self.told[0] if self.told else 0
+        )
+
+    def decide(self, headers):
+        if self.told and agreed_generation(headers) is not None:
+            assert self.told[1] == self.generation
+            self.generation, self.staged = self.told[0], None
+
+
+@settings(deadline=None)
+@given(rounds())
+def test_however_stages_and_aborts_arrive_ranks_are_never_split(all_rounds):
+    ranks = [Rank() for _ in all_rounds[0]]
+    for events in all_rounds:
+        for rank, (before, _) in zip(ranks, events, strict=True):
+            rank.happen(before)
+        headers = tuple(rank.header() for rank in ranks)
+        check_group(headers, names=tuple("abcd"[: len(ranks)]))
+        for rank, (_, between) in zip(ranks, events, strict=True):
+            rank.happen(between)
+        for rank in ranks:
+            rank.decide(headers)
+        assert len({rank.generation for rank in ranks}) == 1

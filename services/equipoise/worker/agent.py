@@ -98,7 +98,10 @@ class Agent:
                 await self._connect()
             except LinkLostError as lost:
                 if not self._leaving:
-                    self._say(f"no link to the balancer at {self._address}: {lost}; trying on")
+                    self._say(
+                        f"no link to the balancer at {self._address}: {lost}; trying on",
+                        level=logging.WARNING,
+                    )
             self._failures += 1
             bound_s = min(self._max_backoff_s, self._backoff_s * 2 ** min(self._failures, 16))
             await asyncio.sleep(self._random.uniform(0, bound_s))
@@ -158,7 +161,7 @@ class Agent:
                 continue
             if not isinstance(value, Rejection):
                 self._failures = 0
-            self._say(f"linked to the balancer at {self._address}")
+            self._say(f"linked to the balancer at {self._address}", level=logging.INFO)
             if not isinstance(value, HeartbeatAck):
                 self._receive(value)
         raise LinkLostError("the balancer closed the stream")
@@ -193,11 +196,11 @@ class Agent:
                 raise LinkLostError(f"no answer for {self._ack_timeout_s:g} s")
             await asyncio.sleep(left_s)
 
-    def _say(self, message: str) -> None:
+    def _say(self, message: str, *, level: int) -> None:
         """Log a change once, not every attempt."""
         if message != self._said:
             self._said = message
-            _log.info("%s", message)
+            _log.log(level, "%s", message)
 
 
 def _now() -> float:

@@ -53,6 +53,8 @@ async def serve(settings: WorkerSettings, *, stop: asyncio.Event) -> None:
         WorkerError: it cannot start, is rejected, or its group is broken.
     """
     core = await asyncio.to_thread(ModelCore.load, settings)
+    if stop.is_set():
+        return
     await Worker(settings, core=core).run(stop)
 
 

@@ -1,0 +1,40 @@
+"""A setting outside its range is named, with its value and the range."""
+
+import subprocess
+import sys
+
+import pytest
+
+from equipoise.worker.settings import InvalidSettingsError, WorkerSettings, packaged_checkpoint
+
+
+def test_the_defaults_serve_the_checkpoint_that_comes_with_the_package():
+    assert WorkerSettings().checkpoint == packaged_checkpoint()
+    assert packaged_checkpoint().parts[-3:] == ("equipoise_model", "checkpoints", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"worker": ""}, "worker must not be empty"),
+        ({"balancer": "nowhere"}, "balancer must be host:port, not 'nowhere'"),
+        ({"listen": "127.0.0.1:99999"}, "listen must be host:port"),
+        ({"num_ranks": 0}, "num_ranks must be at least 1, not 0"),
+        ({"slots_per_rank": -1}, "slots_per_rank must be at least 1, not -1"),
+        ({"max_queued_requests": -1}, "max_queued_requests must be at least 0, not -1"),
+        ({"context_length": 1}, "context_length must be at least 2"),
+        ({"max_step_tokens": 8}, r"max_step_tokens \(8\) must be at least max_requests \(16\)"),
+        ({"step_timeout_s": 0.0}, "step_timeout_s must be above 0 and at most 3600, not 0.0"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_range(changes, words):
+    with pytest.raises(InvalidSettingsError, match=words):
+        WorkerSettings(**changes)
+
+
+def test_settings_can_be_read_without_torch():
+    code = (
+        "import sys; from equipoise.worker.settings import WorkerSettings; WorkerSettings(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
