@@ -69,66 +69,53 @@ def _match_layers(table: Slots, held: Slots, bounds: Indices, num_experts: int) 
 def _match(wanted: Slots, held: Slots, bounds: Indices, num_experts: int) -> Indices:
     """Which block of `wanted` each place gets, most experts in common first, [blocks].
 
-    One pass for each number in common, from a whole block down to one expert, and in each pass
-    places and blocks in order: time goes with the slots and the replicas of an expert.
+    Goes down from a whole block in common to nothing, places and blocks in order. A place is
+    looked at again only when its last best block is gone, so time goes with the slots and with the
+    replicas of an expert, not with the square of the blocks.
     """
     num_blocks = len(bounds) - 1
-    first_of_expert, blocks = _blocks_of_experts(wanted, bounds, num_experts)
+    holders = _blocks_of_experts(wanted, bounds, num_experts)
     block_of_place = np.full(num_blocks, -1)
     common = np.zeros(num_blocks, dtype=np.int64)
-    sizes = bounds[1:] - bounds[:-1]
-    size_of_free = sizes.copy()  # 0 once a block is taken.
-    for at_least in range(sizes.max(), 0, -1):
+    size_of_free = bounds[1:] - bounds[:-1]  # 0 once a block is taken.
+    most = size_of_free.copy()  # What each place can have in common at most.
+    for in_common in range(most.max(), -1, -1):
         for place in range(num_blocks):
-            if block_of_place[place] >= 0 or sizes[place] < at_least:
+            if most[place] != in_common or block_of_place[place] >= 0:
                 continue
-            best = _first_like(
-                held[bounds[place] : bounds[place + 1]],
-                (first_of_expert, blocks),
-                common,
-                size_of_free,
-                at_least,
-            )
-            if best >= 0:
-                block_of_place[place] = best
-                size_of_free[best] = 0
-    for place in range(num_blocks):
-        for block in range(num_blocks if block_of_place[place] < 0 else 0):
-            if size_of_free[block] == sizes[place]:
+            experts = held[bounds[place] : bounds[place + 1]]
+            block, most[place] = _most_like(experts, holders, common, size_of_free)
+            if most[place] >= in_common:  # More, where both hold twins.
                 block_of_place[place] = block
                 size_of_free[block] = 0
-                break
     return block_of_place
 
 
 @compiled
-def _first_like(
-    experts: Slots,
-    holders: tuple[Indices, Indices],
-    common: Indices,
-    size_of_free: Indices,
-    at_least: int,
-) -> int:
-    """The first free block of the same size with so many of these experts, or -1.
+def _most_like(
+    experts: Slots, holders: tuple[Indices, Indices], common: Indices, size_of_free: Indices
+) -> tuple[int, int]:
+    """The free block of the same size with most of these experts, and how many those are.
 
     `holders` is what `_blocks_of_experts` gives; `common`, [blocks], is zero before and after.
     """
     first, blocks = holders
-    best = -1
+    best, most = -1, 0
     for expert in experts:
         for entry in range(first[expert], first[expert + 1]):
             block = blocks[entry]
             common[block] += 1
-            if (
-                common[block] >= at_least
-                and size_of_free[block] == len(experts)
-                and (best < 0 or block < best)
+            if size_of_free[block] == len(experts) and (
+                common[block] > most or (common[block] == most and block < best)
             ):
-                best = block
+                best, most = block, common[block]
     for expert in experts:
         for entry in range(first[expert], first[expert + 1]):
             common[blocks[entry]] = 0
-    return best
+    for block in range(len(size_of_free) if best < 0 else 0):
+        if size_of_free[block] == len(experts):
+            return block, 0
+    return best, most
 
 
 @compiled
