@@ -69,8 +69,8 @@ class TrainSettings:
         metadata={"help": "first weight of the loss that draws domains to different experts"},
     )
     specialization_target: float = field(
-        default=0.95,
-        metadata={"help": "nats at which specialisation is enough; log(3) is all there is"},
+        default=0.5,
+        metadata={"help": "nats by which the experts of two domains shall differ; at most log(2)"},
     )
     mtp_weight: float = field(
         default=0.3, metadata={"help": "lambda of the multi-token-prediction loss"}
@@ -171,14 +171,15 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 
 
 def steering(step: int, settings: TrainSettings) -> float:
-    """Factor of what steers routing, gamma and the specialisation loss: linearly from 1 to 0.
+    """Factor of what steers routing, gamma and the specialisation loss: from 1 to 0, slowing down.
 
     The report holds gamma for most of its run and then sets it to 0; a run of minutes has to start
     with long strides, and those would leave the bias a stride off at the end. Without steering,
     the last steps let affinities settle for the text's sake alone.
     """
     steered_steps = settings.steps * (1 - settings.unsteered_share)
-    return max(0.0, 1 - step / steered_steps) if steered_steps else 0.0
+    remaining = max(0.0, 1 - step / steered_steps) if steered_steps else 0.0
+    return remaining * remaining
 
 
 def _losses(
@@ -200,17 +201,20 @@ def _losses(
     )
     specialization = torch.stack(
         [
-            specialization_loss(routing, num_sequences=len(tokens_BT), num_domains=len(DOMAINS))
+            specialization_loss(
+                routing,
+                num_sequences=len(tokens_BT),
+                num_domains=len(DOMAINS),
+                target=settings.specialization_target,
+            )
             for routing in routings
         ]
     )
-    # Beyond the target, affinities would saturate and leave the bias nothing to balance with.
-    shortfall = (specialization + settings.specialization_target).clamp(min=0)
     total = (
         loss
         + settings.mtp_weight * further
         + settings.balance_weight * balance.sum()
-        + settings.specialization_weight * steering(step, settings) * shortfall.sum()
+        + settings.specialization_weight * steering(step, settings) * specialization.sum()
     )
     if not math.isfinite(total.item()):
         raise DivergedError(

@@ -45,22 +45,26 @@ def sequence_balance_loss(routing: Routing, *, num_sequences: int) -> Tensor:
     return loss
 
 
-def specialization_loss(routing: Routing, *, num_sequences: int, num_domains: int) -> Tensor:
-    """How far one layer's experts are from telling domains apart while sharing the work, in nats.
+def specialization_loss(
+    routing: Routing, *, num_sequences: int, num_domains: int, target: float
+) -> Tensor:
+    """What one layer's experts lack to tell domains apart while sharing the work, in nats.
 
     Sequences are of equal length and take turns over `num_domains` domains. Of each domain, take
-    the mean normalised affinity per expert. Two things are summed: minus the information that an
-    expert carries about the domain (the entropy of the mean of these less the mean of their
-    entropies), and the unevenness of their mean (log(num_experts) less its entropy). The sum is 0
-    when all is even, and -log(num_domains), its least, when each domain has an even share of the
-    experts to itself. Mod-Squad (arXiv 2212.08066) trains experts for tasks by such information.
+    the mean normalised affinity per expert. The loss is the mean over pairs of domains of what
+    their Jensen-Shannon divergence lacks to `target` (log(2) is all there can be), plus the
+    unevenness of the mean over domains: log(num_experts) less its entropy. It is at least 0. Pushed
+    further, affinities would saturate and leave the selection bias nothing to balance with.
+
+    Mod-Squad (arXiv 2212.08066) trains experts for tasks by such an information measure.
     """
     p_BE = _mean_affinities(routing.scores_TE, num_sequences=num_sequences)
     p_DE = p_BE.unflatten(0, (-1, num_domains)).mean(dim=0)
-    mixed = _entropy(p_DE.mean(dim=0))
-    information = mixed - _entropy(p_DE).mean()
-    unevenness = math.log(p_DE.shape[1]) - mixed
-    return unevenness - information
+    one, other = torch.triu_indices(num_domains, num_domains, offset=1)
+    entropy_D = _entropy(p_DE)
+    divergence_P = _entropy((p_DE[one] + p_DE[other]) / 2) - (entropy_D[one] + entropy_D[other]) / 2
+    unevenness = math.log(p_DE.shape[1]) - _entropy(p_DE.mean(dim=0))
+    return (target - divergence_P).clamp(min=0).mean() + unevenness
 
 
 def _mean_affinities(scores_TE: Tensor, *, num_sequences: int) -> Tensor:

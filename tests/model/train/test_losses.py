@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -100,60 +101,62 @@ def test_even_logits_cost_the_logarithm_of_the_vocabulary():
     assert next_token_loss(torch.zeros(2, 9, 256), tokens).item() == pytest.approx(math.log(256))
 
 
-def test_experts_that_serve_all_domains_evenly_tell_nothing():
-    scores_TE = torch.full((24, 8), 0.3, dtype=torch.float64)
-    loss = specialization_loss(
-        _routing(_even_ids(24, 8, 2), scores_TE), num_sequences=6, num_domains=3
-    )
-    assert loss.item() == pytest.approx(0.0, abs=1e-12)
-
-
-def test_experts_that_serve_one_domain_each_tell_the_logarithm_of_their_number():
-    scores_TE = torch.zeros(24, 6, dtype=torch.float64)
+def _exclusive(num_experts_each, *, num_experts):
+    """Affinities of six sequences of three domains, each with experts of its own."""
+    scores_TE = torch.zeros(24, num_experts, dtype=torch.float64)
     for row in range(6):
-        scores_TE[4 * row : 4 * row + 4, 2 * (row % 3) : 2 * (row % 3) + 2] = 0.3
-    loss = specialization_loss(
-        _routing(_even_ids(24, 6, 2), scores_TE), num_sequences=6, num_domains=3
-    )
-    assert loss.item() == pytest.approx(-math.log(3), rel=1e-7)
+        first = num_experts_each * (row % 3)
+        scores_TE[4 * row : 4 * row + 4, first : first + num_experts_each] = 0.3
+    return _routing(_even_ids(24, num_experts, 2), scores_TE)
 
 
-def test_leaving_experts_to_no_domain_costs_what_telling_domains_apart_gains():
-    scores_TE = torch.zeros(24, 6, dtype=torch.float64)
-    for row in range(6):
-        scores_TE[4 * row : 4 * row + 4, row % 3] = 0.3  # half of the experts are never wanted
-    loss = specialization_loss(
-        _routing(_even_ids(24, 6, 2), scores_TE), num_sequences=6, num_domains=3
-    )
-    assert loss.item() == pytest.approx(math.log(2) - math.log(3), rel=1e-7)
+def test_experts_that_serve_all_domains_evenly_lack_the_whole_target():
+    routing = _routing(_even_ids(24, 8, 2), torch.full((24, 8), 0.3, dtype=torch.float64))
+    loss = specialization_loss(routing, num_sequences=6, num_domains=3, target=0.5)
+    assert loss.item() == pytest.approx(0.5, rel=1e-7)
 
 
-def test_the_specialization_loss_equals_its_two_parts_summed_by_hand():
+def test_even_shares_of_exclusive_experts_lack_nothing():
+    routing = _exclusive(2, num_experts=6)
+    loss = specialization_loss(routing, num_sequences=6, num_domains=3, target=math.log(2))
+    assert loss.item() == pytest.approx(0.0, abs=1e-9)
+
+
+def test_experts_that_no_domain_wants_are_unevenness():
+    routing = _exclusive(1, num_experts=6)
+    loss = specialization_loss(routing, num_sequences=6, num_domains=3, target=0.5)
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-7)
+
+
+def test_the_specialization_loss_equals_its_parts_summed_by_hand():
     rng = np.random.default_rng(1)
-    num_sequences, num_domains, length, num_experts = 4, 2, 3, 5
+    num_sequences, num_domains, length, num_experts = 6, 3, 2, 5
     scores = rng.uniform(0.05, 0.95, size=(num_sequences, length, num_experts))
     p_DE = np.zeros((num_domains, num_experts))
     for s in range(num_sequences):
         for t in range(length):
             p_DE[s % num_domains] += scores[s, t] / scores[s, t].sum() / length / 2
-    joint = p_DE / num_domains
-    information = sum(
-        joint[d, e] * math.log(joint[d, e] / (joint[d].sum() * joint[:, e].sum()))
-        for d in range(num_domains)
-        for e in range(num_experts)
+
+    def entropy(p_E):
+        return -sum(p * math.log(p) for p in p_E)
+
+    lacking = sum(
+        max(0.0, 0.04 - entropy((a + b) / 2) + (entropy(a) + entropy(b)) / 2)
+        for a, b in itertools.combinations(p_DE, 2)
     )
+    unevenness = math.log(num_experts) - entropy(p_DE.mean(axis=0))
     routing = _routing(_even_ids(12, 5, 2), torch.from_numpy(scores.reshape(-1, num_experts)))
-    loss = specialization_loss(routing, num_sequences=num_sequences, num_domains=num_domains)
-    p_E = joint.sum(axis=0)
-    unevenness = sum(p * math.log(p * num_experts) for p in p_E)
-    assert loss.item() == pytest.approx(unevenness - information, rel=1e-7)
+    loss = specialization_loss(
+        routing, num_sequences=num_sequences, num_domains=num_domains, target=0.04
+    )
+    assert loss.item() == pytest.approx(lacking / 3 + unevenness, rel=1e-7)
 
 
 def test_the_gradient_of_the_specialization_loss_is_that_of_its_value():
     scores_TE = torch.rand(8, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
         lambda scores: specialization_loss(
-            _routing(_even_ids(8, 6, 2), scores), num_sequences=4, num_domains=2
+            _routing(_even_ids(8, 6, 2), scores), num_sequences=4, num_domains=2, target=0.5
         ),
         scores_TE,
     )
