@@ -106,7 +106,7 @@ class Agent:
             bound_s = min(self._max_backoff_s, self._backoff_s * 2 ** min(self._failures, 16))
             await asyncio.sleep(self._random.uniform(0, bound_s))
 
-    async def leave(self, reason: str, *, timeout_s: float = 1.0) -> None:
+    async def leave(self, reason: str, *, timeout_s: float = 2.0) -> None:
         """Announce a wilful stop, if there is a stream to say it on, and connect no more.
 
         Waits at most `timeout_s` for the balancer to close the stream.
