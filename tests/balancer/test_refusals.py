@@ -14,6 +14,12 @@ def test_each_kind_has_its_count_and_its_latest_words():
     ]
 
 
+def test_a_kind_that_was_never_refused_counts_nothing():
+    refusals = Refusals()
+    refusals.count("report_shape", "worker-1: 3 layers")
+    assert (refusals.of("report_shape"), refusals.of("hello_model")) == (1, 0)
+
+
 def test_neither_kinds_nor_words_grow_without_bound():
     refusals = Refusals()
     for number in range(1000):

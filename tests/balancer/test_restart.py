@@ -90,6 +90,21 @@ async def test_tokens_counted_before_the_restart_are_no_load_of_the_first_window
     assert bench.pool.windows[-1].tokens == pytest.approx(3 * 9 * 10_000, rel=0.01)
 
 
+async def test_last_counters_of_a_generation_before_the_restart_are_no_fault(
+    serving_bench, skewed, restart
+):
+    serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    old_reports = [worker.report() for worker in serving_bench.ranks]
+    serving_bench.carry_out_rollout()
+    bench = await restart(serving_bench)
+    reconnect(bench)
+    for worker, report in zip(bench.ranks, old_reports, strict=True):
+        assert report.load.generation < worker.layout.generation
+        bench.say(worker, report)
+    bench.run_traffic(skewed(1), seconds=10)
+    assert bench.pool.windows[-1].tokens == pytest.approx(3 * 9 * 10_000, rel=0.01)
+
+
 async def test_staging_that_was_cut_short_is_aborted(serving_bench, skewed, restart):
     serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
     bench = await restart(serving_bench)

@@ -284,11 +284,19 @@ class PoolController:
                 f"worker {member.name} reports as rank {report.load.rank}, but its rank is "
                 f"{'not dealt yet' if member.rank is None else member.rank}",
             )
-        layout = self.pool.layouts.nearest(report.load.generation)
-        # Before all ranks serve nothing is lost: counters are cumulative.
-        if self.pool.loads is not None and layout is not None:
-            self.pool.loads.accept(report, layout)
         member.stats = report.stats
+        layout = self.pool.layouts.nearest(report.load.generation)
+        if self.pool.loads is None or layout is None:
+            # Before all ranks serve nothing is lost: counters are cumulative.
+            return ()
+        if (
+            report.load.generation < member.generation
+            and layout.generation > report.load.generation
+        ):
+            # A rank repeats the last counters of the generation before; a balancer that was
+            # started since has no use for them.
+            return ()
+        self.pool.loads.accept(report, layout)
         return ()
 
     def _check_seat(self, member: Member, value: Serving | Staged | Refused | Switched) -> None:

@@ -33,6 +33,10 @@ class Refusals:
         known = self._by_kind.get(kind, Refusal(kind=kind, count=0, latest=""))
         self._by_kind[kind] = replace(known, count=known.count + 1, latest=latest[:MAX_TEXT])
 
+    def of(self, kind: str) -> int:
+        """How often a kind was refused."""
+        return self._by_kind[kind].count if kind in self._by_kind else 0
+
     def all(self) -> tuple[Refusal, ...]:
         """Every kind seen so far, sorted by kind."""
         return tuple(self._by_kind[kind] for kind in sorted(self._by_kind))

@@ -101,8 +101,11 @@ class PoolRunner:
 
     def refuse(self, worker: str, *, kind: str, reason: str) -> None:
         """Count what was refused and tell the worker, if it is in."""
-        _log.warning("%s: refused (%s): %s", self.pool.name, kind, reason)
         self._submit(self._controller.refuse(worker, kind=kind, reason=reason, now=self._clock()))
+        count = self.pool.refusals.of(kind)
+        if count & (count - 1) == 0:
+            # The 1st, 2nd, 4th, 8th: a worker that repeats itself must not fill the log.
+            _log.warning("%s: refused (%s, time %d): %s", self.pool.name, kind, count, reason)
 
     def leave(self, worker: str, mailbox: Mailbox, *, reason: str) -> None:
         """A stream has ended; it matters only if it is the worker's newest."""
