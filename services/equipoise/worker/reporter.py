@@ -12,6 +12,9 @@ from equipoise.planning.load import LoadReport, Phase
 from equipoise.wire.messages import Report
 from equipoise.worker.engine import Engine, Progress
 
+FINAL_REPORTS = 3
+"""How often the final counters of a generation are told; then only those of the one that runs."""
+
 
 class Reporter:
     """Sends reports of one rank of an epoch; used from the event loop only."""
@@ -32,6 +35,8 @@ class Reporter:
         self._rank = rank
         self._interval_s = interval_s
         self._send = send
+        self._generation = 0
+        self._finals_left = 0
 
     async def run(self) -> None:
         """Report at every interval until cancelled."""
@@ -41,7 +46,16 @@ class Reporter:
                 self._send(report)
 
     def reports(self, progress: Progress) -> list[Report]:
-        """Reports of the generation before, which are final, and of this one, in this order."""
+        """Reports of the generation before, which are final, and of this one, in this order.
+
+        The final ones end after a few, because a balancer that starts anew knows that generation's
+        layout no more and would refuse them for ever.
+        """
+        now, *before = progress.loads
+        if now.generation != self._generation:
+            self._generation, self._finals_left = now.generation, FINAL_REPORTS
+        finals = before if self._finals_left > 0 else []
+        self._finals_left -= 1
         return [
             Report(
                 load=LoadReport(
@@ -55,5 +69,5 @@ class Reporter:
                 ),
                 stats=progress.stats,
             )
-            for load in reversed(progress.loads)
+            for load in (*finals, now)
         ]

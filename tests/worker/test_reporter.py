@@ -1,0 +1,55 @@
+"""What a rank tells about its load."""
+
+import numpy as np
+
+from equipoise.planning.load import Phase
+from equipoise.wire.messages import RankStats
+from equipoise.worker.engine import Progress
+from equipoise.worker.reporter import FINAL_REPORTS, Reporter
+from equipoise_model.dispatch import SlotLoad
+
+STATS = RankStats(
+    steps=1,
+    tokens_processed=2,
+    tokens_generated=1,
+    median_step_us=5,
+    active_requests=0,
+    queued_requests=0,
+)
+
+
+def reporter():
+    return Reporter(engine=None, boot_id="b", epoch=4, rank=2, interval_s=1.0, send=print)
+
+
+def progress(*generations):
+    return Progress(
+        loads=tuple(
+            SlotLoad(generation=generation, rows_LS=np.full((2, 3), generation))
+            for generation in generations
+        ),
+        stats=STATS,
+    )
+
+
+def told(reports):
+    return [report.load.generation for report in reports]
+
+
+def test_a_report_says_whose_counters_of_which_generation_they_are():
+    [report] = reporter().reports(progress(7))
+    assert report.stats is STATS
+    load = report.load
+    assert (load.boot_id, load.epoch, load.rank, load.generation) == ("b", 4, 2, 7)
+    assert load.phase is Phase.MIXED
+    assert load.tokens.dtype == np.uint64
+    np.testing.assert_array_equal(load.tokens, np.full((2, 3), 7))
+
+
+def test_final_counters_are_told_a_few_times_before_those_that_grow_and_then_no_more():
+    one = reporter()
+    assert told(one.reports(progress(1))) == [1]
+    for _ in range(FINAL_REPORTS):
+        assert told(one.reports(progress(2, 1))) == [1, 2]
+    assert told(one.reports(progress(2, 1))) == [2]
+    assert told(one.reports(progress(3, 2))) == [2, 3]
