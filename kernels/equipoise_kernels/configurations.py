@@ -1,0 +1,124 @@
+"""Frozen configurations of the kernels, by operation and size.
+
+Owns the JSON files under `tuned/`: one per device, Triton version and operation, written by
+`make tune` and committed. Nothing is tuned while serving: a launch is a pure function of its sizes
+and these files, so every rank runs the same code. Where a device or version has no files of its
+own, those of the H200 with Triton 3.6 are used: any configuration gives right results.
+
+A file is a list of entries, tried in order:
+
+    {"max_rows": 64, "shapes": [[576, 7168]], "config": {...}}
+
+Both conditions are optional; the last entry has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from equipoise_kernels.jit import triton_version
+
+DEFAULT_DEVICE = "nvidia_h200"
+DEFAULT_TRITON = "3.6"
+
+_FOLDER = Path(__file__).parent / "tuned"
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A configuration, and what it is for; None is anything."""
+
+    config: Mapping[str, Any]
+    max_rows: int | None = None
+    shapes: tuple[tuple[int, ...], ...] | None = None
+
+    def fits(self, rows: int, shape: tuple[int, ...]) -> bool:
+        """Whether the entry is for a launch of that many rows with weights of that shape."""
+        return (self.max_rows is None or rows <= self.max_rows) and (
+            self.shapes is None or shape in self.shapes
+        )
+
+
+def choose(
+    operation: str, kind: type[Config], *, rows: int, shape: tuple[int, ...] = ()
+) -> Config:
+    """The configuration of a launch on this process's device.
+
+    Args:
+        operation: its name.
+        kind: the dataclass of its configurations.
+        rows: of the launch, or what the caller expects of them.
+        shape: (N, K) of the weights, or what else the operation goes by.
+    """
+    return _choose(operation, kind, rows, shape)
+
+
+def committed(operation: str) -> dict[str, tuple[Entry, ...]]:
+    """Every committed file of an operation: entries by "device/triton_version"."""
+    return {
+        f"{path.parent.parent.name}/{path.parent.name}": read(path)
+        for path in sorted(_FOLDER.glob(f"*/*/{operation}.json"))
+    }
+
+
+def operations() -> tuple[str, ...]:
+    """Names of the operations that have committed configurations."""
+    return tuple(sorted({path.stem for path in _FOLDER.glob("*/*/*.json")}))
+
+
+def path_of(operation: str, *, device: str, triton: str) -> Path:
+    """Where the configurations of an operation are committed."""
+    return _FOLDER / device / f"triton_{triton}" / f"{operation}.json"
+
+
+def read(path: Path) -> tuple[Entry, ...]:
+    """Entries of a file, in its order."""
+    entries = []
+    for item in json.loads(path.read_text())["entries"]:
+        shapes = item.get("shapes")
+        entries.append(
+            Entry(
+                config=item["config"],
+                max_rows=item.get("max_rows"),
+                shapes=None if shapes is None else tuple(tuple(shape) for shape in shapes),
+            )
+        )
+    assert entries, f"{path} has no entries"
+    assert entries[-1].max_rows is None, f"{path}: the last entry must fit every launch"
+    assert entries[-1].shapes is None, f"{path}: the last entry must fit every launch"
+    return tuple(entries)
+
+
+def write(path: Path, entries: Sequence[Entry], *, origin: Mapping[str, str]) -> None:
+    """Write a file; `origin` says where the figures behind it come from."""
+    items = [{k: v for k, v in asdict(entry).items() if v is not None} for entry in entries]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"origin": dict(origin), "entries": items}, indent=1) + "\n")
+
+
+def device_name(device: int = 0) -> str:
+    """Name of a CUDA device as in the files' paths: "nvidia_h200"; the default without CUDA."""
+    if not torch.cuda.is_available():
+        return DEFAULT_DEVICE
+    return torch.cuda.get_device_name(device).lower().replace(" ", "_")
+
+
+@lru_cache(maxsize=4096)
+def _choose(operation: str, kind: type[Config], rows: int, shape: tuple[int, ...]) -> Config:
+    entry = next(entry for entry in _entries_here(operation) if entry.fits(rows, shape))
+    return kind(**entry.config)
+
+
+@cache
+def _entries_here(operation: str) -> tuple[Entry, ...]:
+    own = path_of(operation, device=device_name(), triton=triton_version() or DEFAULT_TRITON)
+    default = path_of(operation, device=DEFAULT_DEVICE, triton=DEFAULT_TRITON)
+    return read(own if own.exists() else default)

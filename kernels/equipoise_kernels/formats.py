@@ -1,0 +1,222 @@
+"""Block-scaled FP8: what codes and scales are, and how they lie in memory.
+
+Owns the formats that every operation of the suite shares, those of DeepSeek-V3 (arXiv 2412.19437,
+section 3.3) and DeepGEMM. Rows (activations) have a scale for every 1 x 128 group, weights for
+every 128 x 128 block; codes are E4M3 (largest value 448).
+
+The arithmetic, in float32, is part of the contract:
+
+    amax    = max(largest |x| of the group, AMAX_FLOOR)
+    scale   = amax / 448                                   ScaleFormat.FP32
+            = the smallest power of two >= amax / 448      ScaleFormat.UE8M0
+    code    = round to nearest even (x * (1 / scale))
+    x'      = code * scale
+
+`1 / scale` is one IEEE division per group. An infinite x makes every value of its group NaN, a NaN
+only itself. UE8M0 scales are computed by bits, because a logarithm is wrong next to exact powers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels.errors import KernelInputError
+
+CODE = torch.float8_e4m3fn
+CODE_MAX = 448.0
+GROUP = 128
+AMAX_FLOOR = 1e-4
+# TMA wants columns of scales that start at multiples of 16 bytes.
+SCALE_ALIGNMENT = 4
+
+
+class ScaleFormat(Enum):
+    """Which float32 numbers scales may be."""
+
+    FP32 = "fp32"
+    UE8M0 = "ue8m0"
+
+
+class ScaleLayout(Enum):
+    """How a rows' scales [.., M, K / 128] lie in memory.
+
+    ROW_MAJOR: contiguous. MN_ALIGNED: the row index runs fastest and each column of scales starts
+    at a multiple of 16 bytes: strides (1, M rounded up to 4), as DeepGEMM wants on Hopper.
+    """
+
+    ROW_MAJOR = "row_major"
+    MN_ALIGNED = "mn_aligned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedRows:
+    """Rows in FP8: codes [.., M, K], and scales float32 [.., M, K / 128] of either layout.
+
+    Raises:
+        KernelInputError: codes and scales do not belong together.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __post_init__(self) -> None:
+        require_dtype("codes", self.codes, CODE)
+        require_dtype("scales", self.scales, torch.float32)
+        require_groups("codes", self.codes)
+        expected = (*self.codes.shape[:-1], self.codes.shape[-1] // GROUP)
+        require_shape("scales", self.scales, expected)
+
+    def dequantized(self) -> Tensor:
+        """The values, float32 [.., M, K]."""
+        return self.codes.float() * self.scales.repeat_interleave(GROUP, dim=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeight:
+    """Weights in FP8: codes [.., N, K], scales float32 [.., ceil(N / 128), ceil(K / 128)].
+
+    The last block of a dimension may be smaller (DeepSeek-V3 has a weight of 576 rows).
+
+    Raises:
+        KernelInputError: codes and scales do not belong together.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __post_init__(self) -> None:
+        require_dtype("codes", self.codes, CODE)
+        require_dtype("scales", self.scales, torch.float32)
+        require_shape("scales", self.scales, weight_scale_shape(self.codes.shape))
+
+    def dequantized(self) -> Tensor:
+        """The values, float32 [.., N, K]."""
+        *_, num_rows, num_columns = self.codes.shape
+        tall = self.scales.repeat_interleave(GROUP, dim=-2)[..., :num_rows, :]
+        return self.codes.float() * tall.repeat_interleave(GROUP, dim=-1)[..., :num_columns]
+
+
+def empty_rows(
+    shape: Sequence[int],
+    *,
+    device: torch.device | str,
+    layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+) -> QuantizedRows:
+    """Uninitialised rows of a shape [.., M, K]; K a multiple of 128."""
+    codes = torch.empty(*shape, dtype=CODE, device=device)
+    require_groups("rows", codes)
+    scale_shape = (*shape[:-1], shape[-1] // GROUP)
+    return QuantizedRows(codes=codes, scales=empty_scales(scale_shape, device=device, layout=layout))
+
+
+def empty_scales(
+    shape: Sequence[int], *, device: torch.device | str, layout: ScaleLayout
+) -> Tensor:
+    """Uninitialised scales of a shape [.., M, K / 128] in a layout."""
+    if layout is ScaleLayout.ROW_MAJOR:
+        return torch.empty(*shape, dtype=torch.float32, device=device)
+    *outer, num_rows, num_groups = shape
+    aligned = -(-num_rows // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+    storage = torch.empty(*outer, num_groups, aligned, dtype=torch.float32, device=device)
+    return storage[..., :num_rows].transpose(-1, -2)
+
+
+def with_layout(scales: Tensor, layout: ScaleLayout) -> Tensor:
+    """The same scales in another layout, copied."""
+    copy = empty_scales(scales.shape, device=scales.device, layout=layout)
+    return copy.copy_(scales)
+
+
+def weight_scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the scales of weights [.., N, K]."""
+    *outer, num_rows, num_columns = shape
+    return (*outer, -(-num_rows // GROUP), -(-num_columns // GROUP))
+
+
+def scales_of(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """Scales of groups with a largest absolute value, float32 of the same shape."""
+    scales = amax.clamp_min(AMAX_FLOOR) / CODE_MAX
+    return scales if scale_format is ScaleFormat.FP32 else next_power_of_two(scales)
+
+
+def next_power_of_two(scales: Tensor) -> Tensor:
+    """The smallest powers of two not below normal, positive, float32 numbers; infinity stays."""
+    bits = scales.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    return (exponent << 23).view(torch.float32)
+
+
+def encode(x: Tensor, scales: Tensor) -> Tensor:
+    """Codes of float32 values, given scales that broadcast over them."""
+    return (x * (1.0 / scales)).to(CODE)
+
+
+def pack_ue8m0(scales: Tensor) -> Tensor:
+    """Exponents of power-of-two scales [.., M, G], four to an int32 [.., M, ceil(G / 4)].
+
+    The form that Blackwell's tensor cores read: the lowest byte holds the first group's biased
+    exponent; missing groups are 0.
+
+    Raises:
+        KernelInputError: a scale is not a positive power of two.
+    """
+    require_dtype("scales", scales, torch.float32)
+    bits = scales.contiguous().view(torch.int32)
+    if bool(((bits & 0x7FFFFF) != 0).any()) or bool((bits <= 0).any()):
+        raise KernelInputError("scales must be powers of two: quantise with ScaleFormat.UE8M0")
+    exponents = (bits >> 23).to(torch.uint8)
+    missing = -exponents.shape[-1] % 4
+    return torch.nn.functional.pad(exponents, (0, missing)).view(torch.int32)
+
+
+def unpack_ue8m0(packed: Tensor, *, num_groups: int) -> Tensor:
+    """Undo `pack_ue8m0`: float32 [.., M, num_groups]."""
+    require_dtype("packed", packed, torch.int32)
+    exponents = packed.contiguous().view(torch.uint8)[..., :num_groups].to(torch.int32)
+    return (exponents << 23).view(torch.float32)
+
+
+def require_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
+    """Raise KernelInputError unless a tensor has one of the dtypes."""
+    if tensor.dtype not in allowed:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise KernelInputError(f"{name} must be {names}, not {tensor.dtype}: convert it first")
+
+
+def require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """Raise KernelInputError unless a tensor has the shape."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise KernelInputError(f"{name} must be {list(shape)}, not {list(tensor.shape)}")
+
+
+def require_groups(name: str, tensor: Tensor) -> None:
+    """Raise KernelInputError unless a tensor's rows are whole groups of 128."""
+    if tensor.dim() < 2 or tensor.shape[-1] == 0 or tensor.shape[-1] % GROUP != 0:
+        raise KernelInputError(
+            f"{name} must be [.., rows, K] with K a multiple of {GROUP}, not "
+            f"{list(tensor.shape)}: pad K with zeros"
+        )
+
+
+def require_dense_rows(name: str, tensor: Tensor) -> None:
+    """Raise KernelInputError unless each row's elements are neighbours and rows do not overlap."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise KernelInputError(
+            f"{name} must have neighbouring columns, not strides {list(tensor.stride())}: "
+            "call contiguous()"
+        )
+    if tensor.shape[-2] > 1 and tensor.stride(-2) < tensor.shape[-1]:
+        raise KernelInputError(
+            f"{name}'s rows overlap (strides {list(tensor.stride())}): call contiguous()"
+        )
+
+
+def require_same_device(name: str, tensor: Tensor, other: Tensor) -> None:
+    """Raise KernelInputError unless two tensors are on one device."""
+    if tensor.device != other.device:
+        raise KernelInputError(f"{name} is on {tensor.device}, the rest on {other.device}: move it")

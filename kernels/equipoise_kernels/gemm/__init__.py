@@ -1,0 +1,1 @@
+"""Products of block-scaled FP8 rows and weights."""

@@ -1,0 +1,327 @@
+"""Dense product of block-scaled FP8 rows and weights: D = A W^T.
+
+Contract: A [M, K] with scales of either layout; W [N, K] contiguous; K a multiple of 128, N any,
+M may be 0. D [M, N] is bfloat16 or float32 with neighbouring columns. Each 128 of K is summed by
+itself, times both scales, into a float32 sum in the order of K; with split K there is such a sum
+for every part, and the parts are added in their order: bits depend on the configuration, never on
+timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels import configurations, selection
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import (
+    GROUP,
+    QuantizedRows,
+    QuantizedWeight,
+    require_dense_rows,
+    require_dtype,
+    require_same_device,
+    require_shape,
+)
+from equipoise_kernels.gemm import libraries
+from equipoise_kernels.gemm.tile import (
+    OUTPUT_DTYPES,
+    block_scaled_product,
+    check_operands,
+    store_tile,
+    weight_descriptor,
+)
+from equipoise_kernels.jit import constant, jit, tl
+from equipoise_kernels.specialization import Specialization, specialization
+
+# From here on libraries win: research on Hopper puts stock Triton at a third to a half of them.
+LARGE_ROWS = 256
+
+_GROUP = constant(GROUP)
+_SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConfig:
+    """A tile and how tiles are spread over the device.
+
+    Attributes:
+        block_m: rows of a tile; at least 64, or at least 16 with `swap_ab`.
+        block_n: outputs of a tile; 64 or 128.
+        swap_ab: whether weights take the tensor cores' rows.
+        split_k: parts of K, each a program of its own.
+        group_m: row tiles that go together through the outputs, for the L2 cache.
+        num_warps: warps of a program.
+        num_stages: blocks of K in flight.
+        ctas_per_sm: programs that must fit on one multiprocessor.
+    """
+
+    block_m: int
+    block_n: int
+    swap_ab: bool
+    split_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int
+
+
+CONFIG_SPACE = (
+    *(
+        GemmConfig(
+            block_m=block_m,
+            block_n=block_n,
+            swap_ab=True,
+            split_k=split_k,
+            group_m=1,
+            num_warps=4,
+            num_stages=num_stages,
+            ctas_per_sm=1,
+        )
+        for block_m, block_n, split_k, num_stages in product(
+            (16, 32, 64), (64, 128), (1, 2, 4, 8), (3, 4, 5)
+        )
+    ),
+    *(
+        GemmConfig(
+            block_m=block_m,
+            block_n=128,
+            swap_ab=False,
+            split_k=split_k,
+            group_m=group_m,
+            num_warps=block_m // 16,
+            num_stages=num_stages,
+            ctas_per_sm=1,
+        )
+        for block_m, split_k, group_m, num_stages in product((64, 128), (1, 2), (4, 8, 16), (3, 4))
+    ),
+)
+
+
+def gemm(
+    a: QuantizedRows,
+    weight: QuantizedWeight,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply rows [M, K] with weights [N, K], by the backend selected for this process: [M, N].
+
+    Args:
+        a: rows.
+        weight: weights.
+        dtype: of a new output, bfloat16 or float32; ignored with `out`.
+        out: where to write; a new tensor by default.
+
+    Raises:
+        KernelInputError: the contract is broken.
+    """
+    if a.codes.dim() != 2 or weight.codes.dim() != 2:
+        raise KernelInputError("gemm takes rows [M, K] and weights [N, K]; see grouped_gemm")
+    check_operands(a, weight)
+    shape = (a.codes.shape[0], weight.codes.shape[0])
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=a.codes.device)
+    require_dtype("out", out, *OUTPUT_DTYPES)
+    require_shape("out", out, shape)
+    require_dense_rows("out", out)
+    require_same_device("out", out, a.codes)
+    operation = "gemm_large" if shape[0] >= LARGE_ROWS else "gemm"
+    _BACKENDS[selection.backend(operation, out.device)](a, weight, out=out)
+    return out
+
+
+def gemm_reference(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
+    """The torch twin: a float32 product for each 128 of K, scaled and added in order."""
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    weight_scales = weight.scales.repeat_interleave(GROUP, dim=0)[: out.shape[1]]
+    for block in range(a.scales.shape[1]):
+        columns = slice(block * GROUP, (block + 1) * GROUP)
+        part = a.codes[:, columns].float() @ weight.codes[:, columns].float().T
+        total += part * (a.scales[:, block, None] * weight_scales[None, :, block])
+    out.copy_(total)
+
+
+def gemm_triton(
+    a: QuantizedRows,
+    weight: QuantizedWeight,
+    *,
+    out: Tensor,
+    config: GemmConfig | None = None,
+) -> None:
+    """Launch the kernel; the configuration is the committed one of this device by default."""
+    num_rows, num_columns = out.shape
+    if num_rows == 0:
+        return
+    num_blocks = a.scales.shape[1]
+    config = config or configurations.choose(
+        "gemm", GemmConfig, rows=num_rows, shape=(num_columns, num_blocks * GROUP)
+    )
+    parts = out
+    if config.split_k > 1:
+        parts = out.new_empty((config.split_k, num_rows, num_columns), dtype=torch.float32)
+    num_tiles = -(-num_rows // config.block_m) * -(-num_columns // config.block_n)
+    gemm_kernel[(num_tiles, config.split_k)](
+        a.codes,
+        a.scales,
+        weight_descriptor(weight, block_n=config.block_n),
+        weight.scales,
+        parts,
+        num_rows,
+        num_columns,
+        num_blocks,
+        a.codes.stride(0),
+        *a.scales.stride(),
+        parts.stride(-2),
+        parts.stride(0) if config.split_k > 1 else 0,
+        **_constants(config),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if config.split_k > 1:
+        add_parts_kernel[(num_rows, -(-num_columns // _SUM_BLOCK))](
+            parts, out, num_rows, num_columns, out.stride(0), SPLIT_K=config.split_k,
+            BLOCK=_SUM_BLOCK, num_warps=4,
+        )
+
+
+_BACKENDS: dict[str, Callable[..., None]] = {
+    "reference": gemm_reference,
+    "triton": gemm_triton,
+    "scaled_mm": libraries.gemm_scaled_mm,
+    "deep_gemm": libraries.gemm_deep_gemm,
+}
+
+
+def _constants(config: GemmConfig) -> dict[str, Any]:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SWAP_AB": config.swap_ab,
+        "SPLIT_K": config.split_k,
+        "GROUP_M": config.group_m,
+    }
+
+
+@jit
+def gemm_kernel(
+    a_ptr: Any,
+    a_scale_ptr: Any,
+    weight: Any,
+    weight_scale_ptr: Any,
+    out_ptr: Any,
+    num_rows: int,
+    num_columns: int,
+    num_blocks: int,
+    a_stride: int,
+    a_scale_row_stride: int,
+    a_scale_block_stride: int,
+    out_stride: int,
+    part_stride: int,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+) -> None:
+    """One tile of one part of K a program."""
+    row_tile, column_tile = _tile_of_program(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP_M)
+    part = tl.program_id(1)
+    rows = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = rows < num_rows
+    first_column = column_tile * BLOCK_N
+    blocks_per_part = tl.cdiv(num_blocks, SPLIT_K)
+    total = block_scaled_product(
+        a_ptr,
+        a_scale_ptr,
+        weight,
+        weight_scale_ptr + (first_column // _GROUP) * num_blocks,
+        rows,
+        is_row,
+        0,
+        first_column,
+        part * blocks_per_part,
+        tl.minimum((part + 1) * blocks_per_part, num_blocks),
+        a_stride,
+        a_scale_row_stride,
+        a_scale_block_stride,
+        BLOCK_M,
+        BLOCK_N,
+        SWAP_AB,
+    )
+    out_ptr += part.to(tl.int64) * part_stride
+    store_tile(
+        out_ptr, total, rows, is_row, first_column, num_columns, out_stride, BLOCK_N, SWAP_AB
+    )
+
+
+@jit
+def _tile_of_program(
+    num_rows: int,
+    num_columns: int,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+) -> Any:
+    """Row and column tile: GROUP_M row tiles by all columns, then the next GROUP_M."""
+    num_row_tiles, num_column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
+    tiles_per_group = GROUP_M * num_column_tiles
+    first_row_tile = (tl.program_id(0) // tiles_per_group) * GROUP_M
+    group_height = tl.minimum(num_row_tiles - first_row_tile, GROUP_M)
+    place = tl.program_id(0) % tiles_per_group
+    return first_row_tile + place % group_height, place // group_height
+
+
+@jit
+def add_parts_kernel(
+    parts_ptr: Any,
+    out_ptr: Any,
+    num_rows: int,
+    num_columns: int,
+    out_stride: int,
+    SPLIT_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add contiguous float32 parts [SPLIT_K, M, N] in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(SPLIT_K):
+        part_ptr = parts_ptr + (part * num_rows + row) * num_columns
+        total += tl.load(part_ptr + columns, mask=columns < num_columns, other=0.0)
+    values = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * out_stride + columns, values, mask=columns < num_columns)
+
+
+def specializations(config: GemmConfig) -> list[Specialization]:
+    """What a configuration compiles to."""
+    dtype = "fp32" if config.split_k > 1 else "bf16"
+    kernels = [
+        specialization(
+            gemm_kernel,
+            name=f"gemm {config}",
+            arguments=f"*fp8e4nv *fp32 tensordesc<fp8e4nv[1,{config.block_n},{GROUP}]> *fp32 "
+            f"*{dtype} i32 i32:16 i32 i32:16 i32 i32 i32:16 i32:16",
+            constants=_constants(config),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            ctas_per_sm=config.ctas_per_sm,
+            min_accumulators=config.block_m * config.block_n // (32 * config.num_warps),
+        )
+    ]
+    if config.split_k > 1:
+        kernels.append(
+            specialization(
+                add_parts_kernel,
+                name=f"add_parts split_k={config.split_k}",
+                arguments="*fp32 *bf16 i32 i32:16 i32:16",
+                constants={"SPLIT_K": config.split_k, "BLOCK": _SUM_BLOCK},
+                num_warps=4,
+            )
+        )
+    return kernels

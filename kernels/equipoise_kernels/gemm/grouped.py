@@ -1,0 +1,355 @@
+"""Grouped product of block-scaled FP8 rows and the weights of physical slots: the core of MoE.
+
+Every group of rows (an expert's tokens on this rank) is multiplied by the weights of one slot:
+D[row] = A[row] W[slot_of_group[group of row]]^T. Weights lie in a slab [S, N, K]; the slot map is a
+small int32 tensor in device memory, read by the kernel. So a layout switch fills spare slots and
+changes the map, while captured CUDA graphs stay as they are.
+
+Contract: W [S, N, K] contiguous, K a multiple of 128, N any; A's codes and scales as in `formats`;
+D bfloat16 or float32. The arithmetic is that of `gemm.dense` without split K. Who a row belongs to
+is said in one of three ways, always by int32 tensors on the device, so that nothing waits for it:
+
+ContiguousRows: A [R, K] and `group_of_row` [R]. Groups start at multiples of 128 rows; in each 128
+    rows the group's own come first, then padding, marked -1.
+PrefixSumRows: A [R, K] and `group_ends` [G]. Group g has the rows from the end of group g - 1,
+    rounded up to 128, to group_ends[g].
+MaskedRows: A [G, M, K] and `rows_of_group` [G]. Group g has its first rows_of_group[g] rows.
+
+Empty groups are fine. Rows of no group are never read, and their outputs never written. What cannot
+be refused without waiting for the device is masked the same way: the rows of a group whose id is
+not in [0, G) or whose slot is not in [0, S) are rows of no group, in a block of 128 so are those
+whose id is not the first row's, and counts are cut to [0, M], ends to [0, R].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels import configurations, selection
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import (
+    GROUP,
+    QuantizedRows,
+    QuantizedWeight,
+    require_dense_rows,
+    require_dtype,
+    require_same_device,
+    require_shape,
+)
+from equipoise_kernels.gemm.dense import gemm_reference
+from equipoise_kernels.gemm.schedule import (
+    GROUP_ALIGNMENT,
+    ContiguousRows,
+    MaskedRows,
+    PrefixSumRows,
+    Schedule,
+    row_tiles,
+    rows_by_group,
+    tile_rows,
+)
+from equipoise_kernels.gemm.tile import (
+    OUTPUT_DTYPES,
+    block_scaled_product,
+    check_operands,
+    store_tile,
+    weight_descriptor,
+)
+from equipoise_kernels.jit import constant, jit, tl
+from equipoise_kernels.specialization import Specialization, specialization
+
+_GROUP = constant(GROUP)
+# Enough to walk several tiles each when the interpreter stands in for a device.
+_PROGRAMS_ON_CPU = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedGemmConfig:
+    """A tile, and how many programs walk through all tiles.
+
+    Attributes:
+        block_m: rows of a tile, a divisor of 128; at least 64, or at least 16 with `swap_ab`.
+        block_n: outputs of a tile; 64 or 128.
+        swap_ab: whether weights take the tensor cores' rows.
+        num_warps: warps of a program.
+        num_stages: blocks of K in flight.
+        ctas_per_sm: programs of each multiprocessor.
+    """
+
+    block_m: int
+    block_n: int
+    swap_ab: bool
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int
+
+
+CONFIG_SPACE = (
+    *(
+        GroupedGemmConfig(
+            block_m=block_m,
+            block_n=block_n,
+            swap_ab=True,
+            num_warps=4,
+            num_stages=num_stages,
+            ctas_per_sm=ctas_per_sm,
+        )
+        for block_m, block_n, num_stages, ctas_per_sm in product(
+            (16, 32, 64), (64, 128), (3, 4, 5), (2, 3)
+        )
+    ),
+    *(
+        GroupedGemmConfig(
+            block_m=block_m,
+            block_n=128,
+            swap_ab=False,
+            num_warps=block_m // 16,
+            num_stages=num_stages,
+            ctas_per_sm=ctas_per_sm,
+        )
+        for block_m, num_stages, ctas_per_sm in product((64, 128), (3, 4), (1, 2, 3))
+    ),
+)
+
+
+def grouped_gemm(
+    a: QuantizedRows,
+    weight: QuantizedWeight,
+    slot_of_group: Tensor,
+    *,
+    schedule: Schedule,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply groups of rows with their slots' weights, by the backend of this process.
+
+    Args:
+        a: rows [R, K], or [G, M, K] with MaskedRows.
+        weight: the slab [S, N, K].
+        slot_of_group: int32 [G].
+        schedule: which rows belong to which group.
+        dtype: of a new output, bfloat16 or float32; ignored with `out`.
+        out: where to write, [R, N] or [G, M, N]; a new tensor by default, uninitialised where no
+            group has a row.
+
+    Raises:
+        KernelInputError: the contract is broken.
+    """
+    if weight.codes.dim() != 3:
+        raise KernelInputError(f"weights must be [S, N, K], not {list(weight.codes.shape)}")
+    check_operands(a, weight)
+    require_dtype("slot_of_group", slot_of_group, torch.int32)
+    require_shape("slot_of_group", slot_of_group, (slot_of_group.numel(),))
+    require_same_device("slot_of_group", slot_of_group, a.codes)
+    schedule.check(a, num_groups=slot_of_group.numel())
+    shape = (*a.codes.shape[:-1], weight.codes.shape[1])
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=a.codes.device)
+    require_dtype("out", out, *OUTPUT_DTYPES)
+    require_shape("out", out, shape)
+    require_dense_rows("out", out)
+    require_same_device("out", out, a.codes)
+    if out.numel() > 0 and slot_of_group.numel() > 0:
+        run = _BACKENDS[selection.backend("grouped_gemm", out.device)]
+        run(a, weight, slot_of_group.contiguous(), schedule=schedule, out=out)
+    return out
+
+
+def grouped_gemm_reference(
+    a: QuantizedRows,
+    weight: QuantizedWeight,
+    slot_of_group: Tensor,
+    *,
+    schedule: Schedule,
+    out: Tensor,
+) -> None:
+    """The torch twin: a loop over groups."""
+    slots = slot_of_group.tolist()
+    for group, rows in rows_by_group(schedule, num_rows=out.shape[0], num_groups=len(slots)):
+        if not 0 <= slots[group] < weight.codes.shape[0]:
+            continue
+        result = out.new_empty(out[rows].shape)
+        gemm_reference(
+            QuantizedRows(codes=a.codes[rows], scales=a.scales[rows]),
+            QuantizedWeight(
+                codes=weight.codes[slots[group]], scales=weight.scales[slots[group]]
+            ),
+            out=result,
+        )
+        out[rows] = result
+
+
+def grouped_gemm_triton(
+    a: QuantizedRows,
+    weight: QuantizedWeight,
+    slot_of_group: Tensor,
+    *,
+    schedule: Schedule,
+    out: Tensor,
+    config: GroupedGemmConfig | None = None,
+) -> None:
+    """Launch the kernel; the configuration is the committed one of this device by default."""
+    *outer, num_rows, num_columns = out.shape
+    num_groups = slot_of_group.numel()
+    config = config or configurations.choose(
+        "grouped_gemm",
+        GroupedGemmConfig,
+        rows=schedule.expected_rows_per_group(num_rows, num_groups=num_groups),
+        shape=(num_columns, a.codes.shape[-1]),
+    )
+    assert GROUP_ALIGNMENT % config.block_m == 0, config
+    grouped_gemm_kernel[(_num_programs(out.device, config.ctas_per_sm),)](
+        a.codes,
+        a.scales,
+        weight_descriptor(weight, block_n=config.block_n),
+        weight.scales,
+        out,
+        slot_of_group,
+        schedule.groups,
+        num_rows,
+        num_columns,
+        a.scales.shape[-1],
+        num_groups,
+        weight.codes.shape[0],
+        a.codes.stride(0) if outer else 0,
+        a.codes.stride(-2),
+        a.scales.stride(0) if outer else 0,
+        *a.scales.stride()[-2:],
+        out.stride(0) if outer else 0,
+        out.stride(-2),
+        SCHEDULE=schedule.number,
+        PADDED_GROUPS=_next_power_of_two(num_groups),
+        **_constants(config),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+_BACKENDS = {"reference": grouped_gemm_reference, "triton": grouped_gemm_triton}
+
+
+def _constants(config: GroupedGemmConfig) -> dict[str, Any]:
+    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SWAP_AB": config.swap_ab}
+
+
+@cache
+def _num_programs(device: torch.device, ctas_per_sm: int) -> int:
+    if device.type == "cpu":
+        return _PROGRAMS_ON_CPU
+    return ctas_per_sm * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@jit
+def grouped_gemm_kernel(
+    a_ptr: Any,
+    a_scale_ptr: Any,
+    weight: Any,
+    weight_scale_ptr: Any,
+    out_ptr: Any,
+    slot_of_group_ptr: Any,
+    groups_ptr: Any,
+    num_rows: int,
+    num_columns: int,
+    num_blocks: int,
+    num_groups: int,
+    num_slots: int,
+    a_outer_stride: int,
+    a_stride: int,
+    a_scale_outer_stride: int,
+    a_scale_row_stride: int,
+    a_scale_block_stride: int,
+    out_outer_stride: int,
+    out_stride: int,
+    SCHEDULE: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+) -> None:
+    """Every program walks through tiles, all column tiles of a row tile before the next.
+
+    A tile without rows has no blocks of K: there is one path through the body.
+    """
+    num_column_tiles = tl.cdiv(num_columns, BLOCK_N)
+    num_row_tiles, tiles_before = row_tiles(
+        groups_ptr, num_rows, num_groups, SCHEDULE, PADDED_GROUPS, BLOCK_M
+    )
+    for tile in range(tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0)):
+        group, rows, is_row = tile_rows(
+            groups_ptr,
+            tile // num_column_tiles,
+            tiles_before,
+            num_rows,
+            num_groups,
+            SCHEDULE,
+            PADDED_GROUPS,
+            BLOCK_M,
+        )
+        is_group = (group >= 0) & (group < num_groups)
+        slot = tl.load(slot_of_group_ptr + group, mask=is_group, other=-1)
+        is_slot = (slot >= 0) & (slot < num_slots)
+        is_row = is_row & is_slot
+        # In the two flat schedules the outer strides are 0.
+        outer = tl.where(is_group, group, 0).to(tl.int64)
+        first_column = (tile % num_column_tiles) * BLOCK_N
+        scale_row = tl.where(is_slot, slot, 0).to(tl.int64) * tl.cdiv(num_columns, _GROUP)
+        total = block_scaled_product(
+            a_ptr + outer * a_outer_stride,
+            a_scale_ptr + outer * a_scale_outer_stride,
+            weight,
+            weight_scale_ptr + (scale_row + first_column // _GROUP) * num_blocks,
+            rows,
+            is_row,
+            slot,
+            first_column,
+            0,
+            tl.where(is_slot, num_blocks, 0),
+            a_stride,
+            a_scale_row_stride,
+            a_scale_block_stride,
+            BLOCK_M,
+            BLOCK_N,
+            SWAP_AB,
+        )
+        store_tile(
+            out_ptr + outer * out_outer_stride,
+            total,
+            rows,
+            is_row,
+            first_column,
+            num_columns,
+            out_stride,
+            BLOCK_N,
+            SWAP_AB,
+        )
+
+
+def specializations(config: GroupedGemmConfig, *, num_groups: int) -> list[Specialization]:
+    """What a configuration compiles to: the three schedules."""
+    return [
+        specialization(
+            grouped_gemm_kernel,
+            name=f"grouped_gemm {schedule.__name__} {config}",
+            arguments=f"*fp8e4nv *fp32 tensordesc<fp8e4nv[1,{config.block_n},{GROUP}]> *fp32 "
+            "*bf16 *i32 *i32 i32 i32:16 i32 i32 i32 i32:16 i32:16 i32 i32 i32 i32:16 i32:16",
+            constants={
+                "SCHEDULE": schedule.number,
+                "PADDED_GROUPS": _next_power_of_two(num_groups),
+                **_constants(config),
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            ctas_per_sm=config.ctas_per_sm,
+            min_accumulators=config.block_m * config.block_n // (32 * config.num_warps),
+        )
+        for schedule in (ContiguousRows, PrefixSumRows, MaskedRows)
+    ]

@@ -1,0 +1,59 @@
+"""Dense products by libraries that may be installed: cuBLAS through torch, and DeepGEMM.
+
+Owns the translation from the suite's formats to theirs. They are offered only where the library is
+installed, the device is a Hopper GPU and the self-test passed; see `selection`.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from equipoise_kernels.formats import SCALE_ALIGNMENT, QuantizedRows, QuantizedWeight
+
+_SCALED_MM_NAMES = ("scaled_mm", "ScalingType", "SwizzleType")
+
+
+def scaled_mm_obstacle() -> str | None:
+    """Why torch's block-scaled product cannot be used, or None."""
+    missing = [name for name in _SCALED_MM_NAMES if not hasattr(functional, name)]
+    return f"this torch has no functional.{missing[0]}" if missing else None
+
+
+def deep_gemm_obstacle() -> str | None:
+    """Why DeepGEMM cannot be used, or None."""
+    try:
+        library = importlib.import_module("deep_gemm")
+    except Exception as error:  # noqa: BLE001  an extension fails to load in many ways
+        return f"deep_gemm cannot be imported ({type(error).__name__}: {error})"
+    return None if hasattr(library, "fp8_gemm_nt") else "this deep_gemm has no fp8_gemm_nt"
+
+
+def gemm_scaled_mm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
+    """cuBLAS (12.9 or later) with 1 x 128 and 128 x 128 scales; it computes bfloat16."""
+    # cuBLAS wants columns of scales without gaps, and the weights' rows of them padded to 16 bytes.
+    missing = -weight.scales.shape[1] % SCALE_ALIGNMENT
+    weight_scales = functional.pad(weight.scales, (0, missing)) if missing else weight.scales
+    kinds = functional.ScalingType
+    unswizzled = functional.SwizzleType.NO_SWIZZLE
+    result = functional.scaled_mm(
+        a.codes,
+        weight.codes.t(),
+        scale_a=a.scales.t().contiguous().t(),
+        scale_recipe_a=kinds.BlockWise1x128,
+        scale_b=weight_scales.t(),
+        scale_recipe_b=kinds.BlockWise128x128,
+        swizzle_a=unswizzled,
+        swizzle_b=unswizzled,
+        output_dtype=torch.bfloat16,
+    )
+    out.copy_(result)
+
+
+def gemm_deep_gemm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
+    """DeepGEMM's dense kernel; float32 scales, as on Hopper."""
+    library = importlib.import_module("deep_gemm")
+    library.fp8_gemm_nt((a.codes, a.scales), (weight.codes, weight.scales), out)

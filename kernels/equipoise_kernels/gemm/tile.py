@@ -1,0 +1,113 @@
+"""The K loop that every block-scaled FP8 product shares.
+
+Owns the one place where codes are multiplied. A tile is BLOCK_M rows by BLOCK_N weight rows
+(outputs). Tensor cores keep only about 14 bits of a sum of FP8 products, so each 128 of K is a
+product of its own, scaled and added to a float32 sum outside of them: the promotion of DeepSeek-V3
+(arXiv 2412.19437, section 3.3.2) at the interval at which scales change anyway.
+
+BLOCK_N divides 128, so that a tile has one weight scale per 128 of K.
+
+With few rows the operands are swapped: the weights fill the tensor cores' 64 rows, and the rows of
+the tile, as few as 16, their columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import GROUP, QuantizedRows, QuantizedWeight, require_dense_rows
+from equipoise_kernels.jit import TensorDescriptor, constant, jit, tl
+
+OUTPUT_DTYPES = (torch.bfloat16, torch.float32)
+
+_GROUP = constant(GROUP)
+
+
+@jit
+def block_scaled_product(
+    a_ptr: Any,
+    a_scale_ptr: Any,
+    weight: Any,
+    weight_scale_ptr: Any,
+    rows: Any,
+    is_row: Any,
+    slot: Any,
+    first_column: Any,
+    first_block: Any,
+    end_block: Any,
+    a_stride: int,
+    a_scale_row_stride: int,
+    a_scale_block_stride: int,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+) -> Any:
+    """Sum over blocks of K, float32 [BLOCK_M, BLOCK_N], or its transpose with SWAP_AB.
+
+    `rows` are int64 row numbers, of which only those with `is_row` are read. `weight` is a tensor
+    descriptor of codes [S, N, K] with blocks [1, BLOCK_N, 128]; `weight_scale_ptr` points at the
+    scales of the tile's weight rows.
+    """
+    a_ptrs = a_ptr + rows[:, None] * a_stride + tl.arange(0, _GROUP)[None, :]
+    a_scale_ptrs = a_scale_ptr + rows * a_scale_row_stride
+    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
+    for block in range(first_block, end_block):
+        a = tl.load(a_ptrs + block * _GROUP, mask=is_row[:, None], other=0.0)
+        w = weight.load([slot, first_column, block * _GROUP]).reshape(BLOCK_N, _GROUP)
+        a_scales = tl.load(a_scale_ptrs + block * a_scale_block_stride, mask=is_row, other=0.0)
+        scales = a_scales * tl.load(weight_scale_ptr + block)
+        if SWAP_AB:
+            total += tl.dot(w, tl.trans(a)) * scales[None, :]
+        else:
+            total += tl.dot(a, tl.trans(w)) * scales[:, None]
+    return total
+
+
+@jit
+def store_tile(
+    out_ptr: Any,
+    total: Any,
+    rows: Any,
+    is_row: Any,
+    first_column: Any,
+    num_columns: int,
+    out_stride: int,
+    BLOCK_N: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+) -> None:
+    """Round a tile to the output's dtype and write its rows, and columns below `num_columns`."""
+    columns = first_column + tl.arange(0, BLOCK_N)
+    values = total.to(out_ptr.dtype.element_ty)
+    if SWAP_AB:
+        places = rows[None, :] * out_stride + columns[:, None]
+        tl.store(out_ptr + places, values, mask=is_row[None, :] & (columns < num_columns)[:, None])
+    else:
+        places = rows[:, None] * out_stride + columns[None, :]
+        tl.store(out_ptr + places, values, mask=is_row[:, None] & (columns < num_columns)[None, :])
+
+
+def weight_descriptor(weight: QuantizedWeight, *, block_n: int) -> Any:
+    """What the kernel loads weights through: codes [S, N, K], or [N, K] as one slot."""
+    codes = weight.codes if weight.codes.dim() == 3 else weight.codes.unsqueeze(0)
+    return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [1, block_n, GROUP])
+
+
+def check_operands(a: QuantizedRows, weight: QuantizedWeight) -> None:
+    """Raise KernelInputError unless rows and weights can be multiplied by the kernels."""
+    if a.codes.shape[-1] != weight.codes.shape[-1]:
+        raise KernelInputError(
+            f"rows have K = {a.codes.shape[-1]}, weights {weight.codes.shape[-1]}: they must agree"
+        )
+    require_dense_rows("rows", a.codes)
+    if not weight.codes.is_contiguous() or not weight.scales.is_contiguous():
+        raise KernelInputError("weights and their scales must be contiguous: call contiguous()")
+    if weight.codes.data_ptr() % 16 or a.codes.data_ptr() % 16 or a.codes.stride(-2) % 16:
+        raise KernelInputError(
+            "codes must start at multiples of 16 bytes, and so must each row: copy them"
+        )
+    devices = {t.device for t in (a.codes, a.scales, weight.codes, weight.scales)}
+    if len(devices) != 1:
+        raise KernelInputError(f"rows and weights are on several devices ({devices}): move them")

@@ -1,0 +1,214 @@
+"""Quantise rows in groups of 1 x 128.
+
+Contract: x [M, K], bfloat16, float16 or float32, neighbouring columns, any row stride; K a multiple
+of 128, M may be 0. Codes [M, K] and scales [M, K / 128] by the arithmetic of `formats`. The bytes
+between the columns of MN-aligned scales are not written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels import configurations, selection
+from equipoise_kernels.formats import (
+    AMAX_FLOOR,
+    CODE_MAX,
+    GROUP,
+    QuantizedRows,
+    ScaleFormat,
+    ScaleLayout,
+    empty_rows,
+    encode,
+    require_dense_rows,
+    require_dtype,
+    require_groups,
+    require_same_device,
+    require_shape,
+    scales_of,
+)
+from equipoise_kernels.jit import constant, jit, tl
+from equipoise_kernels.specialization import Specialization, specialization
+
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_FLOOR = constant(AMAX_FLOOR)
+_CODE_MAX = constant(CODE_MAX)
+_GROUP = constant(GROUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupQuantConfig:
+    """Rows and groups that a program quantises, both powers of two, and its warps."""
+
+    rows: int
+    groups: int
+    num_warps: int
+
+
+CONFIG_SPACE = tuple(
+    GroupQuantConfig(rows=rows, groups=groups, num_warps=num_warps)
+    for rows, groups, num_warps in product((1, 4, 16, 32), (1, 2, 4, 8), (1, 4, 8))
+    if 256 <= rows * groups * GROUP // num_warps <= 2048
+)
+
+
+def group_quant(
+    x_MK: Tensor,
+    *,
+    scale_format: ScaleFormat = ScaleFormat.FP32,
+    scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+    out: QuantizedRows | None = None,
+) -> QuantizedRows:
+    """Quantise rows by the backend that was selected for this process.
+
+    Args:
+        x_MK: rows.
+        scale_format: which numbers scales may be.
+        scale_layout: memory layout of new scales; ignored with `out`.
+        out: where to write, of any layout; a new one by default.
+
+    Raises:
+        KernelInputError: the contract is broken.
+    """
+    require_dtype("x", x_MK, *VALUE_DTYPES)
+    require_groups("x", x_MK)
+    require_shape("x", x_MK, x_MK.shape[-2:])
+    require_dense_rows("x", x_MK)
+    out = checked_out(out, x_MK.shape, device=x_MK.device, layout=scale_layout)
+    run = _BACKENDS[selection.backend("group_quant", x_MK.device)]
+    run(x_MK, scale_format=scale_format, out=out)
+    return out
+
+
+def group_quant_reference(x_MK: Tensor, *, scale_format: ScaleFormat, out: QuantizedRows) -> None:
+    """The torch twin."""
+    write_quantized(x_MK.float(), scale_format=scale_format, out=out)
+
+
+def group_quant_triton(
+    x_MK: Tensor,
+    *,
+    scale_format: ScaleFormat,
+    out: QuantizedRows,
+    config: GroupQuantConfig | None = None,
+) -> None:
+    """Launch the kernel; the configuration is the committed one of this device by default."""
+    num_rows, num_groups = out.scales.shape
+    if num_rows == 0:
+        return
+    config = config or configurations.choose("group_quant", GroupQuantConfig, rows=num_rows)
+    grid = (-(-num_rows // config.rows), -(-num_groups // config.groups))
+    group_quant_kernel[grid](
+        x_MK,
+        out.codes,
+        out.scales,
+        num_rows,
+        num_groups,
+        x_MK.stride(0),
+        out.codes.stride(0),
+        *out.scales.stride(),
+        UE8M0=scale_format is ScaleFormat.UE8M0,
+        ROWS=config.rows,
+        GROUPS=config.groups,
+        num_warps=config.num_warps,
+    )
+
+
+_BACKENDS = {"reference": group_quant_reference, "triton": group_quant_triton}
+
+
+@jit
+def group_quant_kernel(
+    x_ptr: Any,
+    codes_ptr: Any,
+    scales_ptr: Any,
+    num_rows: int,
+    num_groups: int,
+    x_stride: int,
+    code_stride: int,
+    scale_row_stride: int,
+    scale_group_stride: int,
+    UE8M0: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """ROWS x GROUPS groups a program, one load and one store each."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    inside = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
+    columns = groups[None, :, None] * _GROUP + tl.arange(0, _GROUP)[None, None, :]
+    x = tl.load(x_ptr + rows[:, None, None] * x_stride + columns, mask=inside[:, :, None], other=0.0)
+    codes, scales = quantized(x.to(tl.float32), UE8M0)
+    code_ptrs = codes_ptr + rows[:, None, None] * code_stride + columns
+    tl.store(code_ptrs, codes, mask=inside[:, :, None])
+    scale_places = rows[:, None] * scale_row_stride + groups[None, :] * scale_group_stride
+    tl.store(scales_ptr + scale_places, scales, mask=inside)
+
+
+@jit
+def quantized(x: Any, UE8M0: tl.constexpr) -> Any:
+    """Codes and scales of float32 groups [A, B, 128]: the device's twin of `formats`."""
+    scales = scales_of_amax(tl.max(tl.abs(x), axis=2), UE8M0)
+    inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+    return (x * inverse[:, :, None]).to(tl.float8e4nv), scales
+
+
+@jit
+def scales_of_amax(amax: Any, UE8M0: tl.constexpr) -> Any:
+    """Scales of groups with a largest absolute value, float32 of any shape."""
+    amax = tl.maximum(amax, _FLOOR)
+    scales = tl.div_rn(amax, tl.full(amax.shape, _CODE_MAX, tl.float32))
+    if UE8M0:
+        bits = scales.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+        scales = (exponent << 23).to(tl.float32, bitcast=True)
+    return scales
+
+
+def checked_out(
+    out: QuantizedRows | None,
+    shape: torch.Size,
+    *,
+    device: torch.device,
+    layout: ScaleLayout,
+) -> QuantizedRows:
+    """The output of an operation that writes rows: the caller's if it fits, else a new one."""
+    if out is None:
+        return empty_rows(shape, device=device, layout=layout)
+    require_shape("out", out.codes, shape)
+    require_dense_rows("out", out.codes)
+    if out.codes.device != device:
+        require_same_device("out", out.codes, torch.empty(0, device=device))
+    return out
+
+
+def write_quantized(x: Tensor, *, scale_format: ScaleFormat, out: QuantizedRows) -> None:
+    """Quantise float32 rows [.., M, K] into `out` with torch."""
+    groups = x.unflatten(-1, (-1, GROUP))
+    amax = groups.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(dim=-1)
+    scales = scales_of(amax, scale_format)
+    out.scales.copy_(scales)
+    out.codes.copy_(encode(groups, scales.unsqueeze(-1)).flatten(-2))
+
+
+def specializations(config: GroupQuantConfig) -> list[Specialization]:
+    """What a configuration compiles to: both scale formats."""
+    return [
+        specialization(
+            group_quant_kernel,
+            name=f"group_quant {config} {scale_format.value}",
+            arguments="*bf16 *fp8e4nv *fp32 i32 i32 i32 i32 i32 i32",
+            constants={
+                "UE8M0": scale_format is ScaleFormat.UE8M0,
+                "ROWS": config.rows,
+                "GROUPS": config.groups,
+            },
+            num_warps=config.num_warps,
+        )
+        for scale_format in ScaleFormat
+    ]

@@ -1,0 +1,215 @@
+"""SwiGLU's activation straight into FP8: silu(gate) * up, quantised in groups of 1 x 128.
+
+Contract: x [M, 2 I] or [G, M, 2 I], bfloat16 or float32, neighbouring columns, the gate's I columns
+first, then up's; I a multiple of 128. silu and the product are float32, nothing is rounded before
+the codes. Masked form: `rows_per_group` int32 [G] on the device says how many rows of each group
+are real; the codes and scales of other rows are not written. Counts below 0 mean 0, counts above M
+mean M.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from equipoise_kernels import configurations, selection
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import (
+    GROUP,
+    QuantizedRows,
+    ScaleFormat,
+    ScaleLayout,
+    require_dense_rows,
+    require_dtype,
+    require_groups,
+    require_same_device,
+    require_shape,
+)
+from equipoise_kernels.jit import constant, jit, tl
+from equipoise_kernels.quant.group_quant import checked_out, quantized, write_quantized
+from equipoise_kernels.specialization import Specialization, specialization
+
+_GROUP = constant(GROUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiluMulQuantConfig:
+    """Rows and groups that a program computes, both powers of two, and its warps."""
+
+    rows: int
+    groups: int
+    num_warps: int
+
+
+CONFIG_SPACE = tuple(
+    SiluMulQuantConfig(rows=rows, groups=groups, num_warps=num_warps)
+    for rows, groups, num_warps in product((1, 4, 16, 32), (1, 2, 4, 8), (1, 4, 8))
+    if 256 <= rows * groups * GROUP // num_warps <= 1024
+)
+
+
+def silu_mul_quant(
+    x: Tensor,
+    *,
+    rows_per_group: Tensor | None = None,
+    scale_format: ScaleFormat = ScaleFormat.FP32,
+    scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+    out: QuantizedRows | None = None,
+) -> QuantizedRows:
+    """Activate and quantise rows by the backend that was selected for this process.
+
+    Args:
+        x: rows [M, 2 I], or [G, M, 2 I] with `rows_per_group`.
+        rows_per_group: int32 [G], real rows of each group.
+        scale_format: which numbers scales may be.
+        scale_layout: memory layout of new scales; ignored with `out`.
+        out: where to write, [.., M, I]; a new one by default.
+
+    Raises:
+        KernelInputError: the contract is broken.
+    """
+    require_dtype("x", x, torch.bfloat16, torch.float32)
+    if x.dim() != (2 if rows_per_group is None else 3):
+        raise KernelInputError(
+            f"x must be [M, 2 I], or [G, M, 2 I] with rows_per_group, not {list(x.shape)}"
+        )
+    if x.shape[-1] % (2 * GROUP) != 0:
+        raise KernelInputError(f"x must have 2 I columns, I a multiple of {GROUP}, not {x.shape[-1]}")
+    require_groups("x", x)
+    require_dense_rows("x", x)
+    if rows_per_group is not None:
+        require_dtype("rows_per_group", rows_per_group, torch.int32)
+        require_shape("rows_per_group", rows_per_group, x.shape[:1])
+        require_same_device("rows_per_group", rows_per_group, x)
+    shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2))
+    out = checked_out(out, shape, device=x.device, layout=scale_layout)
+    run = _BACKENDS[selection.backend("silu_mul_quant", x.device)]
+    run(x, rows_per_group=rows_per_group, scale_format=scale_format, out=out)
+    return out
+
+
+def silu_mul_quant_reference(
+    x: Tensor, *, rows_per_group: Tensor | None, scale_format: ScaleFormat, out: QuantizedRows
+) -> None:
+    """The torch twin."""
+    if rows_per_group is None:
+        gate, up = x.float().chunk(2, dim=-1)
+        write_quantized(functional.silu(gate) * up, scale_format=scale_format, out=out)
+        return
+    for group, count in enumerate(rows_per_group.clamp(0, x.shape[1]).tolist()):
+        silu_mul_quant_reference(
+            x[group, :count],
+            rows_per_group=None,
+            scale_format=scale_format,
+            out=QuantizedRows(codes=out.codes[group, :count], scales=out.scales[group, :count]),
+        )
+
+
+def silu_mul_quant_triton(
+    x: Tensor,
+    *,
+    rows_per_group: Tensor | None,
+    scale_format: ScaleFormat,
+    out: QuantizedRows,
+    config: SiluMulQuantConfig | None = None,
+) -> None:
+    """Launch the kernel; the configuration is the committed one of this device by default."""
+    if out.codes.numel() == 0:
+        return
+    *_, max_rows, num_groups = out.scales.shape
+    config = config or configurations.choose("silu_mul_quant", SiluMulQuantConfig, rows=max_rows)
+    is_masked = rows_per_group is not None
+    # Without a mask there is one outer group, whose stride is never used.
+    x_GMH, codes_GMI, scales_GMB = (
+        tensor if is_masked else tensor.unsqueeze(0) for tensor in (x, out.codes, out.scales)
+    )
+    num_blocks = -(-max_rows // config.rows)
+    silu_mul_quant_kernel[(num_blocks * x_GMH.shape[0], -(-num_groups // config.groups))](
+        x_GMH,
+        rows_per_group if is_masked else x,
+        codes_GMI,
+        scales_GMB,
+        max_rows,
+        num_groups,
+        x_GMH.stride(0),
+        x_GMH.stride(1),
+        codes_GMI.stride(0),
+        codes_GMI.stride(1),
+        *scales_GMB.stride(),
+        UE8M0=scale_format is ScaleFormat.UE8M0,
+        MASKED=is_masked,
+        ROWS=config.rows,
+        GROUPS=config.groups,
+        num_warps=config.num_warps,
+    )
+
+
+_BACKENDS = {"reference": silu_mul_quant_reference, "triton": silu_mul_quant_triton}
+
+
+@jit
+def silu_mul_quant_kernel(
+    x_ptr: Any,
+    rows_per_group_ptr: Any,
+    codes_ptr: Any,
+    scales_ptr: Any,
+    max_rows: int,
+    num_groups: int,
+    x_outer_stride: int,
+    x_stride: int,
+    code_outer_stride: int,
+    code_stride: int,
+    scale_outer_stride: int,
+    scale_row_stride: int,
+    scale_group_stride: int,
+    UE8M0: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """ROWS x GROUPS groups of one outer group a program; programs without real rows leave."""
+    num_blocks = tl.cdiv(max_rows, ROWS)
+    outer = (tl.program_id(0) // num_blocks).to(tl.int64)
+    first_row = (tl.program_id(0) % num_blocks) * ROWS
+    num_rows = max_rows
+    if MASKED:
+        num_rows = tl.minimum(tl.load(rows_per_group_ptr + outer), max_rows)
+    if first_row >= num_rows:
+        return
+    rows = first_row.to(tl.int64) + tl.arange(0, ROWS)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    inside = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
+    columns = groups[None, :, None] * _GROUP + tl.arange(0, _GROUP)[None, None, :]
+    mask = inside[:, :, None]
+    gate_ptrs = x_ptr + outer * x_outer_stride + rows[:, None, None] * x_stride + columns
+    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + num_groups * _GROUP, mask=mask, other=0.0).to(tl.float32)
+    codes, scales = quantized(gate / (1.0 + tl.exp(-gate)) * up, UE8M0)
+    code_ptrs = codes_ptr + outer * code_outer_stride + rows[:, None, None] * code_stride + columns
+    tl.store(code_ptrs, codes, mask=mask)
+    scale_ptrs = scales_ptr + outer * scale_outer_stride + rows[:, None] * scale_row_stride
+    tl.store(scale_ptrs + groups[None, :] * scale_group_stride, scales, mask=inside)
+
+
+def specializations(config: SiluMulQuantConfig) -> list[Specialization]:
+    """What a configuration compiles to: plain and masked."""
+    return [
+        specialization(
+            silu_mul_quant_kernel,
+            name=f"silu_mul_quant {config} masked={masked}",
+            arguments="*bf16 *i32 *fp8e4nv *fp32 i32 i32:16 i32:16 i32:16 i32:16 i32:16 i32 i32 i32",
+            constants={
+                "UE8M0": False,
+                "MASKED": masked,
+                "ROWS": config.rows,
+                "GROUPS": config.groups,
+            },
+            num_warps=config.num_warps,
+        )
+        for masked in (False, True)
+    ]

@@ -1,0 +1,1 @@
+"""What tests and benchmarks of the kernels share; nothing that serves imports it."""
