@@ -1,0 +1,334 @@
+"""Who leads, decided with clocks turned by hand: at no time two, and in the end always one."""
+
+import itertools
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from equipoise.balancer.leadership import (
+    TABLE,
+    Candidate,
+    Due,
+    Failed,
+    GaveUp,
+    LeaseRecord,
+    LeaseTiming,
+    Outranked,
+    Overtaken,
+    Read,
+    Role,
+    Saw,
+    Sighting,
+    Standing,
+    Ticked,
+    Write,
+    Wrote,
+)
+
+TIMING = LeaseTiming(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.5, request_timeout_s=0.5)
+
+
+class Register:
+    """A record and how often it was replaced."""
+
+    def __init__(self) -> None:
+        self.sighting = None
+        self.writes = 0
+
+    def write(self, request: Write):
+        version = self.sighting.version if self.sighting else None
+        if request.replacing != version:
+            return None
+        self.writes += 1
+        self.sighting = Sighting(record=request.record, version=str(self.writes))
+        return self.sighting
+
+
+@dataclass
+class Balancer:
+    """A candidate with a clock of its own; what it cannot reach answers nothing."""
+
+    name: str
+    register: Register
+    standing: Standing = None
+    reachable: bool = True
+    running: bool = True
+    skew_s: float = 0.0
+    terms: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        candidate = Candidate(name=self.name, address=f"{self.name}:7070")
+        self.standing = Standing(candidate=candidate, timing=TIMING)
+
+    def apply(self, event, true_s):
+        self.standing, request = self.standing.step(event, now=true_s + self.skew_s)
+        if self.standing.role is Role.LEADING and self.standing.term not in self.terms:
+            self.terms.append(self.standing.term)
+        return request
+
+    def round(self, true_s):
+        """One round in which every request is answered at once, or not at all."""
+        if not self.running:
+            return
+        request = self.apply(Due(), true_s)
+        while request is not None:
+            request = self.apply(self.answer(request, true_s), true_s)
+
+    def answer(self, request, true_s):
+        if not self.reachable:
+            return Failed(reason="no answer")
+        if isinstance(request, Read):
+            return Saw(sighting=self.register.sighting)
+        written = self.register.write(request)
+        if written is None:
+            return Overtaken()
+        return Wrote(sighting=written, sent_s=true_s + self.skew_s)
+
+    def leads(self, true_s) -> bool:
+        return self.running and self.standing.leads(now=true_s + self.skew_s)
+
+
+def run(balancers, *, from_s, to_s):
+    """Rounds every half second; returns when each moment had whom leading."""
+    history = []
+    now = from_s
+    while now < to_s:
+        for balancer in balancers:
+            balancer.round(now)
+        leaders = [balancer.name for balancer in balancers if balancer.leads(now)]
+        assert len(leaders) <= 1, f"{leaders} lead at {now}"
+        history.append((now, leaders))
+        now += TIMING.retry_s
+    return history
+
+
+@pytest.fixture
+def pair():
+    register = Register()
+    return Balancer("a", register), Balancer("b", register)
+
+
+def test_the_table_answers_every_event_in_every_role():
+    events = {Due, Saw, Wrote, Overtaken, Failed, Ticked, Outranked, GaveUp}
+    assert set(TABLE) == set(itertools.product(Role, events))
+
+
+def test_the_first_to_ask_leads_and_the_other_one_knows_where(pair):
+    a, b = pair
+    run(pair, from_s=100.0, to_s=120.0)
+    assert (a.standing.role, a.terms, b.terms) == (Role.LEADING, [1], [])
+    assert b.standing.leader_address == "a:7070"
+    assert a.standing.leader_address == ""
+
+
+def test_a_killed_leader_is_followed_within_the_duration_and_two_rounds(pair):
+    a, b = pair
+    run(pair, from_s=0.0, to_s=10.0)
+    a.running = False
+    history = run(pair, from_s=10.0, to_s=20.0)
+    taken_s = next(now for now, leaders in history if leaders == ["b"])
+    assert taken_s - 10.0 <= TIMING.duration_s + 2 * TIMING.retry_s
+    assert b.terms == [2]
+
+
+def test_a_leader_that_stops_in_order_is_followed_at_the_next_round(pair):
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    request = a.standing.release()
+    a.running = False
+    assert a.register.write(request) is not None
+    history = run(pair, from_s=5.0, to_s=6.0)
+    assert history[0][1] == ["b"]
+    assert b.standing.release() is not None
+    assert Standing(candidate=b.standing.candidate, timing=TIMING).release() is None
+
+
+def test_a_partitioned_leader_stops_by_itself_before_anybody_follows(pair):
+    a, _ = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    a.reachable = False
+    history = run(pair, from_s=5.0, to_s=20.0)
+    stopped_s = next(now for now, leaders in history if not leaders)
+    taken_s = next(now for now, leaders in history if leaders == ["b"])
+    assert stopped_s - 5.0 <= TIMING.renew_deadline_s
+    assert stopped_s < taken_s
+    a.reachable = True
+    history = run(pair, from_s=20.0, to_s=25.0)
+    assert all(leaders == ["b"] for _, leaders in history)
+    assert a.standing.leader_address == "b:7070"
+
+
+def test_a_register_that_nobody_reaches_leaves_nobody_leading_and_then_a_higher_term(pair):
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    a.reachable = b.reachable = False
+    assert run(pair, from_s=5.0, to_s=30.0)[-1][1] == []
+    a.reachable = b.reachable = True
+    assert run(pair, from_s=30.0, to_s=31.0)[-1][1] == ["a"]
+    assert a.terms == [1, 2]
+
+
+def test_a_paused_leader_that_wakes_up_knows_at_once_that_its_lease_is_over(pair):
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    a.running = False
+    run(pair, from_s=5.0, to_s=30.0)
+    a.running = True
+    assert not a.leads(30.0)
+    assert a.apply(Ticked(), 30.0) is None
+    assert a.standing.role is Role.FOLLOWING
+    assert b.leads(30.0)
+
+
+def test_an_answer_that_comes_after_the_pause_wins_and_renews_nothing(pair):
+    a, b = pair
+    campaign = a.apply(Saw(sighting=None), 0.0)
+    late = Wrote(sighting=a.register.write(campaign), sent_s=0.0)
+    assert a.apply(late, 2.0) is None
+    assert (a.standing.role, a.terms) == (Role.FOLLOWING, [])
+    run([b], from_s=0.0, to_s=5.0)
+    assert b.terms == [2]
+    renewal = b.apply(Due(), 5.0)
+    late = Wrote(sighting=b.register.write(renewal), sent_s=5.0)
+    b.apply(late, 9.0)
+    assert not b.leads(9.0)
+
+
+def test_a_clock_that_leaps_ends_a_term_and_begins_none(pair):
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    b.skew_s = 1000.0
+    b.round(4.6)  # The record is still that of the round before.
+    assert b.terms == []
+    run(pair, from_s=5.0, to_s=8.0)
+    assert b.terms == []
+    a.skew_s = 1000.0
+    assert not a.leads(8.0)
+    history = run(pair, from_s=8.0, to_s=15.0)
+    assert history[-1][1] == ["a"]
+    assert (a.terms, b.terms) == ([1, 2], [])
+
+
+def test_clocks_of_different_machines_are_never_compared():
+    register = Register()
+    a, b = Balancer("a", register, skew_s=-5e5), Balancer("b", register, skew_s=9e8)
+    run([a, b], from_s=0.0, to_s=5.0)
+    a.running = False
+    assert run([a, b], from_s=5.0, to_s=10.0)[-1][1] == ["b"]
+
+
+def test_a_renewal_whose_answer_was_lost_does_not_end_the_term(pair):
+    a, _ = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    renewal = a.apply(Due(), 5.0)
+    assert a.register.write(renewal) is not None
+    assert a.apply(Failed(reason="no answer"), 5.4) is None
+    a.round(5.5)
+    assert a.leads(7.0)
+    assert a.terms == [1]
+
+
+def test_a_campaign_whose_answer_was_lost_is_won_at_the_next_look_in_a_new_term(pair):
+    a, _ = pair
+    campaign = a.apply(Saw(sighting=None), 0.0)
+    a.register.write(campaign)
+    a.apply(Failed(reason="no answer"), 0.4)
+    a.round(0.5)
+    assert a.terms == [2]
+
+
+@pytest.mark.parametrize("left", [None, "b"])
+def test_a_leader_whose_record_is_gone_or_anothers_stops_at_its_next_renewal(pair, left):
+    a, _ = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    if left is None:
+        a.register.sighting = None
+    else:
+        record = replace(a.register.sighting.record, holder=left, term=5)
+        a.register.sighting = Sighting(record=record, version="other")
+    request = a.apply(Due(), 5.0)
+    request = a.apply(a.answer(request, 5.0), 5.0)
+    a.apply(a.answer(request, 5.0), 5.0)
+    assert not a.leads(5.0)
+
+
+def test_terms_go_on_from_the_highest_that_anybody_has_heard_of(pair):
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    a.register.sighting = None  # The store was emptied.
+    run(pair, from_s=5.0, to_s=6.0)
+    assert a.terms + b.terms == [1, 2]
+    leader = a if a.leads(6.0) else b
+    leader.apply(Outranked(term=40), 6.0)
+    assert not leader.leads(6.0)
+    run(pair, from_s=6.0, to_s=8.0)
+    assert leader.terms[-1] == 41
+    leader.apply(Outranked(term=41), 8.0)
+    assert leader.leads(8.0)
+
+
+def test_a_leader_that_cannot_do_its_work_lets_another_one_try(pair):
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    request = a.apply(GaveUp(reason="the store cannot be read"), 5.0)
+    assert a.answer(request, 5.0).sighting.record.holder == ""
+    assert (a.standing.role, a.standing.reason) == (Role.FOLLOWING, "the store cannot be read")
+    b.round(5.0)
+    assert b.leads(5.0)
+
+
+def test_in_any_turmoil_there_is_one_leader_at_most_and_terms_are_never_used_twice():
+    for seed in range(100):
+        chance = random.Random(seed)
+        register = Register()
+        balancers = [Balancer(name, register) for name in "abc"]
+        now = 0.0
+        for _ in range(200):
+            now += chance.uniform(0.0, 0.7)
+            balancer = chance.choice(balancers)
+            match chance.randrange(14):
+                case 0:
+                    balancer.reachable = not balancer.reachable
+                case 1:
+                    balancer.running = not balancer.running
+                case 2:
+                    # Once for each clock: those that leap all the time could be no clocks.
+                    balancer.skew_s = balancer.skew_s or chance.uniform(0.0, 100.0)
+                case 3:
+                    balancer.apply(Outranked(term=chance.randrange(50)), now)
+                case _:
+                    balancer.round(now)
+            assert sum(one.leads(now) for one in balancers) <= 1
+        used = [term for balancer in balancers for term in balancer.terms]
+        assert len(used) == len(set(used))
+        for balancer in balancers:
+            balancer.reachable = balancer.running = True
+        steps = [now + 10 + n * TIMING.retry_s for n in range(20)]
+        for moment in steps:
+            for balancer in balancers:
+                balancer.round(moment)
+        assert sum(balancer.leads(steps[-1]) for balancer in balancers) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"renew_deadline_s": 3.0},
+        {"retry_s": 1.6},
+        {"request_timeout_s": 0.0},
+        {"retry_s": 0.0},
+        {"duration_s": float("nan")},
+    ],
+)
+def test_timings_that_could_let_two_lead_are_refused(wrong):
+    with pytest.raises(ValueError, match="a lease needs"):
+        LeaseTiming(**wrong)
+
+
+def test_a_record_is_compared_by_version_not_by_content():
+    record = LeaseRecord(holder="b", address="b:1", term=1, renewals=0, duration_s=3.0)
+    follower = Balancer("a", Register())
+    for second in range(20):
+        follower.apply(Saw(sighting=Sighting(record=record, version=str(second))), float(second))
+    assert follower.standing.role is Role.FOLLOWING

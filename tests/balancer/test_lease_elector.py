@@ -1,0 +1,149 @@
+"""The elector against a register that answers late, wrongly or never: nothing waits for ever."""
+
+import asyncio
+
+import pytest
+
+from equipoise.balancer.leadership import Candidate, LeaseTiming, Role
+from equipoise.balancer.lease_elector import Elector
+from equipoise.balancer.lease_redis import RedisRegister
+from equipoise.balancer.lease_register import ALONE, RegisterError, SoleRegister
+
+BOUND_S = 60.0
+QUICK = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.1, request_timeout_s=0.1)
+
+
+class HangingRegister(SoleRegister):
+    """Answers as long as it is told to; then says nothing, or raises what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(term=0)
+        self.fault = None
+        self.answering = asyncio.Event()
+        self.answering.set()
+        self.asked = asyncio.Event()
+
+    async def read(self):
+        await self._wait()
+        return await super().read()
+
+    async def write(self, record, *, replacing):
+        await self._wait()
+        return await super().write(record, replacing=replacing)
+
+    async def _wait(self):
+        self.asked.set()
+        if self.fault:
+            raise self.fault
+        await self.answering.wait()
+
+
+def elector_of(register, name="a", *, timing=QUICK):
+    candidate = Candidate(name=name, address=f"{name}:7070")
+    return Elector(register, candidate=candidate, timing=timing)
+
+
+async def soon(awaitable):
+    return await asyncio.wait_for(awaitable, BOUND_S)
+
+
+async def test_one_alone_leads_and_gives_the_lease_back_at_the_end():
+    register = SoleRegister(term=5)
+    elector = elector_of(register, timing=ALONE)
+    async with elector.running():
+        tenure = await soon(elector.tenure())
+        assert tenure.term == 6
+        assert tenure.holds()
+    assert not tenure.holds()
+    assert (await register.read()).record.holder == ""
+
+
+async def test_two_of_them_share_one_register_and_the_second_follows_the_first():
+    register = SoleRegister(term=0)
+    one, other = elector_of(register), elector_of(register, "b")
+    async with other.running():
+        async with one.running():
+            leader, follower = one, other
+            if (await _first_tenure(one, other)) is other:
+                leader, follower = other, one
+            while not follower.standing.leader_address:
+                await soon(follower.until_changed(follower.standing))
+            assert follower.standing.leader_address == leader.standing.candidate.address
+        tenure = await soon(other.tenure())
+        assert tenure.term >= 1
+
+
+@pytest.mark.parametrize("fault", [None, RegisterError("it is down"), ZeroDivisionError()])
+async def test_a_register_that_stops_answering_ends_the_term_within_the_deadline(fault):
+    register = HangingRegister()
+    elector = elector_of(register)
+    async with elector.running():
+        tenure = await soon(elector.tenure())
+        valid_until_s = elector.standing.valid_until_s
+        register.fault = fault
+        register.answering.clear()
+        await soon(elector.until_over(tenure))
+        assert elector.standing.role is Role.FOLLOWING
+        assert elector.standing.valid_until_s <= valid_until_s + QUICK.retry_s
+        register.fault = None
+        register.answering.set()
+        again = await soon(elector.tenure())
+        assert again.term > tenure.term
+        assert not tenure.holds()
+
+
+async def test_a_term_that_was_outranked_is_followed_by_a_higher_one():
+    elector = elector_of(SoleRegister(term=0))
+    async with elector.running():
+        tenure = await soon(elector.tenure())
+        tenure.outranked(70)
+        assert not tenure.holds()
+        await soon(elector.until_over(tenure))
+        assert (await soon(elector.tenure())).term == 71
+
+
+async def test_who_gives_up_hands_the_lease_back_first():
+    register = SoleRegister(term=0)
+    one, other = elector_of(register), elector_of(register, "b")
+    async with one.running():
+        tenure = await soon(one.tenure())
+        async with other.running():
+            while not other.standing.leader_address:
+                await soon(other.until_changed(other.standing))
+            tenure.give_up("the store cannot be read")
+            await soon(one.until_over(tenure))
+            assert (await _first_tenure(one, other)).standing.term == 2
+        tenure.give_up("said again, by somebody who had not heard")
+
+
+async def test_stopping_is_bounded_when_the_register_hangs():
+    register = HangingRegister()
+    elector = elector_of(register)
+    async with elector.running():
+        await soon(elector.tenure())
+        register.asked.clear()
+        register.answering.clear()
+        await soon(register.asked.wait())
+    assert not elector.leads()
+
+
+async def test_a_redis_that_is_paused_ends_the_term_and_one_that_wakes_begins_another(redis_server):
+    timing = LeaseTiming(duration_s=2.0, renew_deadline_s=1.5, retry_s=0.2, request_timeout_s=1.0)
+    register = RedisRegister(redis_server.url, timeout_s=1.0)
+    elector = elector_of(register, timing=timing)
+    async with elector.running():
+        tenure = await soon(elector.tenure())
+        redis_server.pause()
+        await soon(elector.until_over(tenure))
+        redis_server.resume()
+        assert (await soon(elector.tenure())).term > tenure.term
+    await register.close()
+
+
+async def _first_tenure(*electors):
+    waits = {asyncio.create_task(elector.tenure()): elector for elector in electors}
+    done, pending = await asyncio.wait(waits, timeout=BOUND_S, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    return waits[done.pop()]

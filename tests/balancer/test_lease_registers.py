@@ -1,0 +1,198 @@
+"""One promise for every place that may keep the lease: a record is replaced by one at a time."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+from kubernetes.aio import client
+from redis import Redis
+from redis_server import free_port
+
+from equipoise.balancer.leadership import LeaseRecord
+from equipoise.balancer.lease_kubernetes import KubernetesRegister
+from equipoise.balancer.lease_redis import RedisRegister
+from equipoise.balancer.lease_register import RegisterError, SoleRegister
+from equipoise.balancer.redis_store import HASH_TAG
+
+PATIENT_S = 20.0
+RECORD = LeaseRecord(holder="a", address="a:7070", term=4, renewals=0, duration_s=3.0)
+
+
+class LeaseServer:
+    """What a Kubernetes API server does with Leases: versions, conflicts, and refusals at will."""
+
+    def __init__(self) -> None:
+        self.lease = None
+        self.version = 0
+        self.refusal = 0
+        self.answering = asyncio.Event()
+        self.answering.set()
+        application = web.Application()
+        leases = "/apis/coordination.k8s.io/v1/namespaces/moe/leases"
+        application.router.add_get(leases + "/eq", self.get)
+        application.router.add_post(leases, self.post)
+        application.router.add_put(leases + "/eq", self.put)
+        self.runner = web.AppRunner(application, shutdown_timeout=0.1)
+
+    async def start(self) -> str:
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+    async def get(self, request):
+        return await self.answer(200 if self.lease else 404)
+
+    async def post(self, request):
+        return await self.take(await request.json(), fits=self.lease is None, status=201)
+
+    async def put(self, request):
+        lease = await request.json()
+        fits = self.lease and lease["metadata"]["resourceVersion"] == str(self.version)
+        return await self.take(lease, fits=fits, status=200)
+
+    async def take(self, lease, *, fits, status):
+        if fits and not self.refusal:
+            self.version += 1
+            lease["metadata"]["resourceVersion"] = str(self.version)
+            self.lease = lease
+        return await self.answer(status if fits else 409)
+
+    async def answer(self, status):
+        await self.answering.wait()
+        status = self.refusal or status
+        body = self.lease if status < 300 else {"kind": "Status", "code": status}
+        return web.json_response(body, status=status)
+
+
+@pytest.fixture
+async def lease_server():
+    server = LeaseServer()
+    yield server
+    await server.runner.cleanup()
+
+
+@pytest.fixture
+async def open_kubernetes(lease_server):
+    address = await lease_server.start()
+    opened = []
+
+    def open_register(timeout_s=PATIENT_S):
+        api = client.ApiClient(client.Configuration(host=address))
+        opened.append(KubernetesRegister(api, namespace="moe", name="eq", timeout_s=timeout_s))
+        return opened[-1]
+
+    yield open_register
+    for register in opened:
+        await register.close()
+
+
+@pytest.fixture
+async def open_redis(redis_url):
+    opened = []
+
+    def open_register(timeout_s=PATIENT_S):
+        opened.append(RedisRegister(redis_url, timeout_s=timeout_s))
+        return opened[-1]
+
+    yield open_register
+    for register in opened:
+        await register.close()
+
+
+@pytest.fixture(params=["redis", "kubernetes"])
+def open_register(request):
+    """Opens the same register, as another process would."""
+    return request.getfixturevalue(f"open_{request.param}")
+
+
+async def test_what_one_writes_all_read(open_register):
+    one, other = open_register(), open_register()
+    assert await one.read() is None
+    written = await one.write(RECORD, replacing=None)
+    assert written.record == RECORD
+    assert await one.read() == written
+    assert await other.read() == written
+
+
+async def test_only_the_version_that_was_read_can_be_replaced(open_register):
+    one, other = open_register(), open_register()
+    first = await one.write(RECORD, replacing=None)
+    assert await other.write(RECORD, replacing=None) is None
+    renewed = replace(RECORD, renewals=1)
+    second = await one.write(renewed, replacing=first.version)
+    assert second.version != first.version
+    assert await other.write(replace(RECORD, holder="b"), replacing=first.version) is None
+    assert await other.read() == second
+
+
+async def test_of_many_that_replace_at_once_one_succeeds(open_register):
+    first = await open_register().write(RECORD, replacing=None)
+    written = await asyncio.gather(
+        *(
+            open_register().write(replace(RECORD, holder=holder), replacing=first.version)
+            for holder in "bcdef"
+        )
+    )
+    (winner,) = [sighting for sighting in written if sighting]
+    assert await open_register().read() == winner
+
+
+async def test_a_register_of_one_process_keeps_the_terms_of_its_store():
+    register = SoleRegister(term=7)
+    before = await register.read()
+    assert (before.record.term, before.record.holder) == (7, "")
+    written = await register.write(RECORD, replacing=before.version)
+    assert await register.read() == written
+    assert await register.write(RECORD, replacing=before.version) is None
+    await register.close()
+
+
+async def test_a_redis_that_is_down_is_named_with_the_remedy():
+    register = RedisRegister(f"redis://127.0.0.1:{free_port()}", timeout_s=PATIENT_S)
+    with pytest.raises(RegisterError, match="check that it runs"):
+        await register.read()
+    with pytest.raises(RegisterError, match="check that it runs"):
+        await register.write(RECORD, replacing=None)
+    await register.close()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", "\xff", '{"holder": "a"}'])
+async def test_a_senseless_lease_in_redis_is_nobodys(redis_url, open_redis, text):
+    with Redis.from_url(redis_url) as operator:
+        operator.set(f"{HASH_TAG}:lease", text)
+    with pytest.raises(RegisterError, match="remove it if no balancer runs"):
+        await open_redis().read()
+
+
+async def test_a_lease_in_redis_that_would_never_end_is_refused(open_redis):
+    register = open_redis()
+    await register.write(replace(RECORD, duration_s=float("inf")), replacing=None)
+    with pytest.raises(RegisterError, match="senseless lease"):
+        await register.read()
+
+
+async def test_a_missing_right_in_the_cluster_is_named(open_kubernetes, lease_server):
+    lease_server.refusal = 403
+    with pytest.raises(RegisterError, match="needs get, create and update on leases"):
+        await open_kubernetes().read()
+    with pytest.raises(RegisterError, match="lease moe/eq"):
+        await open_kubernetes().write(RECORD, replacing=None)
+
+
+async def test_an_api_server_that_hangs_is_given_up(open_kubernetes, lease_server):
+    lease_server.answering.clear()
+    with pytest.raises(RegisterError, match="cannot be reached"):
+        await open_kubernetes(timeout_s=0.2).read()
+    lease_server.answering.set()
+
+
+async def test_people_can_read_the_lease_and_a_foreign_one_is_free(open_kubernetes, lease_server):
+    register = open_kubernetes()
+    first = await register.write(RECORD, replacing=None)
+    spec = lease_server.lease["spec"]
+    assert (spec["holderIdentity"], spec["leaseTransitions"]) == ("a", 4)
+    assert spec["leaseDurationSeconds"] == 3
+    lease_server.lease = {"metadata": {"name": "eq", "resourceVersion": first.version}}
+    assert (await register.read()).record.holder == ""
