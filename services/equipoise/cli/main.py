@@ -15,10 +15,14 @@ import typer
 from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.demo_settings import DemoSettings
 from equipoise.cli.options import command_from
+from equipoise.cli.plan_settings import PlanSettings
 from equipoise.cli.status_settings import StatusSettings
+from equipoise.cli.tool_settings import ToolInputError
+from equipoise.formats.errors import FormatError
 from equipoise.worker.settings import WorkerSettings
 
 EXIT_FAULT = 1
+EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 _OWN_PACKAGES = {"equipoise", "equipoise_model", "equipoise_kernels"}
@@ -36,7 +40,8 @@ def main() -> NoReturn:
         if words is None:
             raise
         print(f"equipoise: {words}", file=sys.stderr)
-        sys.exit(EXIT_FAULT)
+        bad_input = isinstance(error, FormatError | ToolInputError)
+        sys.exit(EXIT_BAD_INPUT if bad_input else EXIT_FAULT)
     sys.exit()
 
 
@@ -87,6 +92,11 @@ def _demo(settings: DemoSettings) -> int:
     return _run_of("equipoise.cli.demo")(settings)
 
 
+def _plan(settings: PlanSettings) -> int:
+    """Plan a layout for recorded loads: its balance, its price, and a file for any engine."""
+    return _run_of("equipoise.cli.plan")(settings)
+
+
 def _run_of(module: str) -> Callable[[Any], int]:
     """The `run` of a command's module, imported now."""
     run: Callable[[Any], int] = importlib.import_module(module).run
@@ -108,6 +118,7 @@ app.command("balancer")(command_from(BalancerSettings, _balancer))
 app.command("worker")(command_from(WorkerSettings, _worker))
 app.command("status")(command_from(StatusSettings, _status))
 app.command("demo")(command_from(DemoSettings, _demo))
+app.command("plan")(command_from(PlanSettings, _plan))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,190 @@
+"""From settings to what planning works on: loads, a model's shape, ranks, the layout in use.
+
+Reads files by `equipoise.formats`, and says in words what does not fit together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from equipoise.cli.tool_settings import LoadsSettings, ToolInputError
+from equipoise.formats.errors import FormatError
+from equipoise.formats.expected import Expected
+from equipoise.formats.files import read_placement, read_recording
+from equipoise.formats.format import Format
+from equipoise.formats.model_config import ModelConfig, read_model_config
+from equipoise.formats.recording import Recording, joined
+from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.load import Load
+from equipoise.planning.topology import ModelShape, Topology
+from equipoise.planning.twins import repair_twins
+
+DEEPSEEK_V3_EXPERT_BYTES = 3 * (7168 * 2048 + 4 * 56 * 16)
+"""Three FP8 matrices of 7168 x 2048, and a float32 scale for each block of 128 x 128."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """Loads and the model they are of; `expert_bytes_origin` says where that size comes from."""
+
+    recording: Recording
+    model: ModelShape
+    expert_bytes_origin: str
+
+    @property
+    def expected(self) -> Expected:
+        """What a layout of this model must agree with."""
+        return Expected(
+            num_layers=self.model.num_layers,
+            num_experts=self.model.num_experts,
+            first_moe_layer=self.recording.first_moe_layer,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CurrentLayout:
+    """A layout in use. `expert_of_slot`, [layers, slots], is what the file says.
+
+    Peers may hold an expert twice on a rank, which `Layout` never does; then `layout` differs in
+    `num_twins` slots, which every plan has to change anyway.
+    """
+
+    layout: Layout
+    expert_of_slot: ExpertTable
+    num_twins: int
+
+
+def read_case(settings: LoadsSettings) -> Case:
+    """Read all files of loads, and the model's config if there is one.
+
+    Raises:
+        FormatError: a file cannot be used.
+        ToolInputError: files and options contradict each other.
+    """
+    config = None if settings.model_config is None else read_model_config(settings.model_config)
+    first_moe_layer = settings.first_moe_layer
+    if first_moe_layer is None and config is not None:
+        first_moe_layer = config.first_moe_layer
+    recordings = {
+        label: read_recording(
+            path,
+            form=settings.loads_format,
+            num_experts=None if config is None else config.num_experts,
+            first_moe_layer=first_moe_layer,
+        )
+        for label, path in _labelled(settings.loads).items()
+    }
+    (recording,) = recordings.values() if len(recordings) == 1 else (joined(recordings),)
+    if settings.windows:
+        recording = recording.only(settings.windows)
+    expert_bytes, origin = _expert_bytes(settings, config)
+    groups = settings.groups or (config.num_groups if config else 1)
+    if recording.num_experts % groups:
+        raise ToolInputError(
+            f"--groups {groups}: {recording.num_experts} experts do not divide into {groups} groups"
+        )
+    model = ModelShape(
+        num_layers=recording.num_layers,
+        num_experts=recording.num_experts,
+        num_groups=groups,
+        expert_bytes=expert_bytes,
+    )
+    return Case(recording=recording, model=model, expert_bytes_origin=origin)
+
+
+def topology_of(
+    model: ModelShape, *, num_nodes: int, num_ranks: int, num_slots: int | None
+) -> Topology:
+    """Ranks in equal shares on nodes, and slots in equal shares on ranks.
+
+    Without `num_slots`, there are as few as hold all experts.
+
+    Raises:
+        ToolInputError: they do not divide, or do not hold all experts.
+    """
+    if num_ranks < 1 or num_nodes < 1 or num_ranks % num_nodes:
+        raise ToolInputError(f"--ranks {num_ranks} do not divide over --nodes {num_nodes}")
+    least = -(-model.num_experts // num_ranks) * num_ranks
+    num_slots = least if num_slots is None else num_slots
+    if num_slots < 1 or num_slots % num_ranks:
+        below = num_slots // num_ranks * num_ranks
+        raise ToolInputError(
+            f"--slots {num_slots} do not divide over --ranks {num_ranks}: take "
+            f"{max(below, least)} or {max(below, least) + num_ranks}"
+        )
+    if num_slots < model.num_experts:
+        raise ToolInputError(
+            f"--slots {num_slots} cannot hold {model.num_experts} experts: take {least} or more"
+        )
+    ranks_per_node = num_ranks // num_nodes
+    return Topology(
+        node_of_rank=tuple(f"node{rank // ranks_per_node}" for rank in range(num_ranks)),
+        slots_per_rank=num_slots // num_ranks,
+    )
+
+
+def read_current(
+    path: Path, *, form: Format | None, case: Case, topology: Topology, load: Load
+) -> CurrentLayout:
+    """Read the layout in use; `load`, [layers, experts], says which twins to swap away.
+
+    Raises:
+        FormatError: the file cannot be used, or is of other experts, layers, ranks or slots.
+    """
+    placement = read_placement(path, form=form, expected=case.expected)
+    if placement.num_slots != topology.num_slots:
+        raise FormatError(
+            f"{path}: it has {placement.num_slots} slots, --slots says {topology.num_slots}"
+        )
+    if placement.num_ranks not in {None, topology.num_ranks}:
+        raise FormatError(
+            f"{path}: it has {placement.num_ranks} ranks, --ranks says {topology.num_ranks}"
+        )
+    table = placement.expert_of_slot
+    repaired = repair_twins(table, load=load, num_ranks=topology.num_ranks)
+    layout = Layout(
+        generation=1,
+        num_experts=placement.num_experts,
+        num_ranks=topology.num_ranks,
+        expert_of_slot=repaired,
+    )
+    return CurrentLayout(
+        layout=layout,
+        expert_of_slot=table,
+        num_twins=int(np.count_nonzero(repaired != table)),
+    )
+
+
+def numbers(option: str, words: Sequence[str]) -> tuple[int, ...]:
+    """Whole numbers and ranges such as 8-11, of an option with commas.
+
+    Raises:
+        ToolInputError: a word is neither.
+    """
+    found: list[int] = []
+    for word in words:
+        first, dash, last = word.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or len(word) > 20:
+            raise ToolInputError(f"{option} must be numbers or ranges such as 0,4-7, not {word!r}")
+        end = int(last or first)
+        if not int(first) <= end <= int(first) + 100_000:
+            raise ToolInputError(f"{option}: {word} is no range")
+        found += range(int(first), end + 1)
+    return tuple(dict.fromkeys(found))
+
+
+def _labelled(files: Sequence[str]) -> dict[str, Path]:
+    """Paths by their stems, or by the whole where two have one stem."""
+    paths = [Path(file) for file in dict.fromkeys(files)]
+    stems = [path.stem for path in paths]
+    return {path.stem if stems.count(path.stem) == 1 else str(path): path for path in paths}
+
+
+def _expert_bytes(settings: LoadsSettings, config: ModelConfig | None) -> tuple[int, str]:
+    if settings.expert_bytes is not None:
+        return settings.expert_bytes, "as given"
+    if config is not None:
+        return config.expert_bytes, "by the model's config"
+    return DEEPSEEK_V3_EXPERT_BYTES, "DeepSeek-V3's in FP8; for another model say --model-config"

@@ -1,0 +1,55 @@
+"""What `plan`, `replay` and `whatif` are asked in the same words. Starts nothing, reads nothing."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from equipoise.formats.format import Format
+
+
+class ToolInputError(ValueError):
+    """What a person asked of a tool cannot be done; the message names the option and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadsSettings:
+    """Which loads, and of which model.
+
+    Raises:
+        ToolInputError: a value is outside its range.
+    """
+
+    loads: tuple[str, ...] = ()
+    """Files of loads, with commas between them: SGLang's recorder (.pt, .json), TensorRT-LLM's
+    statistics (a folder), DeepSeek's EPLB (.npz), or our own loads.json."""
+
+    loads_format: Format | None = None
+    """Format of the loads; found by what is in them unless given."""
+
+    windows: tuple[str, ...] = ()
+    """Windows to use, by name; all unless given. "code" stands for "code/0", "code/1" and so on."""
+
+    model_config: Path | None = None
+    """The model's config.json: it says groups, the first MoE layer and the size of an expert."""
+
+    groups: int | None = None
+    """Expert groups of the router, 8 in DeepSeek-V3; 1 unless this or the config says."""
+
+    first_moe_layer: int | None = None
+    """Layer of the model that its first MoE layer is, 3 in DeepSeek-V3. Files that count all layers
+    are understood by it, and it is needed to write them."""
+
+    expert_bytes: int | None = None
+    """Bytes of one expert in one layer; those of DeepSeek-V3 in FP8 unless this or the config
+    says."""
+
+    def __post_init__(self) -> None:
+        if not self.loads:
+            raise ToolInputError("say which loads: --loads FILE")
+        _check_least("--groups", self.groups, 1)
+        _check_least("--first-moe-layer", self.first_moe_layer, 0)
+        _check_least("--expert-bytes", self.expert_bytes, 1)
+
+
+def _check_least(option: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ToolInputError(f"{option} must be at least {least}, not {value}")
