@@ -1,0 +1,181 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from equipoise.cli.main import app, main
+from equipoise.cli.tool_settings import ToolInputError
+from equipoise.formats.errors import FormatError
+from equipoise.formats.expected import Expected
+from equipoise.formats.files import read_placement, write_placement
+from equipoise.formats.format import Format
+from equipoise.formats.placement import Placement
+from equipoise.planning.balance import balancedness, rank_loads
+
+TINY = Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny"
+LOADS = str(TINY / "loads.json")
+POOL = ["--loads", LOADS, "--nodes", "2", "--ranks", "4", "--slots", "40", "--groups", "8"]
+
+
+def equipoise(*arguments):
+    """What a command prints; its faults are raised as they are."""
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "120"})
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def planned(*arguments):
+    return json.loads(equipoise(*arguments, "--json"))
+
+
+def total_load():
+    domains = json.loads(Path(LOADS).read_text())["domains"]
+    return (
+        np.array([window for windows in domains.values() for window in windows]).sum(axis=0) * 1.0
+    )
+
+
+def test_the_numbers_are_those_of_the_layout_that_is_written(tmp_path):
+    out = tmp_path / "layout.json"
+    told = planned(*POOL, "--out", str(out))
+    placement = read_placement(out)
+    carried = rank_loads(placement.expert_of_slot, load=total_load(), num_ranks=4)
+    assert told["balancedness"] == pytest.approx(balancedness(carried))
+    assert told["balancedness_min_layer"] == pytest.approx(
+        (carried.mean(axis=1) / carried.max(axis=1)).min()
+    )
+    in_order = np.tile(np.arange(40) % 32, (4, 1))
+    assert told["moves"] == np.count_nonzero(placement.expert_of_slot != in_order)
+    assert told["bytes"] == told["moves"] * told["expert_bytes"]
+    assert told["balancedness_current"] < told["balancedness"] <= told["bound"] + 1e-9
+    assert 0 <= told["off_node_share"] <= 1
+    assert told["plan_ms"] > 0
+    assert told["reason"]
+    assert placement.num_ranks == 4
+
+
+@pytest.mark.parametrize("form", Format)
+def test_a_plan_is_written_for_every_engine_and_read_again_as_the_current_layout(tmp_path, form):
+    out = tmp_path / "layout"
+    written = planned(*POOL, "--first-moe-layer", "1", "--out", str(out), "--format", form)
+    assert read_placement(out, expected=Expected(first_moe_layer=1)).num_layers == 4
+    again = planned(*POOL, "--first-moe-layer", "1", "--current", str(out))
+    assert (again["moves"], again["bytes"], again["moves_from"]) == (0, 0, "current")
+    assert again["balancedness"] == pytest.approx(written["balancedness"])
+    assert again["balancedness_current"] == pytest.approx(written["balancedness"])
+
+
+def test_a_model_config_gives_groups_layers_and_bytes():
+    told = planned("--loads", LOADS, "--ranks", "4", "--model-config", str(TINY / "config.json"))
+    assert (told["num_groups"], told["first_moe_layer"]) == (8, 1)
+    assert told["expert_bytes"] == 3 * 128 * 48 * 2
+    assert told["num_slots"] == 32
+
+
+def test_only_the_windows_that_are_named_are_planned_for():
+    assert planned(*POOL, "--windows", "code")["num_windows"] == 4
+    assert planned(*POOL, "--windows", "code/0,english/1")["num_windows"] == 2
+
+
+def test_hierarchical_plans_serve_everything_on_its_node():
+    told = planned(*POOL, "--algorithm", "hierarchical")
+    assert (told["algorithm"], told["off_node_share"]) == ("hierarchical", pytest.approx(0))
+
+
+def test_excluded_ranks_get_nothing(tmp_path):
+    out = tmp_path / "layout.json"
+    told = planned(
+        "--loads", LOADS, "--ranks", "8", "--slots", "56", "--exclude-ranks", "3,6-7",
+        "--out", str(out),
+    )  # fmt: skip
+    assert (told["num_ranks"], told["num_slots"]) == (5, 35)
+    assert read_placement(out).expert_of_slot.shape == (4, 35)
+
+
+def test_twins_of_a_peers_layout_are_repaired_and_counted(tmp_path):
+    table = np.tile(np.arange(40) % 32, (4, 1))
+    table[2, 32:34] = [29, 29]
+    path = tmp_path / "peer.json"
+    write_placement(Placement(expert_of_slot=table, num_experts=32), path, form=Format.VLLM)
+    told = planned(*POOL, "--current", str(path))
+    assert told["twins_in_current"] > 0
+    assert "hold" in equipoise(*POOL, "--current", str(path))
+
+
+def test_a_person_is_told_the_same_in_words(tmp_path):
+    out = tmp_path / "layout.json"
+    text = equipoise(*POOL, "--expert-bytes", "1048576", "--out", str(out))
+    told = planned(*POOL, "--expert-bytes", "1048576")
+    for words in (
+        "4 layers x 32 experts, 12 window(s) of loads; 4 ranks on 2 node(s), 40 slots",
+        f"{told['balancedness_current']:.4f}",
+        f"{told['balancedness']:.4f}",
+        f"{told['moves']:,}",
+        "1.0 MiB an expert (as given)",
+        told["reason"],
+        f"written to {out} for equipoise",
+    ):
+        assert " ".join(words.split()) in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ranks", "4"], "say which loads: --loads FILE"),
+        (["--loads", LOADS], "say how many ranks there are: --ranks N"),
+        (["--loads", LOADS, "--ranks", "4", "--nodes", "3"], "--ranks 4 do not divide over --node"),
+        ([*POOL, "--slots", "42"], "--slots 42 do not divide over --ranks 4: take 40 or 44"),
+        ([*POOL, "--slots", "28"], "--slots 28 cannot hold 32 experts: take 32 or more"),
+        ([*POOL, "--groups", "5"], "--groups 5: 32 experts do not divide into 5 groups"),
+        ([*POOL, "--groups", "0"], "--groups must be at least 1, not 0"),
+        ([*POOL, "--exclude-ranks", "4"], "--exclude-ranks 4: ranks are 0 to 3"),
+        ([*POOL, "--exclude-ranks", "x"], "--exclude-ranks must be numbers or ranges"),
+        ([*POOL, "--exclude-ranks", "3-1"], "--exclude-ranks: 3-1 is no range"),
+        ([*POOL, "--exclude-ranks", "0-3"], "no rank is left"),
+        ([*POOL, "--exclude-ranks", "0"], "30 slots together cannot hold 32 experts"),
+    ],
+)
+def test_what_does_not_fit_together_is_said(arguments, words):
+    with pytest.raises(ToolInputError, match=words):
+        equipoise(*arguments)
+
+
+def test_a_layout_of_another_pool_is_refused(tmp_path):
+    path = tmp_path / "other.json"
+    rows = [[i % 32 for i in range(40)]] * 4
+    path.write_text(json.dumps({"num_experts": 32, "num_ranks": 8, "expert_of_slot": rows}))
+    with pytest.raises(FormatError, match=r"other\.json: it has 8 ranks, --ranks says 4"):
+        equipoise(*POOL, "--current", str(path))
+    with pytest.raises(FormatError, match=r"other\.json: it has 40 slots, --slots says 44"):
+        equipoise(*POOL, "--slots", "44", "--current", str(path))
+
+
+def test_the_trap_of_layer_numbers_is_said(tmp_path):
+    with pytest.raises(FormatError, match=r"eplb\.yaml: TensorRT-LLM numbers .* --first-moe-layer"):
+        equipoise(*POOL, "--out", str(tmp_path / "eplb.yaml"), "--format", "tensorrt-llm")
+    counted = tmp_path / "sglang.json"
+    rows = [[i % 32 for i in range(40)]] * 5
+    counted.write_text(json.dumps({"physical_to_logical_map": rows}))
+    with pytest.raises(FormatError, match=r"it has 5 MoE layers, expected are 4; .* dense layers"):
+        equipoise(*POOL, "--current", str(counted))
+    assert planned(*POOL, "--current", str(counted), "--first-moe-layer", "1")["moves"] > 0
+
+
+@pytest.mark.parametrize("arguments", [["--ranks", "4"], ["--loads", "nowhere", "--ranks", "4"]])
+def test_bad_input_is_one_line_and_exit_status_2(monkeypatch, capsys, arguments):
+    monkeypatch.setattr("sys.argv", ["equipoise", "plan", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("equipoise: ")
+
+
+def test_a_plan_is_the_same_every_time():
+    first, second = planned(*POOL), planned(*POOL)
+    del first["plan_ms"], second["plan_ms"]
+    assert first == second
