@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from equipoise.worker.applier import placement_of
-from equipoise.worker.engine import Engine
+from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_WAIT_S, Engine
 from equipoise.worker.errors import GroupError, QueueFullError
 from equipoise.worker.group import RankGroup
 from equipoise.worker.header import StepHeader
@@ -308,3 +308,21 @@ def test_a_request_wakes_an_idle_engine_on_its_thread(rank_of_one, solo):
         engine.leave()
         thread.join(60)
     assert not thread.is_alive()
+
+
+def test_an_idle_rank_looks_for_work_less_often_with_time_and_at_once_for_its_own(rank_of_one):
+    waits = []
+
+    class Wake(threading.Event):
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            if len(waits) == 150:
+                engine.submit(request(1, max_tokens=2))
+            elif len(waits) == 151:
+                engine.leave()
+            return super().wait(0)
+
+    engine = engine_of(*rank_of_one(), Client())
+    engine._wake = Wake()
+    engine.run()
+    assert waits == [IDLE_WAIT_S] * 100 + [LONG_IDLE_WAIT_S] * 50 + [IDLE_WAIT_S]

@@ -28,6 +28,11 @@ from equipoise_model.transformer import StepBatch, Transformer
 IDLE_WAIT_S = 0.005
 """An idle rank looks for its peers' work this often, and for its own at once."""
 
+LONG_IDLE_WAIT_S = 0.03
+"""The same after `_LONG_IDLE_TURNS` in vain: an exchange of headers costs about 1 ms of CPU."""
+
+_LONG_IDLE_TURNS = 100
+
 _STEP_LOG_LENGTH = 4096
 _MEDIAN_STEPS = 128
 
@@ -98,6 +103,7 @@ class Engine:
         self._wake = threading.Event()
         self._staged: StagedGeneration | None = None
         self._leaving = False
+        self._num_idle_turns = 0
         self._num_steps = 0
         self._num_processed = 0
         self._num_generated = 0
@@ -227,9 +233,15 @@ class Engine:
                     switch=switch,
                 )
             )
-        if not any(tokens_by_rank):
-            self._wake.wait(IDLE_WAIT_S)
+        self._rest(idle=not any(tokens_by_rank))
         return True
+
+    def _rest(self, *, idle: bool) -> None:
+        """Wait a little when no rank has work; the longer, the longer there was none."""
+        self._num_idle_turns = self._num_idle_turns + 1 if idle else 0
+        if idle:
+            long = self._num_idle_turns > _LONG_IDLE_TURNS
+            self._wake.wait(LONG_IDLE_WAIT_S if long else IDLE_WAIT_S)
 
     def _switch(self, staged: StagedGeneration) -> Switch:
         """Run in a staged generation from the coming step on: the time that serving stalls."""
