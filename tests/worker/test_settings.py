@@ -24,6 +24,7 @@ def test_the_defaults_serve_the_checkpoint_that_comes_with_the_package():
         ({"max_queued_requests": -1}, "max_queued_requests must be at least 0, not -1"),
         ({"context_length": 1}, "context_length must be at least 2"),
         ({"max_step_tokens": 8}, r"max_step_tokens \(8\) must be at least max_requests \(16\)"),
+        ({"pull_mib_per_s": 0.0}, "pull_mib_per_s must be above 0 and at most inf, not 0.0"),
         ({"step_timeout_s": 0.0}, "step_timeout_s must be above 0 and at most 3600, not 0.0"),
     ],
 )

@@ -1,8 +1,9 @@
 """Experts travel over real gRPC; wrong, late or missing bytes cost another source, never trust."""
 
 import asyncio
+import math
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
@@ -84,7 +85,7 @@ def puller(rank_of_one):
     core, held = rank_of_one()
 
     @asynccontextmanager
-    async def build(*addresses, timeout_s=20.0, checkpoint=None, epoch=1):
+    async def build(*addresses, timeout_s=20.0, checkpoint=None, epoch=1, bytes_per_s=math.inf):
         peers = [
             Peer(rank=rank, address=address, node="n", worker=f"worker-{rank}")
             for rank, address in enumerate(["", *addresses])
@@ -97,6 +98,7 @@ def puller(rank_of_one):
             peers=peers,
             expert_bytes=core.shape.expert_bytes,
             source_timeout_s=timeout_s,
+            bytes_per_s=bytes_per_s,
         )
         yield one
         await one.close()
@@ -139,6 +141,18 @@ async def test_nothing_to_pull_is_pulled_at_once(puller):
         pulled = await own.pull([])
     assert pulled.payloads == ()
     assert pulled.peer_bytes == pulled.checkpoint_bytes == 0
+
+
+async def test_a_limit_spaces_the_pulls_by_their_bytes(puller, move, checkpoint, monkeypatch):
+    waits = []
+
+    async def note(delay_s):
+        waits.append(delay_s)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    async with puller(bytes_per_s=checkpoint.config.expert_bytes / 1000) as own:
+        await own.pull([move(expert) for expert in range(3)])
+    assert waits == [0, pytest.approx(1000, abs=100), pytest.approx(2000, abs=100)]
 
 
 async def test_a_rank_copies_from_its_own_slots_without_a_call(puller, move, checkpoint):
@@ -262,9 +276,11 @@ def test_reading_while_slots_are_switched_gives_whole_experts(
     def read():
         while not stop.is_set():
             for expert in range(8):
-                if not held.read(layer=0, expert=expert).equal(expected[expert]):
-                    wrong.append(expert)
-                reads[0] += 1
+                # A reader that meets one switch after the other may give up; it may not be wrong.
+                with suppress(NotHeldError):
+                    if not held.read(layer=0, expert=expert).equal(expected[expert]):
+                        wrong.append(expert)
+                    reads[0] += 1
 
     reader = threading.Thread(target=read)
     reader.start()

@@ -45,6 +45,7 @@ _BALANCER_TIMEOUT_S = 30.0
 _POOL_TIMEOUT_S = 120.0
 _REFERENCE_BATCH = 16  # prompts answered at once, which a Ctrl-C may have to wait for
 _PIPE_WIDTH = 120
+_PULL_MIB_PER_S = 1.0
 _REFRESH_S = 0.5
 _RECENT_S = 4.0  # live figures are of the last seconds
 
@@ -334,6 +335,8 @@ def _worker_arguments(settings: DemoSettings, *, rank: int, balancer: str) -> li
         f"--num-ranks={settings.workers}",
         f"--slots-per-rank={settings.slots_per_rank}",
         "--batch-invariant",
+        # Processes that share a few cores: staging within a second, hardly felt by the steps.
+        f"--pull-mib-per-s={_PULL_MIB_PER_S}",
     ]
 
 

@@ -131,6 +131,7 @@ class Rank:
             rank=assignment.rank,
             peers=assignment.peers,
             expert_bytes=core.shape.expert_bytes,
+            bytes_per_s=settings.pull_mib_per_s * 2**20,
         )
         self.applier = Applier(
             engine=self.engine,
@@ -179,6 +180,7 @@ class Rank:
 
     def state(self) -> RunningState:
         """What runs here: the truth for a balancer that comes back."""
+        self.applier.drop_unfinished()
         contents = self.held.contents
         return RunningState(
             epoch=self.assignment.epoch,

@@ -1,6 +1,7 @@
 """`WorkerSettings`: everything a person may choose about one worker. Imports no torch."""
 
 import importlib.util
+import math
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,8 @@ class WorkerSettings:
     """
 
     balancer: str = "127.0.0.1:7070"
-    """host:port of the balancer, which tells the rank and the layout."""
+    """host:port of the balancer, which tells the rank and the layout; with commas between them,
+    those of all balancers, of which one leads."""
 
     pool: str = "default"
     """Pool to serve in; the balancer knows pools by this name."""
@@ -85,38 +87,42 @@ class WorkerSettings:
     step_timeout_s: float = 10.0
     """Seconds after which a step that waits for a peer is given up."""
 
+    pull_mib_per_s: float = math.inf
+    """Most MiB of experts that this worker pulls in a second. A limit makes staging last longer
+    and steps meanwhile suffer less; give one where both share a core or a network."""
+
     def __post_init__(self) -> None:
         for name in ("balancer", "pool", "worker", "node", "listen", "advertise_host"):
             if not getattr(self, name):
                 raise InvalidSettingsError(f"{name} must not be empty")
-        for name in ("balancer", "listen"):
-            _check_address(name, getattr(self, name))
-        for name in (
-            "num_ranks",
-            "slots_per_rank",
-            "max_requests",
-            "max_step_tokens",
-        ):
-            if getattr(self, name) < 1:
-                raise InvalidSettingsError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_queued_requests < 0:
-            raise InvalidSettingsError(
-                f"max_queued_requests must be at least 0, not {self.max_queued_requests}"
-            )
-        if self.context_length < 2:
-            raise InvalidSettingsError(
-                f"context_length must be at least 2 (a prompt token and a generated one), "
-                f"not {self.context_length}"
-            )
+        for address in self.balancer.split(","):
+            _check_address("balancer", address)
+        _check_address("listen", self.listen)
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise InvalidSettingsError(
+                    f"{name} must be at least {least}, not {getattr(self, name)}"
+                )
+        for name, most in (("step_timeout_s", 3600), ("pull_mib_per_s", math.inf)):
+            if not 0 < getattr(self, name) <= most:
+                raise InvalidSettingsError(
+                    f"{name} must be above 0 and at most {most}, not {getattr(self, name)}"
+                )
         if self.max_step_tokens < self.max_requests:
             raise InvalidSettingsError(
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_requests "
                 f"({self.max_requests}), because every generated request runs a token per step"
             )
-        if not 0 < self.step_timeout_s <= 3600:
-            raise InvalidSettingsError(
-                f"step_timeout_s must be above 0 and at most 3600, not {self.step_timeout_s}"
-            )
+
+
+_LEAST = {
+    "num_ranks": 1,
+    "slots_per_rank": 1,
+    "max_requests": 1,
+    "max_step_tokens": 1,
+    "max_queued_requests": 0,
+    "context_length": 2,  # a token of a prompt and a generated one
+}
 
 
 def _check_address(name: str, address: str) -> None:

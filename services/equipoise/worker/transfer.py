@@ -6,6 +6,7 @@ to staging memory.
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -88,7 +89,8 @@ class ExpertPuller:
     """Pulls experts from sources in order of preference until the bytes are right.
 
     `peers` are the ranks of the epoch in rank order. One source is waited for at most
-    `source_timeout_s` per expert.
+    `source_timeout_s` per expert. No more than `bytes_per_s` are asked for in a second, so that
+    steps which share cores or a network with the pulls keep their pace.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class ExpertPuller:
         peers: Sequence[Peer],
         expert_bytes: int,
         source_timeout_s: float = 5.0,
+        bytes_per_s: float = math.inf,
     ) -> None:
+        assert bytes_per_s > 0
         self._checkpoint = checkpoint
         self._held = held
         self._epoch = epoch
@@ -109,6 +113,8 @@ class ExpertPuller:
         self._peers = peers
         self._expert_bytes = expert_bytes
         self._source_timeout_s = source_timeout_s
+        self._pull_interval_s = expert_bytes / bytes_per_s
+        self._next_pull_s = 0.0
         self._channels: dict[int, grpc.aio.Channel] = {}
         self._num_corrupted = 0
 
@@ -129,6 +135,7 @@ class ExpertPuller:
 
         async def pull_one(move: Move) -> tuple[Tensor, Source]:
             async with limit:
+                await self._until_turn()
                 return await self._pull_one(move, failed)
 
         tasks = [asyncio.ensure_future(pull_one(move)) for move in moves]
@@ -149,6 +156,13 @@ class ExpertPuller:
         for channel in self._channels.values():
             await channel.close(grace=None)
         self._channels.clear()
+
+    async def _until_turn(self) -> None:
+        """Wait until the next pull may begin, and book it."""
+        now_s = asyncio.get_running_loop().time()
+        begin_s = max(now_s, self._next_pull_s)
+        self._next_pull_s = begin_s + self._pull_interval_s
+        await asyncio.sleep(begin_s - now_s)
 
     async def _pull_one(self, move: Move, failed: set[int]) -> tuple[Tensor, Source]:
         faults = []
