@@ -16,6 +16,7 @@ from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.demo_settings import DemoSettings
 from equipoise.cli.options import command_from
 from equipoise.cli.plan_settings import PlanSettings
+from equipoise.cli.replay_settings import ReplaySettings
 from equipoise.cli.status_settings import StatusSettings
 from equipoise.cli.tool_settings import ToolInputError
 from equipoise.formats.errors import FormatError
@@ -26,7 +27,7 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 _OWN_PACKAGES = {"equipoise", "equipoise_model", "equipoise_kernels"}
-_WORKER_PACKAGES = {"torch", "safetensors"}
+_EXTRA_OF_PACKAGE = {"torch": "worker", "safetensors": "worker", "matplotlib": "plots"}
 
 
 def main() -> NoReturn:
@@ -97,6 +98,11 @@ def _plan(settings: PlanSettings) -> int:
     return _run_of("equipoise.cli.plan")(settings)
 
 
+def _replay(settings: ReplaySettings) -> int:
+    """Replay recorded windows under several policies: what the balancer would have done."""
+    return _run_of("equipoise.cli.replay")(settings)
+
+
 def _run_of(module: str) -> Callable[[Any], int]:
     """The `run` of a command's module, imported now."""
     run: Callable[[Any], int] = importlib.import_module(module).run
@@ -107,8 +113,8 @@ def _words_for_users(error: Exception) -> str | None:
     """What to tell about a fault that is not ours; None for one that is."""
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
-        if missing in _WORKER_PACKAGES:
-            return f"this needs {missing}: pip install 'equipoise[worker]'"
+        if missing in _EXTRA_OF_PACKAGE:
+            return f"this needs {missing}: pip install 'equipoise[{_EXTRA_OF_PACKAGE[missing]}]'"
     if type(error).__module__.partition(".")[0] in _OWN_PACKAGES:
         return str(error)
     return None
@@ -119,6 +125,7 @@ app.command("worker")(command_from(WorkerSettings, _worker))
 app.command("status")(command_from(StatusSettings, _status))
 app.command("demo")(command_from(DemoSettings, _demo))
 app.command("plan")(command_from(PlanSettings, _plan))
+app.command("replay")(command_from(ReplaySettings, _replay))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ import typer
 
 S = TypeVar("S")
 
+REPEATED = "repeated"
+
 
 def command_from(settings: type[S], act: Callable[[S], int]) -> Callable[..., None]:
     """A function for typer with an option for each field of `settings`, and of settings within.
 
     It builds the settings, which may raise their own exceptions, hands them to `act` and exits with
-    the status that returns. A tuple of words is one option with commas.
+    the status that returns. A tuple of words is one option with commas, or, with `REPEATED` in the
+    field's metadata, an option that may be given several times.
     """
 
     def command(**values: Any) -> None:
@@ -68,7 +71,10 @@ def _parameter(field: Field[Any], kind: Any, text: str) -> inspect.Parameter:
     if field.default is MISSING:
         option["show_default"] = "found at the start"
         kind |= None
-    if isinstance(default, tuple):
+    if field.metadata.get(REPEATED):
+        default, kind = [], list[str]
+        option["show_default"] = False
+    elif isinstance(default, tuple):
         option["parser"] = _words
         option["metavar"] = "WORD,WORD..."
         option["show_default"] = ",".join(default)
@@ -94,6 +100,8 @@ def _build(settings: type[S], values: dict[str, Any]) -> S:
     for field in fields(settings):  # type: ignore[arg-type]  # settings are dataclasses
         if is_dataclass(types[field.name]):
             given[field.name] = _build(types[field.name], values)
+        elif field.metadata.get(REPEATED):
+            given[field.name] = tuple(values[field.name])
         elif values[field.name] is not None:
             given[field.name] = values[field.name]
     return settings(**given)

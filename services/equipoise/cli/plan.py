@@ -16,9 +16,9 @@ from equipoise.cli.tool_inputs import (
     Case,
     CurrentLayout,
     numbers,
+    pool_topology,
     read_case,
     read_current,
-    topology_of,
 )
 from equipoise.cli.tool_settings import ToolInputError
 from equipoise.cli.words import bytes_words, console
@@ -90,17 +90,10 @@ class _Outcome:
 
 
 def _make(settings: PlanSettings) -> _Outcome:
-    assert settings.ranks is not None, "settings check it"
     case = read_case(settings.source)
     load = case.recording.total()
-    topology = topology_of(
-        case.model, num_nodes=settings.nodes, num_ranks=settings.ranks, num_slots=settings.slots
-    )
-    current = None
-    if settings.current is not None:
-        current = read_current(
-            settings.current, form=settings.current_format, case=case, topology=topology, load=load
-        )
+    topology = pool_topology(settings.pool, case.model)
+    current = read_current(settings.pool, case=case, topology=topology)
     arguments: dict[str, Any] = {
         "model": case.model,
         "topology": topology,

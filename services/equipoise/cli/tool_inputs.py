@@ -9,15 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.cli.tool_settings import LoadsSettings, ToolInputError
+from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, read_recording
-from equipoise.formats.format import Format
 from equipoise.formats.model_config import ModelConfig, read_model_config
 from equipoise.formats.recording import Recording, joined
 from equipoise.planning.layout import ExpertTable, Layout
-from equipoise.planning.load import Load
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.twins import repair_twins
 
@@ -125,15 +123,27 @@ def topology_of(
     )
 
 
-def read_current(
-    path: Path, *, form: Format | None, case: Case, topology: Topology, load: Load
-) -> CurrentLayout:
-    """Read the layout in use; `load`, [layers, experts], says which twins to swap away.
+def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
+    """The ranks that a pool's settings name.
+
+    Raises:
+        ToolInputError: they do not divide, or do not hold all experts.
+    """
+    return topology_of(
+        model, num_nodes=settings.nodes, num_ranks=settings.ranks, num_slots=settings.slots
+    )
+
+
+def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> CurrentLayout | None:
+    """Read the layout in use, or None if none is named.
 
     Raises:
         FormatError: the file cannot be used, or is of other experts, layers, ranks or slots.
     """
-    placement = read_placement(path, form=form, expected=case.expected)
+    path = settings.current
+    if path is None:
+        return None
+    placement = read_placement(path, form=settings.current_format, expected=case.expected)
     if placement.num_slots != topology.num_slots:
         raise FormatError(
             f"{path}: it has {placement.num_slots} slots, --slots says {topology.num_slots}"
@@ -143,7 +153,8 @@ def read_current(
             f"{path}: it has {placement.num_ranks} ranks, --ranks says {topology.num_ranks}"
         )
     table = placement.expert_of_slot
-    repaired = repair_twins(table, load=load, num_ranks=topology.num_ranks)
+    # The load says which twins are cheapest to swap away.
+    repaired = repair_twins(table, load=case.recording.total(), num_ranks=topology.num_ranks)
     layout = Layout(
         generation=1,
         num_experts=placement.num_experts,

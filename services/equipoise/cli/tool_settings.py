@@ -50,6 +50,35 @@ class LoadsSettings:
         _check_least("--expert-bytes", self.expert_bytes, 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """Ranks, their slots, and what is in them.
+
+    Raises:
+        ToolInputError: the number of ranks is missing.
+    """
+
+    current: Path | None = None
+    """Layout in use: moves are counted from it, and what need not move stays. Without it, from the
+    layout a pool starts with: experts in order."""
+
+    current_format: Format | None = None
+    """Format of the current layout; found by what is in it unless given."""
+
+    nodes: int = 1
+    """Nodes, with equally many ranks each."""
+
+    ranks: int = 0
+    """Expert-parallel ranks, one a GPU."""
+
+    slots: int | None = None
+    """Physical slots per layer over all ranks; as few as hold all experts unless given."""
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise ToolInputError("say how many ranks there are: --ranks N")
+
+
 def _check_least(option: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise ToolInputError(f"{option} must be at least {least}, not {value}")
