@@ -132,7 +132,7 @@ def gemm(
     require_dense_rows("out", out)
     require_same_device("out", out, a.codes)
     operation = "gemm_large" if shape[0] >= LARGE_ROWS else "gemm"
-    _BACKENDS[selection.backend(operation, out.device)](a, weight, out=out)
+    BACKENDS[selection.backend(operation, out.device)](a, weight, out=out)
     return out
 
 
@@ -190,7 +190,7 @@ def gemm_triton(
         )
 
 
-_BACKENDS: dict[str, Callable[..., None]] = {
+BACKENDS: dict[str, Callable[..., None]] = {
     "reference": gemm_reference,
     "triton": gemm_triton,
     "scaled_mm": libraries.gemm_scaled_mm,
@@ -210,11 +210,11 @@ def _constants(config: GemmConfig) -> dict[str, Any]:
 
 @jit
 def gemm_kernel(
-    a_ptr: Any,
-    a_scale_ptr: Any,
-    weight: Any,
-    weight_scale_ptr: Any,
-    out_ptr: Any,
+    a_ptr: tl.tensor,
+    a_scale_ptr: tl.tensor,
+    weight: tl.tensor,
+    weight_scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     num_rows: int,
     num_columns: int,
     num_blocks: int,
@@ -279,8 +279,8 @@ def _tile_of_program(
 
 @jit
 def add_parts_kernel(
-    parts_ptr: Any,
-    out_ptr: Any,
+    parts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     num_rows: int,
     num_columns: int,
     out_stride: int,

@@ -155,7 +155,7 @@ def grouped_gemm(
     require_dense_rows("out", out)
     require_same_device("out", out, a.codes)
     if out.numel() > 0 and slot_of_group.numel() > 0:
-        run = _BACKENDS[selection.backend("grouped_gemm", out.device)]
+        run = BACKENDS[selection.backend("grouped_gemm", out.device)]
         run(a, weight, slot_of_group.contiguous(), schedule=schedule, out=out)
     return out
 
@@ -230,7 +230,7 @@ def grouped_gemm_triton(
     )
 
 
-_BACKENDS = {"reference": grouped_gemm_reference, "triton": grouped_gemm_triton}
+BACKENDS = {"reference": grouped_gemm_reference, "triton": grouped_gemm_triton}
 
 
 def _constants(config: GroupedGemmConfig) -> dict[str, Any]:
@@ -250,13 +250,13 @@ def _next_power_of_two(number: int) -> int:
 
 @jit
 def grouped_gemm_kernel(
-    a_ptr: Any,
-    a_scale_ptr: Any,
-    weight: Any,
-    weight_scale_ptr: Any,
-    out_ptr: Any,
-    slot_of_group_ptr: Any,
-    groups_ptr: Any,
+    a_ptr: tl.tensor,
+    a_scale_ptr: tl.tensor,
+    weight: tl.tensor,
+    weight_scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    slot_of_group_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
     num_rows: int,
     num_columns: int,
     num_blocks: int,

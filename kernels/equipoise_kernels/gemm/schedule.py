@@ -135,7 +135,7 @@ def rows_by_group(
         start = 0
         for group, end in enumerate(groups):
             yield group, slice(start, min(max(end, start), num_rows))
-            start = -(-end // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
+            start = -(-max(end, 0) // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
     else:
         for first in range(0, num_rows, GROUP_ALIGNMENT):
             block = schedule.group_of_row[first : first + GROUP_ALIGNMENT]
@@ -145,7 +145,7 @@ def rows_by_group(
 
 @jit
 def row_tiles(
-    groups_ptr: Any,
+    groups_ptr: tl.tensor,
     num_rows: int,
     num_groups: int,
     SCHEDULE: tl.constexpr,
@@ -163,9 +163,9 @@ def row_tiles(
 
 @jit
 def tile_rows(
-    groups_ptr: Any,
-    row_tile: Any,
-    tiles_until: Any,
+    groups_ptr: tl.tensor,
+    row_tile: tl.tensor,
+    tiles_until: tl.tensor,
     num_rows: int,
     num_groups: int,
     SCHEDULE: tl.constexpr,
@@ -188,7 +188,7 @@ def tile_rows(
             last_ends = tl.load(
                 groups_ptr + every - 1, mask=(every > 0) & (every <= num_groups), other=0
             )
-            starts = tl.cdiv(last_ends, _ALIGNMENT) * _ALIGNMENT
+            starts = tl.cdiv(tl.maximum(last_ends, 0), _ALIGNMENT) * _ALIGNMENT
             group = tl.max(tl.where((starts <= first_row) & (first_row < ends), every, -1), axis=0)
             end = tl.load(groups_ptr + group, mask=group >= 0, other=0)
             is_row = rows < tl.minimum(end, num_rows)

@@ -28,16 +28,16 @@ _GROUP = constant(GROUP)
 
 @jit
 def block_scaled_product(
-    a_ptr: Any,
-    a_scale_ptr: Any,
-    weight: Any,
-    weight_scale_ptr: Any,
-    rows: Any,
-    is_row: Any,
-    slot: Any,
-    first_column: Any,
-    first_block: Any,
-    end_block: Any,
+    a_ptr: tl.tensor,
+    a_scale_ptr: tl.tensor,
+    weight: tl.tensor,
+    weight_scale_ptr: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    slot: tl.tensor,
+    first_column: tl.tensor,
+    first_block: tl.tensor,
+    end_block: tl.tensor,
     a_stride: int,
     a_scale_row_stride: int,
     a_scale_block_stride: int,
@@ -68,11 +68,11 @@ def block_scaled_product(
 
 @jit
 def store_tile(
-    out_ptr: Any,
-    total: Any,
-    rows: Any,
-    is_row: Any,
-    first_column: Any,
+    out_ptr: tl.tensor,
+    total: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    first_column: tl.tensor,
     num_columns: int,
     out_stride: int,
     BLOCK_N: tl.constexpr,

@@ -80,7 +80,7 @@ def group_quant(
     require_shape("x", x_MK, x_MK.shape[-2:])
     require_dense_rows("x", x_MK)
     out = checked_out(out, x_MK.shape, device=x_MK.device, layout=scale_layout)
-    run = _BACKENDS[selection.backend("group_quant", x_MK.device)]
+    run = BACKENDS[selection.backend("group_quant", x_MK.device)]
     run(x_MK, scale_format=scale_format, out=out)
     return out
 
@@ -119,14 +119,14 @@ def group_quant_triton(
     )
 
 
-_BACKENDS = {"reference": group_quant_reference, "triton": group_quant_triton}
+BACKENDS = {"reference": group_quant_reference, "triton": group_quant_triton}
 
 
 @jit
 def group_quant_kernel(
-    x_ptr: Any,
-    codes_ptr: Any,
-    scales_ptr: Any,
+    x_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     num_rows: int,
     num_groups: int,
     x_stride: int,
@@ -151,7 +151,7 @@ def group_quant_kernel(
 
 
 @jit
-def quantized(x: Any, UE8M0: tl.constexpr) -> Any:
+def quantized(x: tl.tensor, UE8M0: tl.constexpr) -> Any:
     """Codes and scales of float32 groups [A, B, 128]: the device's twin of `formats`."""
     scales = scales_of_amax(tl.max(tl.abs(x), axis=2), UE8M0)
     inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
@@ -159,7 +159,7 @@ def quantized(x: Any, UE8M0: tl.constexpr) -> Any:
 
 
 @jit
-def scales_of_amax(amax: Any, UE8M0: tl.constexpr) -> Any:
+def scales_of_amax(amax: tl.tensor, UE8M0: tl.constexpr) -> Any:
     """Scales of groups with a largest absolute value, float32 of any shape."""
     amax = tl.maximum(amax, _FLOOR)
     scales = tl.div_rn(amax, tl.full(amax.shape, _CODE_MAX, tl.float32))
@@ -202,7 +202,7 @@ def specializations(config: GroupQuantConfig) -> list[Specialization]:
         specialization(
             group_quant_kernel,
             name=f"group_quant {config} {scale_format.value}",
-            arguments="*bf16 *fp8e4nv *fp32 i32 i32 i32 i32 i32 i32",
+            arguments="*bf16 *fp8e4nv *fp32 i32 i32 i32:16 i32:16 i32 i32",
             constants={
                 "UE8M0": scale_format is ScaleFormat.UE8M0,
                 "ROWS": config.rows,

@@ -82,7 +82,7 @@ def rms_norm_quant(
         require_dense_rows("residual", residual_MD)
         require_same_device("residual", residual_MD, x_MD)
     out = checked_out(out, x_MD.shape, device=x_MD.device, layout=scale_layout)
-    run = _BACKENDS[selection.backend("rms_norm_quant", x_MD.device)]
+    run = BACKENDS[selection.backend("rms_norm_quant", x_MD.device)]
     run(
         x_MD,
         weight_D.contiguous(),
@@ -145,16 +145,16 @@ def rms_norm_quant_triton(
     )
 
 
-_BACKENDS = {"reference": rms_norm_quant_reference, "triton": rms_norm_quant_triton}
+BACKENDS = {"reference": rms_norm_quant_reference, "triton": rms_norm_quant_triton}
 
 
 @jit
 def rms_norm_quant_kernel(
-    x_ptr: Any,
-    residual_ptr: Any,
-    weight_ptr: Any,
-    codes_ptr: Any,
-    scales_ptr: Any,
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     eps: float,
     x_stride: int,
     residual_stride: int,

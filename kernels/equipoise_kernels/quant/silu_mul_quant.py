@@ -88,7 +88,7 @@ def silu_mul_quant(
         require_same_device("rows_per_group", rows_per_group, x)
     shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2))
     out = checked_out(out, shape, device=x.device, layout=scale_layout)
-    run = _BACKENDS[selection.backend("silu_mul_quant", x.device)]
+    run = BACKENDS[selection.backend("silu_mul_quant", x.device)]
     run(x, rows_per_group=rows_per_group, scale_format=scale_format, out=out)
     return out
 
@@ -149,15 +149,15 @@ def silu_mul_quant_triton(
     )
 
 
-_BACKENDS = {"reference": silu_mul_quant_reference, "triton": silu_mul_quant_triton}
+BACKENDS = {"reference": silu_mul_quant_reference, "triton": silu_mul_quant_triton}
 
 
 @jit
 def silu_mul_quant_kernel(
-    x_ptr: Any,
-    rows_per_group_ptr: Any,
-    codes_ptr: Any,
-    scales_ptr: Any,
+    x_ptr: tl.tensor,
+    rows_per_group_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     max_rows: int,
     num_groups: int,
     x_outer_stride: int,

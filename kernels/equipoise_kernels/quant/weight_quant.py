@@ -52,7 +52,7 @@ def quantize_weight(
         codes=torch.empty_like(weight, dtype=CODE),
         scales=weight.new_empty(weight_scale_shape(weight.shape), dtype=torch.float32),
     )
-    run = _QUANTIZE[selection.backend("weight_quant", weight.device)]
+    run = QUANTIZERS[selection.backend("weight_quant", weight.device)]
     run(weight, scale_format=scale_format, out=out)
     return out
 
@@ -66,7 +66,7 @@ def dequantize_weight(weight: QuantizedWeight, *, dtype: torch.dtype = torch.bfl
     if dtype not in VALUE_DTYPES:
         raise KernelInputError(f"weights can be dequantised to {VALUE_DTYPES}, not to {dtype}")
     out = torch.empty_like(weight.codes, dtype=dtype, memory_format=torch.contiguous_format)
-    _DEQUANTIZE[selection.backend("weight_quant", out.device)](weight, out=out)
+    DEQUANTIZERS[selection.backend("weight_quant", out.device)](weight, out=out)
     return out
 
 
@@ -114,8 +114,8 @@ def dequantize_weight_triton(weight: QuantizedWeight, *, out: Tensor) -> None:
     )
 
 
-_QUANTIZE = {"reference": quantize_weight_reference, "triton": quantize_weight_triton}
-_DEQUANTIZE = {"reference": dequantize_weight_reference, "triton": dequantize_weight_triton}
+QUANTIZERS = {"reference": quantize_weight_reference, "triton": quantize_weight_triton}
+DEQUANTIZERS = {"reference": dequantize_weight_reference, "triton": dequantize_weight_triton}
 
 
 def _grid(weight: QuantizedWeight) -> tuple[int, int]:
@@ -125,9 +125,9 @@ def _grid(weight: QuantizedWeight) -> tuple[int, int]:
 
 @jit
 def quantize_weight_kernel(
-    weight_ptr: Any,
-    codes_ptr: Any,
-    scales_ptr: Any,
+    weight_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     num_rows: int,
     num_columns: int,
     UE8M0: tl.constexpr,
@@ -147,7 +147,7 @@ def quantize_weight_kernel(
 
 @jit
 def dequantize_weight_kernel(
-    codes_ptr: Any, scales_ptr: Any, out_ptr: Any, num_rows: int, num_columns: int
+    codes_ptr: tl.tensor, scales_ptr: tl.tensor, out_ptr: tl.tensor, num_rows: int, num_columns: int
 ) -> None:
     """One block a program; all three arrays are contiguous."""
     places, inside = _block(num_rows, num_columns)

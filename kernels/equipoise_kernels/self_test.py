@@ -1,0 +1,180 @@
+"""Why a backend cannot be used here: by its library, by the device, or by a wrong result.
+
+Owns the small problems that every backend but the reference must solve before `selection` offers
+it: a library that imports is not yet one that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels.formats import (
+    CODE,
+    QuantizedRows,
+    QuantizedWeight,
+    ScaleFormat,
+    empty_rows,
+    weight_scale_shape,
+)
+from equipoise_kernels.gemm import dense, grouped, libraries
+from equipoise_kernels.gemm.schedule import MaskedRows
+from equipoise_kernels.jit import is_interpreting, triton_version
+from equipoise_kernels.numerics import difference
+from equipoise_kernels.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
+
+MAX_DIFFERENCE = 1e-3
+HOPPER = (9, 0)
+
+_LIBRARIES: Mapping[str, Callable[[], str | None]] = {
+    "scaled_mm": libraries.scaled_mm_obstacle,
+    "deep_gemm": libraries.deep_gemm_obstacle,
+}
+
+
+def obstacle(operation: str, backend: str) -> str | None:
+    """Why a backend cannot compute an operation on this process's device, or None."""
+    if backend == "reference":
+        return None
+    reason = _missing_library(backend) or _wrong_device(backend)
+    if reason:
+        return reason
+    try:
+        result, expected = _solve(operation, backend), _solve(operation, "reference")
+    except Exception as error:  # noqa: BLE001  libraries fail in their own ways; the reason is kept
+        return f"its self-test failed with {type(error).__name__}: {error}"
+    apart = difference(result, expected)
+    if not apart < MAX_DIFFERENCE:
+        return f"its self-test's result is {apart:.1e} away from the reference"
+    return None
+
+
+def _missing_library(backend: str) -> str | None:
+    if backend == "triton":
+        return None if triton_version() else "triton is not installed (extra `kernels`)"
+    return _LIBRARIES[backend]()
+
+
+def _wrong_device(backend: str) -> str | None:
+    if backend == "triton" and is_interpreting():
+        return None
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != HOPPER:
+        return f"the device has compute capability {capability}, not {HOPPER}"
+    return None
+
+
+def _device() -> torch.device:
+    return torch.device("cpu" if is_interpreting() else "cuda")
+
+
+def _solve(operation: str, backend: str) -> Tensor:
+    """An operation's result on its small problem, always the same."""
+    return _PROBLEMS[operation](backend)
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16).to(_device())
+
+
+def _rows(*shape: int) -> QuantizedRows:
+    out = empty_rows(shape, device=_device())
+    x = _random(*shape).flatten(0, -2)
+    flat = QuantizedRows(codes=out.codes.flatten(0, -2), scales=out.scales.flatten(0, -2))
+    group_quant.group_quant_reference(x, scale_format=ScaleFormat.FP32, out=flat)
+    return out
+
+
+def _weight(*shape: int) -> QuantizedWeight:
+    out = _empty_weight(shape)
+    weight_quant.quantize_weight_reference(
+        _random(*shape, seed=1), scale_format=ScaleFormat.FP32, out=out
+    )
+    return out
+
+
+def _empty_weight(shape: tuple[int, ...]) -> QuantizedWeight:
+    return QuantizedWeight(
+        codes=torch.empty(shape, dtype=CODE, device=_device()),
+        scales=torch.empty(weight_scale_shape(shape), device=_device()),
+    )
+
+
+def _group_quant(backend: str) -> Tensor:
+    out = empty_rows((9, 256), device=_device())
+    group_quant.BACKENDS[backend](_random(9, 256), scale_format=ScaleFormat.UE8M0, out=out)
+    return out.dequantized()
+
+
+def _rms_norm_quant(backend: str) -> Tensor:
+    out = empty_rows((3, 256), device=_device())
+    rms_norm_quant.BACKENDS[backend](
+        _random(3, 256),
+        _random(256, seed=1),
+        eps=1e-6,
+        residual_MD=_random(3, 256, seed=2),
+        scale_format=ScaleFormat.FP32,
+        out=out,
+    )
+    return out.dequantized()
+
+
+def _silu_mul_quant(backend: str) -> Tensor:
+    out = empty_rows((9, 256), device=_device())
+    silu_mul_quant.BACKENDS[backend](
+        _random(9, 512), rows_per_group=None, scale_format=ScaleFormat.FP32, out=out
+    )
+    return out.dequantized()
+
+
+def _weight_quant(backend: str) -> Tensor:
+    out = _empty_weight((192, 256))
+    weight_quant.QUANTIZERS[backend](
+        _random(192, 256), scale_format=ScaleFormat.FP32, out=out
+    )
+    values = torch.empty(192, 256, device=_device())
+    weight_quant.DEQUANTIZERS[backend](out, out=values)
+    return values
+
+
+def _gemm(backend: str) -> Tensor:
+    out = torch.empty(9, 256, dtype=torch.bfloat16, device=_device())
+    dense.BACKENDS[backend](_rows(9, 256), _weight(256, 256), out=out)
+    return out
+
+
+def _gemm_large(backend: str) -> Tensor:
+    # cuBLAS wants multiples of 16; the size that matters is left to the benchmark.
+    out = torch.empty(144, 256, dtype=torch.bfloat16, device=_device())
+    dense.BACKENDS[backend](_rows(144, 256), _weight(256, 256), out=out)
+    return out
+
+
+def _grouped_gemm(backend: str) -> Tensor:
+    counts = torch.tensor([9, 0], dtype=torch.int32, device=_device())
+    slots = torch.tensor([2, 0], dtype=torch.int32, device=_device())
+    out = torch.zeros(2, 16, 128, dtype=torch.bfloat16, device=_device())
+    grouped.BACKENDS[backend](
+        _rows(2, 16, 256),
+        _weight(3, 128, 256),
+        slots,
+        schedule=MaskedRows(rows_of_group=counts),
+        out=out,
+    )
+    return out
+
+
+_PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
+    "group_quant": _group_quant,
+    "rms_norm_quant": _rms_norm_quant,
+    "silu_mul_quant": _silu_mul_quant,
+    "weight_quant": _weight_quant,
+    "gemm": _gemm,
+    "gemm_large": _gemm_large,
+    "grouped_gemm": _grouped_gemm,
+}

@@ -1,0 +1,131 @@
+"""Inputs on which mistakes show, and outputs that tell when somebody writes beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels.formats import (
+    CODE,
+    GROUP,
+    QuantizedRows,
+    QuantizedWeight,
+    ScaleFormat,
+    ScaleLayout,
+    empty_rows,
+    weight_scale_shape,
+)
+from equipoise_kernels.quant.group_quant import write_quantized
+from equipoise_kernels.quant.weight_quant import quantize_weight_reference
+
+_OUTLIER_SHARE = 0.001
+_OUTLIER_FACTOR = 30.0
+_GUARD = 4
+
+
+def spread_normal(
+    shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Normal values whose 1 x 128 groups differ in scale, 2^-8 to 2^8, with 0.1 % outliers.
+
+    Whoever ignores a scale, or takes a neighbour's, gets these wrong. K is padded to whole groups
+    and cut again.
+    """
+    device = generator.device
+    *outer, num_columns = shape
+    num_groups = -(-num_columns // GROUP)
+    exponents = torch.randint(-8, 9, (*outer, num_groups), generator=generator, device=device)
+    spread = torch.exp2(exponents.float()).repeat_interleave(GROUP, dim=-1)[..., :num_columns]
+    values = torch.randn(tuple(shape), generator=generator, device=device)
+    chance = torch.rand(tuple(shape), generator=generator, device=device)
+    values *= torch.where(chance < _OUTLIER_SHARE, _OUTLIER_FACTOR, 1.0)
+    return (values * spread).to(dtype)
+
+
+def spread_rows(
+    shape: Sequence[int],
+    generator: torch.Generator,
+    *,
+    layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+    scale_format: ScaleFormat = ScaleFormat.FP32,
+) -> QuantizedRows:
+    """Quantised rows of `spread_normal`."""
+    x = spread_normal(shape, generator)
+    out = empty_rows(shape, device=x.device, layout=layout)
+    write_quantized(x.float(), scale_format=scale_format, out=out)
+    return out
+
+
+def spread_weight(shape: Sequence[int], generator: torch.Generator) -> QuantizedWeight:
+    """Quantised weights [.., N, K] whose 128 x 128 blocks differ in scale, 2^-4 to 2^4."""
+    device = generator.device
+    scale_shape = weight_scale_shape(shape)
+    exponents = torch.randint(-4, 5, scale_shape, generator=generator, device=device)
+    tall = torch.exp2(exponents.float()).repeat_interleave(GROUP, dim=-2)[..., : shape[-2], :]
+    spread = tall.repeat_interleave(GROUP, dim=-1)[..., : shape[-1]]
+    values = torch.randn(tuple(shape), generator=generator, device=device) * spread
+    out = QuantizedWeight(
+        codes=torch.empty(tuple(shape), dtype=CODE, device=device),
+        scales=torch.empty(scale_shape, device=device),
+    )
+    quantize_weight_reference(values, scale_format=ScaleFormat.FP32, out=out)
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarded:
+    """A poisoned tensor inside a larger poisoned one.
+
+    Poison is the byte 0xFF: NaN in every floating-point format of the suite.
+    """
+
+    view: Tensor
+    storage: Tensor
+
+    def unwritten(self) -> Tensor:
+        """Which elements of the view still hold poison, bool of its shape."""
+        return _is_poison(self.view)
+
+    def guard_is_intact(self) -> bool:
+        """Whether every byte outside of the view still holds poison."""
+        before = self.storage.clone()
+        inside = self.view.clone()
+        _poison(self.view)
+        intact = bool((_bytes(self.storage) == 0xFF).all())
+        self.storage.copy_(before)
+        assert torch.equal(_bytes(inside), _bytes(self.view.clone()))
+        return intact
+
+
+def guarded(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    column_guard: int = 16,
+) -> Guarded:
+    """A poisoned tensor with poisoned rows around it and, in each row, columns after it."""
+    *outer, num_rows, num_columns = shape
+    storage = torch.empty(
+        (*outer, num_rows + 2 * _GUARD, num_columns + column_guard), dtype=dtype, device=device
+    )
+    _poison(storage)
+    view = storage[..., _GUARD : _GUARD + num_rows, :num_columns]
+    return Guarded(view=view, storage=storage)
+
+
+def _poison(tensor: Tensor) -> None:
+    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    tensor.view(unsigned).fill_(0xFF if unsigned is torch.uint8 else -1)
+
+
+def _is_poison(tensor: Tensor) -> Tensor:
+    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.view(unsigned) == (0xFF if unsigned is torch.uint8 else -1)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

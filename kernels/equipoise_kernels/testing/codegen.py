@@ -1,0 +1,120 @@
+"""Compile kernels for Hopper on a machine without a GPU, and read what came out.
+
+Owns the translation from a `Specialization` to machine code for sm_90a, and the figures that gates
+go by. It says nothing of speed: only a GPU can.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from equipoise_kernels.specialization import Specialization
+
+HOPPER = GPUTarget("cuda", 90, 32)
+REGISTERS_PER_SM = 65536
+THREADS_PER_SM = 2048
+SHARED_BYTES_PER_CTA = 227 * 1024
+# Every CTA takes 1 KB of the multiprocessor's 228 KB for the system.
+SHARED_BYTES_PER_SM = 228 * 1024
+SYSTEM_BYTES_PER_CTA = 1024
+
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_DUMP_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """Figures of one compiled kernel.
+
+    Attributes:
+        num_registers: of a thread.
+        num_threads: of a program, with those that warp specialisation adds.
+        shared_bytes: of a program.
+        stack_bytes: of a thread; more than 0 means spills.
+        instructions: how often each SASS instruction appears, by its name up to the first dot.
+        ptx: text before assembly.
+    """
+
+    num_registers: int
+    num_threads: int
+    shared_bytes: int
+    stack_bytes: int
+    instructions: dict[str, int]
+    ptx: str
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """Programs that fit on one multiprocessor at a time."""
+        # Registers are handed out in units of 8 for every thread.
+        registers = -(-self.num_registers // 8) * 8
+        by_registers = REGISTERS_PER_SM // (registers * self.num_threads)
+        by_shared = SHARED_BYTES_PER_SM // (self.shared_bytes + SYSTEM_BYTES_PER_CTA)
+        return min(by_registers, by_shared, THREADS_PER_SM // self.num_threads)
+
+    def count(self, *names: str) -> int:
+        """How often instructions of these names appear."""
+        return sum(self.instructions.get(name, 0) for name in names)
+
+
+def compile_for_hopper(what: Specialization) -> Code:
+    """Compile; 1 to 2 seconds, or nothing if Triton's cache has it.
+
+    Raises:
+        RuntimeError: the compiler refuses the configuration.
+    """
+    compiled = triton.compile(_source(what), target=HOPPER, options=_options(what))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = _dump("-res-usage", cubin.name)
+        sass = _dump("-sass", cubin.name)
+    figures = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+    instructions: dict[str, int] = {}
+    for name in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z0-9_]+)", sass, re.M):
+        instructions[name] = instructions.get(name, 0) + 1
+    ptx = compiled.asm["ptx"]
+    num_warps = getattr(compiled.metadata, "num_warps", what.num_warps)
+    threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", ptx)
+    return Code(
+        num_registers=figures["REG"],
+        num_threads=int(threads.group(1)) if threads else 32 * num_warps,
+        shared_bytes=compiled.metadata.shared,
+        stack_bytes=figures["STACK"],
+        instructions=instructions,
+        ptx=ptx,
+    )
+
+
+def _source(what: Specialization) -> Any:
+    arguments = list(what.signature)
+    aligned = {(arguments.index(name),): [["tt.divisibility", 16]] for name in what.aligned}
+    return ASTSource(
+        what.kernel,
+        signature=dict(what.signature),
+        constexprs={(arguments.index(n),): value for n, value in what.constants.items()},
+        attrs=aligned,
+    )
+
+
+def _options(what: Specialization) -> dict[str, int]:
+    return {"num_warps": what.num_warps, "num_stages": what.num_stages}
+
+
+def _dump(option: str, path: str) -> str:
+    done = subprocess.run(
+        [str(_CUOBJDUMP), option, path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_DUMP_TIMEOUT_S,
+    )
+    return done.stdout

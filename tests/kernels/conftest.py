@@ -1,0 +1,26 @@
+"""Kernels in Triton's interpreter, with its casts corrected, where Triton is installed.
+
+The variable must be set before anything imports Triton, so it is set here, when pytest collects.
+"""
+
+import os
+
+import pytest
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def interpreted():
+    """A kernel launched in this test runs on the CPU, with right casts."""
+    pytest.importorskip("triton", reason="kernels need the extra `kernels`")
+    from equipoise_kernels.testing.interpreter import corrected_casts
+
+    with corrected_casts():
+        yield
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(1729)

@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need the extra `kernels`")
+
+from equipoise_kernels.jit import jit, tl
+from equipoise_kernels.testing.interpreter import corrected_casts
+
+# Carries out of the mantissa, ties, subnormals, numbers beyond the largest, and the special ones.
+HARD = [1.99, -1.99, 1.0625, 1.1875, 0.0, -0.0, 2**-9, 2**-10, 1.5 * 2**-10, 447.9, 464.0, 1e6]
+
+
+@jit
+def cast_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    tl.store(out_ptr + places, tl.load(x_ptr + places).to(out_ptr.dtype.element_ty))
+
+
+def cast(values, dtype):
+    block = 1 << (len(values) - 1).bit_length()
+    x = torch.zeros(block, dtype=values.dtype)
+    x[: len(values)] = values
+    out = torch.empty(block, dtype=dtype)
+    cast_kernel[(1,)](x, out, BLOCK=block)
+    return out[: len(values)]
+
+
+def all_finite_e4m3():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return codes[codes.isfinite()]
+
+
+def samples():
+    halfway = (all_finite_e4m3() + all_finite_e4m3().nextafter(torch.tensor(1e9))) / 2
+    random = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * 20
+    return torch.cat([torch.tensor(HARD), all_finite_e4m3(), halfway, random])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_corrected_casts_give_the_bits_that_torch_gives(dtype):
+    values = samples()
+    with corrected_casts():
+        seen = cast(values, dtype)
+    # The GPU saturates, torch gives NaN: they agree once values are in range.
+    limit = 448.0 if dtype is torch.float8_e4m3fn else float("inf")
+    wanted = values.clamp(-limit, limit).to(dtype)
+    assert torch.equal(seen.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_corrected_casts_widen_every_code_exactly():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    with corrected_casts():
+        seen = cast(codes, torch.float32)
+    np.testing.assert_array_equal(seen.numpy(), codes.float().numpy())
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
+def test_corrected_casts_keep_what_bfloat16_calls_special(special):
+    with corrected_casts():
+        seen = cast(torch.tensor([special, 1.0]), torch.bfloat16)
+    assert torch.equal(seen, torch.tensor([special, 1.0]).bfloat16()) or seen[0].isnan()
+
+
+def test_canary_tritons_own_casts_are_still_wrong():
+    # When this fails, Triton's interpreter casts rightly: delete testing/interpreter.py.
+    values = samples().clamp(-448, 448)
+    wrong_fp8 = cast(values, torch.float8_e4m3fn).float() != values.to(torch.float8_e4m3fn).float()
+    wrong_bf16 = cast(values, torch.bfloat16) != values.bfloat16()
+    assert wrong_fp8.any() and wrong_bf16.any()
+
+
+def test_casts_are_tritons_own_again_after_the_with():
+    from triton.runtime import interpreter
+
+    before = interpreter._convert_float
+    with pytest.raises(ZeroDivisionError), corrected_casts():
+        assert interpreter._convert_float is not before
+        1 / 0  # noqa: B018
+    assert interpreter._convert_float is before
