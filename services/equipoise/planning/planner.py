@@ -3,10 +3,13 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from equipoise.planning.balance import balancedness
 from equipoise.planning.bound import upper_bounds
+from equipoise.planning.chance import gains_beyond_chance
 from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.incremental import Step, improve
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
 from equipoise.planning.placing import place_globally, place_hierarchically
@@ -28,6 +31,10 @@ class Plan:
     that no placement with even splits exceeds. `moves` counts slots that change. `off_node_share`
     is the share of the load that is served off the node that serves most of its expert group; 0
     where there are fewer groups than nodes, so that nothing has a home.
+
+    An incremental plan also has its `steps`, most gain per move first, of which any prefix is a
+    valid layout and worth having; and the `curve` of what any number of moves buys at best:
+    (moves, balancedness).
     """
 
     expert_of_slot: ExpertTable
@@ -39,6 +46,8 @@ class Plan:
     moves: int
     off_node_share: float
     reason: str
+    steps: tuple[Step, ...] = ()
+    curve: tuple[tuple[int, float], ...] = ()
 
 
 def plan(
@@ -48,13 +57,21 @@ def plan(
     topology: Topology,
     current: Layout | None = None,
     algorithm: Algorithm = Algorithm.AUTO,
+    max_moves: int | None = None,
+    target_balancedness: float | None = None,
     exclude_ranks: frozenset[int] = frozenset(),
+    samples: float | None = None,
 ) -> Plan:
     """Place experts so that ranks carry even parts of `load`, [layers, experts] in any unit.
 
     A layer keeps its current placement (the contiguous one, if there is none) unless it gains
     something, so a layer without load never moves and no plan is worse than what is there.
-    `auto` makes both plans and keeps the more balanced; hierarchical wins ties.
+    `auto` makes both plans and keeps the more balanced; hierarchical wins ties. With a target for
+    the balancedness or a limit of moves it is `incremental`, the only one that knows them.
+
+    Ranks in `exclude_ranks` get nothing: experts that only they held go to the others. `samples`
+    is how many expert assignments per layer the load rests on; with it, layers whose gain chance
+    explains keep their placement.
 
     Raises:
         InvalidLayoutError: there are fewer slots than experts.
@@ -63,21 +80,31 @@ def plan(
     if not ranks:
         raise InvalidLayoutError("no rank is left to plan for: exclude fewer")
     problem = Problem.of(load, model=model, topology=topology, current=current, ranks=ranks)
-    made = _plan(problem, algorithm)
+    is_limited = max_moves is not None or target_balancedness is not None
+    if algorithm is Algorithm.AUTO and is_limited:
+        algorithm = Algorithm.INCREMENTAL
+    assert algorithm is Algorithm.INCREMENTAL or not is_limited, "only incremental has limits"
+    if algorithm is Algorithm.INCREMENTAL:
+        made = _plan_incrementally(
+            problem, max_moves=max_moves, target=target_balancedness, samples=samples
+        )
+    else:
+        made = _plan_from_scratch(problem, algorithm, samples=samples)
     return replace(made, ranks=ranks)
 
 
-def _plan(problem: Problem, algorithm: Algorithm) -> Plan:
+def _plan_from_scratch(problem: Problem, algorithm: Algorithm, *, samples: float | None) -> Plan:
     if algorithm is Algorithm.GLOBAL:
-        return _plan_globally(problem)
+        return _plan_globally(problem, samples=samples)
     obstacle = problem.obstacle_to_hierarchy()
     if obstacle is not None:
-        fallback = _plan_globally(problem)
+        fallback = _plan_globally(problem, samples=samples)
         return replace(fallback, reason=f"{fallback.reason}; not hierarchical: {obstacle}")
-    hierarchical = _plan_hierarchically(problem)
+    table = place_hierarchically(problem)
+    hierarchical = _adopted(problem, table, Algorithm.HIERARCHICAL, samples=samples)
     if algorithm is Algorithm.HIERARCHICAL:
         return hierarchical
-    other = _plan_globally(problem)
+    other = _plan_globally(problem, samples=samples)
     winner, loser = (
         (hierarchical, other)
         if hierarchical.balancedness >= other.balancedness
@@ -86,24 +113,63 @@ def _plan(problem: Problem, algorithm: Algorithm) -> Plan:
     return replace(winner, reason=f"{winner.reason}; {loser.algorithm}: {loser.balancedness:.3f}")
 
 
-def _plan_globally(problem: Problem) -> Plan:
-    return _adopted(problem, place_globally(problem), Algorithm.GLOBAL)
+def _plan_globally(problem: Problem, *, samples: float | None) -> Plan:
+    return _adopted(problem, place_globally(problem), Algorithm.GLOBAL, samples=samples)
 
 
-def _plan_hierarchically(problem: Problem) -> Plan:
-    return _adopted(problem, place_hierarchically(problem), Algorithm.HIERARCHICAL)
+def _plan_incrementally(
+    problem: Problem, *, max_moves: int | None, target: float | None, samples: float | None
+) -> Plan:
+    before = balancedness(problem.rank_loads(problem.held))
+    if target is not None and before >= target and problem.is_covered.all():
+        made = _summary(problem, problem.held, Algorithm.INCREMENTAL)
+        return replace(
+            made, reason=f"nothing to move: {before:.3f} is at the target of {target:.3f} already"
+        )
+    fresh = place_globally(problem)
+    layers, comparison = _worth_changing(problem, fresh, samples=samples)
+    better = improve(
+        problem,
+        layers=layers,
+        fresh=fresh,
+        least_gain=LEAST_LAYER_GAIN,
+        target=target,
+        max_moves=max_moves,
+    )
+    made = _summary(problem, better.table, Algorithm.INCREMENTAL)
+    reason = f"incremental: {made.balancedness:.3f} after {before:.3f} by {made.moves} moves"
+    if target is not None and made.balancedness < target:
+        reason += f"; the target of {target:.3f} is out of reach"
+    return replace(made, steps=better.steps, curve=better.curve, reason=reason + comparison)
 
 
-def _adopted(problem: Problem, table: ExpertTable, algorithm: Algorithm) -> Plan:
+def _adopted(
+    problem: Problem, table: ExpertTable, algorithm: Algorithm, *, samples: float | None
+) -> Plan:
     """The plan that keeps the layers to which `table` gives nothing."""
-    gain = problem.balancedness_of_layer(table) - problem.balancedness_of_layer(problem.held)
-    moves = (gain > LEAST_LAYER_GAIN) | ~problem.is_covered
-    made = _summary(problem, np.where(moves[:, None], table, problem.held), algorithm)
+    changes, comparison = _worth_changing(problem, table, samples=samples)
+    made = _summary(problem, np.where(changes[:, None], table, problem.held), algorithm)
     changed = int((made.expert_of_slot != problem.held).any(axis=1).sum())
     return replace(
         made,
-        reason=f"{algorithm}: {made.balancedness:.3f} by changing {changed} of {len(table)} layers",
+        reason=f"{algorithm}: {made.balancedness:.3f} by changing {changed} of {len(table)} layers"
+        f"{comparison}",
     )
+
+
+def _worth_changing(
+    problem: Problem, table: ExpertTable, *, samples: float | None
+) -> tuple[npt.NDArray[np.bool_], str]:
+    """Layers that gain more than jitter and chance, [layers], and in words why others do not."""
+    before, after = (problem.balancedness_of_layer(placed) for placed in (problem.held, table))
+    changes, comparison = after - before > LEAST_LAYER_GAIN, ""
+    if samples is not None:
+        beyond, words = gains_beyond_chance(problem, 1 / before - 1 / after, samples=samples)
+        num_kept = int((changes & ~beyond).sum())
+        if num_kept:
+            comparison = f"; {num_kept} layers keep their placement: {words}"
+        changes &= beyond
+    return changes | ~problem.is_covered, comparison
 
 
 def _summary(problem: Problem, table: ExpertTable, algorithm: Algorithm) -> Plan:

@@ -21,6 +21,9 @@ class Algorithm(StrEnum):
     GLOBAL = "global"
     """Any expert on any rank."""
 
+    INCREMENTAL = "incremental"
+    """From the placement in use, the moves that gain most: to a target, or within a budget."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.balance import balancedness_per_layer, rank_loads
+from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import ExpertTable, Layout, count_replicas
 from equipoise.planning.load import Load
@@ -77,6 +77,11 @@ class Problem:
         return np.array(self.topology.first_slot, dtype=np.int64)
 
     @cached_property
+    def rank_of_slot(self) -> Indices:
+        """The rank that owns each slot, [slots]."""
+        return np.repeat(np.arange(self.topology.num_ranks), self.topology.slots_of_rank)
+
+    @cached_property
     def node_of_rank(self) -> Indices:
         """Nodes counted from 0 in the order in which ranks name them, [ranks]."""
         number = {node: index for index, node in enumerate(self.topology.nodes)}
@@ -87,21 +92,30 @@ class Problem:
         """Nodes that the ranks run on."""
         return len(self.topology.nodes)
 
+    def replicas(self, table: ExpertTable) -> npt.NDArray[np.int32]:
+        """Replicas of each expert under a placement, int32 [layers, experts]."""
+        return count_replicas(table, num_experts=self.model.num_experts)
+
     @cached_property
     def is_covered(self) -> npt.NDArray[np.bool_]:
         """Layers in which the ranks hold every expert, [layers]."""
-        replicas = count_replicas(self.held, num_experts=self.model.num_experts)
-        covered: npt.NDArray[np.bool_] = np.all(replicas > 0, axis=1)
+        covered: npt.NDArray[np.bool_] = np.all(self.replicas(self.held) > 0, axis=1)
         return covered
+
+    @cached_property
+    def is_busy(self) -> npt.NDArray[np.bool_]:
+        """Layers with traffic, [layers]."""
+        busy: npt.NDArray[np.bool_] = np.any(self.load > 0, axis=1)
+        return busy
 
     def rank_loads(self, table: ExpertTable) -> Load:
         """What each rank carries under a placement, [layers, ranks]."""
-        return rank_loads(
-            table,
-            load=self.load,
-            num_ranks=self.topology.num_ranks,
-            first_slot=None if self.topology.has_equal_slots else self.topology.first_slot,
-        )
+        return self.sum_by_rank(table, self.load / np.maximum(self.replicas(table), 1))
+
+    def sum_by_rank(self, table: ExpertTable, of_replica: Load) -> Load:
+        """Sum a value that each replica of an expert has, [layers, experts]; [layers, ranks]."""
+        by_slot = np.take_along_axis(of_replica, table, axis=1)
+        return np.add.reduceat(by_slot, self.first_slot[:-1], axis=1)
 
     def balancedness_of_layer(self, table: ExpertTable) -> Load:
         """Mean / max rank load under a placement, [layers]."""
@@ -111,9 +125,9 @@ class Problem:
         """How much of each expert group's load each node serves, [layers, groups, nodes]."""
         num_layers, num_experts = self.load.shape
         num_groups, num_nodes = self.model.num_groups, self.num_nodes
-        replicas = count_replicas(table, num_experts=num_experts)
-        share = np.take_along_axis(self.load / np.maximum(replicas, 1), table, axis=1)
-        node_of_slot = np.repeat(self.node_of_rank, self.topology.slots_of_rank)
+        of_replica = self.load / np.maximum(self.replicas(table), 1)
+        share = np.take_along_axis(of_replica, table, axis=1)
+        node_of_slot = self.node_of_rank[self.rank_of_slot]
         group = table.astype(np.int64) // (num_experts // num_groups)
         layer = np.arange(num_layers)[:, None]
         cell = (layer * num_groups + group) * num_nodes + node_of_slot

@@ -1,0 +1,40 @@
+"""Gives every expert a slot after ranks were lost, at the price of replicas that can be spared."""
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.layout import ExpertTable
+from equipoise.planning.problem import Problem
+
+
+def cover(problem: Problem) -> ExpertTable:
+    """The placement in use with every expert in it; int32 [layers, slots].
+
+    Layers that cover all experts stay as they are. In others each missing expert, the heaviest
+    first, overwrites the replica of another expert on the rank that ends up least loaded. There
+    are at least as many slots as experts, so there is always one.
+    """
+    table = problem.held.copy()
+    for layer in np.flatnonzero(~problem.is_covered).tolist():
+        replicas = np.bincount(table[layer], minlength=problem.model.num_experts)
+        missing = np.flatnonzero(replicas == 0)
+        heaviest_first = missing[np.argsort(-problem.load[layer, missing], kind="stable")]
+        for expert in heaviest_first.tolist():
+            slot = _slot_to_overwrite(
+                table[layer], problem.load[layer], expert, problem.rank_of_slot
+            )
+            table[layer, slot] = expert
+    return table
+
+
+def _slot_to_overwrite(
+    slots: npt.NDArray[np.int32],
+    load: npt.NDArray[np.float64],
+    expert: int,
+    rank_of_slot: npt.NDArray[np.int64],
+) -> int:
+    replicas = np.bincount(slots, minlength=len(load))
+    share = (load / np.maximum(replicas, 1))[slots]
+    carried = np.bincount(rank_of_slot, weights=share)
+    ends_up = carried[rank_of_slot] - share + load[expert]
+    return int(np.where(replicas[slots] > 1, ends_up, np.inf).argmin())

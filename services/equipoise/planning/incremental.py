@@ -1,0 +1,197 @@
+"""`improve`: the fewest moves from the placement in use to a target, or the most for a budget."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.bound import upper_bounds
+from equipoise.planning.cover import cover
+from equipoise.planning.frontier import LayerPath, Point, hull_along, hull_of, take_steepest
+from equipoise.planning.layout import ExpertTable
+from equipoise.planning.problem import Problem
+from equipoise.planning.relieve import Ground, relieve
+
+Bools = npt.NDArray[np.bool_]
+Slots = npt.NDArray[np.int32]
+
+THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.15, 1.3)
+"""Loads, over the least that a layer's busiest rank can have, above which paths relieve ranks."""
+
+TARGET_THRESHOLDS = (0.25, 0.5, 0.8, 1.1, 1.5, 2.2, 3.5)
+"""The same on the way to a target, in units of the excess that the target leaves: layers that gain
+easily go beyond it, others stop before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """Slots of one layer that change together, and what that is worth.
+
+    `slots`, int64, and `experts`, int32, are [changes]; `moves` is how many slots more differ from
+    the placement in use; `gain` is in balancedness, mean over the layers with traffic. Steps of
+    one layer keep their order; the layout after any step is valid.
+    """
+
+    layer: int
+    slots: npt.NDArray[np.int64]
+    experts: npt.NDArray[np.int32]
+    moves: int
+    gain: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Improvement:
+    """A placement, int32 [layers, slots], and the steps to it, most gain per move first.
+
+    Steps that bring back experts without any replica come before all others. `curve` has what any
+    number of moves buys at best: (moves, balancedness), both growing.
+    """
+
+    table: ExpertTable
+    steps: tuple[Step, ...]
+    curve: tuple[tuple[int, float], ...]
+
+
+def improve(
+    problem: Problem,
+    *,
+    layers: Bools,
+    fresh: ExpertTable,
+    least_gain: float,
+    target: float | None = None,
+    max_moves: int | None = None,
+) -> Improvement:
+    """Improve the placement in use in the given `layers`, bool [layers].
+
+    Stops as soon as the mean balancedness over layers with traffic reaches `target`, leaves out
+    what does not fit into `max_moves` (moves that bring back lost experts always do), and with
+    neither goes as far as it can. `fresh` is a placement from scratch, int32 [layers, slots]: the
+    way out for layers where it is more balanced by `least_gain` than what small steps reach.
+    """
+    start = cover(problem)
+    busy, reached = problem.is_busy, problem.balancedness_of_layer(start)
+    paths = [
+        _paths(problem, start, layer, target=target)
+        if layers[layer] and busy[layer]
+        else [_standstill(reached[layer])]
+        for layer in range(len(start))
+    ]
+    if max_moves is None and not _reach(paths, busy, target):
+        reached_fresh = problem.balancedness_of_layer(fresh)
+        for layer in np.flatnonzero(layers & busy).tolist():
+            best = max(path.balancedness.max() for path in paths[layer])
+            if reached_fresh[layer] > best + least_gain:
+                ends_at = (reached[layer], reached_fresh[layer])
+                paths[layer].append(_at_once(start[layer], fresh[layer], ends_at))
+    ends, curve = take_steepest(
+        [hull_of(of_one) for of_one in paths],
+        num_busy=max(int(busy.sum()), 1),
+        start=float(reached[busy].mean()) if busy.any() else 1.0,
+        target=target,
+        max_moves=max_moves,
+    )
+    return _improvement(problem, start, paths, ends, curve)
+
+
+def _paths(
+    problem: Problem, start: ExpertTable, layer: int, *, target: float | None
+) -> list[LayerPath]:
+    """Paths that relieve ranks above several thresholds; the common start is the first point."""
+    load, num_ranks = problem.load[layer], problem.topology.num_ranks
+    mean = float(load.sum()) / num_ranks
+    bound = upper_bounds(load[None], num_slots=start.shape[1], num_ranks=num_ranks)[0]
+    thresholds = THRESHOLDS
+    if target is not None and target < bound:
+        left = bound / target - 1.0
+        thresholds = tuple(1.0 + left * part for part in TARGET_THRESHOLDS)
+    ground = Ground(
+        problem.first_slot,
+        problem.rank_of_slot,
+        problem.node_of_rank,
+        np.zeros(len(load), dtype=np.int64),
+        1.0,
+        0.0,
+    )
+    paths = []
+    for threshold in thresholds:
+        made = relieve(start[layer], load, ground, threshold * mean / bound, start.shape[1])
+        changes = [
+            (step[0::2][step[0::2] >= 0], step[1::2][step[0::2] >= 0].astype(np.int32))
+            for step in made.steps
+        ]
+        paths.append(LayerPath(changes=changes, moves=made.moves, balancedness=mean / made.busiest))
+    return paths
+
+
+def _standstill(reached: float) -> LayerPath:
+    return LayerPath(
+        changes=(), moves=np.zeros(1, dtype=np.int64), balancedness=np.array([reached])
+    )
+
+
+def _at_once(start: Slots, target: Slots, reached: tuple[float, float]) -> LayerPath:
+    changed = np.flatnonzero(start != target)
+    return LayerPath(
+        changes=[(changed, target[changed])],
+        moves=np.array([0, len(changed)]),
+        balancedness=np.array(reached),
+    )
+
+
+def _reach(paths: list[list[LayerPath]], busy: Bools, target: float | None) -> bool:
+    best = [max(path.balancedness.max() for path in of_layer) for of_layer in paths]
+    return target is not None and bool(busy.any() and np.array(best)[busy].mean() >= target)
+
+
+def _improvement(
+    problem: Problem,
+    start: ExpertTable,
+    paths: list[list[LayerPath]],
+    ends: list[Point],
+    curve: list[tuple[int, float]],
+) -> Improvement:
+    num_busy = max(int(problem.is_busy.sum()), 1)
+    steps = [
+        step
+        for layer, end in enumerate(ends)
+        for step in _steps(layer, start[layer], paths[layer][end.path], end, num_busy)
+    ]
+    steps.sort(key=lambda step: -step.gain / step.moves)
+    ordered = [*_restoring(problem, start), *steps]
+    table = problem.held.copy()
+    for step in ordered:
+        table[step.layer, step.slots] = step.experts
+    return Improvement(table=table, steps=tuple(ordered), curve=tuple(curve))
+
+
+def _restoring(problem: Problem, start: ExpertTable) -> Iterator[Step]:
+    """What brings back experts without a replica; worth any price."""
+    for layer in np.flatnonzero(~problem.is_covered).tolist():
+        changed = np.flatnonzero(problem.held[layer] != start[layer])
+        yield Step(
+            layer=layer,
+            slots=changed,
+            experts=start[layer, changed],
+            moves=len(changed),
+            gain=0.0,
+        )
+
+
+def _steps(layer: int, slots: Slots, path: LayerPath, end: Point, num_busy: int) -> Iterator[Step]:
+    """The stops worth making on the way to `end`."""
+    hull = hull_along(path, num_changes=end.num_changes)
+    for before, after in pairwise(hull):
+        reached = slots.copy()
+        for changed, experts in path.changes[before.num_changes : after.num_changes]:
+            reached[changed] = experts
+        differs = np.flatnonzero(reached != slots)
+        yield Step(
+            layer=layer,
+            slots=differs,
+            experts=reached[differs],
+            moves=after.moves - before.moves,
+            gain=(after.balancedness - before.balancedness) / num_busy,
+        )
+        slots = reached
