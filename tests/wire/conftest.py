@@ -89,6 +89,7 @@ ASSIGNMENT = Assignment(
     layout=LAYOUT,
     report_interval_s=1.0,
     heartbeat_interval_s=0.5,
+    term=3,
 )
 STAGE = Stage(
     epoch=1,
@@ -104,13 +105,14 @@ STAGE = Stage(
         ),
     ),
     timeout_s=30.0,
+    term=3,
 )
 
 HEARTBEAT = Heartbeat(epoch=1, generation=4, staged_generation=5, sequence=12)
 
 FROM_WORKERS = [
     HELLO,
-    replace(HELLO, running=RUNNING),
+    replace(HELLO, running=RUNNING, highest_term=3),
     SERVING,
     REPORT,
     STAGED,
@@ -124,9 +126,10 @@ FROM_BALANCER = [
     ASSIGNMENT,
     STAGE,
     replace(STAGE, moves=()),
-    Abort(epoch=1, generation=5, reason="rank 0 refused"),
+    Abort(epoch=1, generation=5, reason="rank 0 refused", term=3),
     HeartbeatAck(sequence=12),
     Rejection(reason="the pool is complete", fatal=True),
+    Rejection(reason="it follows", fatal=True, not_leading=True, leader_address="10.0.0.9:7070"),
 ]
 
 

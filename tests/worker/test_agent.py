@@ -14,13 +14,13 @@ REFUSED = Refused(epoch=1, rank=0, generation=2, reason="no")
 class Bench:
     """An agent of nothing in particular: it says hello and puts down what it receives."""
 
-    def __init__(self, address, **changes):
+    def __init__(self, *addresses, **changes):
         self.received = asyncio.Queue()
         self.dropped = []
         self.num_hellos = 0
         settings = {"backoff_s": 0.01, "max_backoff_s": 0.05}
         self.agent = Agent(
-            address=address,
+            addresses=addresses,
             hello=self.hello,
             heartbeat=lambda sequence: Heartbeat(
                 epoch=0, generation=0, staged_generation=0, sequence=sequence

@@ -292,3 +292,31 @@ def test_each_rank_checks_its_own_moves(random_layout, stage_to, rank):
     other = stage_to(running, layout, rank=1 - rank)
     with pytest.raises(StageRefusedError):
         check_stage(other, running=running, epoch=1, rank=rank)
+
+
+async def test_another_layout_of_the_same_number_replaces_the_one_that_waits(
+    bench, random_layout, stage_to
+):
+    first, second = random_layout(2), random_layout(2, seed=99)
+    assert not first.same_placement(second)
+    bench.applier.stage(stage_to(bench.running, first))
+    await bench.answer()
+    bench.applier.stage(stage_to(bench.running, second))
+    assert bench.applier.waiting == 0, "what a forgetful balancer staged before is not switched to"
+    await bench.answer()
+    bench.engine.switch()
+    assert bench.running.same_placement(second)
+
+
+async def test_what_is_unfinished_when_a_stream_begins_never_comes_to_wait(
+    bench, random_layout, stage_to
+):
+    bench.slow.may_give.clear()
+    bench.applier.stage(stage_to(bench.running, random_layout(2)))
+    assert await asyncio.to_thread(bench.slow.asked.wait, 60)
+    bench.applier.drop_unfinished()
+    bench.slow.may_give.set()
+    bench.applier.stage(stage_to(bench.running, random_layout(3)))
+    assert (await bench.answer()).generation == 3
+    bench.applier.drop_unfinished()
+    assert bench.applier.waiting == 3, "what is staged is staged"

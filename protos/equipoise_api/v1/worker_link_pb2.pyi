@@ -225,6 +225,7 @@ class Hello(_message.Message):
     CHECKPOINT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    HIGHEST_TERM_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool the worker wants to serve in; the balancer knows pools by this name."""
     worker: _builtins.str
@@ -245,6 +246,10 @@ class Hello(_message.Message):
     """Hex fingerprint of config and checkpoint; all workers of a pool must agree."""
     protocol_version: _builtins.int
     """Protocol version the worker speaks; the balancer refuses one it does not know."""
+    highest_term: _builtins.int
+    """Highest term of a balancer that this worker heard of; 0 if none. A balancer of a lower term
+    does not lead, or must lead in a higher one.
+    """
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
@@ -268,10 +273,11 @@ class Hello(_message.Message):
         checkpoint_fingerprint: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         running: Global___RunningState | None = ...,
+        highest_term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_running", b"_running", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_running", b"_running", "address", b"address", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_running", b"_running", "address", b"address", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "highest_term", b"highest_term", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__running: _TypeAlias = _typing.Literal["running"]  # noqa: Y015
     _WhichOneofArgType__running: _TypeAlias = _typing.Literal["_running", b"_running"]  # noqa: Y015
@@ -412,6 +418,7 @@ class Assignment(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     REPORT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Membership number; grows by one with every change of who takes part."""
     rank: _builtins.int
@@ -422,6 +429,10 @@ class Assignment(_message.Message):
     """Seconds between load reports; a policy of the balancer."""
     heartbeat_interval_s: _builtins.float
     """Seconds between heartbeats; a policy of the balancer."""
+    term: _builtins.int
+    """Term of the balancer that says so, its fencing number. It grows with every change of leader;
+    a worker that heard of a higher one refuses.
+    """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
         """All ranks of the epoch, the receiver included, ordered by rank."""
@@ -440,10 +451,11 @@ class Assignment(_message.Message):
         layout: Global___Layout | None = ...,
         report_interval_s: _builtins.float = ...,
         heartbeat_interval_s: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_interval_s", b"heartbeat_interval_s", "layout", b"layout", "peers", b"peers", "rank", b"rank", "rendezvous_address", b"rendezvous_address", "report_interval_s", b"report_interval_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_interval_s", b"heartbeat_interval_s", "layout", b"layout", "peers", b"peers", "rank", b"rank", "rendezvous_address", b"rendezvous_address", "report_interval_s", b"report_interval_s", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,12 +642,15 @@ class Stage(_message.Message):
     BASE_GENERATION_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the moves are meant for; another epoch refuses."""
     base_generation: _builtins.int
     """Generation the moves start from; must be what the worker runs."""
     timeout_s: _builtins.float
     """Seconds the worker may take before it refuses by itself."""
+    term: _builtins.int
+    """Term of the balancer, as in Assignment."""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Complete layout of the generation to prepare."""
@@ -652,10 +667,11 @@ class Stage(_message.Message):
         base_generation: _builtins.int = ...,
         moves: _abc.Iterable[Global___Move] | None = ...,
         timeout_s: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_generation", b"base_generation", "epoch", b"epoch", "layout", b"layout", "moves", b"moves", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_generation", b"base_generation", "epoch", b"epoch", "layout", b"layout", "moves", b"moves", "term", b"term", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -792,22 +808,26 @@ class Abort(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the rollout."""
     generation: _builtins.int
     """Generation to drop."""
     reason: _builtins.str
     """Why, for the worker's log."""
+    term: _builtins.int
+    """Term of the balancer, as in Assignment."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         generation: _builtins.int = ...,
         reason: _builtins.str = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "reason", b"reason", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -899,19 +919,29 @@ class Rejection(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     FATAL_FIELD_NUMBER: _builtins.int
+    NOT_LEADING_FIELD_NUMBER: _builtins.int
+    LEADER_ADDRESS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """One sentence that names the fault and the remedy."""
     fatal: _builtins.bool
     """True when the stream ends after this; false when only one message was dropped."""
+    not_leading: _builtins.bool
+    """True when nothing is wrong with the worker: this balancer does not lead now. Try another one,
+    or this one again.
+    """
+    leader_address: _builtins.str
+    """host:port of the balancer that leads, as far as this one knows; only with `not_leading`."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         fatal: _builtins.bool = ...,
+        not_leading: _builtins.bool = ...,
+        leader_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fatal", b"fatal", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fatal", b"fatal", "leader_address", b"leader_address", "not_leading", b"not_leading", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -291,6 +291,7 @@ def _pack_layout(layout: Layout) -> bytes:
         "num_layers": layout.num_layers,
         "num_experts": layout.num_experts,
         "num_ranks": layout.num_ranks,
+        "slots_of_rank": layout.slots_of_rank,
     }
     return _pack(header, layout.expert_of_slot.astype("<i4", copy=False).tobytes())
 
@@ -302,6 +303,7 @@ def _unpack_layout(generation: int, packed: bytes) -> Layout:
         generation=generation,
         num_experts=header["num_experts"],
         num_ranks=header["num_ranks"],
+        slots_of_rank=tuple(header["slots_of_rank"]),
         expert_of_slot=table.astype(np.int32),
     )
 

@@ -50,6 +50,7 @@ class Hello:
     """First message of a stream: who the worker is and what it has memory for.
 
     It also fixes the shapes of everything else on the stream, so both sides keep it.
+    `highest_term` is that of any balancer the worker heard of; 0 if there was none.
     """
 
     pool: str
@@ -63,6 +64,7 @@ class Hello:
     num_ranks: int
     checkpoint_fingerprint: str
     running: RunningState | None = None
+    highest_term: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -168,7 +170,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Makes a worker a rank of an epoch. `peers` are all ranks in rank order, it included."""
+    """Makes a worker a rank of an epoch. `peers` are all ranks in rank order, it included.
+
+    `term`, here and below, is the fencing number of the balancer that speaks.
+    """
 
     epoch: int
     rank: int
@@ -177,6 +182,7 @@ class Assignment:
     layout: Layout
     report_interval_s: float
     heartbeat_interval_s: float
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +194,7 @@ class Stage:
     base_generation: int
     moves: tuple[Move, ...]
     timeout_s: float
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +204,7 @@ class Abort:
     epoch: int
     generation: int
     reason: str
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,10 +216,16 @@ class HeartbeatAck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """Closes the door on a worker (`fatal`, the stream ends) or on one message."""
+    """Closes the door on a worker (`fatal`, the stream ends) or on one message.
+
+    `not_leading`: nothing is wrong, but this balancer does not lead; the one at `leader_address`
+    does, if that is known.
+    """
 
     reason: str
     fatal: bool
+    not_leading: bool = False
+    leader_address: str | None = None
 
 
 BalancerMessage = Assignment | Stage | Abort | HeartbeatAck | Rejection

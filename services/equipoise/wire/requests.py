@@ -46,6 +46,7 @@ def hello_to_proto(hello: Hello) -> pb.Hello:
         checkpoint_fingerprint=hello.checkpoint_fingerprint,
         protocol_version=PROTOCOL_VERSION,
         running=None if hello.running is None else _running_to_proto(hello.running),
+        highest_term=hello.highest_term,
     )
 
 
@@ -79,6 +80,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         checkpoint_fingerprint=checks.name(
             "hello", "checkpoint_fingerprint", message.checkpoint_fingerprint
         ),
+        highest_term=checks.count("hello", "highest_term", message.highest_term),
     )
     if not message.HasField("running"):
         return hello

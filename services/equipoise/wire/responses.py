@@ -29,6 +29,7 @@ def assignment_to_proto(assignment: Assignment) -> pb.Assignment:
         layout=layouts.layout_to_proto(assignment.layout),
         report_interval_s=assignment.report_interval_s,
         heartbeat_interval_s=assignment.heartbeat_interval_s,
+        term=assignment.term,
     )
 
 
@@ -55,6 +56,7 @@ def assignment_from_proto(message: pb.Assignment, *, hello: Hello) -> Assignment
         heartbeat_interval_s=checks.duration_s(
             "assignment", "heartbeat_interval_s", message.heartbeat_interval_s
         ),
+        term=checks.count("assignment", "term", message.term),
     )
 
 
@@ -66,6 +68,7 @@ def stage_to_proto(stage: Stage) -> pb.Stage:
         base_generation=stage.base_generation,
         moves=[_move_to_proto(move) for move in stage.moves],
         timeout_s=stage.timeout_s,
+        term=stage.term,
     )
 
 
@@ -95,12 +98,15 @@ def stage_from_proto(message: pb.Stage, *, hello: Hello) -> Stage:
         base_generation=base_generation,
         moves=moves,
         timeout_s=checks.duration_s("stage", "timeout_s", message.timeout_s),
+        term=checks.count("stage", "term", message.term),
     )
 
 
 def abort_to_proto(abort: Abort) -> pb.Abort:
     """Which generation to drop."""
-    return pb.Abort(epoch=abort.epoch, generation=abort.generation, reason=abort.reason)
+    return pb.Abort(
+        epoch=abort.epoch, generation=abort.generation, reason=abort.reason, term=abort.term
+    )
 
 
 def abort_from_proto(message: pb.Abort) -> Abort:
@@ -109,6 +115,7 @@ def abort_from_proto(message: pb.Abort) -> Abort:
         epoch=checks.count("abort", "epoch", message.epoch, least=1),
         generation=checks.count("abort", "generation", message.generation, least=1),
         reason=checks.reason(message.reason),
+        term=checks.count("abort", "term", message.term),
     )
 
 
@@ -124,12 +131,25 @@ def heartbeat_ack_from_proto(message: pb.HeartbeatAck) -> HeartbeatAck:
 
 def rejection_to_proto(rejection: Rejection) -> pb.Rejection:
     """Why a worker or a message is not accepted."""
-    return pb.Rejection(reason=rejection.reason, fatal=rejection.fatal)
+    return pb.Rejection(
+        reason=rejection.reason,
+        fatal=rejection.fatal,
+        not_leading=rejection.not_leading,
+        leader_address=rejection.leader_address or "",
+    )
 
 
 def rejection_from_proto(message: pb.Rejection) -> Rejection:
-    """Never refused: there is nothing in it but words."""
-    return Rejection(reason=checks.reason(message.reason), fatal=message.fatal)
+    """Raises InvalidMessageError: the leader's address cannot be dialled."""
+    leader_address = None
+    if message.leader_address:
+        leader_address = checks.address("rejection", "leader_address", message.leader_address)
+    return Rejection(
+        reason=checks.reason(message.reason),
+        fatal=message.fatal,
+        not_leading=message.not_leading,
+        leader_address=leader_address,
+    )
 
 
 def _peers_from_proto(message: pb.Assignment, *, num_ranks: int, hello: Hello) -> tuple[Peer, ...]:

@@ -1,34 +1,41 @@
-"""`Agent`: keeps a stream to the balancer, for as long as the worker lives.
+"""`Agent`: keeps a stream to the balancer that leads, for as long as the worker lives.
 
-Owns connecting, liveness and back-off. What messages mean is decided by whom it is given; nothing
-here ever holds up serving.
+Owns finding the leader, connecting, liveness and back-off. What messages mean is decided by whom it
+is given; nothing here ever holds up serving.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import grpc
 
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
+    Abort,
+    Assignment,
     BalancerMessage,
     Heartbeat,
     HeartbeatAck,
     Hello,
     Leaving,
     Rejection,
+    Stage,
     WorkerMessage,
 )
-from equipoise.worker.errors import LinkLostError
+from equipoise.worker.errors import LinkLostError, NotLeadingError
 from equipoise_api.v1 import worker_link_pb2 as pb
 from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
 
 Call = grpc.aio.StreamStreamCall[pb.ConnectRequest, pb.ConnectResponse]
 
 _OUTBOX_LENGTH = 256
+_NOT_LEADING_BACKOFF_S = 2.0
+"""Longest wait while balancers answer, but none of them leads yet: that ends within seconds."""
+
 _CHANNEL_OPTIONS = (
     # A subchannel shared with an earlier attempt would sit out that one's back-off.
     ("grpc.use_local_subchannel_pool", 1),
@@ -40,6 +47,10 @@ _log = logging.getLogger(__name__)
 class Agent:
     """The worker's end of the stream; used from the event loop only.
 
+    `addresses` are those of all balancers. One that does not lead says who does; one that cannot be
+    reached is followed by the next. What a balancer of a lower term than was heard of before sends
+    is dropped: it has lost its leadership and does not know yet.
+
     `hello` and `heartbeat(sequence)` say what the worker is and does at that moment. `receive`
     gets every valid message but acknowledgements, `dropped` an invalid one with the reason; both
     must not block. A balancer that says nothing for `ack_timeout_s`, although every heartbeat asks
@@ -50,7 +61,7 @@ class Agent:
     def __init__(
         self,
         *,
-        address: str,
+        addresses: Sequence[str],
         hello: Callable[[], Hello],
         heartbeat: Callable[[int], Heartbeat],
         receive: Callable[[BalancerMessage], None],
@@ -60,7 +71,8 @@ class Agent:
         max_backoff_s: float = 5.0,
     ) -> None:
         self.heartbeat_interval_s = 1.0
-        self._address = address
+        self._addresses = tuple(addresses)
+        self._address = self._addresses[0]
         self._hello = hello
         self._heartbeat = heartbeat
         self._receive = receive
@@ -72,7 +84,8 @@ class Agent:
         self._outbox: asyncio.Queue[WorkerMessage] | None = None
         self._heard_at = 0.0
         self._failures = 0
-        self._said = ""
+        self._highest_term = 0
+        self._said: dict[str, str] = {}
         self._leaving = False
         self._ended = asyncio.Event()
 
@@ -94,8 +107,12 @@ class Agent:
     async def run(self) -> None:
         """Connect, and connect again, until cancelled or left."""
         while not self._leaving:
+            longest_s, leader = self._max_backoff_s, None
             try:
                 await self._connect()
+            except NotLeadingError as answer:
+                longest_s, leader = min(longest_s, _NOT_LEADING_BACKOFF_S), answer.leader_address
+                self._say(f"sent on by {self._address}: {answer}", level=logging.INFO)
             except LinkLostError as lost:
                 if not self._leaving:
                     self._say(
@@ -103,7 +120,9 @@ class Agent:
                         level=logging.WARNING,
                     )
             self._failures += 1
-            bound_s = min(self._max_backoff_s, self._backoff_s * 2 ** min(self._failures, 16))
+            self._address = leader or self._next_address()
+            rounds = min(16, -(-self._failures // len(self._addresses)))
+            bound_s = min(longest_s, self._backoff_s * 2**rounds)
             await asyncio.sleep(self._random.uniform(0, bound_s))
 
     async def leave(self, reason: str, *, timeout_s: float = 2.0) -> None:
@@ -124,7 +143,7 @@ class Agent:
         """One stream from Hello to its end."""
         async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
             call: Call = pb_grpc.WorkerLinkStub(channel).Connect(None)
-            hello = self._hello()
+            hello = replace(self._hello(), highest_term=self._highest_term)
             self._outbox = asyncio.Queue(_OUTBOX_LENGTH)
             self._outbox.put_nowait(hello)
             self._ended.clear()
@@ -158,6 +177,12 @@ class Agent:
             except InvalidMessageError as error:
                 _log.warning("a message of the balancer is dropped (%s): %s", error.kind, error)
                 self._dropped(message, str(error))
+                continue
+            if isinstance(value, Rejection) and value.not_leading:
+                raise NotLeadingError(value.reason, leader_address=value.leader_address)
+            if stale := self._staleness(value):
+                _log.warning("a %s is dropped: %s", type(value).__name__, stale)
+                self._dropped(message, stale)
                 continue
             if not isinstance(value, Rejection):
                 self._failures = 0
@@ -196,10 +221,29 @@ class Agent:
                 raise LinkLostError(f"no answer for {self._ack_timeout_s:g} s")
             await asyncio.sleep(left_s)
 
+    def _staleness(self, value: BalancerMessage) -> str:
+        """Why a message of a balancer that was succeeded must not be obeyed; empty if it may."""
+        match value:
+            case Assignment() | Stage() | Abort() if value.term < self._highest_term:
+                return (
+                    f"term {value.term} is over, a balancer of term {self._highest_term} has taken "
+                    "over"
+                )
+            case Assignment() | Stage() | Abort():
+                self._highest_term = value.term
+        return ""
+
+    def _next_address(self) -> str:
+        """The address after the current one; the first when the current one was a hint."""
+        if self._address not in self._addresses:
+            return self._addresses[0]
+        place = self._addresses.index(self._address) + 1
+        return self._addresses[place % len(self._addresses)]
+
     def _say(self, message: str, *, level: int) -> None:
-        """Log a change once, not every attempt."""
-        if message != self._said:
-            self._said = message
+        """Log a balancer's change once, not every attempt."""
+        if message != self._said.get(self._address):
+            self._said[self._address] = message
             _log.log(level, "%s", message)
 
 

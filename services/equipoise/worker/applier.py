@@ -27,10 +27,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Preparation:
-    """A stage under way or done; `answer` is None until it is done."""
+    """A stage under way or done."""
 
-    generation: int
+    layout: Layout
     task: asyncio.Task[None]
+
+    @property
+    def generation(self) -> int:
+        """Generation being prepared."""
+        return self.layout.generation
+
+    def is_for(self, layout: Layout) -> bool:
+        """Whether this prepares the very same layout, not just the same number."""
+        return self.layout.same_placement(layout) and self.generation == layout.generation
 
 
 class Applier:
@@ -63,23 +72,29 @@ class Applier:
     def stage(self, stage: Stage) -> None:
         """Begin to prepare a generation; the answer follows.
 
-        The same generation again is answered again; another one replaces what was before.
+        The same again is answered again; anything else replaces what was before. A number alone
+        proves nothing: a balancer whose store was emptied may use one again.
         """
-        generation = stage.layout.generation
-        if self._staged is not None and self.waiting == generation:
-            self._answer(self._staged)
-            return
         running = self._preparation
-        if running and running.generation == generation and not running.task.done():
-            return
+        if running and running.is_for(stage.layout):
+            if self._staged is not None and self.waiting == running.generation:
+                self._answer(self._staged)
+                return
+            if not running.task.done():
+                return
         self._discard()
         task = asyncio.create_task(self._prepare_and_answer(stage))
-        self._preparation = _Preparation(generation=generation, task=task)
+        self._preparation = _Preparation(layout=stage.layout, task=task)
 
     def abort(self, abort: Abort) -> None:
         """Drop a generation that is being prepared or waits, unless it was switched to."""
         running = self._preparation
         if abort.epoch == self._epoch and running and running.generation == abort.generation:
+            self._discard()
+
+    def drop_unfinished(self) -> None:
+        """Give up what is not staged yet: who is about to be told that nothing is must be right."""
+        if self._preparation is not None and not self.waiting:
             self._discard()
 
     @property

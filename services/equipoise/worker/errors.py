@@ -39,3 +39,11 @@ class NotHeldError(Exception):
 
 class LinkLostError(Exception):
     """The stream to the balancer ended; the message says how, and a new one is tried."""
+
+
+class NotLeadingError(LinkLostError):
+    """A balancer answered that it does not lead; `leader_address` may name the one that does."""
+
+    def __init__(self, reason: str, *, leader_address: str | None) -> None:
+        super().__init__(reason)
+        self.leader_address = leader_address

@@ -78,7 +78,7 @@ class Worker:
             vocab_size=core.checkpoint.config.vocab_size, context_length=settings.context_length
         )
         self._agent = Agent(
-            address=settings.balancer,
+            addresses=settings.balancer.split(","),
             hello=self._hello,
             heartbeat=self._heartbeat,
             receive=self._receive,
@@ -251,6 +251,8 @@ class Worker:
 
     def _hello(self) -> Hello:
         rank = self._rank
+        if rank is not None:
+            rank.applier.drop_unfinished()
         return Hello(
             pool=self._settings.pool,
             worker=self._settings.worker,

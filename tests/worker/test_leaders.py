@@ -1,0 +1,160 @@
+"""A worker among several balancers follows the one that leads, and obeys no other."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.topology import ModelShape
+from equipoise.wire.messages import Abort, Heartbeat, Hello, Rejection, Stage
+from equipoise.worker.agent import Agent
+from equipoise.worker.settings import InvalidSettingsError, WorkerSettings
+
+BOUND_S = 60.0
+NO_LEADER = Rejection(reason="nobody leads yet", fatal=True, not_leading=True)
+
+
+def layout_of(generation):
+    return contiguous_layout(
+        num_layers=2, num_experts=8, num_ranks=1, slots_per_rank=12, generation=generation
+    )
+
+
+def stage_of(generation, *, term):
+    return Stage(
+        epoch=1,
+        layout=layout_of(generation),
+        base_generation=generation - 1,
+        moves=(),
+        timeout_s=9.0,
+        term=term,
+    )
+
+
+HELLO = Hello(
+    pool="p",
+    worker="w",
+    boot_id="b",
+    node="n",
+    address="127.0.0.1:1",
+    rendezvous_address="127.0.0.1:2",
+    model=ModelShape(num_layers=2, num_experts=8, num_groups=2, expert_bytes=12_288),
+    slots_per_rank=12,
+    num_ranks=1,
+    checkpoint_fingerprint="ab" * 16,
+)
+
+
+class Bench:
+    """An agent that puts down what it obeys and what it drops."""
+
+    def __init__(self, *addresses):
+        self.received = asyncio.Queue()
+        self.dropped = asyncio.Queue()
+        self.agent = Agent(
+            addresses=addresses,
+            hello=lambda: HELLO,
+            heartbeat=lambda sequence: Heartbeat(
+                epoch=0, generation=0, staged_generation=0, sequence=sequence
+            ),
+            receive=self.received.put_nowait,
+            dropped=lambda _, reason: self.dropped.put_nowait(reason),
+            backoff_s=0.01,
+            max_backoff_s=0.05,
+        )
+        self.agent.heartbeat_interval_s = 0.05
+
+
+@asynccontextmanager
+async def running(*addresses):
+    bench = Bench(*addresses)
+    task = asyncio.create_task(bench.agent.run())
+    try:
+        yield bench
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=BOUND_S)
+
+
+async def soon(awaitable):
+    return await asyncio.wait_for(awaitable, BOUND_S)
+
+
+@pytest_asyncio.fixture
+async def other_balancer(balancer):
+    scripted = type(balancer)()
+    await scripted.start()
+    yield scripted
+    await scripted.stop()
+
+
+async def test_a_follower_sends_the_worker_on_to_the_leader(balancer, other_balancer):
+    async with running(balancer.address) as bench:
+        link = await balancer.link()
+        link.say(replace(NO_LEADER, leader_address=other_balancer.address))
+        link.hang_up()
+        link = await other_balancer.link()
+        link.say(Abort(epoch=1, generation=2, reason="why not", term=3))
+        assert (await soon(bench.received.get())).generation == 2
+
+
+async def test_without_a_leader_the_balancers_are_asked_in_turn_until_there_is_one(
+    balancer, other_balancer
+):
+    async with running(balancer.address, other_balancer.address) as bench:
+        for _ in range(3):
+            for follower in (balancer, other_balancer):
+                link = await follower.link()
+                link.say(NO_LEADER)
+                link.hang_up()
+        link = await balancer.link()
+        await link.until(Heartbeat, lambda beat: beat.sequence == 2)
+        assert bench.agent.connected
+        assert bench.received.empty(), "no rejection for the worker to stop at"
+
+
+async def test_a_balancer_that_is_gone_is_followed_by_the_next(balancer, other_balancer):
+    async with running(balancer.address, other_balancer.address):
+        await (await balancer.link()).until(Heartbeat)
+        await balancer.stop()
+        await (await other_balancer.link()).until(Heartbeat)
+
+
+async def test_a_hint_that_leads_nowhere_is_forgotten(balancer):
+    async with running(balancer.address):
+        link = await balancer.link()
+        link.say(replace(NO_LEADER, leader_address="127.0.0.1:1"))
+        link.hang_up()
+        await (await balancer.link()).until(Heartbeat)
+
+
+async def test_what_a_succeeded_balancer_still_pushes_is_refused(balancer, other_balancer):
+    async with running(balancer.address, other_balancer.address) as bench:
+        link = await balancer.link()
+        assert link.hello.highest_term == 0
+        link.say(stage_of(2, term=5))
+        assert (await soon(bench.received.get())).term == 5
+        link.hang_up()
+        old = await other_balancer.link()
+        assert old.hello.highest_term == 5
+        for stale in (stage_of(3, term=4), Abort(epoch=1, generation=2, reason="x", term=0)):
+            old.say(stale)
+            reason = await soon(bench.dropped.get())
+            assert f"term {stale.term} is over, a balancer of term 5 has taken over" in reason
+        old.say(stage_of(3, term=5))
+        assert (await soon(bench.received.get())).layout.generation == 3
+        assert bench.received.empty()
+
+
+def test_several_balancers_are_given_with_commas(tmp_path):
+    given = "10.0.0.1:7070,balancer-1:7070"
+    assert WorkerSettings(balancer=given, checkpoint=tmp_path).balancer == given
+
+
+@pytest.mark.parametrize("given", ["", "a:1,", ",a:1", "a:1,b", "a:1, b:x"])
+def test_each_of_them_must_be_an_address(given, tmp_path):
+    with pytest.raises(InvalidSettingsError, match="balancer"):
+        WorkerSettings(balancer=given, checkpoint=tmp_path)
