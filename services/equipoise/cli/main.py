@@ -19,6 +19,7 @@ from equipoise.cli.plan_settings import PlanSettings
 from equipoise.cli.replay_settings import ReplaySettings
 from equipoise.cli.status_settings import StatusSettings
 from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.whatif_settings import WhatIfSettings
 from equipoise.formats.errors import FormatError
 from equipoise.worker.settings import WorkerSettings
 
@@ -103,6 +104,11 @@ def _replay(settings: ReplaySettings) -> int:
     return _run_of("equipoise.cli.replay")(settings)
 
 
+def _whatif(settings: WhatIfSettings) -> int:
+    """Compare numbers of GPUs and of redundant slots for recorded loads, and choose one."""
+    return _run_of("equipoise.cli.whatif")(settings)
+
+
 def _run_of(module: str) -> Callable[[Any], int]:
     """The `run` of a command's module, imported now."""
     run: Callable[[Any], int] = importlib.import_module(module).run
@@ -126,6 +132,7 @@ app.command("status")(command_from(StatusSettings, _status))
 app.command("demo")(command_from(DemoSettings, _demo))
 app.command("plan")(command_from(PlanSettings, _plan))
 app.command("replay")(command_from(ReplaySettings, _replay))
+app.command("whatif")(command_from(WhatIfSettings, _whatif))
 
 
 if __name__ == "__main__":

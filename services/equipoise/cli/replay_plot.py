@@ -33,7 +33,7 @@ def draw(runs: Sequence[Run], path: Path, *, window_s: float) -> None:
             [step.balancedness for step in run.steps],
             color=colour,
             label=run.name,
-            marker="o" if len(run.steps) <= _MARKED_WINDOWS else None,
+            marker="o" if switched and len(run.steps) <= _MARKED_WINDOWS else None,
             markevery=switched,
         )
         total = list(accumulate(step.moves for step in run.steps))
