@@ -46,3 +46,10 @@ def test_a_missing_checkpoint_is_one_fault(tmp_path):
     settings = DemoSettings(listen="127.0.0.1:0", checkpoint=tmp_path / "nowhere", plain=True)
     with pytest.raises(DemoError, match="nowhere"):
         run(settings)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_demo_and_not_behind_it(tmp_path):
+    (tmp_path / "config.json").touch()
+    settings = DemoSettings(checkpoint=tmp_path, json=tmp_path / "nowhere" / "figures.json")
+    with pytest.raises(DemoError, match=r"figures\.json cannot be written"):
+        run(settings)

@@ -57,11 +57,7 @@ def run(settings: DemoSettings) -> int:
         DemoError: the demo cannot be run as asked.
         FleetError: a process ended by itself or was not ready in time.
     """
-    if not (settings.checkpoint / "config.json").is_file():
-        raise DemoError(
-            f"there is no checkpoint in {settings.checkpoint}: name a folder with a config.json "
-            f"by --checkpoint, or leave it out for the one that comes with the package"
-        )
+    _check_files(settings)
     # A pipe has no width of its own, and a table that is broken to 80 columns is hard to read.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     try:
@@ -134,7 +130,7 @@ class Demo:
 
     async def _start(self) -> None:
         settings = self._settings
-        if self._address != settings.listen:
+        if self._address != settings.listen and not settings.listen.endswith(":0"):
             self._say(f"{settings.listen} is in use: the balancer takes {self._address}")
         await self._fleet.start(
             "balancer",
@@ -338,6 +334,17 @@ def _worker_arguments(settings: DemoSettings, *, rank: int, balancer: str) -> li
         # Processes that share a few cores: staging within a second, hardly felt by the steps.
         f"--pull-mib-per-s={_PULL_MIB_PER_S}",
     ]
+
+
+def _check_files(settings: DemoSettings) -> None:
+    """What would come to light minutes later."""
+    if not (settings.checkpoint / "config.json").is_file():
+        raise DemoError(
+            f"there is no checkpoint in {settings.checkpoint}: name a folder with a config.json "
+            f"by --checkpoint, or leave it out for the one that comes with the package"
+        )
+    if settings.json is not None and not settings.json.absolute().parent.is_dir():
+        raise DemoError(f"{settings.json} cannot be written: make its folder first")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
