@@ -5,6 +5,7 @@ Makes one plan by the balancer's own planning code and shows it. Decides nothing
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +28,12 @@ from equipoise.formats.placement import Placement
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import Load
+from equipoise.planning.load import Load, tokens_per_layer
 from equipoise.planning.planner import Plan, plan
 from equipoise.planning.topology import Topology
+
+MAX_CURVE_POINTS = 200
+_SHOWN_CURVE_POINTS = 7
 
 
 def run(settings: PlanSettings) -> int:
@@ -99,7 +103,10 @@ def _make(settings: PlanSettings) -> _Outcome:
         "topology": topology,
         "current": current.layout if current else None,
         "algorithm": settings.algorithm,
+        "max_moves": settings.max_moves,
+        "target_balancedness": settings.target_balancedness,
         "exclude_ranks": _excluded(settings, topology),
+        "samples": _samples(load) if current else None,
     }
     try:
         # The first call loads or compiles the planner's machine code, which is no part of a plan.
@@ -119,6 +126,11 @@ def _make(settings: PlanSettings) -> _Outcome:
         load=load,
         held=held,
     )
+
+
+def _samples(load: Load) -> float | None:
+    """Expert assignments per layer if loads are counts: then chance moves nothing."""
+    return tokens_per_layer(load) if (load == np.trunc(load)).all() else None
 
 
 def _excluded(settings: PlanSettings, topology: Topology) -> frozenset[int]:
@@ -158,6 +170,7 @@ def _document(outcome: _Outcome, settings: PlanSettings) -> dict[str, Any]:
         "plan_ms": outcome.plan_ms,
         "reason": made.reason,
         "algorithm": made.algorithm.value,
+        "curve": _thinned(made.curve, MAX_CURVE_POINTS),
         "moves_from": "current" if outcome.current else "contiguous",
         "twins_in_current": outcome.current.num_twins if outcome.current else 0,
         "num_layers": model.num_layers,
@@ -211,6 +224,9 @@ def _show(outcome: _Outcome, settings: PlanSettings) -> None:
     )
     table.add_row("time to plan", "", f"{outcome.plan_ms:.1f} ms", "")
     out.print(table)
+    if made.curve:
+        out.print("\nwhat moves buy, at best")
+        out.print(_curve_table(made.curve))
     out.print(f"\n{made.reason}")
     if outcome.current and outcome.current.num_twins:
         out.print(
@@ -219,3 +235,21 @@ def _show(outcome: _Outcome, settings: PlanSettings) -> None:
         )
     if settings.out is not None:
         out.print(f"written to {settings.out} for {settings.format}")
+
+
+def _curve_table(curve: Sequence[tuple[int, float]]) -> Table:
+    """Moves above what they reach."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    points = _thinned(curve, _SHOWN_CURVE_POINTS)
+    table.add_row("moves", *(f"{moves:,}" for moves, _ in points), style="dim")
+    table.add_row("balancedness", *(f"{reached:.3f}" for _, reached in points))
+    return table
+
+
+def _thinned(curve: Sequence[tuple[int, float]], num_points: int) -> list[tuple[int, float]]:
+    """At most so many points of a curve, evenly over its balancedness, with both ends."""
+    if len(curve) <= num_points:
+        return list(curve)
+    reached = np.array([value for _, value in curve])
+    wanted = np.linspace(reached[0], reached[-1], num_points)
+    return [curve[index] for index in np.unique(np.searchsorted(reached, wanted))]

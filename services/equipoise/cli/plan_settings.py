@@ -3,14 +3,18 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from equipoise.cli.tool_settings import LoadsSettings, PoolSettings
+from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.formats.format import Format
 from equipoise.planning.policy import Algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """One plan: for which loads, on which ranks, by which rules, and where it goes."""
+    """One plan: for which loads, on which ranks, by which rules, and where it goes.
+
+    Raises:
+        ToolInputError: a value is outside its range, or two contradict each other.
+    """
 
     source: LoadsSettings = field(default_factory=LoadsSettings)
     """The loads."""
@@ -20,6 +24,12 @@ class PlanSettings:
 
     algorithm: Algorithm = Algorithm.AUTO
     """How replicas are placed; auto makes the plans that are possible and keeps the best."""
+
+    max_moves: int | None = None
+    """Most slots that may change; the plan spends them where they buy most."""
+
+    target_balancedness: float | None = None
+    """Stop as soon as this is reached, with the fewest moves."""
 
     exclude_ranks: tuple[str, ...] = ()
     """Ranks to plan without, such as 3,7 or 8-15: they are lost, or go away."""
@@ -32,3 +42,17 @@ class PlanSettings:
 
     json: bool = False
     """Print JSON for programs."""
+
+    def __post_init__(self) -> None:
+        is_limited = self.max_moves is not None or self.target_balancedness is not None
+        if self.max_moves is not None and self.target_balancedness is not None:
+            raise ToolInputError("say --max-moves or --target-balancedness, not both")
+        if self.max_moves is not None and self.max_moves < 0:
+            raise ToolInputError(f"--max-moves must be at least 0, not {self.max_moves}")
+        target = self.target_balancedness
+        if target is not None and not 0 < target <= 1:
+            raise ToolInputError(f"--target-balancedness must be above 0, at most 1, not {target}")
+        if is_limited and self.algorithm not in {Algorithm.AUTO, Algorithm.INCREMENTAL}:
+            raise ToolInputError(
+                f"--algorithm {self.algorithm} plans anew: only incremental plans stop early"
+            )
