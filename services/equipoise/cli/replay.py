@@ -32,7 +32,10 @@ def run(settings: ReplaySettings) -> int:
     """
     if settings.plot is not None:
         importlib.import_module("matplotlib")  # If it is missing, say so before the work.
-    policies: dict[str, Policy | None] = {NEVER: None, **policies_of(settings.policy)}
+    named = policies_of(settings.policy)
+    if NEVER in named:
+        raise ToolInputError(f"--policy {NEVER}: that one moves nothing, and is always there")
+    policies: dict[str, Policy | None] = {NEVER: None, **named}
     case = read_case(settings.source)
     topology = pool_topology(settings.pool, case.model)
     runs = _replayed(settings, policies, case, topology)

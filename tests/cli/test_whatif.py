@@ -1,0 +1,161 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from equipoise.cli.main import app
+from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.whatif_run import Choice, choose, topologies
+
+TINY = Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny"
+MODEL = ["--loads", str(TINY / "loads.json"), "--model-config", str(TINY / "config.json")]
+SMALL = [*MODEL, "--ranks", "2,4", "--ranks-per-node", "2", "--windows", "code"]
+POOL = Choice(
+    num_ranks=4,
+    num_nodes=1,
+    num_slots=40,
+    num_redundant=8,
+    balancedness=0.9,
+    balancedness_min_layer=0.8,
+    bound=1.0,
+    memory_bytes=1000,
+    balancedness_replayed=None,
+    moves_per_hour=None,
+    bytes_per_hour=None,
+)
+
+
+def equipoise(*arguments, columns="120"):
+    """What a command prints; its faults are raised as they are."""
+    result = CliRunner().invoke(app, ["whatif", *arguments], env={"COLUMNS": columns})
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def shapes(num_experts, **limits):
+    return [
+        (one.num_ranks, len(one.nodes), one.slots_per_rank)
+        for one in topologies(num_experts, **limits)
+    ]
+
+
+def test_pools_have_slots_from_the_fewest_to_the_redundancy_allowed():
+    assert shapes(32, rank_counts=[4, 16], ranks_per_node=8, max_redundant=16) == [
+        (4, 4 // 4, 8), (4, 1, 9), (4, 1, 10), (4, 1, 11), (4, 1, 12),
+        (16, 2, 2), (16, 2, 3),
+    ]  # fmt: skip
+
+
+def test_the_fewest_slots_are_tried_however_many_are_redundant():
+    assert shapes(32, rank_counts=[24, 40], ranks_per_node=8, max_redundant=0) == [
+        (24, 3, 2),
+        (40, 5, 1),
+    ]
+
+
+def test_the_least_memory_near_the_best_balance_is_taken():
+    cheap = replace(POOL, balancedness=0.985, memory_bytes=500)
+    best = replace(POOL, balancedness=0.992, memory_bytes=800)
+    poor = replace(POOL, balancedness=0.980, memory_bytes=100)
+    chosen, reason = choose([poor, cheap, best], tolerance=0.01, memory_bytes=None)
+    assert chosen is cheap
+    assert reason.startswith("take 4 ranks with 8 redundant slots: balance 0.985 with 500 B")
+    assert "of the 2 that come within 0.01 of the best, 0.992 with 800 B" in reason
+
+
+def test_the_best_is_taken_where_nothing_else_is_near():
+    best = replace(POOL, balancedness=0.99)
+    chosen, reason = choose([POOL, best], tolerance=0.01, memory_bytes=None)
+    assert chosen is best
+    assert reason.endswith(", the best of 2")
+
+
+def test_what_does_not_fit_is_not_taken():
+    large = replace(POOL, balancedness=0.99, memory_bytes=2000)
+    chosen, _ = choose([POOL, large], tolerance=0.01, memory_bytes=1500)
+    assert chosen is POOL
+    nothing, reason = choose([POOL, large], tolerance=0.01, memory_bytes=10)
+    assert nothing is None
+    assert reason == "nothing fits: the least is 1000 B of experts per GPU, with 4 ranks"
+
+
+def test_replayed_balance_counts_more_than_planned_and_moves_break_ties():
+    restless = replace(POOL, balancedness=1.0, balancedness_replayed=0.80, moves_per_hour=9.0)
+    calm = replace(POOL, balancedness=0.9, balancedness_replayed=0.85, moves_per_hour=9.0)
+    calmest = replace(calm, moves_per_hour=1.0)
+    chosen, reason = choose([restless, calm, calmest], tolerance=0.01, memory_bytes=None)
+    assert chosen is calmest
+    assert "replayed balance 0.850" in reason
+
+
+def test_every_choice_is_told_with_balance_memory_and_moves():
+    document = json.loads(equipoise(*SMALL, "--json"))
+    choices = document["choices"]
+    assert [(one["num_ranks"], one["num_redundant"]) for one in choices] == [
+        (2, 0), (2, 2), (2, 4), (2, 6), (2, 8), (4, 0), (4, 4), (4, 8),
+    ]  # fmt: skip
+    expert_bytes = 3 * 128 * 48 * 2
+    assert document["expert_bytes"] == expert_bytes
+    for one in choices:
+        assert one["memory_bytes"] == one["num_slots"] // one["num_ranks"] * 4 * expert_bytes
+        assert 0 < one["balancedness_min_layer"] <= one["balancedness"] <= one["bound"] + 1e-9
+        assert 0 < one["balancedness_replayed"] <= 1
+        assert one["bytes_per_hour"] == one["moves_per_hour"] * expert_bytes
+    assert document["chosen"] in choices
+    assert document["reason"].startswith(f"take {document['chosen']['num_ranks']} ranks")
+
+
+def test_a_single_window_has_no_moves_per_hour():
+    document = json.loads(equipoise(*SMALL, "--windows", "code/0", "--json"))
+    assert {one["moves_per_hour"] for one in document["choices"]} == {None}
+    assert "moves/h" not in equipoise(*SMALL, "--windows", "code/0")
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_a_person_is_told_the_same_in_a_table(columns):
+    text = equipoise(*SMALL, columns=columns)
+    document = json.loads(equipoise(*SMALL, "--json"))
+    assert "36.0 KiB (by the model's config), 4 window(s)" in text
+    rows = [line.split() for line in text.splitlines() if line[:5].strip().isdigit()]
+    told = [(int(row[0]), int(row[1]), float(row[2])) for row in rows]
+    assert told == [
+        (one["num_ranks"], one["num_redundant"], pytest.approx(one["balancedness"], abs=1e-4))
+        for one in document["choices"]
+    ]
+    (marked,) = [row for row in rows if row[-1] == "◀"]
+    assert int(marked[0]) == document["chosen"]["num_ranks"]
+    assert document["reason"] in " ".join(text.split())
+
+
+def test_moves_are_told_by_the_hour():
+    pool = [*SMALL, "--ranks", "4", "--max-redundant", "0", "--window-s", "20", "--json"]
+    (moved,) = json.loads(equipoise(*pool, "--windows", "code,english"))["choices"]
+    moves = moved["moves_per_hour"] * 8 * 20 / 3600
+    assert moves > 0
+    assert moves == pytest.approx(round(moves))
+    still = equipoise(*pool, "--windows", "code,english", "--policy", "still=min_gain=1")
+    assert json.loads(still)["choices"][0]["moves_per_hour"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*MODEL, "--ranks", "x"], "--ranks must be numbers or ranges"),
+        ([*MODEL, "--ranks", "0"], "--ranks must name numbers of 1 or more"),
+        ([*MODEL, "--ranks", "1-2000"], "pools are too many to try, 1000 are the most"),
+        ([*MODEL, "--max-redundant", "-1"], "--max-redundant must be at least 0, not -1"),
+        ([*MODEL, "--ranks-per-node", "0"], "--ranks-per-node must be at least 1, not 0"),
+        ([*MODEL, "--tolerance", "2"], "--tolerance must be from 0 to 1, not 2"),
+        ([*MODEL, "--memory-gib", "0"], "--memory-gib must be above 0, not 0"),
+        ([*MODEL, "--window-s", "0"], "--window-s must be from"),
+        ([*MODEL, "--policy", "x"], "--policy x: say"),
+        ([], "say which loads: --loads FILE"),
+    ],
+)
+def test_what_cannot_be_tried_is_said(arguments, words):
+    with pytest.raises(ToolInputError, match=words):
+        equipoise(*arguments)
