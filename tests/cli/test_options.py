@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.demo_settings import DemoSettings
-from equipoise.cli.options import command_from, explanations
+from equipoise.cli.options import REPEATED, command_from, explanations
 from equipoise.cli.status_settings import StatusSettings
 from equipoise.planning.policy import Policy
 from equipoise.worker.settings import WorkerSettings
@@ -86,10 +86,25 @@ def test_every_kind_of_field_can_be_given():
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repeating:
+    policy: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
+    """One of several."""
+    words: tuple[str, ...] = ()
+    """Some."""
+
+
+def test_an_option_may_be_given_several_times_with_commas_in_it():
+    made, _ = settings_from(Repeating, "--policy a=x=1,y=2 --policy b --words x,y")
+    assert made == Repeating(policy=("a=x=1,y=2", "b"), words=("x", "y"))
+    assert settings_from(Repeating, "")[0] == Repeating()
+    assert "default: ()" not in settings_from(Repeating, "--help")[1].output
+
+
 def test_the_policy_is_part_of_the_balancers_options():
-    made, _ = settings_from(BalancerSettings, "--interval-s 4 --algorithm global --state s.sqlite")
+    made, _ = settings_from(BalancerSettings, "--interval-s 4 --algorithm global --store s.sqlite")
     assert made.policy == Policy(interval_s=4.0, algorithm="global")
-    assert made.state == Path("s.sqlite")
+    assert made.store == "s.sqlite"
 
 
 def test_the_help_has_each_fields_docstring_and_default():

@@ -86,6 +86,56 @@ def test_hierarchical_plans_serve_everything_on_its_node():
     assert (told["algorithm"], told["off_node_share"]) == ("hierarchical", pytest.approx(0))
 
 
+@pytest.fixture
+def code_layout(tmp_path):
+    """A layout planned for code."""
+    path = tmp_path / "code.json"
+    planned(*POOL, "--windows", "code", "--out", str(path))
+    return path
+
+
+def test_a_target_is_reached_with_fewer_moves_than_a_plan_from_scratch(code_layout):
+    english = [*POOL, "--windows", "english", "--current", str(code_layout)]
+    target = planned(*english, "--target-balancedness", "0.9")
+    scratch = planned(*english, "--algorithm", "global")
+    assert target["algorithm"] == "incremental"
+    assert target["balancedness"] >= 0.9 > target["balancedness_current"]
+    assert 0 < target["moves"] < scratch["moves"]
+
+
+def test_no_more_moves_are_made_than_allowed_and_the_curve_says_what_they_buy(code_layout):
+    english = [*POOL, "--windows", "english", "--current", str(code_layout)]
+    limited = planned(*english, "--max-moves", "5")
+    assert 0 < limited["moves"] <= 5
+    assert limited["balancedness"] > limited["balancedness_current"]
+    assert limited["curve"][0] == [0, pytest.approx(limited["balancedness_current"])]
+    moves, reached = zip(*limited["curve"], strict=True)
+    assert list(moves) == sorted(moves)
+    assert list(reached) == sorted(reached)
+    assert "what moves buy, at best" in equipoise(*english, "--max-moves", "5")
+
+
+def test_no_moves_are_nothing(code_layout):
+    none = planned(*POOL, "--windows", "english", "--current", str(code_layout), "--max-moves", "0")
+    assert (none["moves"], none["balancedness"]) == (0, none["balancedness_current"])
+
+
+def test_chance_moves_nothing(tmp_path):
+    shares = np.random.default_rng(1).dirichlet(np.ones(64), size=6)
+    layout = tmp_path / "layout.json"
+    pool = ["--ranks", "8", "--slots", "72"]
+
+    def counts(seed, name):
+        drawn = np.random.default_rng(seed).multinomial(200_000, shares)
+        (tmp_path / name).write_text(json.dumps({"logical_count": drawn.tolist()}))
+        return str(tmp_path / name)
+
+    planned("--loads", counts(2, "one.json"), *pool, "--out", str(layout))
+    again = planned("--loads", counts(3, "two.json"), *pool, "--current", str(layout))
+    assert again["moves"] == 0
+    assert again["reason"]
+
+
 def test_excluded_ranks_get_nothing(tmp_path):
     out = tmp_path / "layout.json"
     told = planned(
@@ -130,6 +180,10 @@ def test_a_person_is_told_the_same_in_words(tmp_path):
         (["--loads", LOADS, "--ranks", "4", "--nodes", "3"], "--ranks 4 do not divide over --node"),
         ([*POOL, "--slots", "42"], "--slots 42 do not divide over --ranks 4: take 40 or 44"),
         ([*POOL, "--slots", "28"], "--slots 28 cannot hold 32 experts: take 32 or more"),
+        ([*POOL, "--max-moves", "3", "--target-balancedness", "0.9"], "not both"),
+        ([*POOL, "--max-moves", "-1"], "--max-moves must be at least 0, not -1"),
+        ([*POOL, "--target-balancedness", "2"], "must be above 0, at most 1, not 2"),
+        ([*POOL, "--max-moves", "3", "--algorithm", "global"], "only incremental plans stop early"),
         ([*POOL, "--groups", "5"], "--groups 5: 32 experts do not divide into 5 groups"),
         ([*POOL, "--groups", "0"], "--groups must be at least 1, not 0"),
         ([*POOL, "--exclude-ranks", "4"], "--exclude-ranks 4: ranks are 0 to 3"),

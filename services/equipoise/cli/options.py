@@ -77,7 +77,7 @@ def _parameter(field: Field[Any], kind: Any, text: str) -> inspect.Parameter:
     elif isinstance(default, tuple):
         option["parser"] = _words
         option["metavar"] = "WORD,WORD..."
-        option["show_default"] = ",".join(default)
+        option["show_default"] = ",".join(default) or False
         kind = tuple
     elif default is False:
         # A switch that is off needs no second name for leaving it off.

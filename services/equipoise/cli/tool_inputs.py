@@ -129,6 +129,7 @@ def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
     Raises:
         ToolInputError: they do not divide, or do not hold all experts.
     """
+    assert settings.ranks is not None, "settings check it"
     return topology_of(
         model, num_nodes=settings.nodes, num_ranks=settings.ranks, num_slots=settings.slots
     )

@@ -20,7 +20,7 @@ class LoadsSettings:
 
     loads: tuple[str, ...] = ()
     """Files of loads, with commas between them: SGLang's recorder (.pt, .json), TensorRT-LLM's
-    statistics (a folder), DeepSeek's EPLB (.npz), or our own loads.json."""
+    statistics (a folder), DeepSeek's EPLB (.npz), or our own loads.json. Needed."""
 
     loads_format: Format | None = None
     """Format of the loads; found by what is in them unless given."""
@@ -68,14 +68,14 @@ class PoolSettings:
     nodes: int = 1
     """Nodes, with equally many ranks each."""
 
-    ranks: int = 0
-    """Expert-parallel ranks, one a GPU."""
+    ranks: int | None = None
+    """Expert-parallel ranks, one a GPU. Needed."""
 
     slots: int | None = None
     """Physical slots per layer over all ranks; as few as hold all experts unless given."""
 
     def __post_init__(self) -> None:
-        if not self.ranks:
+        if self.ranks is None:
             raise ToolInputError("say how many ranks there are: --ranks N")
 
 
