@@ -47,9 +47,7 @@ class Entry:
         )
 
 
-def choose(
-    operation: str, kind: type[Config], *, rows: int, shape: tuple[int, ...] = ()
-) -> Config:
+def choose(operation: str, kind: type[Config], *, rows: int, shape: tuple[int, ...] = ()) -> Config:
     """The configuration of a launch on this process's device.
 
     Args:

@@ -111,7 +111,9 @@ def empty_rows(
     codes = torch.empty(*shape, dtype=CODE, device=device)
     require_groups("rows", codes)
     scale_shape = (*shape[:-1], shape[-1] // GROUP)
-    return QuantizedRows(codes=codes, scales=empty_scales(scale_shape, device=device, layout=layout))
+    return QuantizedRows(
+        codes=codes, scales=empty_scales(scale_shape, device=device, layout=layout)
+    )
 
 
 def empty_scales(

@@ -134,9 +134,7 @@ def _silu_mul_quant(backend: str) -> Tensor:
 
 def _weight_quant(backend: str) -> Tensor:
     out = _empty_weight((192, 256))
-    weight_quant.QUANTIZERS[backend](
-        _random(192, 256), scale_format=ScaleFormat.FP32, out=out
-    )
+    weight_quant.QUANTIZERS[backend](_random(192, 256), scale_format=ScaleFormat.FP32, out=out)
     values = torch.empty(192, 256, device=_device())
     weight_quant.DEQUANTIZERS[backend](out, out=values)
     return values

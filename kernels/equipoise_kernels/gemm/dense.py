@@ -185,8 +185,14 @@ def gemm_triton(
     )
     if config.split_k > 1:
         add_parts_kernel[(num_rows, -(-num_columns // _SUM_BLOCK))](
-            parts, out, num_rows, num_columns, out.stride(0), SPLIT_K=config.split_k,
-            BLOCK=_SUM_BLOCK, num_warps=4,
+            parts,
+            out,
+            num_rows,
+            num_columns,
+            out.stride(0),
+            SPLIT_K=config.split_k,
+            BLOCK=_SUM_BLOCK,
+            num_warps=4,
         )
 
 

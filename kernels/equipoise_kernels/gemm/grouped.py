@@ -176,9 +176,7 @@ def grouped_gemm_reference(
         result = out.new_empty(out[rows].shape)
         gemm_reference(
             QuantizedRows(codes=a.codes[rows], scales=a.scales[rows]),
-            QuantizedWeight(
-                codes=weight.codes[slots[group]], scales=weight.scales[slots[group]]
-            ),
+            QuantizedWeight(codes=weight.codes[slots[group]], scales=weight.scales[slots[group]]),
             out=result,
         )
         out[rows] = result

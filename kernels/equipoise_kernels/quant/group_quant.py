@@ -142,7 +142,9 @@ def group_quant_kernel(
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inside = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
     columns = groups[None, :, None] * _GROUP + tl.arange(0, _GROUP)[None, None, :]
-    x = tl.load(x_ptr + rows[:, None, None] * x_stride + columns, mask=inside[:, :, None], other=0.0)
+    x = tl.load(
+        x_ptr + rows[:, None, None] * x_stride + columns, mask=inside[:, :, None], other=0.0
+    )
     codes, scales = quantized(x.to(tl.float32), UE8M0)
     code_ptrs = codes_ptr + rows[:, None, None] * code_stride + columns
     tl.store(code_ptrs, codes, mask=inside[:, :, None])

@@ -79,7 +79,9 @@ def silu_mul_quant(
             f"x must be [M, 2 I], or [G, M, 2 I] with rows_per_group, not {list(x.shape)}"
         )
     if x.shape[-1] % (2 * GROUP) != 0:
-        raise KernelInputError(f"x must have 2 I columns, I a multiple of {GROUP}, not {x.shape[-1]}")
+        raise KernelInputError(
+            f"x must have 2 I columns, I a multiple of {GROUP}, not {x.shape[-1]}"
+        )
     require_groups("x", x)
     require_dense_rows("x", x)
     if rows_per_group is not None:
