@@ -12,10 +12,9 @@ from equipoise.balancer.settings import BalancerSettings, InvalidSettingsError
 
 START = """
 import sys
-from pathlib import Path
 from equipoise.balancer.__main__ import run
 from equipoise.balancer.settings import BalancerSettings
-sys.exit(run(BalancerSettings(listen="127.0.0.1:0", state=Path(sys.argv[1]))))
+sys.exit(run(BalancerSettings(listen="127.0.0.1:0", store=sys.argv[1])))
 """
 
 
@@ -50,7 +49,7 @@ def test_a_used_port_is_one_line_and_exit_status_1(tmp_path, capfd):
         used.bind(("127.0.0.1", 0))
         used.listen()
         address = f"127.0.0.1:{used.getsockname()[1]}"
-        assert run(BalancerSettings(listen=address, state=tmp_path / "state.sqlite")) == 1
+        assert run(BalancerSettings(listen=address, store=str(tmp_path / "state.sqlite"))) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(
         f"equipoise balancer: cannot listen on {address}: Address already in use"
@@ -60,14 +59,14 @@ def test_a_used_port_is_one_line_and_exit_status_1(tmp_path, capfd):
 def test_a_state_file_that_is_none_is_one_line_and_exit_status_1(tmp_path, capsys):
     path = tmp_path / "state.sqlite"
     path.write_text("this is a diary\n" * 1000)
-    assert run(BalancerSettings(listen="127.0.0.1:0", state=path)) == 1
+    assert run(BalancerSettings(listen="127.0.0.1:0", store=str(path))) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert str(path) in line
 
 
 def test_a_state_file_in_no_folder_is_one_line_and_exit_status_1(tmp_path, capsys):
     path = tmp_path / "nowhere" / "state.sqlite"
-    assert run(BalancerSettings(listen="127.0.0.1:0", state=path)) == 1
+    assert run(BalancerSettings(listen="127.0.0.1:0", store=str(path))) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert str(path) in line
 

@@ -185,12 +185,14 @@ async def test_keys_of_another_program_are_refused_and_left_alone(redis_url, ope
         (
             "pool:p:layouts",
             "1",
-            b'{"num_layers": 2, "num_experts": 6, "num_ranks": 2, "slots_of_rank": [4, 4]}\n' + bytes(64),
+            b'{"num_layers": 2, "num_experts": 6, "num_ranks": 2, "slots_of_rank": [4, 4]}\n'
+            + bytes(64),
         ),
         (
             "pool:p:layouts",
             "1",
-            b'{"num_layers": 2, "num_experts": 6, "num_ranks": 2, "slots_of_rank": [4, 4]}\n' + bytes(7),
+            b'{"num_layers": 2, "num_experts": 6, "num_ranks": 2, "slots_of_rank": [4, 4]}\n'
+            + bytes(7),
         ),
         ("pool:p", "committed", b"2"),
         ("pool:p", "committed", b"one"),

@@ -39,13 +39,35 @@ def store():
     return FaultyStore()
 
 
+class Tenure:
+    """A term that lasts until the test ends it."""
+
+    def __init__(self) -> None:
+        self.term = 7
+        self.ended_by = None
+
+    def holds(self):
+        return self.ended_by is None
+
+    def outranked(self, term):
+        self.ended_by = term
+
+    def give_up(self, reason):
+        self.ended_by = reason
+
+
 @pytest.fixture
-async def pool_runner(store):
+def tenure():
+    return Tenure()
+
+
+@pytest.fixture
+async def pool_runner(store, tenure):
     with ThreadPoolExecutor(max_workers=1) as executor:
         runner = PoolRunner(
             PoolController("tiny", policy=Policy(), memory=PoolMemory()),
             store=store,
-            term=1,
+            tenure=tenure,
             clock=steady_clock(),
             executor=executor,
         )

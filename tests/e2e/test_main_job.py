@@ -173,7 +173,7 @@ def test_nothing_outlives_a_demo_that_is_killed():
 async def test_workers_serve_on_without_a_balancer_and_come_back_to_it(tmp_path):
     address = free_address("127.0.0.1:0")
     balancer = [
-        "balancer", f"--listen={address}", f"--state={tmp_path / 'state.sqlite'}", "--interval-s=1",
+        "balancer", f"--listen={address}", f"--store={tmp_path / 'state.sqlite'}", "--interval-s=1",
     ]  # fmt: skip
     async with Fleet(tmp_path) as fleet, asyncio.timeout(BOUND_S):
         await fleet.start("balancer", balancer)
@@ -212,7 +212,7 @@ def test_a_used_port_is_one_line(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        line = one_line_of("balancer", "--listen", address, "--state", str(tmp_path / "state"))
+        line = one_line_of("balancer", "--listen", address, "--store", str(tmp_path / "state"))
     assert address in line
 
 

@@ -1,16 +1,23 @@
 """The balancer as a process: `run` puts the parts together and ends cleanly."""
 
 import asyncio
+import importlib
 import logging
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 from equipoise.balancer.errors import BalancerError
+from equipoise.balancer.leadership import LeaseTiming
+from equipoise.balancer.lease_redis import RedisRegister
+from equipoise.balancer.lease_register import ALONE, LeaseRegister, RegisterError
+from equipoise.balancer.redis_store import RedisStore
 from equipoise.balancer.server import serving
-from equipoise.balancer.settings import BalancerSettings
+from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.balancer.sqlite_store import SqliteStore
-from equipoise.balancer.store import StoreError
+from equipoise.balancer.store import Store, StoreError
 
 _log = logging.getLogger("equipoise.balancer")
 
@@ -24,7 +31,7 @@ def run(settings: BalancerSettings) -> int:
     )
     try:
         asyncio.run(_serve(settings))
-    except (BalancerError, StoreError) as error:
+    except (BalancerError, RegisterError, StoreError) as error:
         print(f"equipoise balancer: {error}", file=sys.stderr)  # noqa: T201 - for a person
         return 1
     return 0
@@ -35,19 +42,55 @@ async def _serve(settings: BalancerSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    store = SqliteStore(settings.state)
-    try:
+    async with AsyncExitStack() as opened:
+        store = _open_store(settings)
+        opened.push_async_callback(_closed, store.close)
+        register = await _open_register(settings)
+        if register is not None:
+            opened.push_async_callback(_closed, register.close)
         async with serving(
             store,
             listen=settings.listen,
+            advertise=settings.advertise,
             policy=settings.policy,
             stop_grace_s=settings.stop_grace_s,
+            register=register,
+            timing=_timing(settings) if settings.is_shared else ALONE,
         ):
             await stop.wait()
             _log.info("stopping; workers serve on without a balancer")
-    finally:
-        with suppress(StoreError):
-            await store.close()
+
+
+def _open_store(settings: BalancerSettings) -> Store:
+    return RedisStore(settings.store) if settings.is_shared else SqliteStore(Path(settings.store))
+
+
+async def _open_register(settings: BalancerSettings) -> LeaseRegister | None:
+    """Where balancers find out who leads; None for one that is alone with its file."""
+    if not settings.is_shared:
+        return None
+    timeout_s = _timing(settings).request_timeout_s
+    if settings.lease is LeaseKind.STORE:
+        return RedisRegister(settings.store, timeout_s=timeout_s)
+    try:
+        kubernetes = importlib.import_module("equipoise.balancer.lease_kubernetes")
+    except ModuleNotFoundError as error:
+        raise BalancerError(
+            f"a Kubernetes lease needs {error.name}: pip install 'equipoise[kubernetes]'"
+        ) from error
+    register: LeaseRegister = await kubernetes.KubernetesRegister.connect(
+        settings.lease_name, timeout_s=timeout_s
+    )
+    return register
+
+
+def _timing(settings: BalancerSettings) -> LeaseTiming:
+    return LeaseTiming.lasting(settings.lease_duration_s)
+
+
+async def _closed(close: Callable[[], Awaitable[None]]) -> None:
+    with suppress(StoreError, RegisterError):
+        await close()
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ class PoolController:
             if pool.roster.epoch != epoch:
                 pool.begin_epoch(opened_here=False, now=now)
             pool.layouts.know(hello.running.layout)
+            pool.layouts.reserve(hello.running.staged_generation)
             pool.merge_checksums(member, hello.running.layout, hello.running.checksums)
         if pool.roster.can_open():
             return (*effects, *self._open_epoch(now=now))

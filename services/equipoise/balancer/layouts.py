@@ -39,6 +39,10 @@ class PoolLayouts:
             if generation != current:
                 del self._known[generation]
 
+    def reserve(self, generation: int) -> None:
+        """A rank holds something by this number, whatever it is: it was used."""
+        self.next_generation = max(self.next_generation, generation + 1)
+
     def run(self, layout: Layout) -> None:
         """All ranks run this layout now."""
         self.current = layout

@@ -40,6 +40,16 @@ class LeaseTiming:
     request_timeout_s: float = 0.5
     """How long the register may take to answer."""
 
+    @classmethod
+    def lasting(cls, duration_s: float) -> "LeaseTiming":
+        """The same proportions for another duration."""
+        return cls(
+            duration_s=duration_s,
+            renew_deadline_s=duration_s * 2 / 3,
+            retry_s=duration_s / 6,
+            request_timeout_s=duration_s / 6,
+        )
+
     def __post_init__(self) -> None:
         if not (
             self.retry_s > 0

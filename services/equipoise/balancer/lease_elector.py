@@ -73,6 +73,7 @@ class Elector:
         self._standing = Standing(candidate=candidate, timing=timing)
         self._changed = asyncio.Event()
         self._pending: Request = None
+        self._looked = asyncio.Event()
 
     @property
     def standing(self) -> Standing:
@@ -86,6 +87,10 @@ class Elector:
     def tell(self, event: Event) -> None:
         """Something was learned elsewhere; a request that follows from it waits for the round."""
         self._pending = self._apply(event) or self._pending
+
+    async def until_looked(self) -> None:
+        """Wait for the end of the first round, after which it is known whether somebody leads."""
+        await self._looked.wait()
 
     async def tenure(self) -> Tenure:
         """Wait until this balancer leads."""
@@ -124,6 +129,7 @@ class Elector:
                 await self._round()
             except Exception:  # noqa: BLE001 - a fault of ours must not end elections for good
                 _log.exception("a round of the election failed")
+            self._looked.set()
             await asyncio.sleep(max(0.0, min(retry_s, began_s + retry_s - self._clock())))
 
     async def _round(self) -> None:

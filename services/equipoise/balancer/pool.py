@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from equipoise.balancer.checksums import ChecksumTable
 from equipoise.balancer.effects import Chain, WriteDecision
-from equipoise.balancer.health import Diagnosis, diagnose
+from equipoise.balancer.health import Diagnosis, Health, diagnose
 from equipoise.balancer.layouts import PoolLayouts
 from equipoise.balancer.loads import ClosedWindow, PoolLoads
 from equipoise.balancer.memory import PoolMemory
@@ -30,7 +30,8 @@ class Pool:
 
     `faults` are troubles in words by what they concern, `silent` by rank. `loads`, `checksums` are
     of this epoch; `loads` is None until all ranks serve. `verdict` is the one that is being rolled
-    out or was last. `opened_here` tells an epoch that this
+    out or was last. `elsewhere` says why its ranks are not here, for a balancer that does not lead;
+    it is empty for one that does. `opened_here` tells an epoch that this
     balancer opened from one that it found. `adopting` is a generation on its way to the store.
     `revision` grows with every change.
     """
@@ -50,6 +51,7 @@ class Pool:
     checksums: ChecksumTable | None = None
     silent: Mapping[int, str] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
+    elsewhere: str = ""
     store_fault: str = ""
     opened_here: bool = False
     must_reconcile: bool = False
@@ -93,6 +95,8 @@ class Pool:
 
     def diagnosis(self) -> Diagnosis:
         """How the pool is, in a word and a reason."""
+        if self.elsewhere:
+            return Diagnosis(health=Health.WAITING, reason=self.elsewhere)
         return diagnose(
             self.roster,
             silent=self.silent,

@@ -1,13 +1,15 @@
-"""`Pools`: all pools of a balancer, each run by its own task."""
+"""`Pools`: all pools that a balancer leads for one term, each run by its own task."""
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from equipoise.balancer.controller import PoolController
 from equipoise.balancer.errors import RefusedWorkerError, UnknownPoolError
+from equipoise.balancer.lease_elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.memory import PoolMemory, recall
 from equipoise.balancer.runner import Clock, PoolRunner
@@ -18,8 +20,7 @@ from equipoise.wire.messages import Hello
 MAX_POOLS = 256
 """Pools of one balancer; the bound keeps a peer from making them without end."""
 
-TERM = 1
-"""Fencing number of writes. The embedded store lets one process in, so it never has to grow."""
+_View = TypeVar("_View")
 
 _log = logging.getLogger(__name__)
 
@@ -27,10 +28,11 @@ _log = logging.getLogger(__name__)
 class Pools:
     """Pools by name, those of the store from the start. Used as an asynchronous context."""
 
-    def __init__(self, *, store: Store, policy: Policy, clock: Clock) -> None:
+    def __init__(self, *, store: Store, policy: Policy, clock: Clock, tenure: Tenure) -> None:
         self._store = store
         self._policy = policy
         self._clock = clock
+        self._tenure = tenure
         self._runners: dict[str, PoolRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
@@ -97,25 +99,20 @@ class Pools:
         Raises:
             UnknownPoolError: there is no such pool, or the name was left out and there are several.
         """
-        if not name and len(self._runners) == 1:
-            return next(iter(self._runners.values()))
-        runner = self._runners.get(name)
-        if runner is not None:
-            return runner
-        if not self._runners:
-            raise UnknownPoolError(
-                "there is no pool yet: start workers with this balancer's address"
-            )
-        known = ", ".join(self.names())
-        if not name:
-            raise UnknownPoolError(f"there are several pools, name one of them: {known}")
-        raise UnknownPoolError(f"there is no pool {name!r}; there are: {known}")
+        return pick(self._runners, name)
+
+    def heard_of(self, term: int) -> bool:
+        """Whether `term`, of which a worker heard, is above ours, which then ends."""
+        if term <= self._tenure.term:
+            return False
+        self._tenure.outranked(term)
+        return True
 
     def _runner(self, name: str, memory: PoolMemory) -> PoolRunner:
         return PoolRunner(
             PoolController(name, policy=self._policy, memory=memory),
             store=self._store,
-            term=TERM,
+            tenure=self._tenure,
             clock=self._clock,
             executor=self._executor,
         )
@@ -130,3 +127,22 @@ class Pools:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("%s broke down", task.get_name(), exc_info=task.exception())
+
+
+def pick(pools: Mapping[str, _View], name: str) -> _View:
+    """One of `pools` by its name, which may be empty when there is exactly one.
+
+    Raises:
+        UnknownPoolError: there is no such pool, or the name was left out and there are several.
+    """
+    if not name and len(pools) == 1:
+        return next(iter(pools.values()))
+    found = pools.get(name)
+    if found is not None:
+        return found
+    if not pools:
+        raise UnknownPoolError("there is no pool yet: start workers with this balancer's address")
+    known = ", ".join(sorted(pools))
+    if not name:
+        raise UnknownPoolError(f"there are several pools, name one of them: {known}")
+    raise UnknownPoolError(f"there is no pool {name!r}; there are: {known}")

@@ -24,11 +24,19 @@ from equipoise.balancer.effects import (
     WriteMembership,
     WriteProposed,
 )
+from equipoise.balancer.lease_elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pool import Pool
 from equipoise.balancer.proposal import ProposalRequest, propose
-from equipoise.balancer.store import Store, StoreError
-from equipoise.wire.messages import HeartbeatAck, Hello, WorkerMessage
+from equipoise.balancer.store import Store, StoreError, StoreFault, TermOverError
+from equipoise.wire.messages import (
+    Abort,
+    Assignment,
+    HeartbeatAck,
+    Hello,
+    Stage,
+    WorkerMessage,
+)
 
 TICK_S = 0.1
 """Seconds between looks at the clock; every bound of a policy is late by this at most."""
@@ -47,8 +55,8 @@ _log = logging.getLogger(__name__)
 class PoolRunner:
     """Runs one pool until its task is cancelled; `closed` when its streams were let go.
 
-    `term` fences writes, `clock` gives unix time that never runs backwards, `executor` is where
-    plans are computed.
+    `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
+    time that never runs backwards, `executor` is where plans are computed.
     """
 
     def __init__(
@@ -56,19 +64,24 @@ class PoolRunner:
         controller: PoolController,
         *,
         store: Store,
-        term: int,
+        tenure: Tenure,
         clock: Clock,
         executor: Executor,
     ) -> None:
         self._controller = controller
         self._store = store
-        self._term = term
+        self._tenure = tenure
         self._clock = clock
         self._executor = executor
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
         self._changed = asyncio.Event()
         self.closed = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether messages may still be sent: to be asked right before each of them is."""
+        return self._tenure.holds()
 
     @property
     def pool(self) -> Pool:
@@ -170,6 +183,8 @@ class PoolRunner:
 
     async def _perform(self, chain: Chain, tasks: asyncio.TaskGroup) -> None:
         for effect in chain:
+            if not self._tenure.holds():
+                return
             match effect:
                 case Send():
                     self._post(effect)
@@ -181,8 +196,13 @@ class PoolRunner:
 
     def _post(self, send: Send) -> None:
         mailbox = self._mailboxes.get(send.worker)
-        if mailbox is not None:
-            mailbox.post(send.message)
+        if mailbox is None:
+            return
+        match send.message:
+            case Assignment() | Stage() | Abort() as push:
+                mailbox.post(replace(push, term=self._tenure.term))
+            case message:
+                mailbox.post(message)
 
     async def _propose(self, request: ProposalRequest) -> None:
         loop = asyncio.get_running_loop()
@@ -208,6 +228,7 @@ class PoolRunner:
             return False
         except StoreError as error:
             self._note_failure(write, str(error))
+            self._question_tenure(error)
             return False
         except Exception as error:  # noqa: BLE001
             # A fault of ours: the pool goes on without this write, and says so.
@@ -217,13 +238,20 @@ class PoolRunner:
         self._submit(self._controller.written(written, now=self._clock()))
         return True
 
+    def _question_tenure(self, error: StoreError) -> None:
+        """What the store remembers is not what we know: a new term reads everything anew."""
+        if isinstance(error, TermOverError):
+            self._tenure.outranked(error.highest_term)
+        elif error.fault in {StoreFault.CONFLICT, StoreFault.LOST}:
+            self._tenure.give_up(str(error))
+
     def _note_failure(self, write: Write, reason: str) -> None:
         _log.error("%s: %s", self.pool.name, reason)
         self._controller.write_failed(write, reason=reason)
         self._notify()
 
     async def _store_write(self, write: Write) -> Write:
-        store, name, term = self._store, self.pool.name, self._term
+        store, name, term = self._store, self.pool.name, self._tenure.term
         match write:
             case WriteProposed():
                 await store.put_proposed(name, write.layout, term=term)

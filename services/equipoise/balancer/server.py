@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -12,18 +13,19 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from equipoise.balancer.errors import BalancerError
-from equipoise.balancer.pools import Pools
+from equipoise.balancer.leadership import Candidate, LeaseTiming
+from equipoise.balancer.lease_elector import Elector
+from equipoise.balancer.lease_register import ALONE, LeaseRegister, SoleRegister
 from equipoise.balancer.runner import steady_clock
+from equipoise.balancer.seat import Seat
 from equipoise.balancer.status_service import StatusService
 from equipoise.balancer.store import Store
 from equipoise.balancer.worker_link import WorkerLinkService
 from equipoise.planning.policy import Policy
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2, worker_link_pb2_grpc
 
-_SERVICES = (
-    worker_link_pb2.DESCRIPTOR.services_by_name["WorkerLink"].full_name,
-    status_pb2.DESCRIPTOR.services_by_name["Status"].full_name,
-)
+_WORKER_LINK = worker_link_pb2.DESCRIPTOR.services_by_name["WorkerLink"].full_name
+_STATUS = status_pb2.DESCRIPTOR.services_by_name["Status"].full_name
 
 _OPTIONS = (
     # Two balancers on one port would share its workers by chance; the second must fail instead.
@@ -44,36 +46,59 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def serving(
-    store: Store, *, listen: str, policy: Policy, stop_grace_s: float
+    store: Store,
+    *,
+    listen: str,
+    policy: Policy,
+    stop_grace_s: float,
+    advertise: str = "",
+    register: LeaseRegister | None = None,
+    timing: LeaseTiming = ALONE,
 ) -> AsyncIterator[int]:
     """Serve on `listen` (host:port) inside the block; gives the port, which is new for port 0.
+
+    Among balancers that share `register` one leads at a time, which the others know by `advertise`
+    (host:port, that of `listen` if empty). Without a register this one leads. When the block
+    begins it is clear whether it does.
 
     Raises:
         BalancerError: the port cannot be listened on.
         StoreError: the store cannot be read.
     """
     clock = steady_clock()
-    async with Pools(store=store, policy=policy, clock=clock) as pools:
-        server = grpc.aio.server(options=_OPTIONS)
-        worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(pools), server)
-        status_pb2_grpc.add_StatusServicer_to_server(
-            StatusService(pools, store=store, clock=clock), server
-        )
-        watched = _HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(watched, server)
-        reflection.enable_server_reflection(
-            (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
-        port = _bind(server, listen)
+    server = grpc.aio.server(options=_OPTIONS)
+    port = _bind(server, listen)
+    host = listen.rpartition(":")[0]
+    elector = Elector(
+        register or SoleRegister(term=await store.highest_term()),
+        candidate=Candidate(
+            name=f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}",
+            address=advertise or f"{host}:{port}",
+        ),
+        timing=timing,
+    )
+    seat = Seat(store=store, policy=policy, clock=clock, elector=elector)
+    worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(seat), server)
+    status_pb2_grpc.add_StatusServicer_to_server(
+        StatusService(seat, store=store, clock=clock), server
+    )
+    watched = _HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(watched, server)
+    reflection.enable_server_reflection(
+        (_WORKER_LINK, _STATUS, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    await seat.open()
+    async with elector.running(), _background(seat.run()):
+        await seat.until_settled()
         await server.start()
-        for name in _SERVICES:
-            await watched.set(name, health_pb2.HealthCheckResponse.SERVING)
-        _log.info("listening on %s:%d", listen.rpartition(":")[0], port)
-        try:
-            yield port
-        finally:
-            # Shielded, because a second Ctrl-C must not leave the stop half done; it is bounded.
-            await asyncio.shield(_stop(server, pools, watched, stop_grace_s))
+        await watched.set(_STATUS, health_pb2.HealthCheckResponse.SERVING)
+        _log.info("listening on %s:%d", host, port)
+        async with _background(_show_leadership(elector, watched)):
+            try:
+                yield port
+            finally:
+                # Shielded, because a second Ctrl-C must not leave the stop half done.
+                await asyncio.shield(_stop(server, seat, watched, stop_grace_s))
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> int:
@@ -96,9 +121,33 @@ def _try_to_listen(listen: str) -> None:
     socket.create_server(address[:2], family=family).close()
 
 
-async def _stop(server: grpc.aio.Server, pools: Pools, watched: Any, grace_s: float) -> None:
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _show_leadership(elector: Elector, watched: Any) -> None:
+    """Keep the health of WorkerLink true: only a leader takes workers."""
+    while True:
+        standing = elector.standing
+        await watched.set(
+            _WORKER_LINK,
+            health_pb2.HealthCheckResponse.SERVING
+            if elector.leads()
+            else health_pb2.HealthCheckResponse.NOT_SERVING,
+        )
+        await elector.until_changed(standing)
+
+
+async def _stop(server: grpc.aio.Server, seat: Seat, watched: Any, grace_s: float) -> None:
     await watched.enter_graceful_shutdown()
     stopping = asyncio.create_task(server.stop(grace_s))
     await asyncio.sleep(0)  # From here on no new stream is taken.
-    pools.close_streams()
+    seat.close_streams()
     await stopping

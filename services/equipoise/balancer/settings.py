@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 from equipoise.planning.policy import Policy
+
+_ANY_HOST = {"0.0.0.0", "[::]", "::"}
 
 
 class InvalidSettingsError(ValueError):
@@ -20,6 +21,16 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class LeaseKind(StrEnum):
+    """Who says which balancer leads."""
+
+    STORE = "store"
+    """The store: a Redis server that balancers share keeps the lease beside their state."""
+
+    KUBERNETES = "kubernetes"
+    """The cluster: a Lease of the pod's namespace."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerSettings:
     """One balancer: where it listens, what it remembers, and how it decides.
@@ -32,9 +43,24 @@ class BalancerSettings:
     """host:port of the gRPC server; port 0 takes a free one, which the first log line names.
     Only this machine can reach the default, because nothing is authenticated."""
 
-    state: Path = Path("equipoise-state.sqlite")
-    """The embedded store's file: committed layouts, averages, decisions. It is made when missing;
-    one balancer uses it at a time."""
+    store: str = "equipoise-state.sqlite"
+    """Where committed layouts, averages and decisions are kept: a file, which is made when missing
+    and which one balancer uses at a time; or redis://[:password@]host:port/db, which several
+    balancers may share, of which one leads."""
+
+    advertise: str = ""
+    """host:port by which workers and other balancers reach this one; where it listens unless
+    given."""
+
+    lease: LeaseKind = LeaseKind.STORE
+    """Where balancers that share a Redis store find out which of them leads."""
+
+    lease_name: str = "equipoise"
+    """Name of the Lease, for a lease that the Kubernetes cluster keeps."""
+
+    lease_duration_s: float = 3.0
+    """Seconds after which another balancer takes over from one that went silent. The silent one
+    stops by itself after two thirds of them."""
 
     log_level: LogLevel = LogLevel.INFO
     """Least severe messages that are written to stderr. `info` is one line a decision."""
@@ -50,7 +76,29 @@ class BalancerSettings:
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             raise InvalidSettingsError(f"listen must be host:port, not {self.listen!r}")
+        advertised_host, _, advertised_port = self.advertise.rpartition(":")
+        if self.advertise and not (advertised_host and advertised_port.isdigit()):
+            raise InvalidSettingsError(f"advertise must be host:port, not {self.advertise!r}")
+        if self.is_shared and not self.advertise and host in _ANY_HOST:
+            raise InvalidSettingsError(
+                f"advertise must be given, because listening on {host} tells nobody where to go"
+            )
+        if not self.store:
+            raise InvalidSettingsError("store must be a file or redis://host:port/db")
+        if self.lease is LeaseKind.KUBERNETES and not self.is_shared:
+            raise InvalidSettingsError(
+                "lease kubernetes needs a store that balancers share: --store=redis://host:port/db"
+            )
+        if not 1 <= self.lease_duration_s <= 60:
+            raise InvalidSettingsError(
+                f"lease_duration_s must be from 1 to 60 seconds, not {self.lease_duration_s}"
+            )
         if not 0 <= self.stop_grace_s <= 60:
             raise InvalidSettingsError(
                 f"stop_grace_s must be from 0 to 60 seconds, not {self.stop_grace_s}"
             )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several balancers can use the store."""
+        return self.store.startswith(("redis://", "rediss://"))

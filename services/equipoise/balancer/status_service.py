@@ -6,9 +6,10 @@ from typing import Any, NoReturn
 
 import grpc
 
+from equipoise.balancer.archive import RememberedPool
 from equipoise.balancer.errors import UnknownPoolError
-from equipoise.balancer.pools import Pools
 from equipoise.balancer.runner import Clock, PoolRunner
+from equipoise.balancer.seat import Seat
 from equipoise.balancer.status import (
     decision_to_proto,
     layout_response,
@@ -29,14 +30,17 @@ SHORTEST_WATCH_INTERVAL_S = 0.05
 DEFAULT_DECISIONS = 20
 """Decisions listed when no limit is named."""
 
+LEADER_METADATA = "equipoise-leader"
+"""Trailing metadata of a follower's answers: host:port of the balancer that leads."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StatusService(pb_grpc.StatusServicer):
     """Answers from the pools' memory; older layouts and decisions come from the store."""
 
-    def __init__(self, pools: Pools, *, store: Store, clock: Clock) -> None:
-        self._pools = pools
+    def __init__(self, seat: Seat, *, store: Store, clock: Clock) -> None:
+        self._seat = seat
         self._store = store
         self._clock = clock
 
@@ -44,9 +48,11 @@ class StatusService(pb_grpc.StatusServicer):
         self, request: pb.ListPoolsRequest, context: _Context
     ) -> pb.ListPoolsResponse:
         """All pools, sorted by name."""
-        del request, context
+        del request
+        self._name_leader(context)
+        pools = self._seat.pools
         return pb.ListPoolsResponse(
-            pools=[pool_summary(self._pools.find(name).pool) for name in self._pools.names()]
+            pools=[pool_summary(pools.find(name).pool) for name in pools.names()]
         )
 
     async def GetStatus(  # noqa: N802
@@ -123,11 +129,17 @@ class StatusService(pb_grpc.StatusServicer):
             decisions=[decision_to_proto(decision) for decision in decisions]
         )
 
-    async def _find(self, name: str, context: _Context) -> PoolRunner:
+    async def _find(self, name: str, context: _Context) -> PoolRunner | RememberedPool:
+        self._name_leader(context)
         try:
-            return self._pools.find(name)
+            return self._seat.pools.find(name)
         except UnknownPoolError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    def _name_leader(self, context: _Context) -> None:
+        """Say with every answer of a follower where a better one is to be had."""
+        if self._seat.leader_address:
+            context.set_trailing_metadata(((LEADER_METADATA, self._seat.leader_address),))
 
 
 async def _refuse(context: _Context, reason: str) -> NoReturn:

@@ -11,6 +11,7 @@ from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pools import Pools
 from equipoise.balancer.runner import PoolRunner
+from equipoise.balancer.seat import Seat
 from equipoise.planning.errors import InvalidReportError
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError
@@ -33,8 +34,8 @@ _log = logging.getLogger(__name__)
 class WorkerLinkService(pb_grpc.WorkerLinkServicer):
     """Turns streams into words for the pools, and the pools' words into messages."""
 
-    def __init__(self, pools: Pools) -> None:
-        self._pools = pools
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
 
     # A coroutine that writes, not a generator: its clean-up runs the moment it is cancelled.
     async def Connect(  # type: ignore[override]  # noqa: N802 - the contract's name
@@ -44,7 +45,11 @@ class WorkerLinkService(pb_grpc.WorkerLinkServicer):
         mailbox = Mailbox()
         try:
             hello = await self._introduction(request_iterator)
-            runner = await self._admit(hello, mailbox)
+            pools = self._seat.led
+            if pools is None or pools.heard_of(hello.highest_term):
+                await context.write(to_worker(self._redirection()))
+                return
+            runner = await self._admit(pools, hello, mailbox)
         except (InvalidMessageError, RefusedWorkerError) as error:
             await context.write(to_worker(Rejection(reason=str(error), fatal=True)))
             return
@@ -63,17 +68,25 @@ class WorkerLinkService(pb_grpc.WorkerLinkServicer):
                 "hello_missing", f"a stream must say Hello within {HELLO_TIMEOUT_S:g} s"
             ) from None
         except InvalidMessageError as error:
-            self._pools.refuse_worker("", "", kind=error.kind, reason=str(error))
+            _log.warning("refused (%s): %s", error.kind, error)
             raise
         assert isinstance(hello, Hello), "the first message is Hello or refused"
         return hello
 
-    async def _admit(self, hello: Hello, mailbox: Mailbox) -> PoolRunner:
+    async def _admit(self, pools: Pools, hello: Hello, mailbox: Mailbox) -> PoolRunner:
         try:
-            return await self._pools.admit(hello, mailbox)
+            return await pools.admit(hello, mailbox)
         except RefusedWorkerError as error:
-            self._pools.refuse_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
+            pools.refuse_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
             raise
+
+    def _redirection(self) -> Rejection:
+        return Rejection(
+            reason=self._seat.elsewhere,
+            fatal=True,
+            not_leading=True,
+            leader_address=self._seat.leader_address,
+        )
 
 
 async def _converse(
@@ -81,7 +94,7 @@ async def _converse(
 ) -> str:
     """Read and write until either side is done; returns why the conversation ended."""
     reader = asyncio.create_task(_read(requests, hello, runner, mailbox))
-    writer = asyncio.create_task(_write(mailbox, context))
+    writer = asyncio.create_task(_write(mailbox, context, runner))
     try:
         await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
         if not reader.done():
@@ -116,6 +129,9 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
     return reason
 
 
-async def _write(mailbox: Mailbox, context: _Context) -> None:
+async def _write(mailbox: Mailbox, context: _Context, runner: PoolRunner) -> None:
     async for message in mailbox.messages():
+        # The last look before the wire: this process may have been paused since it was posted.
+        if not runner.leads:
+            return
         await context.write(to_worker(message))

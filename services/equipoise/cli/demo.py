@@ -311,7 +311,7 @@ def _balancer_arguments(settings: DemoSettings, *, address: str, state: Path) ->
     return [
         "balancer",
         f"--listen={address}",
-        f"--state={state}",
+        f"--store={state}",
         f"--interval-s={settings.interval_s}",
         f"--report-interval-s={settings.interval_s / 10}",
         # What is newer than a window must outweigh what is older, or a shift is seen late.
