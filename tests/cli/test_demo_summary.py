@@ -50,7 +50,7 @@ def printed(outcome: Outcome) -> str:
 
 def test_a_good_run_meets_every_target():
     text = printed(GOOD)
-    assert "1.05, then 1.61, then after 2 intervals 1.08" in text
+    assert "1.05, then 1.61, after 2 intervals 1.08" in text
     assert "21,000 of 21,000" in text
     assert " no " not in text
 
@@ -75,3 +75,8 @@ def test_a_good_run_meets_every_target():
 )
 def test_every_target_can_be_missed(changes):
     assert printed(replace(GOOD, **changes)).count(" no ") == 1
+
+
+def test_a_shift_without_recovery_says_where_balance_stayed():
+    lost = replace(SHIFT, intervals_to_recover=None, max_over_mean_recovered=1.55)
+    assert "then 1.61, and not back: 1.55" in printed(replace(GOOD, shifts=(lost,)))

@@ -63,8 +63,8 @@ def _shift(shift: DomainShift) -> Row:
     intervals = shift.intervals_to_recover
     return Row(
         f"rank max/mean, {shift.from_domain} to {shift.to_domain}",
-        f"{shift.max_over_mean_before:.2f}, then {shift.max_over_mean_after:.2f}, then "
-        + ("never again" if intervals is None else f"after {intervals} intervals ")
+        f"{shift.max_over_mean_before:.2f}, then {shift.max_over_mean_after:.2f}, "
+        + ("and not back: " if intervals is None else f"after {intervals} intervals ")
         + f"{shift.max_over_mean_recovered:.2f}",
         f"from {DRIFTED_MAX_OVER_MEAN} or more to {RECOVERED_MAX_OVER_MEAN} in 2 intervals",
         shift.max_over_mean_after >= DRIFTED_MAX_OVER_MEAN
