@@ -21,6 +21,7 @@ from equipoise.cli.status_settings import StatusSettings
 from equipoise.cli.tool_settings import ToolInputError
 from equipoise.cli.whatif_settings import WhatIfSettings
 from equipoise.formats.errors import FormatError
+from equipoise.gateway.settings import GatewaySettings
 from equipoise.worker.settings import WorkerSettings
 
 EXIT_FAULT = 1
@@ -84,6 +85,11 @@ def _worker(settings: WorkerSettings) -> int:
     return _run_of("equipoise.worker.__main__")(settings)
 
 
+def _gateway(settings: GatewaySettings) -> int:
+    """Answer clients over HTTP in OpenAI's form, by the ranks of a pool, whatever befalls them."""
+    return _run_of("equipoise.gateway.__main__")(settings)
+
+
 def _status(settings: StatusSettings) -> int:
     """Show a pool: balance, ranks, rollout, decisions. Exit status 3 when not all ranks serve."""
     return _run_of("equipoise.cli.status")(settings)
@@ -128,6 +134,7 @@ def _words_for_users(error: Exception) -> str | None:
 
 app.command("balancer")(command_from(BalancerSettings, _balancer))
 app.command("worker")(command_from(WorkerSettings, _worker))
+app.command("gateway")(command_from(GatewaySettings, _gateway))
 app.command("status")(command_from(StatusSettings, _status))
 app.command("demo")(command_from(DemoSettings, _demo))
 app.command("plan")(command_from(PlanSettings, _plan))

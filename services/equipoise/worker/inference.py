@@ -91,6 +91,9 @@ class InferenceService(pb_grpc.InferenceServicer):
                     stop_tokens=frozenset(request.stop_tokens),
                 )
             )
+            # Tells the client at once that its request stands in line: what breaks from here on
+            # has broken under it.
+            await context.send_initial_metadata(())
             finished = False
             while not finished:
                 tokens = await _all_waiting(stream)

@@ -1,0 +1,27 @@
+"""The gateway's process: signals, logging, and nothing else. `equipoise gateway` calls `run`."""
+
+import asyncio
+import logging
+import signal
+
+from equipoise.gateway.server import serve
+from equipoise.gateway.settings import GatewaySettings
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit status 0.
+
+    Raises:
+        GatewayError: it cannot start.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    asyncio.run(_serve_until_signalled(settings))
+    return 0
+
+
+async def _serve_until_signalled(settings: GatewaySettings) -> None:
+    # A second signal changes nothing: the stop is bounded as it is.
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(settings, stop=stop)

@@ -1,0 +1,173 @@
+"""One attempt: a request at one rank, its tokens checked and every wait bounded.
+
+Owns the call and what a rank's faults are called. Must not know other ranks: what to do about a
+fault is `relay`'s business.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import grpc
+
+from equipoise.gateway.errors import InvalidRequestError, RankFullError, RankLostError
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
+
+
+class Finish(StrEnum):
+    """Why a request ended, in OpenAI's words."""
+
+    LENGTH = "length"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRequest:
+    """What is asked of the ranks: at most `max_tokens` (>= 1) tokens behind `prompt`.
+
+    The first of `stop_tokens` ends it and is part of the output.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+
+    def after(self, made: tuple[int, ...]) -> "TokenRequest":
+        """What is left to be asked when these tokens are made: greedy goes on the same."""
+        return TokenRequest(
+            request_id=self.request_id,
+            prompt=self.prompt + made,
+            max_tokens=self.max_tokens - len(made),
+            stop_tokens=self.stop_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """Tokens in order; `finish` is set on the last of the request."""
+
+    tokens: tuple[int, ...]
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Seconds a rank may take: into its line, to the first token, and from one to the next."""
+
+    accept_s: float
+    first_token_s: float
+    silence_s: float
+
+
+async def attempt(
+    stub: "pb_grpc.InferenceAsyncStub",
+    request: TokenRequest,
+    *,
+    vocab_size: int,
+    bounds: Bounds,
+    accepted: Callable[[], None],
+) -> AsyncGenerator[Made, None]:
+    """Tokens of a request as one rank makes them, up to and with its finish.
+
+    `accepted` is called when the rank has taken the request. The end is judged here, not believed:
+    every token that comes out is one that the request allows. Closing the generator ends the call.
+
+    Raises:
+        RankFullError: the rank has no place in line.
+        RankLostError: it broke, is silent, or says what cannot be.
+        InvalidRequestError: it cannot serve such a request at all; its own words.
+    """
+    call = stub.Generate(
+        pb.GenerateRequest(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            max_tokens=request.max_tokens,
+            stop_tokens=sorted(request.stop_tokens),
+        )
+    )
+    try:
+        await _until_accepted(call, bounds.accept_s)
+        accepted()
+        num_made, wait_s = 0, bounds.first_token_s
+        while True:
+            made = await _next(call, request, num_made, wait_s=wait_s, vocab_size=vocab_size)
+            num_made, wait_s = num_made + len(made.tokens), bounds.silence_s
+            yield made
+            if made.finish is not None:
+                return
+    except grpc.aio.AioRpcError as error:
+        raise _fault(error) from None
+    finally:
+        call.cancel()
+
+
+async def _until_accepted(
+    call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse], bound_s: float
+) -> None:
+    """A worker answers with its metadata as soon as the request stands in line."""
+    try:
+        async with asyncio.timeout(bound_s):
+            await call.initial_metadata()
+    except TimeoutError:
+        raise RankLostError(f"it did not take the request within {bound_s:g} s (accept)") from None
+    if call.done():
+        # It was turned away: the reading raises why.
+        await call.read()
+        raise RankLostError("it ended the stream before the first token")
+
+
+async def _next(
+    call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse],
+    request: TokenRequest,
+    num_made: int,
+    *,
+    wait_s: float,
+    vocab_size: int,
+) -> Made:
+    """The next tokens; messages without any are no sign of life."""
+    try:
+        async with asyncio.timeout(wait_s):
+            while True:
+                response = await call.read()
+                if not isinstance(response, pb.GenerateResponse):
+                    raise RankLostError("it ended the stream without a finish")
+                if response.tokens or response.finish_reason:
+                    return _checked(response, request, num_made, vocab_size=vocab_size)
+    except TimeoutError:
+        which = "silence" if num_made else "first token"
+        raise RankLostError(f"it made no token for {wait_s:g} s ({which})") from None
+
+
+def _checked(
+    response: pb.GenerateResponse, request: TokenRequest, num_made: int, *, vocab_size: int
+) -> Made:
+    """A message as far as it can be true; one that cannot is no answer at all."""
+    finish: Finish | None = None
+    for token in response.tokens:
+        num_made += 1
+        if finish is not None:
+            raise RankLostError(f"it made tokens after the request's end ({finish})")
+        if token >= vocab_size:
+            raise RankLostError(f"it made token {token}, but tokens are 0 to {vocab_size - 1}")
+        if token in request.stop_tokens:
+            finish = Finish.STOP
+        elif num_made == request.max_tokens:
+            finish = Finish.LENGTH
+    if response.finish_reason and finish is None:
+        said = pb.FinishReason.Name(response.finish_reason)
+        raise RankLostError(f"it said {said} after {num_made} of {request.max_tokens} tokens")
+    return Made(tokens=tuple(response.tokens), finish=finish)
+
+
+def _fault(error: grpc.aio.AioRpcError) -> Exception:
+    words = error.details() or "no details"
+    match error.code():
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return RankFullError(words)
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidRequestError(words)
+        case code:
+            return RankLostError(f"{code.name}: {words}")

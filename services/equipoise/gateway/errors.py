@@ -1,0 +1,100 @@
+"""What can go wrong for a client, with the answer that HTTP and OpenAI's form have for it."""
+
+QUEUE_RETRY_AFTER_S = 1
+DOWN_RETRY_AFTER_S = 5
+
+
+class GatewayError(Exception):
+    """The gateway cannot start or go on; the message is the one line that a person reads."""
+
+
+class InvalidSettingsError(GatewayError, ValueError):
+    """A setting outside its range; the message names the setting, the value and the range."""
+
+
+class RequestError(GatewayError):
+    """One request cannot be answered; the message is what its client reads.
+
+    `status` is HTTP's, `kind`, `code` and `param` are those of OpenAI's error object;
+    `retry_after_s` is None where trying again is of no use.
+    """
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequestError(RequestError):
+    """The client asked for what cannot be served; names the field and the limit."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class UnknownModelError(InvalidRequestError):
+    """Another model is served here."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class BodyTooLargeError(InvalidRequestError):
+    """The body is above the limit."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class BodyTooSlowError(InvalidRequestError):
+    """The body did not arrive within the bound."""
+
+    status = 408
+    code = "body_timeout"
+
+
+class QueueFullError(RequestError):
+    """As many requests as may wait for a rank are waiting already."""
+
+    status = 503
+    code = "queue_full"
+    retry_after_s = QUEUE_RETRY_AFTER_S
+
+
+class NoRankError(RequestError):
+    """No rank took the request within the bound."""
+
+    status = 503
+    code = "pool_unavailable"
+    retry_after_s = DOWN_RETRY_AFTER_S
+
+
+class StoppingError(RequestError):
+    """This gateway is being stopped; another one may serve."""
+
+    status = 503
+    code = "gateway_stopping"
+    retry_after_s = QUEUE_RETRY_AFTER_S
+
+
+class AttemptsExhaustedError(RequestError):
+    """Every rank that began this request broke; whoever sends it again may break more."""
+
+    status = 502
+    code = "attempts_exhausted"
+
+
+class ClientGoneError(GatewayError):
+    """The client hung up or does not read; there is nobody to answer."""
+
+
+class RankLostError(GatewayError):
+    """A rank did not bring a request to its end; another one may. The message says how."""
+
+
+class RankFullError(GatewayError):
+    """A rank has no place in its line now; nothing is wrong with it."""

@@ -1,0 +1,77 @@
+"""`OpenRequests`: every request that is being answered, and the three ways it can end.
+
+A request ends when its answer is complete, when its client hangs up, or when the gateway's stop has
+waited long enough. Owns that race, and nothing of what is answered.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from equipoise.gateway.errors import ClientGoneError, StoppingError
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class OpenRequests:
+    """Used from one event loop only."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self._num_open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered."""
+        return self._num_open
+
+    def check(self) -> None:
+        """Raises StoppingError: no new request is taken."""
+        if self.stopping:
+            raise StoppingError("this gateway is stopping: ask another one")
+
+    async def run(self, work: Coroutine[Any, Any, None], *, receive: Receive) -> None:
+        """Do the work unless something ends it first; then it is cancelled, and has ended.
+
+        `receive` is the request's, whose body was read.
+
+        Raises:
+            ClientGoneError: the client has hung up.
+            StoppingError: the stop's grace is over.
+        """
+        working = asyncio.create_task(work)
+        gone = asyncio.create_task(_hung_up(receive))
+        self._num_open += 1
+        self._idle.clear()
+        try:
+            await asyncio.wait({working, gone, self._ending}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            if gone.done():
+                raise ClientGoneError("the client hung up")
+            raise StoppingError("this gateway has stopped before the answer was complete")
+        finally:
+            working.cancel()
+            gone.cancel()
+            await asyncio.gather(working, gone, return_exceptions=True)
+            self._num_open -= 1
+            if not self._num_open:
+                self._idle.set()
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no new request, give those that are open this long, and end the rest."""
+        self.stopping = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        if not self._ending.done():
+            self._ending.set_result(None)
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
