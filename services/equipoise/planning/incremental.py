@@ -116,7 +116,7 @@ def _paths(
     )
     paths = []
     for threshold in thresholds:
-        made = relieve(start[layer], load, ground, threshold * mean / bound, start.shape[1])
+        made = relieve(start[layer], load, ground, threshold * mean / bound, np.inf)
         changes = [
             (step[0::2][step[0::2] >= 0], step[1::2][step[0::2] >= 0].astype(np.int32))
             for step in made.steps

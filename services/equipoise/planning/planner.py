@@ -12,6 +12,7 @@ from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.incremental import Step, improve
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
+from equipoise.planning.locality import place_locally
 from equipoise.planning.placing import place_globally, place_hierarchically
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.problem import Problem
@@ -19,6 +20,10 @@ from equipoise.planning.topology import ModelShape, Topology
 
 LEAST_LAYER_GAIN = 0.002
 """Balancedness that a layer must gain for its experts to move: below this, averages only jitter."""
+
+LOCALITY = 0.25
+"""Where `local` stands if nobody turns the dial: on recorded loads of a 256-expert model on 4
+nodes enough for 0.97 or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +62,7 @@ def plan(
     topology: Topology,
     current: Layout | None = None,
     algorithm: Algorithm = Algorithm.AUTO,
+    locality: float | None = None,
     max_moves: int | None = None,
     target_balancedness: float | None = None,
     exclude_ranks: frozenset[int] = frozenset(),
@@ -66,8 +72,9 @@ def plan(
 
     A layer keeps its current placement (the contiguous one, if there is none) unless it gains
     something, so a layer without load never moves and no plan is worse than what is there.
-    `auto` makes both plans and keeps the more balanced; hierarchical wins ties. With a target for
-    the balancedness or a limit of moves it is `incremental`, the only one that knows them.
+    `auto` makes both plans and keeps the more balanced; hierarchical wins ties. With a `locality`,
+    a dial from 0 (hierarchical) to 1 (global; see `place_locally`), it is `local`, and with a
+    target for the balancedness or a limit of moves `incremental`: the ones that know these.
 
     Ranks in `exclude_ranks` get nothing: experts that only they held go to the others. `samples`
     is how many expert assignments per layer the load rests on; with it, layers whose gain chance
@@ -81,29 +88,31 @@ def plan(
         raise InvalidLayoutError("no rank is left to plan for: exclude fewer")
     problem = Problem.of(load, model=model, topology=topology, current=current, ranks=ranks)
     is_limited = max_moves is not None or target_balancedness is not None
-    if algorithm is Algorithm.AUTO and is_limited:
-        algorithm = Algorithm.INCREMENTAL
+    if algorithm is Algorithm.AUTO and (is_limited or locality is not None):
+        algorithm = Algorithm.INCREMENTAL if is_limited else Algorithm.LOCAL
     assert algorithm is Algorithm.INCREMENTAL or not is_limited, "only incremental has limits"
+    assert algorithm is Algorithm.LOCAL or locality is None, "only local has a dial"
     if algorithm is Algorithm.INCREMENTAL:
         made = _plan_incrementally(
             problem, max_moves=max_moves, target=target_balancedness, samples=samples
         )
+    elif algorithm is Algorithm.GLOBAL:
+        made = _plan_globally(problem, samples=samples)
+    elif (obstacle := problem.obstacle_to_hierarchy()) is not None:
+        made = _plan_globally(problem, samples=samples)
+        made = replace(made, reason=f"{made.reason}; not hierarchical: {obstacle}")
+    elif algorithm is Algorithm.HIERARCHICAL:
+        made = _plan_hierarchically(problem, samples=samples)
+    elif algorithm is Algorithm.LOCAL:
+        dial = LOCALITY if locality is None else locality
+        made = _plan_locally(problem, locality=dial, samples=samples)
     else:
-        made = _plan_from_scratch(problem, algorithm, samples=samples)
+        made = _plan_both_ways(problem, samples=samples)
     return replace(made, ranks=ranks)
 
 
-def _plan_from_scratch(problem: Problem, algorithm: Algorithm, *, samples: float | None) -> Plan:
-    if algorithm is Algorithm.GLOBAL:
-        return _plan_globally(problem, samples=samples)
-    obstacle = problem.obstacle_to_hierarchy()
-    if obstacle is not None:
-        fallback = _plan_globally(problem, samples=samples)
-        return replace(fallback, reason=f"{fallback.reason}; not hierarchical: {obstacle}")
-    table = place_hierarchically(problem)
-    hierarchical = _adopted(problem, table, Algorithm.HIERARCHICAL, samples=samples)
-    if algorithm is Algorithm.HIERARCHICAL:
-        return hierarchical
+def _plan_both_ways(problem: Problem, *, samples: float | None) -> Plan:
+    hierarchical = _plan_hierarchically(problem, samples=samples)
     other = _plan_globally(problem, samples=samples)
     winner, loser = (
         (hierarchical, other)
@@ -111,6 +120,18 @@ def _plan_from_scratch(problem: Problem, algorithm: Algorithm, *, samples: float
         else (other, hierarchical)
     )
     return replace(winner, reason=f"{winner.reason}; {loser.algorithm}: {loser.balancedness:.3f}")
+
+
+def _plan_hierarchically(problem: Problem, *, samples: float | None) -> Plan:
+    table = place_hierarchically(problem)
+    return _adopted(problem, table, Algorithm.HIERARCHICAL, samples=samples)
+
+
+def _plan_locally(problem: Problem, *, locality: float, samples: float | None) -> Plan:
+    table = place_locally(problem, locality=locality)
+    made = _adopted(problem, table, Algorithm.LOCAL, samples=samples)
+    at_home = 1.0 - made.off_node_share
+    return replace(made, reason=f"{made.reason}; {at_home:.1%} of the load stays on its home node")
 
 
 def _plan_globally(problem: Problem, *, samples: float | None) -> Plan:

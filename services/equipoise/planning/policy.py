@@ -21,6 +21,9 @@ class Algorithm(StrEnum):
     GLOBAL = "global"
     """Any expert on any rank."""
 
+    LOCAL = "local"
+    """Between the two: most load stays on the home node of its group, as far as a dial says."""
+
     INCREMENTAL = "incremental"
     """From the placement in use, the moves that gain most: to a target, or within a budget."""
 

@@ -68,11 +68,13 @@ class _Layer(NamedTuple):
 
 
 @compiled
-def relieve(start: Slots, load: Weights, ground: Ground, threshold: float, max_moves: int) -> Path:
+def relieve(
+    start: Slots, load: Weights, ground: Ground, threshold: float, max_off_home: float
+) -> Path:
     """Take load above `threshold` off the ranks of one layer, as long as a step helps.
 
     `start` is int32 [slots] and covers every expert; `load` is [experts]. The path ends before a
-    step after which more than `max_moves` slots would differ.
+    step after which more load than `max_off_home` would be served off its home node.
     """
     layer = _start(start, load, ground)
     max_steps = MAX_STEPS_PER_SLOT * len(start)
@@ -94,11 +96,11 @@ def relieve(start: Slots, load: Weights, ground: Ground, threshold: float, max_m
         for half in range(0, 4, 2):
             if steps[count, half] >= 0:
                 layer.slots[steps[count, half]] = steps[count, half + 1]
-        moves[count + 1] = (layer.slots != start).sum()
-        if moves[count + 1] > max_moves:
-            break
         _weigh(layer)
+        if _off_home(layer) > max_off_home:
+            break
         count += 1
+        moves[count] = (layer.slots != start).sum()
         busiest[count], off_home[count] = layer.carried.max(), _off_home(layer)
     return Path(steps[:count], busiest[: count + 1], moves[: count + 1], off_home[: count + 1])
 

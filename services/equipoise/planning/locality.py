@@ -1,0 +1,118 @@
+"""`place_locally`: between hierarchical and global, as far as a dial says.
+
+From the hierarchical placement, in which every expert is served on the home node of its group, the
+steps that take most load off the busiest ranks for the least load that leaves its home: redundant
+slots come to host experts of other nodes, and a few experts change nodes altogether.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.bound import upper_bounds
+from equipoise.planning.layout import ExpertTable
+from equipoise.planning.placing import place_globally, place_hierarchically
+from equipoise.planning.problem import Problem
+from equipoise.planning.refine import refine
+from equipoise.planning.relieve import Ground, Path, relieve
+
+Indices = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int32]
+
+THRESHOLDS = (1.0, 1.01, 1.07)
+"""Loads, over the least that a layer's busiest rank can have, above which ranks are relieved."""
+
+EVEN_ENOUGH = 1.001
+"""A busiest rank this near to the least possible one needs no other path."""
+
+COST_OF_MOVE = 0.01
+"""What a changed slot costs, where the mean rank load leaving its home costs 1: locality is what
+the dial is about, and of two ways that keep it the one with fewer changes is taken."""
+
+
+def place_locally(problem: Problem, *, locality: float) -> ExpertTable:
+    """Serve most load on its home node; int32 [layers, slots].
+
+    `locality` goes from 0, hierarchical, to 1, global. Between them at most locality x (1 - 1 /
+    nodes) of each layer's load is served off its home node: 1 - 1 / nodes is what placing without
+    regard to nodes comes to in the mean. The hierarchy must be possible.
+    """
+    assert 0.0 <= locality <= 1.0, "a share"
+    assert problem.obstacle_to_hierarchy() is None, "groups have home nodes"
+    if locality == 1.0:
+        return place_globally(problem)
+    homes = place_hierarchically(problem)
+    if locality == 0.0 or problem.num_nodes == 1:
+        return homes
+    home_of_expert = _homes(problem, homes)
+    may_leave = locality * (1.0 - 1.0 / problem.num_nodes) * problem.load.sum(axis=1)
+    table = homes.copy()
+    for layer in np.flatnonzero(problem.is_busy).tolist():
+        table[layer] = _best_within(
+            problem, homes[layer], layer, home_of_expert[layer], float(may_leave[layer])
+        )
+    return _refined_within(problem, table, home_of_expert, may_leave)
+
+
+def _homes(problem: Problem, table: ExpertTable) -> Indices:
+    """The node of each expert under a hierarchical placement, [layers, experts]."""
+    homes = np.empty(problem.load.shape, dtype=np.int64)
+    node_of_slot = np.broadcast_to(problem.node_of_rank[problem.rank_of_slot], table.shape)
+    np.put_along_axis(homes, table.astype(np.int64), node_of_slot, axis=1)
+    return homes
+
+
+def _best_within(
+    problem: Problem, start: Slots, layer: int, home_of_expert: Indices, may_leave: float
+) -> Slots:
+    """The most balanced placement of one layer on any path that keeps enough load at home."""
+    load, num_ranks = problem.load[layer], problem.topology.num_ranks
+    bound = upper_bounds(load[None], num_slots=len(start), num_ranks=num_ranks)[0]
+    least_busiest = float(load.sum()) / num_ranks / bound
+    ground = Ground(
+        problem.first_slot,
+        problem.rank_of_slot,
+        problem.node_of_rank,
+        home_of_expert,
+        COST_OF_MOVE,
+        1.0,
+    )
+    best, busiest = start, np.inf
+    for threshold in THRESHOLDS:
+        path = relieve(start, load, ground, threshold * least_busiest, may_leave)
+        end = int(path.busiest.argmin())
+        if path.busiest[end] < busiest:
+            best, busiest = _after(start, path, end), float(path.busiest[end])
+        if busiest < EVEN_ENOUGH * least_busiest:
+            break
+    return best
+
+
+def _after(start: Slots, path: Path, num_steps: int) -> Slots:
+    slots = start.copy()
+    for slot, expert, other_slot, other_expert in path.steps[:num_steps]:
+        slots[slot] = expert
+        if other_slot >= 0:
+            slots[other_slot] = other_expert
+    return slots
+
+
+def _refined_within(
+    problem: Problem,
+    table: ExpertTable,
+    home_of_expert: Indices,
+    may_leave: npt.NDArray[np.float64],
+) -> ExpertTable:
+    """Even out ranks within each node, where that does not make too much load leave its home."""
+    refined = refine(
+        table,
+        load=problem.load,
+        first_slot=problem.first_slot,
+        block_of_rank=problem.node_of_rank,
+    )
+    of_replica = problem.load / np.maximum(problem.replicas(refined), 1)
+    is_off_home = (
+        np.take_along_axis(home_of_expert, refined, axis=1)
+        != problem.node_of_rank[problem.rank_of_slot]
+    )
+    off_home = (np.take_along_axis(of_replica, refined, axis=1) * is_off_home).sum(axis=1)
+    return np.where((off_home <= may_leave * (1.0 + 1e-9))[:, None], refined, table)
