@@ -14,6 +14,7 @@ from equipoise.wire.convert import from_balancer, from_worker
 from equipoise.wire.messages import (
     Abort,
     Assignment,
+    GroupLost,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -108,6 +109,11 @@ STAGE = Stage(
     term=3,
 )
 
+GROUP_LOST = GroupLost(
+    epoch=2,
+    reason="worker-0 died",
+    expert_of_slot=np.arange(15, dtype=np.int32).reshape(3, 5) % 8,
+)
 HEARTBEAT = Heartbeat(epoch=1, generation=4, staged_generation=5, sequence=12)
 
 FROM_WORKERS = [
@@ -121,9 +127,12 @@ FROM_WORKERS = [
     HEARTBEAT,
     Heartbeat(epoch=0, generation=0, staged_generation=0, sequence=0),
     Leaving(reason="Ctrl-C"),
+    GROUP_LOST,
+    replace(HELLO, group_lost=GROUP_LOST, highest_term=3),
 ]
 FROM_BALANCER = [
     ASSIGNMENT,
+    replace(ASSIGNMENT, moves=STAGE.moves, meet_timeout_s=12.5),
     STAGE,
     replace(STAGE, moves=()),
     Abort(epoch=1, generation=5, reason="rank 0 refused", term=3),
@@ -170,6 +179,7 @@ def good():
         switched=SWITCHED,
         heartbeat=HEARTBEAT,
         assignment=ASSIGNMENT,
+        group_lost=GROUP_LOST,
         stage=STAGE,
         from_workers=FROM_WORKERS,
         from_balancer=FROM_BALANCER,

@@ -92,7 +92,7 @@ REPORT_FAULTS = [
     (dict(tokens=floats(3, 5, value=1.0)), "report_range", "layer 0, own slot 0"),
     (dict(tokens=floats(3, 5, value=-np.inf)), "report_range", "above 2\\^53"),
     (dict(tokens=np.full(15, -1, "<i8").tobytes()), "report_range", "18446744073709551615"),
-    (dict(rank=2), "report_rank", "ranks 0 to 1, not 2"),
+    (dict(rank=2**16), "report_rank", "ranks 0 to 65535, not 65536"),
     (dict(epoch=0), "report_range", "epoch must be from 1"),
     (dict(generation=0), "report_range", "generation must be from 1"),
     (dict(phase=0), "report_phase", "phase 0 is none of prefill, decode and mixed"),
@@ -190,11 +190,19 @@ def test_a_layout_of_another_model_is_refused_with_both_shapes(good):
     check_refusal(error, "stage_shape", r"\(3, 8, 5\), but worker-1 serves \(3, 8, 4\)")
 
 
-def test_a_layout_with_more_ranks_than_the_pool_is_refused(good):
+def test_a_layout_may_have_more_ranks_than_the_pool_began_with(good):
     wide = contiguous_layout(num_layers=3, num_experts=8, num_ranks=3, slots_per_rank=5)
     message = to_worker(replace(good.stage, layout=replace_generation(wide, 4), moves=()))
-    error = refusal_of(good.received_by_worker, message)
-    check_refusal(error, "stage_shape", "the layout has 3 ranks, the pool 2")
+    assert good.received_by_worker(message).layout.num_ranks == 3
+
+
+@pytest.mark.parametrize("expert", [-1, 8])
+def test_an_expert_that_no_slot_can_hold_is_refused(good, expert):
+    held = good.group_lost.expert_of_slot.copy()
+    held[1, 2] = expert
+    message = to_balancer(replace(good.group_lost, expert_of_slot=held))
+    error = refusal_of(good.received_by_balancer, message)
+    check_refusal(error, "group_lost_shape", f"experts are 0 to 7, not .*{expert}|{expert}")
 
 
 def test_words_for_people_are_kept_short_and_steer_no_terminal(good):

@@ -34,6 +34,8 @@ class _PoolHealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolHealth
     """All ranks serve."""
     POOL_HEALTH_DEGRADED: _PoolHealth.ValueType  # 3
     """A rank is missing or silent; the rest may serve on."""
+    POOL_HEALTH_DOWN: _PoolHealth.ValueType  # 4
+    """The workers that are here have too few slots for all experts: nothing is served until more come."""
 
 class PoolHealth(_PoolHealth, metaclass=_PoolHealthEnumTypeWrapper):
     """PoolHealth is the one word an operator looks for."""
@@ -46,6 +48,8 @@ POOL_HEALTH_SERVING: PoolHealth.ValueType  # 2
 """All ranks serve."""
 POOL_HEALTH_DEGRADED: PoolHealth.ValueType  # 3
 """A rank is missing or silent; the rest may serve on."""
+POOL_HEALTH_DOWN: PoolHealth.ValueType  # 4
+"""The workers that are here have too few slots for all experts: nothing is served until more come."""
 Global___PoolHealth: _TypeAlias = PoolHealth  # noqa: Y015
 
 @_typing.final
@@ -207,6 +211,80 @@ class Refusal(_message.Message):
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
+class BoundStatus(_message.Message):
+    """BoundStatus is a wait that has a bound, and what came of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BOUND_S_FIELD_NUMBER: _builtins.int
+    REACHED_FIELD_NUMBER: _builtins.int
+    LATEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """stage, switch, report, reform, meet, start or store."""
+    bound_s: _builtins.float
+    """Longest wait, seconds."""
+    reached: _builtins.int
+    """How often it was reached since the balancer started."""
+    latest: _builtins.str
+    """What happened the last time, in words; empty if it never was."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bound_s: _builtins.float = ...,
+        reached: _builtins.int = ...,
+        latest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_s", b"bound_s", "latest", b"latest", "name", b"name", "reached", b"reached"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BoundStatus: _TypeAlias = BoundStatus  # noqa: Y015
+
+@_typing.final
+class EpochStatus(_message.Message):
+    """EpochStatus is one change of who takes part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    OPENED_UNIX_S_FIELD_NUMBER: _builtins.int
+    SERVING_AFTER_S_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Membership number."""
+    reason: _builtins.str
+    """Why it was opened, in words."""
+    opened_unix_s: _builtins.float
+    """Unix time at which ranks were dealt, seconds."""
+    serving_after_s: _builtins.float
+    """Seconds from then until all ranks served; 0 while they do not."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers in rank order."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+        opened_unix_s: _builtins.float = ...,
+        serving_after_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "opened_unix_s", b"opened_unix_s", "reason", b"reason", "serving_after_s", b"serving_after_s", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpochStatus: _TypeAlias = EpochStatus  # noqa: Y015
+
+@_typing.final
 class SwitchStatus(_message.Message):
     """SwitchStatus is what the ranks told about one switch."""
 
@@ -278,6 +356,8 @@ class PoolStatus(_message.Message):
     ROLLOUTS_COMPLETED_FIELD_NUMBER: _builtins.int
     ROLLOUTS_ABORTED_FIELD_NUMBER: _builtins.int
     WINDOWS_FIELD_NUMBER: _builtins.int
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool name."""
     health: Global___PoolHealth.ValueType
@@ -332,6 +412,14 @@ class PoolStatus(_message.Message):
     def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___WindowStatus]:
         """Recent windows, oldest first, at most 128: what a person plots."""
 
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoundStatus]:
+        """Every wait of the pool that has a bound."""
+
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStatus]:
+        """The latest changes of membership that this balancer made, newest first, at most 16."""
+
     def __init__(
         self,
         *,
@@ -355,10 +443,12 @@ class PoolStatus(_message.Message):
         rollouts_completed: _builtins.int = ...,
         rollouts_aborted: _builtins.int = ...,
         windows: _abc.Iterable[Global___WindowStatus] | None = ...,
+        bounds: _abc.Iterable[Global___BoundStatus] | None = ...,
+        epochs: _abc.Iterable[Global___EpochStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision", "_rollout", b"_rollout", "last_decision", b"last_decision", "model", b"model", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision", "_rollout", b"_rollout", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "pool", b"pool", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision", "_rollout", b"_rollout", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "pool", b"pool", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_decision: _TypeAlias = _typing.Literal["last_decision"]  # noqa: Y015
     _WhichOneofArgType__last_decision: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision"]  # noqa: Y015

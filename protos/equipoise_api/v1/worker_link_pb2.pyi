@@ -69,6 +69,7 @@ class ConnectRequest(_message.Message):
     SWITCHED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    GROUP_LOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of every stream, and only the first."""
@@ -101,6 +102,10 @@ class ConnectRequest(_message.Message):
     def leaving(self) -> Global___Leaving:
         """The worker is about to stop by its own will."""
 
+    @_builtins.property
+    def group_lost(self) -> Global___GroupLost:
+        """The worker's group of ranks is over; the worker waits for a rank in a new one."""
+
     def __init__(
         self,
         *,
@@ -112,12 +117,13 @@ class ConnectRequest(_message.Message):
         switched: Global___Switched | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         leaving: Global___Leaving | None = ...,
+        group_lost: Global___GroupLost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "refused", b"refused", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group_lost", b"group_lost", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "refused", b"refused", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "refused", b"refused", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_lost", b"group_lost", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "refused", b"refused", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "serving", "load_report", "staged", "refused", "switched", "heartbeat", "leaving"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "serving", "load_report", "staged", "refused", "switched", "heartbeat", "leaving", "group_lost"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -226,6 +232,7 @@ class Hello(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     HIGHEST_TERM_FIELD_NUMBER: _builtins.int
+    GROUP_LOST_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool the worker wants to serve in; the balancer knows pools by this name."""
     worker: _builtins.str
@@ -241,7 +248,7 @@ class Hello(_message.Message):
     slots_per_rank: _builtins.int
     """Physical slots per MoE layer that this worker has memory for."""
     num_ranks: _builtins.int
-    """Number of ranks the worker was told its pool has."""
+    """Number of workers that a pool waits for before it first opens; later it grows and shrinks."""
     checkpoint_fingerprint: _builtins.str
     """Hex fingerprint of config and checkpoint; all workers of a pool must agree."""
     protocol_version: _builtins.int
@@ -257,6 +264,10 @@ class Hello(_message.Message):
     @_builtins.property
     def running(self) -> Global___RunningState:
         """What a reconnecting worker runs; absent at first start."""
+
+    @_builtins.property
+    def group_lost(self) -> Global___GroupLost:
+        """Set instead of `running` by a worker whose group is over, until it is a rank again."""
 
     def __init__(
         self,
@@ -274,13 +285,19 @@ class Hello(_message.Message):
         protocol_version: _builtins.int = ...,
         running: Global___RunningState | None = ...,
         highest_term: _builtins.int = ...,
+        group_lost: Global___GroupLost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_running", b"_running", "model", b"model", "running", b"running"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_running", b"_running", "address", b"address", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "highest_term", b"highest_term", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "group_lost", b"group_lost", "highest_term", b"highest_term", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
+    _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015
     _WhichOneofReturnType__running: _TypeAlias = _typing.Literal["running"]  # noqa: Y015
     _WhichOneofArgType__running: _TypeAlias = _typing.Literal["_running", b"_running"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_lost) -> _WhichOneofReturnType__group_lost | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__running) -> _WhichOneofReturnType__running | None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
@@ -419,6 +436,8 @@ class Assignment(_message.Message):
     REPORT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    MEET_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Membership number; grows by one with every change of who takes part."""
     rank: _builtins.int
@@ -433,6 +452,8 @@ class Assignment(_message.Message):
     """Term of the balancer that says so, its fencing number. It grows with every change of leader;
     a worker that heard of a higher one refuses.
     """
+    meet_timeout_s: _builtins.float
+    """Seconds in which all ranks must have met; who waited longer says GroupLost."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
         """All ranks of the epoch, the receiver included, ordered by rank."""
@@ -440,6 +461,13 @@ class Assignment(_message.Message):
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Layout to start in; complete, so that a worker needs nothing else."""
+
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___Move]:
+        """Where to pull what the receiver's slots lack of the layout, as in Stage. Ranks are those of this
+        epoch; they hold what they held before until all have met. Slots that have no move here and do
+        not hold their expert are filled from the checkpoint.
+        """
 
     def __init__(
         self,
@@ -452,10 +480,12 @@ class Assignment(_message.Message):
         report_interval_s: _builtins.float = ...,
         heartbeat_interval_s: _builtins.float = ...,
         term: _builtins.int = ...,
+        moves: _abc.Iterable[Global___Move] | None = ...,
+        meet_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_interval_s", b"heartbeat_interval_s", "layout", b"layout", "peers", b"peers", "rank", b"rank", "rendezvous_address", b"rendezvous_address", "report_interval_s", b"report_interval_s", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_interval_s", b"heartbeat_interval_s", "layout", b"layout", "meet_timeout_s", b"meet_timeout_s", "moves", b"moves", "peers", b"peers", "rank", b"rank", "rendezvous_address", b"rendezvous_address", "report_interval_s", b"report_interval_s", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -676,6 +706,41 @@ class Stage(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
+
+@_typing.final
+class GroupLost(_message.Message):
+    """GroupLost: the ranks of an epoch cannot take another step together, for example because one of
+    them died. The worker lives on, keeps its requests and what its slots hold, and waits for an
+    Assignment of a later epoch.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    EXPERT_OF_SLOT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch that is over for this worker."""
+    reason: _builtins.str
+    """Why, in words."""
+    expert_of_slot: _builtins.bytes
+    """int32 little-endian [num_layers, slots_per_rank]: the logical expert that each own slot holds,
+    whatever layout it came by. Survivors keep their slots where they can.
+    """
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        expert_of_slot: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_of_slot", b"expert_of_slot", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupLost: _TypeAlias = GroupLost  # noqa: Y015
 
 @_typing.final
 class Staged(_message.Message):

@@ -18,6 +18,9 @@ any ordinary float64, NaN included, read as a far larger integer."""
 MAX_CELLS = 2**20
 """Most cells of a table: what fits into gRPC's 4 MiB message as int32."""
 
+MAX_RANKS = 2**16
+"""More ranks than any pool has."""
+
 MAX_DURATION_S = 3600.0
 """Longest interval or timeout that makes sense between a balancer and its workers, seconds."""
 
@@ -65,8 +68,8 @@ def count(kind: str, field: str, value: int, *, least: int = 0) -> int:
     return value
 
 
-def rank(kind: str, value: int, *, num_ranks: int) -> int:
-    """A rank of a pool of `num_ranks`."""
+def rank(kind: str, value: int, *, num_ranks: int = MAX_RANKS) -> int:
+    """A rank of `num_ranks`; how many a pool has now, only who keeps its members can tell."""
     if value >= num_ranks:
         raise InvalidMessageError(
             f"{kind}_rank", f"{kind}: the pool has the ranks 0 to {num_ranks - 1}, not {value}"

@@ -13,6 +13,7 @@ from equipoise.wire.messages import (
     Abort,
     Assignment,
     BalancerMessage,
+    GroupLost,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -48,11 +49,13 @@ def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a
             return pb.ConnectRequest(heartbeat=requests.heartbeat_to_proto(value))
         case Leaving():
             return pb.ConnectRequest(leaving=requests.leaving_to_proto(value))
+        case GroupLost():
+            return pb.ConnectRequest(group_lost=requests.group_lost_to_proto(value))
         case _:
             assert_never(value)
 
 
-def from_worker(  # noqa: C901, PLR0911 - a case a message
+def from_worker(  # noqa: C901, PLR0911, PLR0912 - a case a message
     message: pb.ConnectRequest, *, hello: Hello | None
 ) -> WorkerMessage:
     """What the balancer received from a worker that introduced itself by `hello`.
@@ -81,19 +84,20 @@ def from_worker(  # noqa: C901, PLR0911 - a case a message
                 message.load_report,
                 model=hello.model,
                 slots_per_rank=hello.slots_per_rank,
-                num_ranks=hello.num_ranks,
                 boot_id=hello.boot_id,
             )
         case "staged":
-            return requests.staged_from_proto(message.staged, hello=hello)
+            return requests.staged_from_proto(message.staged)
         case "refused":
-            return requests.refused_from_proto(message.refused, hello=hello)
+            return requests.refused_from_proto(message.refused)
         case "switched":
             return requests.switched_from_proto(message.switched, hello=hello)
         case "heartbeat":
             return requests.heartbeat_from_proto(message.heartbeat)
         case "leaving":
             return requests.leaving_from_proto(message.leaving)
+        case "group_lost":
+            return requests.group_lost_from_proto(message.group_lost, hello=hello)
         case None:
             raise InvalidMessageError(
                 "message_empty", f"{hello.worker} sent a message with nothing this balancer knows"

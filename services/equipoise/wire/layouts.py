@@ -58,7 +58,7 @@ def layout_from_proto(message: pb.Layout, *, kind: str = "layout") -> Layout:
 def check_layout_suits(kind: str, layout: Layout, *, hello: Hello) -> None:
     """Refuse a layout for another model, or for ranks of another size.
 
-    A layout may have fewer ranks than the pool was set up with, never more.
+    It may have any number of ranks: pools grow and shrink.
 
     Raises:
         InvalidMessageError: "_shape", naming both shapes.
@@ -70,11 +70,6 @@ def check_layout_suits(kind: str, layout: Layout, *, hello: Hello) -> None:
             f"{kind}_shape",
             f"{kind}: the layout has (layers, experts, slots per rank) {has}, "
             f"but {hello.worker} serves {wanted}",
-        )
-    if layout.num_ranks > hello.num_ranks:
-        raise InvalidMessageError(
-            f"{kind}_shape",
-            f"{kind}: the layout has {layout.num_ranks} ranks, the pool {hello.num_ranks}",
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import LoadReport
 from equipoise.planning.moves import Move
 from equipoise.planning.topology import ModelShape
@@ -50,7 +50,8 @@ class Hello:
     """First message of a stream: who the worker is and what it has memory for.
 
     It also fixes the shapes of everything else on the stream, so both sides keep it.
-    `highest_term` is that of any balancer the worker heard of; 0 if there was none.
+    `highest_term` is that of any balancer the worker heard of; 0 if there was none. `group_lost`
+    is set, in place of `running`, while the worker waits for a new group.
     """
 
     pool: str
@@ -65,6 +66,7 @@ class Hello:
     checkpoint_fingerprint: str
     running: RunningState | None = None
     highest_term: int = 0
+    group_lost: "GroupLost | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,7 +154,21 @@ class Leaving:
     reason: str
 
 
-WorkerMessage = Hello | Serving | Report | Staged | Refused | Switched | Heartbeat | Leaving
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupLost:
+    """The group of an epoch is over for this worker, which lives on and waits for another.
+
+    `expert_of_slot` is int32 [layers, slots_per_rank]: what its slots hold.
+    """
+
+    epoch: int
+    reason: str
+    expert_of_slot: ExpertTable
+
+
+WorkerMessage = (
+    Hello | Serving | Report | Staged | Refused | Switched | Heartbeat | Leaving | GroupLost
+)
 
 
 # From the balancer --------------------------------------------------------------------------------
@@ -172,7 +188,10 @@ class Peer:
 class Assignment:
     """Makes a worker a rank of an epoch. `peers` are all ranks in rank order, it included.
 
-    `term`, here and below, is the fencing number of the balancer that speaks.
+    `moves` say where to pull what its slots lack of `layout`; sources are ranks of this epoch with
+    what they held before it. Slots without one come from the checkpoint. The ranks must have met
+    within `meet_timeout_s`. `term`, here and below, is the fencing number of the balancer that
+    speaks.
     """
 
     epoch: int
@@ -183,6 +202,8 @@ class Assignment:
     report_interval_s: float
     heartbeat_interval_s: float
     term: int = 0
+    moves: tuple[Move, ...] = ()
+    meet_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from equipoise.wire import checks, layouts
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
     PROTOCOL_VERSION,
+    GroupLost,
     Heartbeat,
     Hello,
     Leaving,
@@ -47,6 +48,7 @@ def hello_to_proto(hello: Hello) -> pb.Hello:
         protocol_version=PROTOCOL_VERSION,
         running=None if hello.running is None else _running_to_proto(hello.running),
         highest_term=hello.highest_term,
+        group_lost=None if hello.group_lost is None else group_lost_to_proto(hello.group_lost),
     )
 
 
@@ -82,6 +84,8 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         ),
         highest_term=checks.count("hello", "highest_term", message.highest_term),
     )
+    if message.HasField("group_lost"):
+        return replace(hello, group_lost=group_lost_from_proto(message.group_lost, hello=hello))
     if not message.HasField("running"):
         return hello
     return replace(hello, running=_running_from_proto(message.running, hello=hello))
@@ -101,7 +105,7 @@ def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
     """Raises InvalidMessageError: a number is out of range or the checksums misshapen."""
     return Serving(
         epoch=checks.count("serving", "epoch", message.epoch, least=1),
-        rank=checks.rank("serving", message.rank, num_ranks=hello.num_ranks),
+        rank=checks.rank("serving", message.rank),
         generation=checks.count("serving", "generation", message.generation, least=1),
         checksums=layouts.checksums_from_bytes(
             "serving",
@@ -132,7 +136,7 @@ def report_to_proto(report: Report) -> pb.LoadReport:
 
 
 def report_from_proto(
-    message: pb.LoadReport, *, model: ModelShape, slots_per_rank: int, num_ranks: int, boot_id: str
+    message: pb.LoadReport, *, model: ModelShape, slots_per_rank: int, boot_id: str
 ) -> Report:
     """The counters, uint64 [layers, slots_per_rank], and the statistics beside them.
 
@@ -158,7 +162,7 @@ def report_from_proto(
     load = LoadReport(
         boot_id=boot_id,
         epoch=checks.count("report", "epoch", message.epoch, least=1),
-        rank=checks.rank("report", message.rank, num_ranks=num_ranks),
+        rank=checks.rank("report", message.rank),
         generation=checks.count("report", "generation", message.generation, least=1),
         phase=_PHASES[message.phase],
         tokens=tokens,
@@ -178,11 +182,11 @@ def staged_to_proto(staged: Staged) -> pb.Staged:
     )
 
 
-def staged_from_proto(message: pb.Staged, *, hello: Hello) -> Staged:
+def staged_from_proto(message: pb.Staged) -> Staged:
     """Raises InvalidMessageError: a number is out of range."""
     return Staged(
         epoch=checks.count("staged", "epoch", message.epoch, least=1),
-        rank=checks.rank("staged", message.rank, num_ranks=hello.num_ranks),
+        rank=checks.rank("staged", message.rank),
         generation=checks.count("staged", "generation", message.generation, least=1),
         peer_bytes=checks.count("staged", "peer_bytes", message.peer_bytes),
         checkpoint_bytes=checks.count("staged", "checkpoint_bytes", message.checkpoint_bytes),
@@ -200,11 +204,11 @@ def refused_to_proto(refused: Refused) -> pb.Refused:
     )
 
 
-def refused_from_proto(message: pb.Refused, *, hello: Hello) -> Refused:
+def refused_from_proto(message: pb.Refused) -> Refused:
     """Raises InvalidMessageError: a number is out of range."""
     return Refused(
         epoch=checks.count("refused", "epoch", message.epoch, least=1),
-        rank=checks.rank("refused", message.rank, num_ranks=hello.num_ranks),
+        rank=checks.rank("refused", message.rank),
         generation=checks.count("refused", "generation", message.generation, least=1),
         reason=checks.reason(message.reason),
     )
@@ -227,7 +231,7 @@ def switched_from_proto(message: pb.Switched, *, hello: Hello) -> Switched:
     """Raises InvalidMessageError: a number is out of range or the checksums misshapen."""
     return Switched(
         epoch=checks.count("switched", "epoch", message.epoch, least=1),
-        rank=checks.rank("switched", message.rank, num_ranks=hello.num_ranks),
+        rank=checks.rank("switched", message.rank),
         generation=checks.count("switched", "generation", message.generation, least=1),
         step=checks.count("switched", "step", message.step),
         stall_us=checks.count("switched", "stall_us", message.stall_us),
@@ -271,6 +275,37 @@ def leaving_to_proto(leaving: Leaving) -> pb.Leaving:
 def leaving_from_proto(message: pb.Leaving) -> Leaving:
     """Never refused: whoever wants to leave may."""
     return Leaving(reason=checks.reason(message.reason))
+
+
+def group_lost_to_proto(lost: GroupLost) -> pb.GroupLost:
+    """The message of a worker whose group is over."""
+    return pb.GroupLost(
+        epoch=lost.epoch,
+        reason=lost.reason,
+        expert_of_slot=lost.expert_of_slot.astype("<i4").tobytes(),
+    )
+
+
+def group_lost_from_proto(message: pb.GroupLost, *, hello: Hello) -> GroupLost:
+    """Raises InvalidMessageError: a number is out of range or the table none of this model."""
+    table = checks.table(
+        "group_lost",
+        "expert_of_slot",
+        message.expert_of_slot,
+        dtype="<i4",
+        shape=(hello.model.num_layers, hello.slots_per_rank),
+    ).astype(np.int32)
+    if table.min() < 0 or table.max() >= hello.model.num_experts:
+        raise InvalidMessageError(
+            "group_lost_shape",
+            f"group_lost: experts are 0 to {hello.model.num_experts - 1}, "
+            f"not {table.min()} to {table.max()}",
+        )
+    return GroupLost(
+        epoch=checks.count("group_lost", "epoch", message.epoch, least=1),
+        reason=checks.reason(message.reason),
+        expert_of_slot=table,
+    )
 
 
 def _check_pool_size(message: pb.Hello, model: ModelShape) -> None:

@@ -1,5 +1,7 @@
 """What the balancer says: each value of `BalancerMessage` to its protobuf message and back."""
 
+from collections.abc import Iterable
+
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES, CheckpointSource, Move, RankSource, Source
 from equipoise.wire import checks, layouts
@@ -30,6 +32,8 @@ def assignment_to_proto(assignment: Assignment) -> pb.Assignment:
         report_interval_s=assignment.report_interval_s,
         heartbeat_interval_s=assignment.heartbeat_interval_s,
         term=assignment.term,
+        moves=[_move_to_proto(move) for move in assignment.moves],
+        meet_timeout_s=assignment.meet_timeout_s,
     )
 
 
@@ -57,6 +61,8 @@ def assignment_from_proto(message: pb.Assignment, *, hello: Hello) -> Assignment
             "assignment", "heartbeat_interval_s", message.heartbeat_interval_s
         ),
         term=checks.count("assignment", "term", message.term),
+        moves=_moves_from_proto("assignment", message.moves, layout=layout),
+        meet_timeout_s=checks.duration_s("assignment", "meet_timeout_s", message.meet_timeout_s),
     )
 
 
@@ -89,14 +95,11 @@ def stage_from_proto(message: pb.Stage, *, hello: Hello) -> Stage:
             "stage_generation",
             f"stage: generation {layout.generation} cannot follow generation {base_generation}",
         )
-    moves = tuple(_move_from_proto(move, layout=layout) for move in message.moves)
-    if len({(move.layer, move.slot) for move in moves}) < len(moves):
-        raise InvalidMessageError("stage_move", "stage: two moves fill one slot")
     return Stage(
         epoch=checks.count("stage", "epoch", message.epoch, least=1),
         layout=layout,
         base_generation=base_generation,
-        moves=moves,
+        moves=_moves_from_proto("stage", message.moves, layout=layout),
         timeout_s=checks.duration_s("stage", "timeout_s", message.timeout_s),
         term=checks.count("stage", "term", message.term),
     )
@@ -189,28 +192,37 @@ def _move_to_proto(move: Move) -> pb.Move:
     )
 
 
-def _move_from_proto(message: pb.Move, *, layout: Layout) -> Move:
-    where = f"stage: layer {message.layer}, slot {message.slot}"
+def _moves_from_proto(
+    kind: str, messages: Iterable[pb.Move], *, layout: Layout
+) -> tuple[Move, ...]:
+    moves = tuple(_move_from_proto(kind, message, layout=layout) for message in messages)
+    if len({(move.layer, move.slot) for move in moves}) < len(moves):
+        raise InvalidMessageError(f"{kind}_move", f"{kind}: two moves fill one slot")
+    return moves
+
+
+def _move_from_proto(kind: str, message: pb.Move, *, layout: Layout) -> Move:
+    where = f"{kind}: layer {message.layer}, slot {message.slot}"
     if message.layer >= layout.num_layers or message.slot >= layout.num_slots:
         raise InvalidMessageError(
-            "stage_move",
+            f"{kind}_move",
             f"{where} does not exist among {layout.num_layers} layers x {layout.num_slots} slots",
         )
     expert = int(layout.expert_of_slot[message.layer, message.slot])
     if message.expert != expert:
         raise InvalidMessageError(
-            "stage_move",
+            f"{kind}_move",
             f"{where} is moved expert {message.expert}, but the layout wants expert {expert}",
         )
     if len(message.checksum) != CHECKSUM_BYTES:
         raise InvalidMessageError(
-            "stage_checksum",
+            f"{kind}_checksum",
             f"{where}: a checksum has {CHECKSUM_BYTES} bytes, not {len(message.checksum)}",
         )
-    sources = tuple(_source_from_proto(source, where, layout) for source in message.sources)
+    sources = tuple(_source_from_proto(kind, source, where, layout) for source in message.sources)
     if not sources or len(set(sources)) < len(sources):
         raise InvalidMessageError(
-            "stage_source", f"{where} needs sources, each named once, not {len(sources)}"
+            f"{kind}_source", f"{where} needs sources, each named once, not {len(sources)}"
         )
     return Move(
         layer=message.layer,
@@ -227,12 +239,12 @@ def _source_to_proto(source: Source) -> pb.Source:
     return pb.Source(checkpoint=True)
 
 
-def _source_from_proto(message: pb.Source, where: str, layout: Layout) -> Source:
+def _source_from_proto(kind: str, message: pb.Source, where: str, layout: Layout) -> Source:
     if message.WhichOneof("source") == "rank" and message.rank < layout.num_ranks:
         return RankSource(rank=message.rank)
     if message.checkpoint:
         return CheckpointSource()
     raise InvalidMessageError(
-        "stage_source",
+        f"{kind}_source",
         f"{where} can be pulled from a rank 0 to {layout.num_ranks - 1} or the checkpoint only",
     )
