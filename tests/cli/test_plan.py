@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +138,14 @@ def test_chance_moves_nothing(tmp_path):
     assert again["reason"]
 
 
+def test_the_dial_goes_from_hierarchical_to_global():
+    shares = [planned(*POOL, "--locality", dial)["off_node_share"] for dial in ("0", "0.3", "1")]
+    assert shares[0] == pytest.approx(0)
+    assert shares[0] <= shares[1] <= shares[2]
+    assert shares[2] > 0
+    assert planned(*POOL, "--locality", "0.3")["algorithm"] == "local"
+
+
 def test_excluded_ranks_get_nothing(tmp_path):
     out = tmp_path / "layout.json"
     told = planned(
@@ -179,11 +189,14 @@ def test_a_person_is_told_the_same_in_words(tmp_path):
         (["--loads", LOADS], "say how many ranks there are: --ranks N"),
         (["--loads", LOADS, "--ranks", "4", "--nodes", "3"], "--ranks 4 do not divide over --node"),
         ([*POOL, "--slots", "42"], "--slots 42 do not divide over --ranks 4: take 40 or 44"),
+        ([*POOL, "--slots", "1000000000000"], "--ranks and --slots go up to 1000000"),
         ([*POOL, "--slots", "28"], "--slots 28 cannot hold 32 experts: take 32 or more"),
         ([*POOL, "--max-moves", "3", "--target-balancedness", "0.9"], "not both"),
         ([*POOL, "--max-moves", "-1"], "--max-moves must be at least 0, not -1"),
         ([*POOL, "--target-balancedness", "2"], "must be above 0, at most 1, not 2"),
         ([*POOL, "--max-moves", "3", "--algorithm", "global"], "only incremental plans stop early"),
+        ([*POOL, "--locality", "1.5"], "--locality must be from 0 to 1, not 1.5"),
+        ([*POOL, "--locality", "1", "--algorithm", "global"], "--locality goes with --algorithm l"),
         ([*POOL, "--groups", "5"], "--groups 5: 32 experts do not divide into 5 groups"),
         ([*POOL, "--groups", "0"], "--groups must be at least 1, not 0"),
         ([*POOL, "--exclude-ranks", "4"], "--exclude-ranks 4: ranks are 0 to 3"),
@@ -227,6 +240,29 @@ def test_bad_input_is_one_line_and_exit_status_2(monkeypatch, capsys, arguments)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("equipoise: ")
+
+
+def test_the_tools_need_neither_torch_nor_what_reads_or_draws_with_it():
+    refuse = """
+import sys
+for name in ("torch", "safetensors", "matplotlib"):
+    sys.modules[name] = None
+from equipoise.cli.main import main
+main()
+"""
+    for command in (
+        ["plan", *POOL],
+        ["replay", *POOL],
+        ["whatif", "--loads", LOADS, "--ranks", "4"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", refuse, *command],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_plan_is_the_same_every_time():

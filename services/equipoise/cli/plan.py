@@ -103,6 +103,7 @@ def _make(settings: PlanSettings) -> _Outcome:
         "topology": topology,
         "current": current.layout if current else None,
         "algorithm": settings.algorithm,
+        "locality": settings.locality,
         "max_moves": settings.max_moves,
         "target_balancedness": settings.target_balancedness,
         "exclude_ranks": _excluded(settings, topology),

@@ -25,6 +25,10 @@ class PlanSettings:
     algorithm: Algorithm = Algorithm.AUTO
     """How replicas are placed; auto makes the plans that are possible and keeps the best."""
 
+    locality: float | None = None
+    """How far redundant slots may host experts of other nodes: 0 is hierarchical, each expert group
+    on one node; 1 is global; between them most of the load stays on its group's node."""
+
     max_moves: int | None = None
     """Most slots that may change; the plan spends them where they buy most."""
 
@@ -52,6 +56,12 @@ class PlanSettings:
         target = self.target_balancedness
         if target is not None and not 0 < target <= 1:
             raise ToolInputError(f"--target-balancedness must be above 0, at most 1, not {target}")
+        if self.locality is not None and not 0 <= self.locality <= 1:
+            raise ToolInputError(f"--locality must be from 0 to 1, not {self.locality:g}")
+        if self.locality is not None and (
+            is_limited or self.algorithm not in {Algorithm.AUTO, Algorithm.LOCAL}
+        ):
+            raise ToolInputError("--locality goes with --algorithm local only, without limits")
         if is_limited and self.algorithm not in {Algorithm.AUTO, Algorithm.INCREMENTAL}:
             raise ToolInputError(
                 f"--algorithm {self.algorithm} plans anew: only incremental plans stop early"

@@ -19,6 +19,9 @@ from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.twins import repair_twins
 
+MAX_SLOTS = 1_000_000
+"""Slots per layer: fifty times those of the largest pool that anybody has described."""
+
 DEEPSEEK_V3_EXPERT_BYTES = 3 * (7168 * 2048 + 4 * 56 * 16)
 """Three FP8 matrices of 7168 x 2048, and a float32 scale for each block of 128 x 128."""
 
@@ -100,8 +103,10 @@ def topology_of(
     Without `num_slots`, there are as few as hold all experts.
 
     Raises:
-        ToolInputError: they do not divide, or do not hold all experts.
+        ToolInputError: they do not divide, do not hold all experts, or are absurdly many.
     """
+    if num_ranks > MAX_SLOTS or (num_slots or 0) > MAX_SLOTS:
+        raise ToolInputError(f"--ranks and --slots go up to {MAX_SLOTS}")
     if num_ranks < 1 or num_nodes < 1 or num_ranks % num_nodes:
         raise ToolInputError(f"--ranks {num_ranks} do not divide over --nodes {num_nodes}")
     least = -(-model.num_experts // num_ranks) * num_ranks
