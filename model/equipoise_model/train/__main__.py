@@ -28,6 +28,7 @@ from equipoise_model.train.loop import (
     TrainSettings,
     TrainSettingsError,
     new_model,
+    settle_bias,
     train,
 )
 from equipoise_model.transformer import Transformer
@@ -59,9 +60,12 @@ def _run(settings: TrainSettings, *, out: Path, console: Console) -> None:
     model = new_model(TINY, seed=settings.seed)
     started_s = time.monotonic()
     records = _train_with_progress(model, settings, console=console)
-    wall_s = time.monotonic() - started_s
-    console.print("rounding to BF16 and measuring held-out text")
+    console.print("letting the selection bias settle")
     _round_to_bf16(model)
+    for _ in settle_bias(model, settings):
+        pass
+    wall_s = time.monotonic() - started_s
+    console.print("measuring held-out text")
     heldout = measure(model, seed=_HELDOUT_SEED)
     checkpoint.save(model, out)
     heldout.trace.write(out / "loads.json")
@@ -149,14 +153,10 @@ def _per_layer(values_L: Any) -> dict[str, Any]:
 
 
 def _command(settings: TrainSettings) -> str:
-    """The command that makes this checkpoint again."""
-    changed = [
-        f"--{f.name.replace('_', '-')}={getattr(settings, f.name)}"
-        for f in fields(settings)
-        if getattr(settings, f.name) != f.default
-    ]
+    """The command that makes this checkpoint again, whatever the defaults are by then."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(settings).items()]
     threads = f"--threads={torch.get_num_threads()}"
-    return shlex.join(["python", "-m", "equipoise_model.train", "--out=DIR", threads, *changed])
+    return shlex.join(["python", "-m", "equipoise_model.train", "--out=DIR", threads, *options])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ from equipoise_model.train.loop import (
     TrainSettingsError,
     learning_rate,
     new_model,
+    settle_bias,
     steering,
     train,
 )
@@ -99,6 +100,26 @@ def test_nothing_is_steered_if_no_step_shall_be():
     assert [steering(step, settings) for step in range(8)] == [0.0] * 8
 
 
+def test_settling_evens_the_load_and_leaves_the_weights_alone(small_config):
+    model = new_model(small_config, seed=0)
+    layer = model.moe_layers[0]
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    settings = dataclasses.replace(SETTINGS, settling_steps=40, settling_speed=0.08)
+
+    def unevenness():
+        tokens = torch.arange(3 * 32).view(3, 32) % 26 + 97
+        (routing,) = model.forward_train(tokens).routings
+        load_E = torch.bincount(routing.expert_ids_TK.flatten(), minlength=8).double()
+        return (load_E.max() / load_E.mean()).item()
+
+    layer.gate.e_score_correction_bias.copy_(torch.tensor([1.0] * 2 + [0.0] * 6))
+    at_first = unevenness()
+    assert list(settle_bias(model, settings)) == list(range(40))
+    assert at_first > 3
+    assert unevenness() < at_first / 1.5
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+
+
 def test_a_loss_that_is_no_number_ends_the_training_by_name(small_config):
     model = new_model(small_config, seed=0)
     with torch.no_grad():
@@ -123,6 +144,8 @@ def test_a_loss_that_is_no_number_ends_the_training_by_name(small_config):
         ("mtp_weight", -0.1),
         ("weight_decay", -0.1),
         ("warmup_steps", -1),
+        ("settling_steps", -1),
+        ("settling_speed", -1.0),
         ("seed", -1),
     ],
 )

@@ -25,7 +25,16 @@ def quick(monkeypatch, small_config):
 
 
 def _run(out, *options):
-    return command.main([f"--out={out}", "--threads=1", "--steps=3", "--num-sequences=3", *options])
+    return command.main(
+        [
+            f"--out={out}",
+            "--threads=1",
+            "--steps=3",
+            "--settling-steps=2",
+            "--num-sequences=3",
+            *options,
+        ]
+    )
 
 
 def test_a_run_writes_a_checkpoint_that_opens_and_its_record(tmp_path, small_config, capsys):
