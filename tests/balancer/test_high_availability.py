@@ -1,0 +1,282 @@
+"""Two balancer processes, one Redis, workers that follow: the leader is killed, or only paused."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis_server import free_port
+
+from equipoise.balancer.redis_store import RedisStore
+from equipoise.balancer.status_service import LEADER_METADATA
+from equipoise.wire.messages import Assignment, Stage
+from equipoise.worker.agent import Agent
+from equipoise_api.v1 import status_pb2, status_pb2_grpc
+
+pytestmark = pytest.mark.e2e
+
+WAIT_S = 60.0
+WORKER_LINK = "equipoise_api.v1.WorkerLink"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Process:
+    """A balancer as a process of its own."""
+
+    def __init__(self, store: str) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        options = {
+            "listen": self.address,
+            "store": store,
+            "interval-s": "0.3",
+            "min-tokens": "100",
+            "report-interval-s": "0.1",
+            "cooldown-s": "0.1",
+            "log-level": "info",
+        }
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "equipoise.cli.main", "balancer"),
+                *(f"--{name}={value}" for name, value in options.items()),
+            ]
+        )
+
+    def signal(self, number) -> None:
+        self.process.send_signal(number)
+
+    async def until_health(self, wanted) -> None:
+        """Wait until the health of WorkerLink is `wanted`: whether this one leads."""
+        async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(self.address) as channel:
+            request = health_pb2.HealthCheckRequest(service=WORKER_LINK)
+            stub = health_pb2_grpc.HealthStub(channel)
+            async for answer in stub.Watch(request, wait_for_ready=True):
+                if answer.status == wanted:
+                    return
+        raise AssertionError(f"{self.address} ended its watch")
+
+    async def until_status(self, condition):
+        """The first state of the pool here that fulfils a condition."""
+        async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(self.address) as channel:
+            stub = status_pb2_grpc.StatusStub(channel)
+            request = status_pb2.WatchStatusRequest(min_interval_s=0.05)
+            while True:  # A watch ends when its balancer begins to lead, or no longer does.
+                async for answer in stub.WatchStatus(request, wait_for_ready=True):
+                    if condition(answer.status):
+                        return answer.status
+
+    async def until_committed(self, generation) -> None:
+        """Wait until the store holds what the ranks run."""
+        await self.until_status(lambda pool: pool.generation == generation)
+
+    async def named_leader(self):
+        """Which leader an answer of this one names."""
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            call = status_pb2_grpc.StatusStub(channel).ListPools(status_pb2.ListPoolsRequest())
+            await asyncio.wait_for(call, WAIT_S)
+            return dict(await call.trailing_metadata()).get(LEADER_METADATA)
+
+    def end(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+
+class News:
+    """Tells whoever waits that some rank heard something."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def until(self, condition):
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await self._changed.wait()
+
+
+class Rank:
+    """A scripted worker with the real agent, which obeys what it is told and keeps count."""
+
+    def __init__(self, worker, addresses, news) -> None:
+        self.worker = worker
+        self.news = news
+        self.obeyed = []
+        self.answers = True
+        self.agent = Agent(
+            addresses=addresses,
+            hello=self.hello,
+            heartbeat=worker.heartbeat,
+            receive=self.receive,
+            dropped=lambda *_: None,
+            ack_timeout_s=1.0,
+            backoff_s=0.05,
+            max_backoff_s=0.5,
+        )
+        self.agent.heartbeat_interval_s = 0.2
+
+    def hello(self):
+        return self.worker.reconnecting() if self.worker.assignment else self.worker.hello
+
+    def receive(self, message) -> None:
+        self.obeyed.append(message)
+        self.worker.take(message)
+        match message:
+            case Assignment():
+                self.agent.send(self.worker.serving())
+            case Stage() if self.answers:
+                self.agent.send(self.worker.answer_staged())
+        self.news.tell()
+
+
+@asynccontextmanager
+async def balancers_on(store):
+    """Two balancers, the leader first."""
+    pair = [Process(store), Process(store)]
+    try:
+        elected = {asyncio.create_task(one.until_health(SERVING)): one for one in pair}
+        done, pending = await asyncio.wait(elected, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*elected, return_exceptions=True)
+        leader = elected[done.pop()]
+        (follower,) = [one for one in pair if one is not leader]
+        await follower.until_health(NOT_SERVING)
+        yield leader, follower
+    finally:
+        for one in pair:
+            one.end()
+
+
+@asynccontextmanager
+async def ranks_of(bench, addresses):
+    """The bench's workers, connected by real agents."""
+    news = News()
+    ranks = [Rank(worker, addresses, news) for worker in bench.workers.values()]
+    tasks = [asyncio.create_task(rank.agent.run()) for rank in ranks]
+    try:
+        await news.until(lambda: all(rank.obeyed for rank in ranks))
+        yield ranks, news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def traffic(ranks, load):
+    """Skewed tokens and reports, ten times a second, whoever listens."""
+
+    async def report():
+        while True:
+            for rank in ranks:
+                rank.worker.serve_traffic(load)
+                rank.agent.send(rank.worker.report())
+            await asyncio.sleep(0.1)
+
+    task = asyncio.create_task(report())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def staged_by_all(ranks, *, term):
+    return all(rank.worker.staged and rank.worker.staged.term >= term for rank in ranks)
+
+
+def switch(ranks, *, step):
+    for rank in ranks:
+        rank.agent.send(rank.worker.switch(step=step))
+
+
+@pytest.fixture
+async def store(redis_server):
+    opened = RedisStore(redis_server.url, timeout_s=20.0)
+    yield opened
+    await opened.close()
+
+
+async def test_a_follower_answers_reads_and_sends_workers_on_to_the_leader(redis_server, bench):
+    leader = Process(redis_server.url)
+    try:
+        async with ranks_of(bench, [leader.address]):
+            await leader.until_committed(1)
+        follower = Process(redis_server.url)
+        try:
+            points = f"the one at {leader.address} leads: ask there"
+            status = await follower.until_status(lambda pool: points in pool.health_reason)
+            assert status.generation == 1
+            assert await follower.named_leader() == leader.address
+            assert await leader.named_leader() is None
+            async with ranks_of(bench, [follower.address]) as (ranks, _):
+                assert {rank.obeyed[0].term for rank in ranks} == {1}
+        finally:
+            follower.end()
+    finally:
+        leader.end()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+async def test_the_second_leads_when_the_first_is_gone_and_the_ranks_go_on(
+    redis_server, store, bench, skewed, end
+):
+    async with (
+        balancers_on(redis_server.url) as (leader, follower),
+        ranks_of(bench, [leader.address, follower.address]) as (ranks, news),
+    ):
+        await leader.until_committed(1)
+        leader.signal(end)
+        await follower.until_health(SERVING)
+        await news.until(lambda: all(rank.obeyed[-1].term == 2 for rank in ranks))
+        assert {rank.worker.epoch for rank in ranks} == {1}, "nobody had to start again"
+        async with traffic(ranks, skewed(1)):
+            await news.until(lambda: staged_by_all(ranks, term=2))
+        generation = ranks[0].worker.staged.layout.generation
+        switch(ranks, step=70)
+        await follower.until_committed(generation)
+        assert await store.highest_term() == 2
+
+
+async def test_a_paused_leader_that_wakes_up_cannot_switch_anything(
+    redis_server, store, bench, skewed
+):
+    async with (
+        balancers_on(redis_server.url) as (leader, follower),
+        ranks_of(bench, [leader.address, follower.address]) as (ranks, news),
+    ):
+        for rank in ranks:
+            rank.answers = False
+        async with traffic(ranks, skewed(1)):
+            await news.until(lambda: staged_by_all(ranks, term=1))
+            first = ranks[0].worker.staged.layout.generation
+            leader.signal(signal.SIGSTOP)
+            # The word that would let it go on waits in its sockets until it wakes up.
+            for rank in ranks:
+                rank.agent.send(rank.worker.answer_staged())
+                rank.worker.staged = None
+                rank.answers = True
+            await follower.until_health(SERVING)
+            await news.until(lambda: staged_by_all(ranks, term=2))
+        second = ranks[0].worker.staged.layout.generation
+        assert second > first, "a number is never used again"
+        switch(ranks, step=90)
+        await follower.until_committed(second)
+        committed = await store.committed("tiny")
+        before = [len(rank.obeyed) for rank in ranks]
+
+        leader.signal(signal.SIGCONT)
+        points = f"the one at {follower.address} leads: ask there"
+        await leader.until_status(lambda pool: points in pool.health_reason)
+        for rank, count in zip(ranks, before, strict=True):
+            assert all(message.term == 2 for message in rank.obeyed[count:])
+        assert (await store.committed("tiny")).same_placement(committed)
+        assert (await store.committed("tiny")).generation == second
+        assert await store.highest_term() == 2
