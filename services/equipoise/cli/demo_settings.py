@@ -28,7 +28,7 @@ class DemoSettings:
     slots_per_rank: int = 10
     """Physical slots per MoE layer and rank; all ranks together need one per logical expert."""
 
-    interval_s: float = 5.0
+    interval_s: float = 6.0
     """Seconds between the balancer's decisions; also the length of a window."""
 
     domains: tuple[Domain, ...] = ("code", "arithmetic", "english")
@@ -43,10 +43,10 @@ class DemoSettings:
     prompts_per_domain: int = 32
     """Distinct prompts; clients take them in turn."""
 
-    min_output_tokens: int = 16
+    min_output_tokens: int = 8
     """Shortest output asked for."""
 
-    max_output_tokens: int = 40
+    max_output_tokens: int = 24
     """Longest output asked for."""
 
     checkpoint: Path = field(default_factory=packaged_checkpoint)
