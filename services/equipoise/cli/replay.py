@@ -126,14 +126,17 @@ def _show(runs: Sequence[Run], settings: ReplaySettings, case: Case, topology: T
     for one in runs:
         if one.policy is not None:
             out.print(f"\npolicy {one.name}", style="bold")
-            out.print(_windows_table(one.steps, with_reasons=settings.reasons))
+            out.print(_windows_table(one.steps))
+            if settings.reasons:
+                out.print()
+                out.print(_reasons_table(one.steps))
     out.print("\nall windows", style="bold")
     out.print(_totals_table(runs))
     if settings.plot is not None:
         out.print(f"\ndrawn to {settings.plot}")
 
 
-def _windows_table(steps: Sequence[Step], *, with_reasons: bool) -> Table:
+def _windows_table(steps: Sequence[Step]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("window", overflow="fold")
     for name in ("balance", "on the next", "moves", "bytes"):
@@ -146,8 +149,18 @@ def _windows_table(steps: Sequence[Step], *, with_reasons: bool) -> Table:
             _next_words(step),
             f"{step.moves:,}" if step.moves else "",
             bytes_words(step.bytes) if step.bytes else "",
-            _verdict_words(step, with_reason=with_reasons),
+            _verdict_words(step),
         )
+    return table
+
+
+def _reasons_table(steps: Sequence[Step]) -> Table:
+    """A sentence a window, over the whole width."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    for step in steps:
+        if step.reason:
+            table.add_row(step.window, step.reason)
     return table
 
 
@@ -158,12 +171,10 @@ def _next_words(step: Step) -> str:
     return f"{f'{step.next_kept:.3f} → ' if step.accepted else ''}{step.next_taken:.3f}"
 
 
-def _verdict_words(step: Step, *, with_reason: bool) -> str:
+def _verdict_words(step: Step) -> str:
     if step.accepted is None:
         return ""
     word = "switch" if step.accepted else "stay"
-    if with_reason:
-        return f"{word}: {step.reason}"
     return f"{word}, traffic shifted" if step.shifted else word
 
 
