@@ -23,6 +23,13 @@ class Finish(StrEnum):
     STOP = "stop"
 
 
+_SAID = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.STOP: pb.FINISH_REASON_STOP,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRequest:
     """What is asked of the ranks: at most `max_tokens` (>= 1) tokens behind `prompt`.
@@ -156,7 +163,7 @@ def _checked(
             finish = Finish.STOP
         elif num_made == request.max_tokens:
             finish = Finish.LENGTH
-    if response.finish_reason and finish is None:
+    if response.finish_reason and response.finish_reason != _SAID[finish]:
         said = pb.FinishReason.Name(response.finish_reason)
         raise RankLostError(f"it said {said} after {num_made} of {request.max_tokens} tokens")
     return Made(tokens=tuple(response.tokens), finish=finish)

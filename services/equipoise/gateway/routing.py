@@ -114,7 +114,7 @@ def refusal(rank: RankLoad, *, now: float) -> str:
     if rank.standing is Standing.CLOSED:
         return "is leaving"
     if rank.resting_until_s > now:
-        return rank.resting_reason
+        return f"rests: {rank.resting_reason}"
     if rank.on_trial and rank.num_open:
         return f"is on trial with one request: {rank.resting_reason}"
     return ""

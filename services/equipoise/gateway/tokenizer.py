@@ -78,9 +78,10 @@ class Spelling:
 
 
 class StopText:
-    """Lets text through up to the first of the stop strings, which is not part of it.
+    """Lets text through up to the first stop string that is complete, which is not part of it.
 
-    Text that may yet turn out to be the start of one is held back.
+    Text that may yet turn out to be the start of one is held back, so that the result does not
+    depend on how the text comes.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -94,10 +95,13 @@ class StopText:
         if self.stopped:
             return ""
         text, self._held = self._held + text, ""
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if starts:
+        found = [
+            (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
+        ]
+        if found:
             self.stopped = True
-            return text[: min(starts)]
+            _, start = min(found)
+            return text[:start]
         if not final:
             held = max((_overlap(text, stop) for stop in self._stops), default=0)
             text, self._held = text[: len(text) - held], text[len(text) - held :]

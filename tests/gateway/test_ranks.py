@@ -1,0 +1,200 @@
+"""The line for a place at a rank: fair, bounded, and never longer than it must be."""
+
+import asyncio
+
+import pytest
+
+from equipoise.gateway.attempt import TokenRequest
+from equipoise.gateway.errors import NoRankError, QueueFullError
+from equipoise.gateway.ranks import FIRST_REST_S, LONGEST_REST_S, Ranks, ToldRank
+from equipoise.gateway.routing import Standing
+
+BOUND_S = 30.0
+REQUEST = TokenRequest(request_id="r", prompt=(1, 2, 3), max_tokens=7)
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def ranks(clock):
+    return Ranks(max_queued=2, clock=clock)
+
+
+def told(*names, standing=Standing.OPEN, **more):
+    return [ToldRank(name=name, address=f"{name}:1", standing=standing, **more) for name in names]
+
+
+async def place(ranks, *, is_replay=False, avoid=frozenset(), bound_s=BOUND_S):
+    return await ranks.place(
+        REQUEST,
+        avoid=avoid,
+        is_replay=is_replay,
+        until_s=ranks.now() + bound_s,
+        bound_s=bound_s,
+    )
+
+
+async def in_line(ranks, num_waiting, **more):
+    """A task that stands in line as the so-manieth."""
+    task = asyncio.create_task(place(ranks, **more))
+    await asyncio.sleep(0)
+    assert ranks.num_waiting == num_waiting
+    return task
+
+
+def load(ranks, name):
+    return next(rank for rank in ranks.loads() if rank.name == name)
+
+
+async def test_a_place_is_counted_until_it_is_released(ranks):
+    ranks.tell(told("a"))
+    one = await place(ranks)
+    assert (load(ranks, "a").num_open, load(ranks, "a").tokens_in_flight) == (1, 10)
+    one.accepted()
+    one.made(1)
+    assert (load(ranks, "a").tokens_in_flight, load(ranks, "a").kv_tokens) == (6, 4)
+    one.made(2)
+    assert (load(ranks, "a").tokens_in_flight, load(ranks, "a").kv_tokens) == (4, 6)
+    one.release()
+    one.release()
+    idle = load(ranks, "a")
+    assert (idle.num_open, idle.tokens_in_flight, idle.kv_tokens) == (0, 0, 0)
+
+
+async def test_places_are_given_in_the_order_of_the_line_and_replays_first(ranks, clock):
+    new = [await in_line(ranks, 1), await in_line(ranks, 2)]
+    replays = [await in_line(ranks, 3, is_replay=True), await in_line(ranks, 4, is_replay=True)]
+    order = []
+    for name, task in zip("CDAB", [*new, *replays], strict=True):
+        task.add_done_callback(lambda _, name=name: order.append(name))
+    ranks.tell(told("a"))
+    await asyncio.gather(*new, *replays)
+    assert "".join(order) == "ABCD"
+
+
+async def test_a_line_that_is_full_turns_new_requests_away_but_no_replay(ranks):
+    waiting = [await in_line(ranks, 1), await in_line(ranks, 2)]
+    with pytest.raises(QueueFullError, match="2 requests wait for a rank already"):
+        await place(ranks)
+    waiting.append(await in_line(ranks, 3, is_replay=True))
+    ranks.tell(told("a"))
+    await asyncio.gather(*waiting)
+
+
+async def test_whoever_waits_too_long_hears_what_is_wrong_with_each_rank(ranks):
+    ranks.tell(told("a", standing=Standing.CLOSED))
+    with pytest.raises(NoRankError, match=r"within 0.01 s \(queue\): a: is leaving"):
+        await place(ranks, bound_s=0.01)
+    assert ranks.num_waiting == 0
+
+
+async def test_a_wait_that_is_over_before_it_begins_asks_nobody(ranks):
+    ranks.tell(told("a"))
+    with pytest.raises(NoRankError):
+        await place(ranks, bound_s=0.0)
+    assert load(ranks, "a").num_open == 0
+
+
+async def test_whoever_gives_up_leaves_no_trace(ranks):
+    waiting = await in_line(ranks, 1)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert ranks.num_waiting == 0
+    ranks.tell(told("a"))
+    assert load(ranks, "a").num_open == 0
+
+
+async def test_a_place_given_in_the_moment_of_giving_up_is_given_back(ranks):
+    waiting = await in_line(ranks, 1)
+    ranks.tell(told("a"))
+    assert load(ranks, "a").num_open == 1
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert load(ranks, "a").num_open == 0
+
+
+async def test_a_rank_that_failed_rests_and_is_then_tried_with_one_request(ranks, clock):
+    ranks.tell(told("a"))
+    with await place(ranks) as failed:
+        failed.lost("it broke")
+    assert ranks.trouble() == "a: rests: it broke"
+    clock.now_s += FIRST_REST_S
+    trial = await place(ranks)
+    second, third = await in_line(ranks, 1), await in_line(ranks, 2)
+    trial.accepted()
+    assert ranks.num_waiting == 0
+    await asyncio.gather(second, third)
+
+
+async def test_rests_grow_with_failures_to_a_bound_and_many_at_once_are_one(ranks, clock):
+    ranks.tell(told("a"))
+    rests = []
+    for _ in range(8):
+        failed = await place(ranks)
+        failed.lost("it broke")
+        failed.lost("it broke")
+        failed.release()
+        rests.append(load(ranks, "a").resting_until_s - clock.now_s)
+        clock.now_s = load(ranks, "a").resting_until_s
+    assert rests == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
+    assert (rests[0], rests[-1]) == pytest.approx((FIRST_REST_S, LONGEST_REST_S))
+
+
+async def test_a_rank_that_is_not_told_any_more_ends_what_it_has_and_is_forgotten(ranks):
+    ranks.tell(told("a", "b"))
+    places = [await place(ranks), await place(ranks)]
+    on_a = next(one for one in places if one.name == "a")
+    ranks.tell(told("b"))
+    assert load(ranks, "a").standing is Standing.CLOSED
+    assert (await place(ranks)).name == "b"
+    on_a.release()
+    assert [rank.name for rank in ranks.loads()] == ["b"]
+
+
+async def test_a_rank_that_is_told_again_is_the_old_one(ranks):
+    ranks.tell(told("a", "b"))
+    await place(ranks)
+    ranks.tell(told("b", standing=Standing.CLOSED))
+    ranks.tell(told("a", "b"))
+    assert sum(rank.num_open for rank in ranks.loads()) == 1
+    assert {rank.standing for rank in ranks.loads()} == {Standing.OPEN}
+
+
+async def test_being_told_of_nobody_is_no_news(ranks):
+    ranks.tell(told("a"))
+    ranks.tell([])
+    assert (await place(ranks)).name == "a"
+
+
+async def test_requests_beyond_ours_are_of_others(ranks):
+    ranks.tell(told("a", report=1))
+    ours = [await place(ranks) for _ in range(3)]
+    ranks.tell(told("a", num_requests=5, report=2))
+    assert load(ranks, "a").num_foreign == 2
+    # The next report may be from before our requests ended.
+    for one in ours:
+        one.release()
+    ranks.tell(told("a", num_requests=5, report=3))
+    assert load(ranks, "a").num_foreign == 2
+    ranks.tell(told("a", num_requests=2, report=4))
+    ranks.tell(told("a", num_requests=2, report=5))
+    assert load(ranks, "a").num_foreign == 2
+
+
+async def test_the_same_report_told_twice_is_one(ranks):
+    ranks.tell(told("a", num_requests=2, report=7))
+    ours = await place(ranks)
+    ranks.tell(told("a", num_requests=2, report=7))
+    assert load(ranks, "a").num_foreign == 2
+    ours.release()

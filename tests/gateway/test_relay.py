@@ -1,0 +1,271 @@
+"""Whatever a rank does to a request, the client sees the undisturbed stream, or a clear error."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+from scripted_ranks import (
+    BOUND_S,
+    END_TOKEN,
+    VOCAB_SIZE,
+    Fault,
+    all_events,
+    events,
+    listening,
+    tokens_of,
+    undisturbed,
+)
+
+from equipoise_api.v1 import worker_pb2 as pb
+
+PROMPT = (3, 1, 4, 1, 5)
+MAX_TOKENS = 12
+EXPECTED = undisturbed(PROMPT, MAX_TOKENS)
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+# A fault of the rank, and how many right tokens are out before it. Requests meet it at any rank,
+# so the first attempt always fails.
+BREAKS = {
+    "dies": lambda after: Fault(after=after, code=UNAVAILABLE),
+    "ends as if all were well": lambda after: Fault(after=after),
+    "fails inside": lambda after: Fault(after=after, code=grpc.StatusCode.INTERNAL),
+    "is cancelled": lambda after: Fault(after=after, code=grpc.StatusCode.CANCELLED),
+    "says it is done too early": lambda after: Fault(
+        after=after, also=(pb.GenerateResponse(finish_reason=pb.FINISH_REASON_LENGTH),)
+    ),
+    "says it stopped, but did not": lambda after: Fault(
+        after=after,
+        also=(pb.GenerateResponse(tokens=[33], finish_reason=pb.FINISH_REASON_STOP),),
+    ),
+    "makes a token that is none": lambda after: Fault(
+        after=after, also=(pb.GenerateResponse(tokens=[VOCAB_SIZE]),)
+    ),
+    "makes more than was asked": lambda after: Fault(
+        after=after, also=(pb.GenerateResponse(tokens=[33] * (MAX_TOKENS + 1)),)
+    ),
+}
+
+
+async def streamed(gateway, **fields):
+    async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS, **fields) as response:
+        assert response.status_code == 200, await response.aread()
+        return tokens_of(await all_events(response))
+
+
+async def all_closed(fleet):
+    for rank in fleet.ranks:
+        await rank.until(lambda rank=rank: rank.num_open == 0)
+
+
+async def test_an_undisturbed_stream_has_the_ranks_tokens(gateway, fleet):
+    assert await streamed(gateway) == EXPECTED
+    assert fleet.num_requests == 1
+
+
+@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("after", [0, 1, 5, MAX_TOKENS - 1])
+async def test_a_break_is_not_seen(gateway, fleet, name, after):
+    fault = BREAKS[name](after)
+    fleet.ranks[0].faults.append(fault)
+    fleet.ranks[1].faults.append(fault)
+    # The first attempt breaks, the second meets the other rank's fault, the third is well.
+    assert await streamed(gateway) == EXPECTED
+    assert fleet.num_requests == (3 if 2 * after < MAX_TOKENS else 2)
+
+
+async def test_a_death_at_every_position_is_not_seen(gateway, fleet):
+    for after in range(MAX_TOKENS):
+        for rank in fleet.ranks:
+            rank.faults.clear()
+        fleet.fail(Fault(after=after, code=UNAVAILABLE))
+        assert await streamed(gateway) == EXPECTED, after
+
+
+async def test_a_replay_asks_for_the_rest_only(gateway, fleet):
+    fleet.fail(Fault(after=5, code=UNAVAILABLE))
+    await streamed(gateway)
+    requests = sorted(
+        (request for rank in fleet.ranks for request in rank.requests),
+        key=lambda request: len(request.prompt),
+    )
+    assert [tuple(one.prompt) for one in requests] == [
+        PROMPT, PROMPT + EXPECTED[:5], PROMPT + EXPECTED[:10],
+    ]  # fmt: skip
+    assert [one.max_tokens for one in requests] == [12, 7, 2]
+    assert len({one.request_id for one in requests}) == 1
+
+
+async def test_a_death_behind_the_last_token_is_no_break(gateway, fleet):
+    fleet.fail(Fault(after=MAX_TOKENS, code=UNAVAILABLE))
+    assert await streamed(gateway) == EXPECTED
+    assert fleet.num_requests == 1
+
+
+async def test_several_tokens_a_message_are_cut_by_a_break_nowhere(gateway, fleet):
+    for rank in fleet.ranks:
+        rank.tokens_a_message = 5
+    fleet.fail(Fault(after=7, code=UNAVAILABLE))
+    assert await streamed(gateway) == EXPECTED
+
+
+@pytest.mark.parametrize("after", [0, 1, 6])
+async def test_a_rank_that_hangs_is_left_within_the_bound(run_gateway, fleet, after):
+    fleet.ranks[0].faults.append(Fault(after=after, hang=True))
+    async with run_gateway(
+        workers=tuple(fleet.addresses), first_token_timeout_s=0.2, silence_timeout_s=0.2
+    ) as gateway:
+        assert await streamed(gateway) == EXPECTED
+    assert fleet.num_requests == 2
+    await all_closed(fleet)
+
+
+async def test_messages_without_tokens_are_no_sign_of_life(run_gateway, fleet):
+    fleet.ranks[0].faults.append(Fault(after=2, also=(pb.GenerateResponse(),) * 3, hang=True))
+    async with run_gateway(workers=tuple(fleet.addresses), silence_timeout_s=0.2) as gateway:
+        assert await streamed(gateway) == EXPECTED
+    assert fleet.num_requests == 2
+
+
+async def test_a_rank_that_does_not_take_a_request_is_left_within_the_bound(run_gateway, fleet):
+    fleet.ranks[0].faults.append(Fault(hang=True, accept=False))
+    async with run_gateway(workers=tuple(fleet.addresses), accept_timeout_s=0.2) as gateway:
+        assert await streamed(gateway) == EXPECTED
+    assert fleet.num_requests == 2
+
+
+async def test_ranks_that_turn_requests_away_cost_no_attempt(run_gateway, fleet):
+    away = Fault(code=UNAVAILABLE, accept=False)
+    full = Fault(code=grpc.StatusCode.RESOURCE_EXHAUSTED, accept=False)
+    fleet.fail(away, full, away)
+    async with run_gateway(workers=tuple(fleet.addresses), max_attempts=1) as gateway:
+        assert await streamed(gateway) == EXPECTED
+    assert fleet.num_requests >= 2
+
+
+async def test_a_rank_that_nobody_listens_for_is_passed_over(run_gateway, fleet):
+    async with listening(fleet.ranks[0]) as gone:
+        pass
+    async with run_gateway(workers=(gone, fleet.addresses[1])) as gateway:
+        for _ in range(3):
+            assert await streamed(gateway) == EXPECTED
+
+
+async def test_a_request_that_breaks_every_rank_is_given_up(run_gateway, fleet):
+    fleet.fail(*[Fault(after=2, code=UNAVAILABLE)] * 5)
+    async with run_gateway(workers=tuple(fleet.addresses), max_attempts=3) as gateway:
+        async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS) as response:
+            *parts, last = await all_events(response)
+    error = json.loads(last)["error"]
+    assert error["code"] == "attempts_exhausted"
+    assert "UNAVAILABLE: as the script says" in error["message"]
+    # What came before the end is right, and there is no word of an end that was none.
+    assert tokens_of([*parts, "[DONE]"]) == EXPECTED[:6]
+    assert fleet.num_requests == 3
+
+
+async def test_a_refusal_of_the_request_is_its_clients_fault_and_costs_one_try(gateway, fleet):
+    fleet.fail(Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False))
+    response = await gateway.post(prompt="hello")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "as the script says"
+    assert fleet.num_requests == 1
+
+
+async def test_a_refusal_of_the_rest_is_the_ranks_fault(gateway, fleet):
+    first = Fault(after=4, code=UNAVAILABLE)
+    refuses = Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False)
+    fleet.fail(first)
+    for rank in fleet.ranks:
+        rank.faults[0] = first
+        rank.faults.append(refuses)
+    assert await streamed(gateway) == EXPECTED
+
+
+async def test_a_stop_token_ends_a_stream_after_a_break_too(gateway, fleet):
+    fleet.fail(
+        Fault(
+            after=3,
+            also=(pb.GenerateResponse(tokens=[END_TOKEN], finish_reason=pb.FINISH_REASON_STOP),),
+        )
+    )
+    async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS) as response:
+        datas = await all_events(response)
+    assert tokens_of(datas) == (*EXPECTED[:3], END_TOKEN)
+    assert json.loads(datas[-2])["choices"][0]["finish_reason"] == "stop"
+    assert fleet.num_requests == 1
+
+
+async def test_requests_wait_while_no_rank_is_there_and_are_served_when_one_is(run_gateway, fleet):
+    rank = fleet.ranks[0]
+    async with listening(rank) as address:
+        pass
+    async with run_gateway(workers=(address,)) as gateway:
+        waiting = [asyncio.create_task(streamed(gateway)) for _ in range(4)]
+        assert (await gateway.client.get("/healthz")).status_code == 200
+        async with listening(rank, address), asyncio.timeout(BOUND_S):
+            assert await asyncio.gather(*waiting) == [EXPECTED] * 4
+
+
+async def test_a_pool_that_dies_and_comes_back_in_mid_stream_is_not_seen(run_gateway, fleet):
+    rank = fleet.ranks[0]
+    rank.faults.append(Fault(after=4, hang=True))
+    async with AsyncExitStack() as stack:
+        first_life = await stack.enter_async_context(AsyncExitStack())
+        address = await first_life.enter_async_context(listening(rank))
+        gateway = await stack.enter_async_context(run_gateway(workers=(address,)))
+        async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS) as response:
+            coming = events(response)
+            datas = [await anext(coming) for _ in range(4)]
+            await first_life.aclose()
+            async with listening(rank, address):
+                datas += [data async for data in coming]
+    assert tokens_of(datas) == EXPECTED
+
+
+async def test_a_pool_that_stays_away_is_said_with_when_to_try_again(run_gateway, fleet):
+    async with listening(fleet.ranks[0]) as gone:
+        pass
+    async with run_gateway(workers=(gone,), queue_timeout_s=0.3) as gateway:
+        response = await gateway.post(prompt="hello")
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    error = response.json()["error"]
+    assert error["code"] == "pool_unavailable"
+    assert gone in error["message"]
+
+
+async def test_a_line_that_is_full_is_said_at_once(run_gateway, fleet):
+    async with listening(fleet.ranks[0]) as gone:
+        pass
+    async with run_gateway(
+        workers=(gone,), queue_timeout_s=BOUND_S, max_queued_requests=0
+    ) as gateway:
+        response = await gateway.post(prompt="hello")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "queue_full"
+    assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_work_is_spread_over_the_ranks(gateway, fleet):
+    for rank in fleet.ranks:
+        rank.gate.clear()
+    running = [asyncio.create_task(streamed(gateway)) for _ in range(6)]
+    for rank in fleet.ranks:
+        await rank.until(lambda rank=rank: rank.num_open == 3)
+        rank.gate.set()
+    assert await asyncio.gather(*running) == [EXPECTED] * 6
+
+
+async def test_many_streams_with_many_breaks_keep_their_tokens_apart(gateway, fleet):
+    fleet.fail(*(Fault(after=after % 7, code=UNAVAILABLE) for after in range(8)))
+    prompts = [(number, 2, 3) for number in range(16)]
+
+    async def one(prompt):
+        async with gateway.stream(prompt=list(prompt), max_tokens=20) as response:
+            return tokens_of(await all_events(response))
+
+    results = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    assert results == [undisturbed(prompt, 20) for prompt in prompts]
+    await all_closed(fleet)

@@ -1,0 +1,141 @@
+"""Requests go where there is least work, never where they must not, and always for a reason."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.gateway.routing import Choice, NoChoice, RankLoad, Standing, choose, refusal
+
+NOW_S = 100.0
+
+loads = st.builds(
+    RankLoad,
+    name=st.just(""),
+    address=st.just(""),
+    standing=st.sampled_from(Standing),
+    num_open=st.integers(0, 3),
+    tokens_in_flight=st.integers(0, 2000),
+    kv_tokens=st.integers(0, 2000),
+    num_foreign=st.integers(0, 20),
+    on_trial=st.booleans(),
+    resting_until_s=st.sampled_from([0.0, NOW_S, NOW_S + 0.5, NOW_S + 2.0]),
+    resting_reason=st.sampled_from(["", "it broke"]),
+)
+pools = st.lists(loads, max_size=6).map(
+    lambda ranks: [
+        replace(rank, name=f"worker-{place}", address=f"host:{place}")
+        for place, rank in enumerate(ranks)
+    ]
+)
+avoided = st.frozensets(st.integers(0, 5).map("host:{}".format))
+turns = st.integers(0, 100)
+
+
+def found(ranks, avoid=frozenset(), turn=0):
+    return choose(ranks, now=NOW_S, avoid=avoid, turn=turn)
+
+
+def chosen(ranks, **more):
+    choice = found(ranks, **more)
+    assert isinstance(choice, Choice), choice
+    return next(rank for rank in ranks if rank.address == choice.address)
+
+
+def usable(ranks):
+    return [rank for rank in ranks if not refusal(rank, now=NOW_S)]
+
+
+@given(pools, avoided, turns)
+def test_a_rank_is_chosen_exactly_when_one_may_be_asked(ranks, avoid, turn):
+    choice = found(ranks, avoid=avoid, turn=turn)
+    assert isinstance(choice, Choice) == bool(usable(ranks))
+    if isinstance(choice, Choice):
+        assert choice.address in {rank.address for rank in usable(ranks)}
+
+
+@given(pools, avoided, turns)
+def test_nobody_else_would_be_better(ranks, avoid, turn):
+    if not usable(ranks):
+        return
+    best = chosen(ranks, avoid=avoid, turn=turn)
+    for other in usable(ranks):
+        ours = (best.address in avoid, best.standing, best.work_tokens)
+        assert ours <= (other.address in avoid, other.standing, other.work_tokens)
+
+
+@given(pools)
+def test_closed_and_resting_ranks_are_never_chosen(ranks):
+    choice = found(ranks)
+    if isinstance(choice, Choice):
+        rank = chosen(ranks)
+        assert rank.standing is not Standing.CLOSED
+        assert rank.resting_until_s <= NOW_S
+        assert not (rank.on_trial and rank.num_open)
+
+
+@given(pools, avoided, turns, st.integers(1, 500))
+def test_more_work_elsewhere_changes_nothing(ranks, avoid, turn, more):
+    if not usable(ranks):
+        return
+    best = chosen(ranks, avoid=avoid, turn=turn)
+    heavier = [
+        rank
+        if rank.address == best.address
+        else replace(rank, tokens_in_flight=rank.tokens_in_flight + more)
+        for rank in ranks
+    ]
+    assert chosen(heavier, avoid=avoid, turn=turn).address == best.address
+
+
+@given(pools)
+def test_where_nobody_may_be_asked_every_rank_says_why(ranks):
+    nothing = found(ranks)
+    if isinstance(nothing, Choice):
+        assert nothing.reason
+        return
+    for rank in ranks:
+        assert f"{rank.name}: {refusal(rank, now=NOW_S)}" in nothing.reason
+    resting = [
+        rank.resting_until_s
+        for rank in ranks
+        if rank.standing is not Standing.CLOSED and rank.resting_until_s > NOW_S
+    ]
+    assert nothing.retry_at_s == min(resting, default=None)
+
+
+@given(st.integers(1, 6), turns)
+def test_ranks_with_equal_work_take_turns(num_ranks, turn):
+    ranks = [
+        RankLoad(name=f"worker-{n}", address=f"host:{n}", standing=Standing.OPEN)
+        for n in range(num_ranks)
+    ]
+    addresses = {chosen(ranks, turn=turn + n).address for n in range(num_ranks)}
+    assert len(addresses) == num_ranks
+
+
+def test_no_rank_at_all_is_a_reason_too():
+    assert found([]) == NoChoice(reason="no rank is known", retry_at_s=None)
+
+
+def test_work_counts_tokens_to_make_tokens_held_and_requests_of_others():
+    idle = RankLoad(name="idle", address="a", standing=Standing.OPEN)
+    for busier in ({"tokens_in_flight": 8}, {"kv_tokens": 8}, {"num_foreign": 1}):
+        assert chosen([replace(idle, name="busy", address="b", **busier), idle]).name == "idle"
+    made = replace(idle, name="made", kv_tokens=100)
+    to_make = replace(idle, name="to make", address="b", tokens_in_flight=100)
+    assert chosen([to_make, made]).name == "made"
+
+
+def test_a_rank_that_broke_under_a_request_is_asked_again_only_when_it_is_the_last():
+    broke = RankLoad(name="broke", address="a", standing=Standing.OPEN)
+    other = RankLoad(name="other", address="b", standing=Standing.OPEN, tokens_in_flight=1000)
+    assert chosen([broke, other], avoid=frozenset("a")).name == "other"
+    assert chosen([broke], avoid=frozenset("a")).name == "broke"
+
+
+def test_a_rank_nobody_hears_is_asked_when_all_others_are_busy_with_breaking():
+    silent = RankLoad(name="silent", address="a", standing=Standing.DOUBTFUL)
+    heard = RankLoad(name="heard", address="b", standing=Standing.OPEN, tokens_in_flight=1000)
+    assert chosen([silent, heard]).name == "heard"
+    assert chosen([silent, replace(heard, resting_until_s=NOW_S + 1)]).name == "silent"

@@ -1,0 +1,165 @@
+"""Ranks by script behind real gRPC, a gateway in front of them behind real HTTP, and its clients."""
+
+import asyncio
+import hashlib
+import json
+from collections import deque
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc
+
+BOUND_S = 30.0
+VOCAB_SIZE = 272
+END_TOKEN = 257
+
+
+def undisturbed(prompt, max_tokens, stop_tokens=()):
+    """What ranks make of a prompt: each token depends on all before it, and is printable."""
+    context = list(prompt)
+    while len(context) < len(prompt) + max_tokens:
+        token = 33 + hashlib.blake2b(repr(context).encode()).digest()[0] % 90
+        context.append(token)
+        if token in stop_tokens:
+            break
+    return tuple(context[len(prompt) :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """How a rank fails one request, after `after` right tokens."""
+
+    after: int = 0
+    code: grpc.StatusCode | None = None
+    """Ends the call with this."""
+    hang: bool = False
+    """Says nothing more."""
+    accept: bool = True
+    """Takes the request before it fails."""
+    also: tuple[pb.GenerateResponse, ...] = ()
+    """Says this, and then ends the call as if all were well."""
+
+
+class FakeRank(worker_pb2_grpc.InferenceServicer):
+    """Serves what is asked, but for the faults it is told to have, one a request, in turn."""
+
+    def __init__(self):
+        self.faults = deque()
+        self.requests = []
+        self.num_open = 0
+        self.changed = asyncio.Condition()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.tokens_a_message = 1
+
+    async def Generate(self, request, context):
+        fault = self.faults.popleft() if self.faults else None
+        self.requests.append(request)
+        await self._count(+1)
+        try:
+            await self._serve(request, context, fault)
+        finally:
+            await self._count(-1)
+
+    async def until(self, condition):
+        async with asyncio.timeout(BOUND_S), self.changed:
+            await self.changed.wait_for(condition)
+
+    async def _serve(self, request, context, fault):
+        if fault is None or fault.accept:
+            await context.send_initial_metadata(())
+        tokens = undisturbed(request.prompt, request.max_tokens, request.stop_tokens)
+        stopped = tokens[-1] in request.stop_tokens
+        finish = pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH
+        right = tokens if fault is None else tokens[: fault.after]
+        size = self.tokens_a_message
+        for start in range(0, len(right), size):
+            await self.gate.wait()
+            some = right[start : start + size]
+            is_last = fault is None and start + size >= len(tokens)
+            await context.write(
+                pb.GenerateResponse(tokens=some, finish_reason=finish if is_last else 0)
+            )
+        if fault is None:
+            return
+        for message in fault.also:
+            await context.write(message)
+        if fault.hang:
+            await asyncio.Event().wait()
+        if fault.code is not None:
+            await context.abort(fault.code, "as the script says")
+
+    async def _count(self, change):
+        async with self.changed:
+            self.num_open += change
+            self.changed.notify_all()
+
+
+@asynccontextmanager
+async def listening(rank, address="127.0.0.1:0"):
+    """The rank behind a port; gives its address."""
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    worker_pb2_grpc.add_InferenceServicer_to_server(rank, server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+class Fleet:
+    def __init__(self, ranks, addresses):
+        self.ranks, self.addresses = ranks, addresses
+
+    def fail(self, *faults):
+        """Every rank has these faults, so that a request meets them wherever it goes."""
+        for rank in self.ranks:
+            rank.faults.extend(faults)
+
+    @property
+    def num_requests(self):
+        return sum(len(rank.requests) for rank in self.ranks)
+
+
+class Gateway:
+    """A gateway that serves, and one of its clients."""
+
+    def __init__(self, client, stop, task):
+        self.client, self.stop, self.task = client, stop, task
+
+    async def post(self, **fields):
+        return await self.client.post("/v1/completions", json=fields)
+
+    @asynccontextmanager
+    async def stream(self, **fields):
+        body = {"stream": True, "return_token_ids": True, **fields}
+        async with self.client.stream("POST", "/v1/completions", json=body) as response:
+            yield response
+
+
+async def events(response):
+    """The data of a stream's events as they come."""
+    async for line in response.aiter_lines():
+        if line:
+            assert line.startswith("data: "), line
+            yield line.removeprefix("data: ")
+
+
+async def all_events(response):
+    return [event async for event in events(response)]
+
+
+def tokens_of(datas):
+    """Tokens of a whole stream, which must have ended well."""
+    assert datas[-1] == "[DONE]", datas[-1]
+    parts = [json.loads(data) for data in datas[:-1]]
+    return tuple(
+        token
+        for part in parts
+        for choice in part["choices"]
+        for token in choice.get("token_ids", ())
+    )
