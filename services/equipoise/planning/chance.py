@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.problem import Problem
+from equipoise.planning.tally import sum_by_rank
 
 
 def gains_beyond_chance(
@@ -30,7 +31,9 @@ def gains_beyond_chance(
     total = np.where(busy, load.sum(axis=1), 1.0)
     # Of n_e counts an expert with c replicas brings n_e / c, with variance n_e / c^2, to a rank.
     replicas = np.maximum(problem.replicas(problem.held), 1)
-    variance = problem.sum_by_rank(problem.held, load / replicas.astype(np.float64) ** 2)
+    variance = sum_by_rank(
+        problem.held, load / replicas.astype(np.float64) ** 2, problem.rank_of_slot
+    )
     sigma = np.sqrt(variance.max(axis=1) * total / samples) / (total / num_ranks)
     chance = math.sqrt(2.0) * sigma * math.sqrt(2.0 * math.log(max(num_ranks, 2)))
     num_cells = num_ranks * int(busy.sum())

@@ -13,6 +13,9 @@ from equipoise.planning.topology import Topology
 CHECKSUM_BYTES = 16
 """BLAKE2b-128 over an expert's bytes in the order gate, up, down (weights, then scales)."""
 
+NOTHING = -1
+"""What an empty slot holds."""
+
 Checksums = npt.NDArray[np.uint8]
 
 
@@ -47,25 +50,36 @@ def diff(
 ) -> dict[int, tuple[Move, ...]]:
     """The moves that turn `current` into `target`, by rank; a rank without moves has none.
 
+    `checksums` is uint8 [layers, experts, 16]. For their sources see `moves_into`.
+    """
+    assert current.num_ranks == target.num_ranks, "ranks of one epoch"
+    return moves_into(current.expert_of_slot, target, topology=topology, checksums=checksums)
+
+
+def moves_into(
+    held: ExpertTable, target: Layout, *, topology: Topology, checksums: Checksums
+) -> dict[int, tuple[Move, ...]]:
+    """The moves that bring `held`, int32 [layers, slots] or NOTHING, to `target`, by rank.
+
     `checksums` is uint8 [layers, experts, 16]. Sources of a move: the rank itself if it holds the
     expert in another slot, then ranks of its node, then other ranks, then the checkpoint. Among
     equally near holders the one that is first choice of the fewest moves so far comes first, so
     that one holder does not send every copy.
     """
-    assert current.num_ranks == target.num_ranks == topology.num_ranks, "ranks of one epoch"
-    assert current.expert_of_slot.shape == target.expert_of_slot.shape, "slots of one epoch"
-    num_layers, num_experts = current.num_layers, current.num_experts
+    assert target.num_ranks == topology.num_ranks, "ranks of one epoch"
+    assert held.shape == target.expert_of_slot.shape, "slots of one epoch"
+    num_layers, num_experts = target.num_layers, target.num_experts
     assert checksums.shape == (num_layers, num_experts, CHECKSUM_BYTES), "a checksum per expert"
     moves: dict[int, list[Move]] = {rank: [] for rank in range(topology.num_ranks)}
     times_first: Counter[int] = Counter()
-    changed = current.expert_of_slot != target.expert_of_slot
+    changed = held != target.expert_of_slot
     for layer in np.flatnonzero(changed.any(axis=1)).tolist():
-        holders = _holders(current, layer)
+        holders = _holders(held[layer], target)
         for slot in np.flatnonzero(changed[layer]).tolist():
             expert = int(target.expert_of_slot[layer, slot])
             rank = topology.rank_of_slot(slot)
             ranks = _nearest_first(holders[expert], rank, topology, times_first)
-            times_first[ranks[0]] += 1
+            times_first.update(ranks[:1])
             moves[rank].append(
                 Move(
                     layer=layer,
@@ -113,13 +127,13 @@ def waves(
     return tuple(steps)
 
 
-def _holders(layout: Layout, layer: int) -> list[list[int]]:
+def _holders(held: npt.NDArray[np.int32], layout: Layout) -> list[list[int]]:
     """Ranks that hold each expert of a layer."""
     holders: list[list[int]] = [[] for _ in range(layout.num_experts)]
     rank_of_slot = np.repeat(np.arange(layout.num_ranks), layout.slots_of_rank)
-    for slot, expert in enumerate(layout.expert_of_slot[layer].tolist()):
+    for slot, expert in enumerate(held.tolist()):
         rank = int(rank_of_slot[slot])
-        if rank not in holders[expert]:
+        if expert != NOTHING and rank not in holders[expert]:
             holders[expert].append(rank)
     return holders
 

@@ -13,10 +13,23 @@ from equipoise.planning.twins import repair_twins
 Indices = npt.NDArray[np.int64]
 
 
+SEPARATION_TOLERANCE = 5e-4
+"""Load of the busiest rank, over the least found, that replicas on different nodes may cost."""
+
+
 def place_globally(problem: Problem) -> ExpertTable:
-    """Any expert on any rank; int32 [layers, slots]."""
+    """Any expert on any rank; int32 [layers, slots].
+
+    Replicas of an expert lie on different nodes, so that one node takes none with it, in each
+    layer where that makes the busiest rank not much busier.
+    """
     groups = np.zeros((len(problem.load), 1), dtype=np.int64)
-    return _place(problem, groups=groups, num_nodes=1)
+    greedy = _greedy(problem, groups=groups, num_nodes=1)
+    table = _refined_apart(problem, greedy)
+    # Whole nodes change places, or none: others would bring replicas together again.
+    if problem.has_equal_nodes or problem.num_nodes == 1:
+        return _near(problem, table, num_nodes=problem.num_nodes)
+    return align(table, problem.held, first_slot=problem.first_slot)
 
 
 def place_hierarchically(problem: Problem) -> ExpertTable:
@@ -27,33 +40,65 @@ def place_hierarchically(problem: Problem) -> ExpertTable:
     """
     num_groups, num_nodes = problem.model.num_groups, problem.num_nodes
     dealt = deal_groups(problem.load, num_groups=num_groups, num_nodes=num_nodes)
-    table = _place(problem, groups=dealt, num_nodes=num_nodes)
+    table = _place_by_node(problem, groups=dealt)
     swapped = _relieve_nodes(problem, dealt)
     if np.array_equal(swapped, dealt):
         return table
-    other = _place(problem, groups=swapped, num_nodes=num_nodes)
+    other = _place_by_node(problem, groups=swapped)
     better = problem.balancedness_of_layer(other) > problem.balancedness_of_layer(table)
     return np.where(better[:, None], other, table)
 
 
-def _place(problem: Problem, *, groups: Indices, num_nodes: int) -> ExpertTable:
-    slots_of_rank, num_ranks = np.diff(problem.first_slot), problem.topology.num_ranks
+def _place_by_node(problem: Problem, *, groups: Indices) -> ExpertTable:
+    table = refine(
+        _greedy(problem, groups=groups, num_nodes=problem.num_nodes),
+        load=problem.load,
+        first_slot=problem.first_slot,
+        block_of_rank=problem.node_of_rank,
+    )
+    return _near(problem, table, num_nodes=problem.num_nodes)
+
+
+def _refined_apart(problem: Problem, greedy: ExpertTable) -> ExpertTable:
+    """Refined with replicas on different nodes, or without regard to nodes where that costs."""
+    mean = problem.load.sum(axis=1) / problem.topology.num_ranks
+    of_ranks = {
+        "first_slot": problem.first_slot,
+        "block_of_rank": np.zeros_like(problem.node_of_rank),
+    }
+    table = refine(greedy, load=problem.load, node_of_rank=problem.node_of_rank, **of_ranks)
+    busiest = problem.rank_loads(table).max(axis=1)
+    doubtful = np.flatnonzero(busiest > mean * (1.0 + SEPARATION_TOLERANCE))
+    if problem.num_nodes > 1 and len(doubtful):
+        freely = greedy.copy()
+        freely[doubtful] = refine(greedy[doubtful], load=problem.load[doubtful], **of_ranks)
+        least = problem.rank_loads(freely).max(axis=1)
+        at_first = problem.rank_loads(greedy).max(axis=1)
+        too_busy = busiest > np.minimum(least * (1.0 + SEPARATION_TOLERANCE), at_first)
+        table[doubtful] = np.where(too_busy[:, None], freely, table)[doubtful]
+    return table
+
+
+def _greedy(problem: Problem, *, groups: Indices, num_nodes: int) -> ExpertTable:
+    """The published placement, made valid."""
+    slots_of_rank = np.diff(problem.first_slot)
     table = place(problem.load, groups=groups, num_nodes=num_nodes, slots_of_rank=slots_of_rank)
-    table = repair_twins(
+    return repair_twins(
         table,
         load=problem.load,
-        num_ranks=num_ranks,
+        num_ranks=problem.topology.num_ranks,
         num_nodes=num_nodes,
         slots_of_rank=slots_of_rank,
     )
-    table = refine(
-        table,
-        load=problem.load,
-        first_slot=problem.first_slot,
-        block_of_rank=problem.node_of_rank if num_nodes > 1 else np.zeros_like(slots_of_rank),
-    )
-    table = relabel(table, problem.held, first_slot=problem.first_slot, num_nodes=num_nodes)
-    return align(table, problem.held, first_slot=problem.first_slot)
+
+
+def _near(problem: Problem, table: ExpertTable, *, num_nodes: int) -> ExpertTable:
+    """Rename nodes, ranks and slots so that few experts move."""
+    if problem.is_new:
+        return table
+    first_slot = problem.first_slot
+    table = relabel(table, problem.held, first_slot=first_slot, num_nodes=num_nodes)
+    return align(table, problem.held, first_slot=first_slot)
 
 
 def _relieve_nodes(problem: Problem, dealt: Indices) -> Indices:

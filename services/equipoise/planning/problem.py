@@ -8,8 +8,9 @@ import numpy.typing as npt
 
 from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import ExpertTable, Layout, count_replicas
+from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
+from equipoise.planning.tally import count_replicas_of, sum_by_group_and_node, sum_by_rank
 from equipoise.planning.topology import ModelShape, Topology
 
 Indices = npt.NDArray[np.int64]
@@ -30,6 +31,8 @@ class Problem:
     model: ModelShape
     topology: Topology
     held: ExpertTable
+    is_new: bool = False
+    """Whether the ranks hold nothing yet, so that any placement is as near as any other."""
 
     def __post_init__(self) -> None:
         model, topology = self.model, self.topology
@@ -68,8 +71,13 @@ class Problem:
                 slot for rank in ranks for slot in range(first_slot[rank], first_slot[rank + 1])
             ]
             held = np.ascontiguousarray(current.expert_of_slot[:, columns])
-        weights = np.ascontiguousarray(load, dtype=np.float64)
-        return cls(load=weights, model=model, topology=live, held=held)
+        return cls(
+            load=np.array(load, dtype=np.float64, order="C"),
+            model=model,
+            topology=live,
+            held=held,
+            is_new=current is None,
+        )
 
     @cached_property
     def first_slot(self) -> Indices:
@@ -92,9 +100,9 @@ class Problem:
         """Nodes that the ranks run on."""
         return len(self.topology.nodes)
 
-    def replicas(self, table: ExpertTable) -> npt.NDArray[np.int32]:
-        """Replicas of each expert under a placement, int32 [layers, experts]."""
-        return count_replicas(table, num_experts=self.model.num_experts)
+    def replicas(self, table: ExpertTable) -> Indices:
+        """Replicas of each expert under a placement, [layers, experts]."""
+        return count_replicas_of(table, self.model.num_experts)
 
     @cached_property
     def is_covered(self) -> npt.NDArray[np.bool_]:
@@ -110,12 +118,7 @@ class Problem:
 
     def rank_loads(self, table: ExpertTable) -> Load:
         """What each rank carries under a placement, [layers, ranks]."""
-        return self.sum_by_rank(table, self.load / np.maximum(self.replicas(table), 1))
-
-    def sum_by_rank(self, table: ExpertTable, of_replica: Load) -> Load:
-        """Sum a value that each replica of an expert has, [layers, experts]; [layers, ranks]."""
-        by_slot = np.take_along_axis(of_replica, table, axis=1)
-        return np.add.reduceat(by_slot, self.first_slot[:-1], axis=1)
+        return sum_by_rank(table, self._of_replica(table), self.rank_of_slot)
 
     def balancedness_of_layer(self, table: ExpertTable) -> Load:
         """Mean / max rank load under a placement, [layers]."""
@@ -123,18 +126,18 @@ class Problem:
 
     def load_of_group_on_node(self, table: ExpertTable) -> Load:
         """How much of each expert group's load each node serves, [layers, groups, nodes]."""
-        num_layers, num_experts = self.load.shape
-        num_groups, num_nodes = self.model.num_groups, self.num_nodes
-        of_replica = self.load / np.maximum(self.replicas(table), 1)
-        share = np.take_along_axis(of_replica, table, axis=1)
         node_of_slot = self.node_of_rank[self.rank_of_slot]
-        group = table.astype(np.int64) // (num_experts // num_groups)
-        layer = np.arange(num_layers)[:, None]
-        cell = (layer * num_groups + group) * num_nodes + node_of_slot
-        served: Load = np.bincount(
-            cell.ravel(), weights=share.ravel(), minlength=num_layers * num_groups * num_nodes
-        ).astype(np.float64)
-        return served.reshape(num_layers, num_groups, num_nodes)
+        return sum_by_group_and_node(
+            table, self._of_replica(table), node_of_slot, self.model.num_groups
+        )
+
+    @property
+    def has_equal_nodes(self) -> bool:
+        """Whether nodes have equally many ranks in a row, and all ranks equally many slots."""
+        nodes, node_of_rank = self.topology.nodes, self.topology.node_of_rank
+        ranks_per_node = len(node_of_rank) // len(nodes)
+        contiguous = tuple(node for node in nodes for _ in range(ranks_per_node))
+        return node_of_rank == contiguous and self.topology.has_equal_slots
 
     def obstacle_to_hierarchy(self) -> str | None:
         """Why groups cannot be given to nodes, or None if they can."""
@@ -142,13 +145,14 @@ class Problem:
         nodes = topology.nodes
         if model.num_groups % len(nodes):
             return f"{model.num_groups} groups do not divide over {len(nodes)} nodes"
-        ranks_per_node = topology.num_ranks // len(nodes)
-        contiguous = tuple(node for node in nodes for _ in range(ranks_per_node))
-        if topology.node_of_rank != contiguous:
-            return "nodes do not have equally many ranks in a row"
-        if not topology.has_equal_slots:
-            return "ranks do not have equally many slots"
+        if not self.has_equal_nodes:
+            return "nodes do not have equally many ranks in a row, with equally many slots"
         experts_per_node = model.num_experts // len(nodes)
         if topology.slots_per_rank > experts_per_node:
             return f"a rank has more slots than the {experts_per_node} experts of a node"
         return None
+
+    def _of_replica(self, table: ExpertTable) -> Load:
+        """What one replica of each expert carries, [layers, experts]."""
+        share: Load = self.load / np.maximum(self.replicas(table), 1)
+        return share

@@ -28,7 +28,12 @@ WORK_PER_SLOT = 400
 
 
 def refine(
-    table: ExpertTable, *, load: Load, first_slot: Indices, block_of_rank: Indices
+    table: ExpertTable,
+    *,
+    load: Load,
+    first_slot: Indices,
+    block_of_rank: Indices,
+    node_of_rank: Indices | None = None,
 ) -> ExpertTable:
     """Lower each layer's busiest rank as far as it goes; int32 [layers, slots].
 
@@ -36,13 +41,18 @@ def refine(
     is int64 [ranks + 1]: rank r owns the slots from first_slot[r] to first_slot[r + 1].
     `block_of_rank` is int64 [ranks]: experts never leave their block (a node, or all ranks). Each
     layer compares at most `WORK_PER_SLOT` pairs per slot, so time is linear in slots.
+
+    With `node_of_rank`, int64 [ranks], replicas of an expert are first put on different nodes, as
+    far as swaps can, and stay there; then a result can be worse than the input.
     """
     refined = np.array(table, dtype=np.int32, order="C")
+    nodes = np.zeros_like(block_of_rank) if node_of_rank is None else node_of_rank
     _refine_layers(
         refined,
         np.ascontiguousarray(load, dtype=np.float64),
         np.ascontiguousarray(first_slot, dtype=np.int64),
         np.ascontiguousarray(block_of_rank, dtype=np.int64),
+        np.ascontiguousarray(nodes, dtype=np.int64),
     )
     return refined
 
@@ -60,12 +70,22 @@ class _Layer(NamedTuple):
     first_slot: Indices
     rank_of_slot: Indices
     block_of_rank: Indices
+    node_of_rank: Indices
+    num_on_node: Indices
+    """Replicas of each expert on each node, [experts, nodes]."""
+    most_on_node: Indices
+    """Replicas of each expert that a node holds at most if they are dealt evenly, [experts]."""
 
 
 @compiled
 def _refine_layers(
-    table: Slots, load: Weights, first_slot: Indices, block_of_rank: Indices
+    table: Slots,
+    load: Weights,
+    first_slot: Indices,
+    block_of_rank: Indices,
+    node_of_rank: Indices,
 ) -> None:
+    num_nodes = node_of_rank.max() + 1
     rank_of_slot = np.empty(table.shape[1], dtype=np.int64)
     for rank in range(len(block_of_rank)):
         rank_of_slot[first_slot[rank] : first_slot[rank + 1]] = rank
@@ -82,16 +102,76 @@ def _refine_layers(
             first_slot,
             rank_of_slot,
             block_of_rank,
+            node_of_rank,
+            np.zeros((load.shape[1], num_nodes), dtype=np.int64),
+            (num_replicas + num_nodes - 1) // num_nodes,
         )
+        for slot in range(len(rank_of_slot)):
+            layer.num_on_node[layer.slots[slot], node_of_rank[rank_of_slot[slot]]] += 1
         _weigh_ranks(layer)
-        _refine(layer)
+        work = WORK_PER_SLOT * len(rank_of_slot)
+        work -= _separate(layer, work)
+        _refine(layer, work)
 
 
 @compiled
-def _refine(layer: _Layer) -> None:
-    slots, carried = layer.slots, layer.carried
+def _separate(layer: _Layer, work: int) -> int:
+    """Swap replicas off nodes that hold too many of their expert; how many pairs were compared.
+
+    Of the slots that may come in exchange, the one that leaves the busier rank least loaded does.
+    """
+    slots, carried, rank_of_slot = layer.slots, layer.carried, layer.rank_of_slot
+    spent = 0
+    for own in range(len(slots) if layer.num_on_node.shape[1] > 1 else 0):
+        expert, here = slots[own], rank_of_slot[own]
+        node = layer.node_of_rank[here]
+        if spent >= work or layer.num_on_node[expert, node] <= layer.most_on_node[expert]:
+            continue
+        spent += len(slots)
+        best, other = np.inf, -1
+        for slot in range(len(slots)):
+            there = rank_of_slot[slot]
+            difference = layer.share[expert] - layer.share[slots[slot]]
+            busier = max(carried[here] - difference, carried[there] + difference)
+            if (
+                busier < best
+                and layer.block_of_rank[there] == layer.block_of_rank[here]
+                and layer.node_of_rank[there] != node
+                and _may_join(layer, expert, here, there)
+                and _may_join(layer, slots[slot], there, here)
+            ):
+                best, other = busier, slot
+        if other >= 0:
+            _swap(layer, own, other)
+    return spent
+
+
+@compiled
+def _may_join(layer: _Layer, expert: int, here: int, there: int) -> bool:
+    """Whether a replica may go from one rank to another without meeting its like."""
+    from_node, to_node = layer.node_of_rank[here], layer.node_of_rank[there]
+    if from_node != to_node and layer.num_on_node[expert, to_node] >= layer.most_on_node[expert]:
+        return False
+    return not _holds(layer, there, expert)
+
+
+@compiled
+def _swap(layer: _Layer, own: int, other: int) -> None:
+    slots, here, there = layer.slots, layer.rank_of_slot[own], layer.rank_of_slot[other]
+    difference = layer.share[slots[own]] - layer.share[slots[other]]
+    layer.carried[here] -= difference
+    layer.carried[there] += difference
+    layer.num_on_node[slots[own], layer.node_of_rank[here]] -= 1
+    layer.num_on_node[slots[other], layer.node_of_rank[there]] -= 1
+    slots[own], slots[other] = slots[other], slots[own]
+    layer.num_on_node[slots[own], layer.node_of_rank[here]] += 1
+    layer.num_on_node[slots[other], layer.node_of_rank[there]] += 1
+
+
+@compiled
+def _refine(layer: _Layer, work: int) -> None:
+    slots, carried, num_nodes = layer.slots, layer.carried, layer.num_on_node.shape[1]
     enough = _enough(layer)
-    work = WORK_PER_SLOT * len(slots)
     while work > 0:
         busiest = int(carried.argmax())
         if carried[busiest] <= enough[layer.block_of_rank[busiest]]:
@@ -99,20 +179,19 @@ def _refine(layer: _Layer) -> None:
         own, other, spent = _best_swap(layer, busiest)
         work -= spent
         if own >= 0:
-            difference = layer.share[slots[own]] - layer.share[slots[other]]
-            slots[own], slots[other] = slots[other], slots[own]
-            carried[busiest] -= difference
-            carried[layer.rank_of_slot[other]] += difference
+            _swap(layer, own, other)
             continue
         own, other, spent = _best_replica(layer, busiest)
         work -= spent
         if own < 0:
             return
         spared, expert = slots[other], slots[own]
-        layer.num_replicas[spared] -= 1
-        layer.num_replicas[expert] += 1
-        layer.share[spared] = layer.load[spared] / layer.num_replicas[spared]
-        layer.share[expert] = layer.load[expert] / layer.num_replicas[expert]
+        node = layer.node_of_rank[layer.rank_of_slot[other]]
+        for changed, by in ((spared, -1), (expert, 1)):
+            layer.num_on_node[changed, node] += by
+            layer.num_replicas[changed] += by
+            layer.share[changed] = layer.load[changed] / layer.num_replicas[changed]
+            layer.most_on_node[changed] = (layer.num_replicas[changed] + num_nodes - 1) // num_nodes
         slots[other] = expert
         _weigh_ranks(layer)
 
@@ -163,8 +242,8 @@ def _best_swap(layer: _Layer, busiest: int) -> tuple[int, int, int]:
                 busier = max(most - difference, carried[rank] + difference)
                 if (
                     busier < best
-                    and not _holds(layer, rank, slots[mine])
-                    and not _holds(layer, busiest, slots[theirs])
+                    and _may_join(layer, slots[mine], busiest, rank)
+                    and _may_join(layer, slots[theirs], rank, busiest)
                 ):
                     best, own, other = busier, mine, theirs
         spent += (first_slot[busiest + 1] - first_slot[busiest]) * (
@@ -198,6 +277,7 @@ def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
     most = carried[busiest]
     best = most * (1.0 - 1e-9)
     own, other, spent = -1, -1, len(slots)
+    num_nodes = layer.num_on_node.shape[1]
     first_holder, second_holder = _busiest_holders(layer)
     for slot in range(len(slots)):
         spared, rank = slots[slot], layer.rank_of_slot[slot]
@@ -221,7 +301,12 @@ def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
                 carried[rank] - layer.share[spared] + share,
                 most - layer.share[expert] + share + rises_here,
             )
-            if busier < best and not _holds(layer, rank, expert):
+            if (
+                busier < best
+                and not _holds(layer, rank, expert)
+                and layer.num_on_node[expert, layer.node_of_rank[rank]]
+                < (layer.num_replicas[expert] + num_nodes) // num_nodes
+            ):
                 best, own, other = busier, mine, slot
     return own, other, spent
 

@@ -1,0 +1,44 @@
+"""Sums over a placement: by rank, by node and expert group. All take whole tables, in one pass."""
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.compiled import compiled
+from equipoise.planning.layout import ExpertTable
+from equipoise.planning.load import Load
+
+Indices = npt.NDArray[np.int64]
+
+
+@compiled
+def count_replicas_of(table: ExpertTable, num_experts: int) -> Indices:
+    """Slots that hold each expert, int64 [layers, experts]."""
+    counts = np.zeros((len(table), num_experts), dtype=np.int64)
+    for layer in range(len(table)):
+        for expert in table[layer]:
+            counts[layer, expert] += 1
+    return counts
+
+
+@compiled
+def sum_by_rank(table: ExpertTable, of_replica: Load, rank_of_slot: Indices) -> Load:
+    """Sum a value that each replica of an expert has, [layers, experts]; [layers, ranks]."""
+    sums = np.zeros((len(table), rank_of_slot[-1] + 1))
+    for layer in range(len(table)):
+        for slot in range(len(rank_of_slot)):
+            sums[layer, rank_of_slot[slot]] += of_replica[layer, table[layer, slot]]
+    return sums
+
+
+@compiled
+def sum_by_group_and_node(
+    table: ExpertTable, of_replica: Load, node_of_slot: Indices, num_groups: int
+) -> Load:
+    """The same for the experts of each group on each node; [layers, groups, nodes]."""
+    size = of_replica.shape[1] // num_groups
+    sums = np.zeros((len(table), num_groups, node_of_slot.max() + 1))
+    for layer in range(len(table)):
+        for slot in range(len(node_of_slot)):
+            expert = table[layer, slot]
+            sums[layer, expert // size, node_of_slot[slot]] += of_replica[layer, expert]
+    return sums
