@@ -98,7 +98,9 @@ CONFIG_SPACE = (
             num_stages=num_stages,
             ctas_per_sm=1,
         )
-        for block_m, split_k, group_m, num_stages in product((64, 128), (1, 2), (4, 8, 16), (3, 4))
+        for block_m, split_k, group_m, num_stages in product(
+            (64, 128), (1, 2, 4), (1, 4, 8), (3, 4)
+        )
     ),
 )
 

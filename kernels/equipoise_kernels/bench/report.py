@@ -1,0 +1,219 @@
+"""Gates, what was measured for them, and the verdicts: pure, so that it is tested without a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+SCHEMA = 1
+# What two runs of one kernel may differ by.
+NOISE = 0.03
+
+
+class Verdict(Enum):
+    """How far a gate got."""
+
+    FAILED = "failed"
+    MUST = "must"
+    TARGET = "target"
+    STRETCH = "stretch"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """A figure and its bars.
+
+    Attributes:
+        name: such as "A1".
+        metric: in words.
+        must: bar of the geometric mean; without a `floor`, of every shape too.
+        target: bar to aim at.
+        stretch: bar beyond it, or None.
+        floor: bar of every single shape, or None.
+        is_more_better: whether values must be at least the bars (or at most).
+    """
+
+    name: str
+    metric: str
+    must: float
+    target: float | None = None
+    stretch: float | None = None
+    floor: float | None = None
+    is_more_better: bool = True
+
+    def reached(self, value: float, bar: float | None, *, noise: float = 0.0) -> bool:
+        """Whether a value is at the bar or better."""
+        if bar is None or math.isnan(value):
+            return False
+        return value >= bar * (1 - noise) if self.is_more_better else value <= bar * (1 + noise)
+
+
+GATES: Mapping[str, Gate] = {
+    gate.name: gate
+    for gate in (
+        Gate(name="A1", metric="dense Triton, large: TFLOPS / bf16", must=0.75, target=1.0,
+             stretch=1.3, floor=0.60),
+        Gate(name="A2", metric="dense Triton, large: TFLOPS / cuBLAS block-scaled", must=0.45,
+             target=0.60, stretch=0.75),
+        Gate(name="A3", metric="dense default backend, large: TFLOPS / bf16", must=1.4, target=1.6),
+        Gate(name="A4", metric="dense, few rows: weight bytes/s / copy", must=0.50, target=0.65,
+             stretch=0.80),
+        Gate(name="A5", metric="dense, few rows: time / row-scaled cuBLAS", must=1.25, target=1.0,
+             is_more_better=False),
+        Gate(name="B1", metric="masked: unique bytes/s / copy", must=0.60, target=0.75,
+             stretch=0.85),
+        Gate(name="B2", metric="masked, loaded: time / bound", must=2.0, target=1.5,
+             is_more_better=False),
+        Gate(name="B3", metric="flat: useful TFLOPS / dense of as many rows", must=0.85,
+             target=0.95),
+        Gate(name="B4", metric="flat, Zipf: useful TFLOPS / even groups", must=0.70, target=0.85),
+        Gate(name="B5", metric="grouped: time / bf16 grouped_mm", must=1.0, target=0.65,
+             is_more_better=False),
+        Gate(name="C1", metric="quantisation, large: bytes/s / copy", must=0.70, target=0.80,
+             stretch=0.90),
+        Gate(name="C2", metric="quantisation, few rows: microseconds", must=5.0, target=3.5,
+             is_more_better=False),
+        Gate(name="F2", metric="slot map flipped under one graph: right outputs", must=1.0),
+        Gate(name="R6", metric="eager call: microseconds of Python", must=30.0,
+             is_more_better=False),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One shape of one gate.
+
+    Attributes:
+        gate: its name.
+        shape: in words.
+        value: of the gate's metric.
+        raw: figures it was made from, units in their names.
+        faults: what was wrong with the result or the run; a sample with faults fails its gate.
+        is_held_out: whether the shape was drawn at run time.
+    """
+
+    gate: str
+    shape: str
+    value: float
+    raw: Mapping[str, float] = field(default_factory=dict)
+    faults: Sequence[str] = ()
+    is_held_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """A gate's outcome: geometric mean over shapes, the worst one, and why it failed."""
+
+    gate: Gate
+    verdict: Verdict
+    mean: float | None
+    worst: float | None
+    reasons: Sequence[str]
+    samples: Sequence[Sample]
+
+
+def judge(gate: Gate, samples: Sequence[Sample]) -> Judgement:
+    """Compare samples with the gate's bars: a single shape fails it, however good the mean."""
+    if not samples:
+        return Judgement(
+            gate=gate, verdict=Verdict.NOT_RUN, mean=None, worst=None, reasons=(), samples=()
+        )
+    values = [sample.value for sample in samples]
+    is_positive = all(value > 0 for value in values)
+    mean = math.exp(sum(map(math.log, values)) / len(values)) if is_positive else math.nan
+    reasons = [f"{s.shape}: {fault}" for s in samples for fault in s.faults]
+    bar = gate.must if gate.floor is None else gate.floor
+    reasons += [
+        f"{s.shape}: {s.value:.3g}, the bar is {bar:g}"
+        for s in samples
+        if not gate.reached(s.value, bar, noise=NOISE)
+    ]
+    if not gate.reached(mean, gate.must, noise=NOISE):
+        reasons.append(f"the mean is {mean:.3g}, the bar is {gate.must:g}")
+    verdict = Verdict.FAILED if reasons else _level(gate, mean)
+    worst = min(values) if gate.is_more_better else max(values)
+    return Judgement(
+        gate=gate, verdict=verdict, mean=mean, worst=worst, reasons=reasons, samples=samples
+    )
+
+
+def _level(gate: Gate, mean: float) -> Verdict:
+    if gate.reached(mean, gate.stretch):
+        return Verdict.STRETCH
+    return Verdict.TARGET if gate.reached(mean, gate.target) else Verdict.MUST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The GPU's own figures, measured in the run.
+
+    Attributes:
+        copy_tb_s: bytes read and written in a large copy, TB/s.
+        bf16_tflops: of an 8192^3 product.
+    """
+
+    copy_tb_s: float
+    bf16_tflops: float
+
+    def void_because(self) -> str | None:
+        """Why nothing can be concluded from a run on this machine, or None; bars for an H200."""
+        if self.copy_tb_s < 3.9:
+            return f"a copy runs at {self.copy_tb_s:.2f} TB/s, an H200 reaches 3.9"
+        if self.bf16_tflops < 700:
+            return f"bf16 runs at {self.bf16_tflops:.0f} TFLOPS, an H200 reaches 700"
+        return None
+
+
+def as_json(
+    judgements: Sequence[Judgement], *, machine: Machine, context: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The report that is written: context (date, versions, seed, choices) first."""
+    return {
+        "schema": SCHEMA,
+        **context,
+        "machine": asdict(machine),
+        "void_because": machine.void_because(),
+        "gates": [_judgement_as_json(judgement) for judgement in judgements],
+    }
+
+
+def has_passed(report: Mapping[str, Any]) -> bool:
+    """Whether a run is valid and no gate failed."""
+    verdicts = {gate["verdict"] for gate in report["gates"]}
+    return report["void_because"] is None and Verdict.FAILED.value not in verdicts
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """One line a gate, for people."""
+    lines = [f"{report['device']}  seed {report['seed']}"]
+    for gate in report["gates"]:
+        mean = "      -" if gate["mean"] is None else f"{gate['mean']:7.3f}"
+        lines.append(f"{gate['name']}  {gate['verdict']:8s} {mean}  {gate['metric']}")
+        lines += [f"      {reason}" for reason in gate["reasons"]]
+    if report["void_because"]:
+        lines.append(f"VOID: {report['void_because']}")
+    return "\n".join(lines)
+
+
+def _judgement_as_json(judgement: Judgement) -> dict[str, Any]:
+    """JSON has no NaN: an unknown mean or value is null."""
+    return {
+        **asdict(judgement.gate),
+        "verdict": judgement.verdict.value,
+        "mean": _finite(judgement.mean),
+        "worst": _finite(judgement.worst),
+        "reasons": list(judgement.reasons),
+        "samples": [
+            {**asdict(sample), "value": _finite(sample.value), "faults": list(sample.faults)}
+            for sample in judgement.samples
+        ],
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,74 @@
+"""Everything that the committed configurations compile to, by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from equipoise_kernels import configurations
+from equipoise_kernels.gemm import dense, grouped
+from equipoise_kernels.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
+from equipoise_kernels.specialization import Specialization
+
+_HIDDEN = 7168
+_GROUPS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tunable:
+    """An operation with configurations: their type, what may be chosen, and what they compile to.
+
+    A specialisation that needs sizes gets those of DeepSeek-V3 with 32 slots a rank.
+    """
+
+    kind: type[Any]
+    space: tuple[Any, ...]
+    specializations: Callable[[Any], list[Specialization]]
+
+
+TUNABLES: Mapping[str, Tunable] = {
+    "gemm": Tunable(
+        kind=dense.GemmConfig,
+        space=dense.CONFIG_SPACE,
+        specializations=dense.specializations,
+    ),
+    "grouped_gemm": Tunable(
+        kind=grouped.GroupedGemmConfig,
+        space=grouped.CONFIG_SPACE,
+        specializations=lambda config: grouped.specializations(config, num_groups=_GROUPS),
+    ),
+    "group_quant": Tunable(
+        kind=group_quant.GroupQuantConfig,
+        space=group_quant.CONFIG_SPACE,
+        specializations=group_quant.specializations,
+    ),
+    "rms_norm_quant": Tunable(
+        kind=rms_norm_quant.RmsNormQuantConfig,
+        space=rms_norm_quant.CONFIG_SPACE,
+        specializations=lambda config: rms_norm_quant.specializations(config, _HIDDEN),
+    ),
+    "silu_mul_quant": Tunable(
+        kind=silu_mul_quant.SiluMulQuantConfig,
+        space=silu_mul_quant.CONFIG_SPACE,
+        specializations=silu_mul_quant.specializations,
+    ),
+}
+
+
+def committed_configs() -> list[tuple[str, Any]]:
+    """Operation and configuration, each once."""
+    found = {}
+    for operation, tunable in TUNABLES.items():
+        for file in configurations.committed(operation).values():
+            for entry in file:
+                found[operation, tunable.kind(**entry.config)] = None
+    return list(found)
+
+
+def committed_specializations() -> list[Specialization]:
+    """What to compile, each once; kernels without configurations too."""
+    found = {s.name: s for s in weight_quant.specializations()}
+    for operation, config in committed_configs():
+        found |= {s.name: s for s in TUNABLES[operation].specializations(config)}
+    return list(found.values())

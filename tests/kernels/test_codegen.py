@@ -1,0 +1,119 @@
+"""Machine code for Hopper, made and read on a machine without a GPU.
+
+Kernels are interpreted in this process, so another one compiles them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels need the extra `kernels`")
+
+from equipoise_kernels.testing.codegen import Code
+from equipoise_kernels.testing.committed import (
+    TUNABLES,
+    committed_configs,
+    committed_specializations,
+)
+from equipoise_kernels.testing.gates import violations
+
+# Too few rows without a swap, more sums than registers, and more programs than fit.
+BAD_CONFIGS = """
+import json
+from dataclasses import replace
+from equipoise_kernels.gemm.dense import GemmConfig, specializations
+from equipoise_kernels.testing.codegen import compile_for_hopper
+from equipoise_kernels.testing.gates import violations
+good = GemmConfig(block_m=64, block_n=128, swap_ab=False, split_k=1, group_m=8, num_warps=4,
+                  num_stages=3, ctas_per_sm=3)
+for change in ({"block_m": 16}, {"block_m": 128, "ctas_per_sm": 1}, {"ctas_per_sm": 4}):
+    what = specializations(replace(good, **change))[0]
+    print(json.dumps(violations(what, compile_for_hopper(what))))
+"""
+
+
+def compiled_by(*arguments):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    returncode, lines = compiled_by("-m", "equipoise_kernels.testing.gates")
+    return returncode, {line["name"]: line for line in lines}
+
+
+def test_all_committed_kernels_compile_and_the_command_says_so(compiled):
+    returncode, lines = compiled
+    assert returncode == 0
+    assert set(lines) == {what.name for what in committed_specializations()}
+
+
+@pytest.mark.parametrize("name", [what.name for what in committed_specializations()])
+def test_a_committed_kernel_passes_every_gate(name, compiled):
+    line = compiled[1][name]
+    assert line["violations"] == []
+    assert line["registers"] > 0
+
+
+def test_the_compiler_gives_the_gates_something_to_catch():
+    _, (small, spilling, crowded) = compiled_by("-c", BAD_CONFIGS)
+    assert any("QGMMA" in violation for violation in small)
+    assert any("spills" in violation for violation in spilling)
+    assert crowded == [crowded[0]]
+    assert "4 are claimed" in crowded[0]
+
+
+@pytest.mark.parametrize(("operation", "config"), committed_configs())
+def test_what_is_committed_is_something_that_tuning_may_choose(operation, config):
+    space = TUNABLES[operation].space
+    if operation == "gemm":
+        # What fits on a multiprocessor follows from the rest: it is claimed, not chosen.
+        space = [replace(choice, ctas_per_sm=config.ctas_per_sm) for choice in space]
+    assert config in space
+
+
+GOOD = Code(
+    num_registers=168,
+    num_threads=128,
+    shared_bytes=73752,
+    stack_bytes=0,
+    instructions={"QGMMA": 4, "FFMA": 64, "UTMALDG": 3},
+    ptx="cp.async.bulk.tensor",
+)
+
+
+def product():
+    return next(what for what in committed_specializations() if what.min_accumulators == 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"stack_bytes": 8}, "spills"),
+        ({"instructions": {**GOOD.instructions, "STL": 2}}, "spills"),
+        ({"shared_bytes": 240_000}, "227 KB"),
+        ({"num_registers": 255, "num_threads": 256}, "claimed"),
+        ({"instructions": {**GOOD.instructions, "QGMMA": 0}}, "QGMMA"),
+        ({"instructions": {**GOOD.instructions, "HMMA": 1}}, "old path"),
+        ({"instructions": {**GOOD.instructions, "UTMALDG": 0}}, "TMA"),
+        ({"instructions": {**GOOD.instructions, "FFMA": 63}}, "promoted"),
+    ],
+)
+def test_a_gate_names_what_it_finds(change, named):
+    what = replace(product(), ctas_per_sm=2)
+    assert violations(what, GOOD) == []
+    assert any(named in violation for violation in violations(what, replace(GOOD, **change)))

@@ -1,0 +1,75 @@
+import subprocess
+import sys
+
+import pytest
+
+from equipoise_kernels import configurations
+from equipoise_kernels.configurations import Entry
+from equipoise_kernels.gemm.dense import GemmConfig
+from equipoise_kernels.gemm.grouped import GroupedGemmConfig
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from equipoise_kernels.quant.group_quant import group_quant
+from equipoise_kernels.quant.weight_quant import quantize_weight
+from equipoise_kernels.gemm.dense import gemm
+rows = group_quant(torch.ones(2, 128))
+print(gemm(rows, quantize_weight(torch.ones(3, 128)), dtype=torch.float32)[1, 2].round().item())
+"""
+
+
+def test_small_launches_swap_their_operands_and_large_ones_do_not():
+    def chosen(rows):
+        return configurations.choose("gemm", GemmConfig, rows=rows, shape=(24576, 1536))
+
+    assert chosen(1) == chosen(16)
+    assert chosen(16).swap_ab and chosen(16).block_m == 16
+    assert not chosen(4096).swap_ab
+    assert configurations.choose("grouped_gemm", GroupedGemmConfig, rows=16).block_m == 16
+
+
+def test_weights_with_few_columns_split_k():
+    def chosen(shape):
+        return configurations.choose("gemm", GemmConfig, rows=1, shape=shape)
+
+    assert chosen((576, 7168)).split_k > chosen((7168, 2048)).split_k > 1
+    assert chosen((24576, 1536)).split_k == 1
+
+
+def test_entries_are_tried_in_order_and_come_back_from_a_file(tmp_path):
+    entries = (
+        Entry(max_rows=8, shapes=((1, 2), (3, 4)), config={"a": 1}),
+        Entry(max_rows=8, config={"a": 2}),
+        Entry(config={"a": 3}),
+    )
+    path = tmp_path / "device" / "gemm.json"
+    configurations.write(path, entries, origin={"measured": "never"})
+    back = configurations.read(path)
+    assert back == entries
+    assert [e.fits(8, (3, 4)) for e in back] == [True, True, True]
+    assert [e.fits(8, (1, 4)) for e in back] == [False, True, True]
+    assert [e.fits(9, (1, 2)) for e in back] == [False, False, True]
+
+
+@pytest.mark.parametrize("last", [Entry(max_rows=8, config={}), Entry(shapes=((1, 2),), config={})])
+def test_a_file_whose_last_entry_does_not_fit_every_launch_is_a_fault(tmp_path, last):
+    configurations.write(tmp_path / "x.json", [last], origin={})
+    with pytest.raises(AssertionError, match="every launch"):
+        configurations.read(tmp_path / "x.json")
+
+
+def test_every_committed_file_says_where_its_figures_come_from():
+    for operation in configurations.operations():
+        for place in configurations.committed(operation):
+            device, triton = place.split("/triton_")
+            text = configurations.path_of(operation, device=device, triton=triton).read_text()
+            assert '"measured":' in text
+
+
+def test_everything_but_the_kernels_works_without_triton():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "128.0\n", done.stderr

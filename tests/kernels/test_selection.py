@@ -1,0 +1,169 @@
+import logging
+
+import pytest
+import torch
+
+from equipoise_kernels import self_test
+from equipoise_kernels.errors import KernelsUnavailableError
+from equipoise_kernels.gemm import dense, libraries
+from equipoise_kernels.selection import OPERATIONS, Process, agreed, backend, resolve
+
+
+def works(operation, name):
+    return None
+
+
+def only(*names):
+    return lambda operation, name: None if name in names else f"{name} is not here"
+
+
+def test_auto_takes_the_best_that_works():
+    everything = resolve("auto", works)
+    assert everything.backends == {operation: names[0] for operation, names in OPERATIONS.items()}
+    assert set(resolve("auto", only("reference")).backends.values()) == {"reference"}
+    assert resolve("auto", only("triton", "reference")).backends["gemm_large"] == "triton"
+
+
+def test_auto_keeps_the_reason_why_it_passed_a_backend_over():
+    selection = resolve("auto", only("triton", "reference"))
+    assert selection.obstacles["gemm_large=deep_gemm"] == "deep_gemm is not here"
+    assert "gemm=triton" not in selection.obstacles
+
+
+def test_a_name_is_for_every_operation_that_has_it():
+    selection = resolve("scaled_mm", works)
+    assert selection.backends["gemm_large"] == "scaled_mm"
+    assert selection.backends["gemm"] == "triton"
+    assert set(resolve("reference", works).backends.values()) == {"reference"}
+
+
+def test_single_operations_may_be_exceptions():
+    selection = resolve(" auto, gemm=reference ,gemm_large=scaled_mm", works)
+    assert selection.backends["gemm"] == "reference"
+    assert selection.backends["gemm_large"] == "scaled_mm"
+    assert selection.backends["grouped_gemm"] == "triton"
+    assert "gemm=reference" in str(selection)
+
+
+def test_a_backend_that_was_asked_for_is_the_only_one_that_is_tried():
+    tried = []
+    resolve("reference", lambda operation, name: tried.append(name))
+    assert set(tried) == {"reference"}
+
+
+def test_what_was_asked_for_and_cannot_run_is_an_error_with_its_reason():
+    with pytest.raises(KernelsUnavailableError, match="triton is not here"):
+        resolve("triton", only("reference"))
+
+
+@pytest.mark.parametrize("setting", ["cuda", "gemm=cuda", "gem=triton", "group_quant=scaled_mm"])
+def test_a_setting_that_names_nothing_is_an_error_with_the_choices(setting):
+    with pytest.raises(KernelsUnavailableError, match=r"triton.*reference|reference.*triton"):
+        resolve(setting, works)
+
+
+def test_ranks_agree_on_what_all_of_them_can_run():
+    able, unable = resolve("auto", works), resolve("auto", only("triton", "reference"))
+    for order in ([able, unable], [unable, able]):
+        shared = agreed(order)
+        assert shared.backends["gemm_large"] == "triton"
+        assert "gemm_large=deep_gemm" in shared.obstacles
+    assert agreed([able]) == able
+
+
+def test_ranks_without_a_common_backend_are_told_to_use_one_setting():
+    with pytest.raises(KernelsUnavailableError, match="the same EQUIPOISE_KERNELS"):
+        agreed([resolve("reference", works), resolve("gemm=triton", works)])
+
+
+def test_the_process_resolves_its_variable_once_and_logs_the_choice(monkeypatch, caplog):
+    monkeypatch.setattr(Process, "_selection", None)
+    monkeypatch.setenv("EQUIPOISE_KERNELS", "reference")
+    with caplog.at_level(logging.INFO, logger="equipoise_kernels.selection"):
+        first = Process.selection()
+        monkeypatch.setenv("EQUIPOISE_KERNELS", "nonsense")
+        assert Process.selection() is first
+    assert [record.message for record in caplog.records] == [f"kernels: {first}"]
+
+
+def test_tensors_on_the_cpu_are_the_references_unless_triton_interprets(monkeypatch):
+    monkeypatch.setattr(Process, "_selection", resolve("auto", works))
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("equipoise_kernels.selection.is_interpreting", lambda: False)
+    assert backend("gemm", cpu) == "reference"
+    assert backend("gemm", torch.device("cuda")) == "triton"
+    monkeypatch.setattr("equipoise_kernels.selection.is_interpreting", lambda: True)
+    assert backend("gemm", cpu) == "triton"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_interpreted_kernels_pass_their_self_tests(operation, interpreted):
+    assert self_test.obstacle(operation, "triton") is None
+
+
+def test_a_wrong_result_or_an_exception_is_an_obstacle(monkeypatch, interpreted):
+    monkeypatch.setitem(dense.BACKENDS, "triton", lambda a, weight, *, out: out.fill_(1.0))
+    assert "away from the reference" in self_test.obstacle("gemm", "triton")
+    monkeypatch.setitem(dense.BACKENDS, "triton", lambda a, weight, *, out: out.fill_(float("nan")))
+    assert "away from the reference" in self_test.obstacle("gemm", "triton")
+    monkeypatch.setitem(dense.BACKENDS, "triton", lambda a, weight, *, out: 1 / 0)
+    assert "ZeroDivisionError" in self_test.obstacle("gemm", "triton")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_a_gpu_libraries_are_passed_over_and_say_why():
+    assert "CUDA device" in self_test.obstacle("gemm_large", "scaled_mm")
+    assert self_test.obstacle("gemm_large", "reference") is None
+
+
+def test_without_triton_nothing_breaks_and_the_reason_names_the_extra(monkeypatch):
+    monkeypatch.setattr(self_test, "triton_version", lambda: None)
+    selection = resolve("auto", self_test.obstacle)
+    assert set(selection.backends.values()) == {"reference"}
+    assert "extra `kernels`" in selection.obstacles["gemm=triton"]
+
+
+def test_cublas_gets_columns_of_scales_without_gaps_and_padded_weight_scales(
+    monkeypatch, generator
+):
+    from equipoise_kernels.formats import ScaleLayout
+    from equipoise_kernels.testing.cases import spread_rows, spread_weight
+
+    calls = []
+
+    def scaled_mm(a, b, **options):
+        calls.append((a, b, options))
+        return torch.ones(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+    a = spread_rows((6, 768), generator, layout=ScaleLayout.MN_ALIGNED)
+    weight = spread_weight((256, 768), generator)
+    out = torch.zeros(6, 256)
+    libraries.gemm_scaled_mm(a, weight, out=out)
+    ((_, b, options),) = calls
+    assert b.shape == (768, 256) and (out == 1).all()
+    assert options["scale_a"].shape == (6, 6) and options["scale_a"].stride() == (1, 6)
+    assert torch.equal(options["scale_a"], a.scales)
+    assert options["scale_b"].shape == (8, 2) and options["scale_b"].stride() == (1, 8)
+    assert torch.equal(options["scale_b"][:6], weight.scales.t())
+
+
+def test_deep_gemm_gets_pairs_of_codes_and_scales(monkeypatch, generator):
+    from equipoise_kernels.testing.cases import spread_rows, spread_weight
+
+    class Library:
+        @staticmethod
+        def fp8_gemm_nt(a, b, d):
+            d.copy_(torch.full_like(d, len(a) + len(b)))
+
+    monkeypatch.setitem(__import__("sys").modules, "deep_gemm", Library)
+    assert libraries.deep_gemm_obstacle() is None
+    out = torch.zeros(3, 128)
+    libraries.gemm_deep_gemm(
+        spread_rows((3, 128), generator), spread_weight((128, 128), generator), out=out
+    )
+    assert (out == 4).all()
+    monkeypatch.setitem(__import__("sys").modules, "deep_gemm", object())
+    assert "no fp8_gemm_nt" in libraries.deep_gemm_obstacle()
+    monkeypatch.setitem(__import__("sys").modules, "deep_gemm", None)
+    assert "cannot be imported" in libraries.deep_gemm_obstacle()
