@@ -2,7 +2,7 @@
 
     python -m equipoise_model.train --out DIR
 
-It takes about six minutes on two quiet cores. `checkpoints/tiny` holds what was shipped: its
+It takes minutes on two cores. `checkpoints/tiny` holds what was shipped: its
 `training.json` has the exact command, seed, losses and expert loads, its `loads.json` a trace of
 those loads. `data` needs no torch: the demo takes its prompts, held-out text, from there.
 """
