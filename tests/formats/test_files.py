@@ -1,4 +1,5 @@
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,6 @@ LOADS_FILES = [
     (Format.TENSORRT_LLM, "statistics"),
     (Format.DEEPSEEK, "weight.npz"),
 ]
-COUNTS_DENSE_LAYERS = {Format.SGLANG, Format.TENSORRT_LLM}
 OWN_LOADS = (
     Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny" / "loads.json"
 )
@@ -65,8 +65,9 @@ def test_loads_survive_every_format_to_the_last_bit(tmp_path, form, name, window
         first_moe_layer=first,
         top_k=1,
     )
-    write_recording(written, tmp_path / name, form=form)
-    read = read_recording(tmp_path / name, first_moe_layer=first)
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    write_recording(written, folder / name, form=form)
+    read = read_recording(folder / name, first_moe_layer=first)
     assert np.array_equal(read.windows, windows)
     assert read.first_moe_layer == first
 
@@ -177,6 +178,12 @@ def test_a_file_that_is_not_there_is_a_fault_of_the_file(tmp_path, recording):
         write_recording(recording, tmp_path / "no" / "loads.json", form=Format.EQUIPOISE)
     with pytest.raises(FormatError, match=r"it is a folder without meta_info\.json"):
         read_recording(tmp_path)
+
+
+def test_statistics_are_not_mixed_with_older_ones(tmp_path, recording):
+    write_recording(recording, tmp_path / "statistics", form=Format.TENSORRT_LLM)
+    with pytest.raises(FormatError, match="statistics: the folder is not empty"):
+        write_recording(recording, tmp_path / "statistics", form=Format.TENSORRT_LLM)
 
 
 def test_a_wrong_number_of_experts_is_refused():

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from equipoise.balancer.settings import BalancerSettings
+from equipoise.cli.convert_settings import ConvertSettings
 from equipoise.cli.demo_settings import DemoSettings
 from equipoise.cli.options import command_from
 from equipoise.cli.plan_settings import PlanSettings
@@ -115,6 +116,11 @@ def _whatif(settings: WhatIfSettings) -> int:
     return _run_of("equipoise.cli.whatif")(settings)
 
 
+def _convert(settings: ConvertSettings) -> int:
+    """Write one engine's file of loads or of a layout as another's."""
+    return _run_of("equipoise.cli.convert")(settings)
+
+
 def _run_of(module: str) -> Callable[[Any], int]:
     """The `run` of a command's module, imported now."""
     run: Callable[[Any], int] = importlib.import_module(module).run
@@ -140,6 +146,7 @@ app.command("demo")(command_from(DemoSettings, _demo))
 app.command("plan")(command_from(PlanSettings, _plan))
 app.command("replay")(command_from(ReplaySettings, _replay))
 app.command("whatif")(command_from(WhatIfSettings, _whatif))
+app.command("convert")(command_from(ConvertSettings, _convert))
 
 
 if __name__ == "__main__":

@@ -42,12 +42,9 @@ def read_recording(
     Raises:
         FormatError: the file cannot be used; the message names it.
     """
+    known = Expected(num_experts=num_experts, first_moe_layer=first_moe_layer)
     with _naming(path):
-        document = open_document(path)
-        recording = _reader(document, form, _RECORDINGS, "loads")(document)
-        if num_experts not in {None, recording.num_experts}:
-            raise FormatError(f"it has {recording.num_experts} experts, expected are {num_experts}")
-        return _without_dense(recording, first_moe_layer)
+        return _recording(open_document(path), form, known)
 
 
 def read_placement(
@@ -59,8 +56,20 @@ def read_placement(
         FormatError: the file cannot be used; the message names it.
     """
     with _naming(path):
+        return _placement(open_document(path), form, expected or Expected())
+
+
+def read_either(path: Path, *, form: Format | None, expected: Expected) -> Recording | Placement:
+    """Loads or a layout, whichever the file holds; as `read_recording` and `read_placement`.
+
+    Raises:
+        FormatError: the file cannot be used; the message names it.
+    """
+    with _naming(path):
         document = open_document(path)
-        return _reader(document, form, _PLACEMENTS, "a layout")(document, expected or Expected())
+        if any(kind.is_this(document) for kind in _RECORDINGS.values()):
+            return _recording(document, form, expected)
+        return _placement(document, form, expected)
 
 
 def write_recording(recording: Recording, path: Path, *, form: Format) -> None:
@@ -76,6 +85,9 @@ def write_recording(recording: Recording, path: Path, *, form: Format) -> None:
             return
         members = tensorrt_llm.recording_members(recording)
         path.mkdir(parents=True, exist_ok=True)
+        if next(path.iterdir(), None) is not None:
+            # Ranks of an older recording would be added to this one.
+            raise FormatError("the folder is not empty")
         for name, data in members.items():
             _write(path / name, data)
 
@@ -140,6 +152,19 @@ _PLACEMENT_WRITERS: Mapping[Format, Callable[[Placement], bytes]] = {
     Format.TENSORRT_LLM: tensorrt_llm.placement_yaml,
     Format.DEEPSEEK: deepseek.placement_npz,
 }
+
+
+def _recording(document: Any, form: Format | None, expected: Expected) -> Recording:
+    recording = _reader(document, form, _RECORDINGS, "loads")(document)
+    if expected.num_experts not in {None, recording.num_experts}:
+        raise FormatError(
+            f"it has {recording.num_experts} experts, expected are {expected.num_experts}"
+        )
+    return _without_dense(recording, expected.first_moe_layer)
+
+
+def _placement(document: Any, form: Format | None, expected: Expected) -> Placement:
+    return _reader(document, form, _PLACEMENTS, "a layout")(document, expected)
 
 
 def _reader(
