@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from equipoise.formats import archive
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import (
@@ -159,6 +160,7 @@ def test_a_forced_format_is_not_guessed(write):
         ("- " * 100_000, "YAML is nested deeper than 8"),
         ("a: &x [1]\nb: *x", "YAML aliases are not read"),
         ("a: [1", "it is no YAML: "),
+        ('{"domains": {"a": [[[1]]], "a": [[[2]]]}}', "the JSON key 'a' is there twice"),
         ("a: 1\na: 2", "the YAML key 'a' is there twice"),
         ("? [a]\n: 1", "a YAML key must be a scalar, not a list of 1"),
         (b"\xff\xfe\x00", "it is neither text nor a .pt or .npz file"),
@@ -169,6 +171,12 @@ def test_what_is_no_such_file_is_refused_by_name(write, content, words):
     path = write(content)
     with pytest.raises(FormatError, match=f"^{path}: .*{words}"):
         read_recording(path)
+
+
+def test_a_file_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(archive, "MAX_BYTES", 1000)
+    with pytest.raises(FormatError, match="/dev/zero: it has more than 1000 bytes"):
+        read_recording(Path("/dev/zero"))
 
 
 def test_a_file_that_is_not_there_is_a_fault_of_the_file(tmp_path, recording):

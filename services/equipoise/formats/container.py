@@ -26,9 +26,10 @@ def open_document(path: Path) -> Any:
     """
     if path.is_dir():
         return _folder(path)
-    if path.stat().st_size > archive.MAX_BYTES:
+    with path.open("rb") as file:
+        data = file.read(archive.MAX_BYTES + 1)
+    if len(data) > archive.MAX_BYTES:
         raise FormatError(f"it has more than {archive.MAX_BYTES} bytes")
-    data = path.read_bytes()
     if data.startswith(archive.MAGIC):
         members = archive.unpacked(data)
         if any(name.endswith(".npy") for name in members):
@@ -53,10 +54,22 @@ def _text_document(data: bytes) -> Any:
     except UnicodeDecodeError:
         raise FormatError("it is neither text nor a .pt or .npz file") from None
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
+    except FormatError:
+        raise
     except RecursionError:
         raise FormatError("its JSON is nested too deep") from None
     except ValueError as error:
         if text.lstrip().startswith(("{", "[")):
             raise FormatError(f"it is no JSON: {error}") from None
     return yaml_file.load(text)
+
+
+def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that is there twice, only one value would be used."""
+    document = dict(members)
+    if len(document) != len(members):
+        names = [name for name, _ in members]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise FormatError(f"the JSON key {twin[:40]!r} is there twice")
+    return document
