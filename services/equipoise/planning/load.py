@@ -168,6 +168,9 @@ class LoadAverage:
     have come evenly since the fold before, so a steady stream gives the same average however its
     time is cut into folds. The sum is divided by the decayed time, not by its limit, so a young
     average of a steady stream is already exact.
+
+    Beside the mean it keeps the mean square of the folds' rates, and so how much an expert's load
+    varies from fold to fold. A store may leave that out: then the load counts as steady so far.
     """
 
     half_life_s: float
@@ -175,6 +178,8 @@ class LoadAverage:
     """Time of the last fold."""
     decayed_tokens: Load
     decayed_duration_s: float
+    decayed_squares: Load | None = None
+    """Of tokens per second, weighted like the time they came in; None if not known."""
 
     @classmethod
     def start(
@@ -195,11 +200,13 @@ class LoadAverage:
         # The integral of 2^(-t / half_life_s) over the elapsed time: its decayed length.
         duration_s = (1.0 - kept) * self.half_life_s / math.log(2.0)
         weight = duration_s / elapsed_s if elapsed_s > 0.0 else 1.0
+        rate = tokens / elapsed_s if elapsed_s > 0.0 else np.zeros_like(tokens)
         return replace(
             self,
             folded_s=max(now, self.folded_s),
             decayed_tokens=kept * self.decayed_tokens + weight * tokens,
             decayed_duration_s=kept * self.decayed_duration_s + duration_s,
+            decayed_squares=kept * self._squares() + duration_s * rate**2,
         )
 
     def restarted(self, tokens: Load, *, duration_s: float, now: float) -> "LoadAverage":
@@ -209,6 +216,7 @@ class LoadAverage:
             folded_s=now - duration_s,
             decayed_tokens=np.zeros_like(self.decayed_tokens),
             decayed_duration_s=0.0,
+            decayed_squares=None,
         )
         return empty.fold(tokens, now=now)
 
@@ -221,6 +229,29 @@ class LoadAverage:
         if self.decayed_duration_s <= 0.0:
             return np.zeros_like(self.decayed_tokens)
         return self.decayed_tokens / self.decayed_duration_s
+
+    def variance(self) -> Load:
+        """Variance of tokens per second over folds, [layers, experts]; 0 if nothing is known.
+
+        Includes what chance does to a fold, so it never falls to 0 in practice.
+        """
+        if self.decayed_duration_s <= 0.0:
+            return np.zeros_like(self.decayed_tokens)
+        mean_square = self._squares() / self.decayed_duration_s
+        return np.maximum(mean_square - self.per_second() ** 2, 0.0)
+
+    def at_risk(self, z: float) -> Load:
+        """Tokens per second `z` standard deviations above the mean, [layers, experts].
+
+        What to plan for where a rank must not be overrun when one of its experts is: even ranks of
+        mean load can differ much in how far they swing.
+        """
+        return self.per_second() + z * np.sqrt(self.variance())
+
+    def _squares(self) -> Load:
+        if self.decayed_squares is not None:
+            return self.decayed_squares
+        return self.per_second() ** 2 * self.decayed_duration_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

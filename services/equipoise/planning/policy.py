@@ -77,6 +77,35 @@ class Policy:
     algorithm: Algorithm = Algorithm.AUTO
     """How replicas are placed."""
 
+    locality: float = 0.25
+    """For the algorithm `local`: 0 is hierarchical, 1 global. A quarter lets a fifth of the load
+    leave its home node, which balances recorded loads of a 256-expert model to 0.97 and more."""
+
+    target_balancedness: float = 1.0
+    """For the algorithm `incremental`: the balancedness at which moving stops. 1: move whatever
+    gains more than noise."""
+
+    plan_below: float = 1.0
+    """Balancedness of the latest window from which on nothing moves. Below `target_balancedness`
+    it is a hysteresis: a pool then drifts from one to the other before it moves again. 1: none."""
+
+    risk_z: float = 0.0
+    """Standard deviations of each expert's load over windows that plans add to its mean. 0: plan
+    for the mean; 1 gives room to experts whose load comes and goes."""
+
+    bandwidth_bytes_per_s: float = 1e9
+    """Bytes that one rank pulls in a second beside serving: 8 Gbit/s, a share of a network card."""
+
+    pull_slowdown: float = 0.1
+    """Part of a pool's throughput that is lost while ranks pull experts."""
+
+    switch_stall_s: float = 0.02
+    """Seconds for which steps stand still at each switch to a generation."""
+
+    payback_s: float = 600.0
+    """Seconds in which a plan must earn back what it costs: loads change in minutes, and what is
+    not earned by then never is."""
+
     stage_timeout_s: float = 30.0
     """Seconds until a generation that is not staged by all ranks is aborted. Pulling
     `max_wave_bytes` takes a few seconds on a slow network."""
@@ -87,6 +116,21 @@ class Policy:
 
     silent_after_s: float = 5.0
     """Seconds without a word after which a worker counts as lost: five missed heartbeats."""
+
+    reform_timeout_s: float = 5.0
+    """Seconds for which ranks are waited for that do not say whether their group is over, when
+    others say so; then ranks are dealt without them."""
+
+    meet_timeout_s: float = 60.0
+    """Seconds in which the ranks of a new epoch must have loaded their experts and met."""
+
+    start_timeout_s: float = 60.0
+    """Seconds for which a pool waits for all its workers when it starts; then those who came begin,
+    if their slots suffice."""
+
+    join_settle_s: float = 0.5
+    """Seconds without another newcomer before the ranks stop to take newcomers in, so that several
+    who come together cost one pause."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -124,8 +168,20 @@ _RANGES: dict[str, tuple[float, float]] = {
     "min_gain": (0.0, 1.0),
     "cooldown_s": (0.0, 24 * _HOUR_S),
     "max_wave_bytes": (1, 2**50),
+    "locality": (0.0, 1.0),
+    "target_balancedness": (0.01, 1.0),
+    "plan_below": (0.01, 1.0),
+    "risk_z": (0.0, 10.0),
+    "bandwidth_bytes_per_s": (1.0, 1e15),
+    "pull_slowdown": (0.0, 1.0),
+    "switch_stall_s": (0.0, _HOUR_S),
+    "payback_s": (0.0, 24 * _HOUR_S),
     "stage_timeout_s": (0.01, _HOUR_S),
     "switch_timeout_s": (0.01, _HOUR_S),
     "silent_after_s": (0.02, _HOUR_S),
+    "reform_timeout_s": (0.01, _HOUR_S),
+    "meet_timeout_s": (0.1, _HOUR_S),
+    "start_timeout_s": (0.0, _HOUR_S),
+    "join_settle_s": (0.0, _HOUR_S),
 }
 assert _RANGES.keys() | {"algorithm"} == {field.name for field in fields(Policy)}

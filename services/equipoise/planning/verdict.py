@@ -1,5 +1,6 @@
 """`judge`: whether a plan is worth its moves. Every verdict carries its reason in words."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,10 @@ class Verdict:
     """Yes or no to a plan, and why.
 
     Both balancednesses are what the latest window's load makes of a layout. `moves` counts the
-    slots that change, over all layers; `bytes` is what they cost.
+    slots that change, over all layers; `bytes` is what they cost, and `pull_s` the seconds in which
+    the rank with most of them pulls its own. `lost_s` estimates the seconds of serving that this
+    and the switches take away, `payback_s` after how many seconds the gain has earned them back;
+    infinite if there is no gain.
     """
 
     accepted: bool
@@ -25,6 +29,9 @@ class Verdict:
     balancedness_proposed: float
     moves: int
     bytes: int
+    pull_s: float
+    lost_s: float
+    payback_s: float
 
 
 def judge(
@@ -44,37 +51,82 @@ def judge(
 
     `average` and `window` are [layers, experts]: the load that the plan was made for (any unit) and
     the tokens of the latest window. A plan follows the average; the window is the newer witness,
-    so a plan that is worse on it is refused however good it looks on the average.
+    so a plan that is worse on it is refused however good it looks on the average. What a plan saves
+    is estimated as if the experts of the busiest rank were the whole of a step: the best case.
     """
-    moves = int(np.count_nonzero(proposed != current.expert_of_slot))
-    before = _balancedness(current.expert_of_slot, window, current.num_ranks)
-    after = _balancedness(proposed, window, current.num_ranks)
+    before = _balancedness(current, current.expert_of_slot, window)
+    after = _balancedness(current, proposed, window)
+    cost = _cost(current, proposed, model=model, policy=policy, speedup=1.0 - before / after)
     refusal = (
         _too_few_tokens(window, policy)
         or _cooling_down(policy, shift, now=now, last_switch_s=last_switch_s)
-        or _nothing_to_move(moves, before)
+        or _balanced_enough(before, policy)
+        or _nothing_to_move(cost.moves, before)
         or _gains_too_little(before, after, policy)
+        or _never_pays(cost, policy)
     )
-    cost_bytes = moves * model.expert_bytes
+    accepted = (
+        f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
+        f"{after:.3f} (on the average from "
+        f"{_balancedness(current, current.expert_of_slot, average):.3f} to "
+        f"{_balancedness(current, proposed, average):.3f}) for {cost.moves} moves of "
+        f"{cost.bytes / 2**20:.1f} MiB together, which cost {cost.lost_s:.3g} s of serving and pay "
+        f"after {cost.payback_s:.3g} s; {shift.reason}"
+    )
     return Verdict(
         accepted=refusal is None,
-        reason=refusal
-        or (
-            f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
-            f"{after:.3f} (on the average from "
-            f"{_balancedness(current.expert_of_slot, average, current.num_ranks):.3f} to "
-            f"{_balancedness(proposed, average, current.num_ranks):.3f}) for {moves} moves of "
-            f"{cost_bytes / 2**20:.1f} MiB together; {shift.reason}"
-        ),
+        reason=refusal or accepted,
         balancedness_current=before,
         balancedness_proposed=after,
-        moves=moves,
-        bytes=cost_bytes,
+        moves=cost.moves,
+        bytes=cost.bytes,
+        pull_s=cost.pull_s,
+        lost_s=cost.lost_s,
+        payback_s=cost.payback_s,
     )
 
 
-def _balancedness(expert_of_slot: ExpertTable, load: Load, num_ranks: int) -> float:
-    return balancedness(rank_loads(expert_of_slot, load=load, num_ranks=num_ranks))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cost:
+    moves: int
+    bytes: int
+    pull_s: float
+    lost_s: float
+    payback_s: float
+
+
+def _cost(
+    current: Layout, proposed: ExpertTable, *, model: ModelShape, policy: Policy, speedup: float
+) -> _Cost:
+    """What a plan costs; `speedup` is the part of a step's time that it saves.
+
+    Ranks pull at the same time, so the one with most moves says how long. Its bytes also say how
+    many generations they come in, because a generation stages a limited number.
+    """
+    changed = (proposed != current.expert_of_slot).sum(axis=0)
+    moves_of_rank = np.add.reduceat(changed, current.first_slot[:-1])
+    most_bytes = int(moves_of_rank.max()) * model.expert_bytes
+    pull_s = most_bytes / policy.bandwidth_bytes_per_s
+    num_switches = -(-most_bytes // policy.max_wave_bytes)
+    lost_s = pull_s * policy.pull_slowdown + num_switches * policy.switch_stall_s
+    return _Cost(
+        moves=int(changed.sum()),
+        bytes=int(changed.sum()) * model.expert_bytes,
+        pull_s=pull_s,
+        lost_s=lost_s,
+        payback_s=lost_s / speedup if speedup > 0 else math.inf,
+    )
+
+
+def _balancedness(current: Layout, expert_of_slot: ExpertTable, load: Load) -> float:
+    return balancedness(
+        rank_loads(
+            expert_of_slot,
+            load=load,
+            num_ranks=current.num_ranks,
+            first_slot=current.first_slot,
+        )
+    )
 
 
 def _too_few_tokens(window: Load, policy: Policy) -> str | None:
@@ -98,6 +150,15 @@ def _cooling_down(
     )
 
 
+def _balanced_enough(before: float, policy: Policy) -> str | None:
+    if policy.plan_below >= 1.0 or before < policy.plan_below:
+        return None
+    return (
+        f"balanced enough: the latest window is at {before:.3f}, "
+        f"nothing moves from {policy.plan_below:.3f} on"
+    )
+
+
 def _nothing_to_move(moves: int, before: float) -> str | None:
     if moves:
         return None
@@ -116,3 +177,13 @@ def _gains_too_little(before: float, after: float, policy: Policy) -> str | None
             f"{before:.3f} to {after:.3f}, the least gain is {policy.min_gain:.3f}"
         )
     return None
+
+
+def _never_pays(cost: _Cost, policy: Policy) -> str | None:
+    if cost.payback_s <= policy.payback_s:
+        return None
+    return (
+        f"the plan costs more than it gains: {cost.moves} moves of {cost.bytes / 2**20:.1f} MiB "
+        f"together cost {cost.lost_s:.3g} s of serving ({cost.pull_s:.3g} s of pulling) and pay "
+        f"after {cost.payback_s:.3g} s, the limit is {policy.payback_s:g} s"
+    )

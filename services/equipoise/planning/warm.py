@@ -1,0 +1,26 @@
+"""`warm_up`: compile the planner before anybody waits for a plan."""
+
+import numpy as np
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.planner import plan
+from equipoise.planning.policy import Algorithm
+from equipoise.planning.topology import ModelShape, Topology
+
+
+def warm_up() -> None:
+    """Make a tiny plan in every way there is, so that all compiled functions are there.
+
+    Takes tens of seconds where no earlier process left its machine code (see
+    `equipoise.planning.compiled`), else about a second. May run in a thread beside other work: it
+    yields to others while the compiler's own machine code works.
+    """
+    model = ModelShape(num_layers=1, num_experts=8, num_groups=4, expert_bytes=1)
+    topology = Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=3)
+    load = np.array([[9.0, 1.0, 1.0, 1.0, 5.0, 4.0, 1.0, 2.0]])
+    for algorithm in Algorithm:
+        made = plan(load, model=model, topology=topology, algorithm=algorithm)
+        layout = Layout(
+            generation=1, num_experts=8, num_ranks=4, expert_of_slot=made.expert_of_slot
+        )
+        plan(load[:, ::-1], model=model, topology=topology, current=layout, algorithm=algorithm)
