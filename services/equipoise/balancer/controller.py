@@ -12,20 +12,19 @@ from equipoise.balancer.effects import (
     Send,
     Write,
     WriteAdopted,
-    WriteAverage,
     WriteCommitted,
     WriteDecision,
     WriteMembership,
     WriteProposed,
 )
+from equipoise.balancer.epoch_log import Unwritten
 from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.memory import PoolMemory
-from equipoise.balancer.orders import assignment
+from equipoise.balancer.opening import assign_returned, open_if_due, retry
 from equipoise.balancer.pool import Pool
 from equipoise.balancer.proposal import Proposal
 from equipoise.balancer.roster import Member
 from equipoise.balancer.settling import settle
-from equipoise.balancer.store import Membership
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.members import alive
 from equipoise.planning.policy import Policy
@@ -40,6 +39,7 @@ from equipoise.planning.rollout import (
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
     Abort,
+    GroupLost,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -63,13 +63,11 @@ class PoolController:
 
     def __init__(self, name: str, *, policy: Policy, memory: PoolMemory) -> None:
         self.pool = Pool.remembered(name, policy=policy, memory=memory)
-        self._opening: Chain = ()
-        self._opening_failed = False
 
     # What workers say ----------------------------------------------------------------------------
 
     def hello(self, hello: Hello, *, now: float) -> Chain:
-        """A worker opened a stream. The last one to come opens an epoch.
+        """A worker opened a stream. The last one that is waited for opens an epoch.
 
         Raises:
             RefusedWorkerError: it cannot be in this pool; nothing changed.
@@ -81,6 +79,7 @@ class PoolController:
         member = pool.roster.admit(hello, now=now)
         pool.revision += 1
         effects: list[Effect] = []
+        pool.unheard -= {hello.worker}
         if before is not None and before.rank is not None and member.rank is None:
             restarted = f"worker {member.name} restarted"
             effects += pool.roll(RankLost(rank=before.rank, reason=restarted), now=now)
@@ -90,9 +89,8 @@ class PoolController:
             pool.layouts.know(hello.running.layout)
             pool.layouts.reserve(hello.running.staged_generation)
             pool.merge_checksums(member, hello.running.layout, hello.running.checksums)
-        if pool.roster.can_open():
-            return (*effects, *self._open_epoch(now=now))
-        return (*effects, *self._assign_returned(), *settle(pool, now=now))
+        effects += open_if_due(pool, now=now)
+        return (*effects, *assign_returned(pool), *settle(pool, now=now))
 
     def message(self, worker: str, value: WorkerMessage, *, now: float) -> Chain:
         """A worker that is in said something.
@@ -109,9 +107,13 @@ class PoolController:
             case Report():
                 return self._report(member, value)
             case Leaving():
-                return ()  # Its stream ends next, and that says it all.
+                return self.lost(worker, reason=f"it left: {value.reason}", now=now)
+            case GroupLost():
+                return self._lose_group(member, value, now=now)
             case Hello():
                 raise InvalidMessageError("hello_repeated", f"worker {worker} is in already")
+            case _ if value.epoch < self.pool.roster.epoch:
+                return ()  # It was said before the worker heard of the present epoch.
             case _:
                 self._check_seat(member, value)
                 answer = self._answer(member, value, now=now)
@@ -123,10 +125,12 @@ class PoolController:
         if member is None:
             return ()
         self.pool.revision += 1
+        rank = member.rank if member.connected else None
         self.pool.roster.leave(worker, reason=reason)
-        if member.rank is None:
-            return ()
-        return self.pool.roll(RankLost(rank=member.rank, reason=reason), now=now)
+        effects: Chain = ()
+        if rank is not None:
+            effects = self.pool.roll(RankLost(rank=rank, reason=reason), now=now)
+        return (*effects, *open_if_due(self.pool, now=now))
 
     def refuse(self, worker: str, *, kind: str, reason: str, now: float) -> Chain:
         """Count a message or a worker that was refused; who is in is told, and lives on."""
@@ -142,12 +146,10 @@ class PoolController:
 
     def tick(self, *, now: float) -> Chain:
         """Time passed: look at every bound, settle what is open, close a window that is due."""
-        effects: list[Effect] = []
-        if self._opening_failed:
-            self._opening_failed = False
-            effects += self._opening
+        effects: list[Effect] = [*retry(self.pool)]
         effects += self._note_silence(now=now)
         effects += self.pool.roll(Ticked(), now=now)
+        effects += open_if_due(self.pool, now=now)
         effects += settle(self.pool, now=now)
         effects += close_due_window(self.pool, now=now)
         return tuple(effects)
@@ -174,11 +176,12 @@ class PoolController:
             case WriteAdopted():
                 pool.layouts.stored_generation = write.layout.generation
                 pool.adopting = None
-            case WriteMembership():
-                self._opening = ()
+            case WriteMembership() if write.membership.epoch == pool.roster.epoch:
+                pool.unwritten = Unwritten()
+                return assign_returned(pool)
             case WriteDecision():
                 pool.last_decision = write.record
-            case WriteAverage():
+            case _:
                 pass
         return ()
 
@@ -188,8 +191,8 @@ class PoolController:
         self.pool.store_fault = f"{reason}; nothing is switched until the store works"
         if isinstance(write, WriteAdopted):
             self.pool.adopting = None
-        if write in self._opening:
-            self._opening_failed = True
+        if write in self.pool.unwritten.chain:
+            self.pool.unwritten.failed = True
 
     # Membership ----------------------------------------------------------------------------------
 
@@ -210,45 +213,20 @@ class PoolController:
                 f"pool {hello.pool}: restart it",
             )
 
-    def _open_epoch(self, *, now: float) -> Chain:
-        """Deal the ranks and give everybody the layout to start in."""
+    def _lose_group(self, member: Member, lost: GroupLost, *, now: float) -> Chain:
+        """Ranks cannot step together any more; what was rolled out to them is over."""
         pool = self.pool
-        pool.roster.open_epoch()
-        assert pool.roster.shape is not None
-        layout = pool.layouts.for_start(pool.roster.shape)
-        pool.layouts.run(layout)
-        pool.begin_epoch(opened_here=True, now=now)
-        seated = pool.roster.seated()
-        membership = Membership(
-            epoch=pool.roster.epoch, workers=tuple(member.name for member in seated)
-        )
-        effects: list[Effect] = []
-        if layout.generation != pool.layouts.stored_generation:
-            effects.append(WriteAdopted(layout=layout))
-            pool.adopting = layout.generation
-        effects.append(WriteMembership(membership=membership))
-        effects += [self._assignment(member) for member in seated]
-        self._opening, self._opening_failed = tuple(effects), False
-        return self._opening
-
-    def _assign_returned(self) -> Chain:
-        """Ranks that came back hear who is who, as soon as all are known and written down."""
-        if self._opening or not self.pool.roster.peers:
-            return ()
-        return tuple(
-            self._assignment(member)
-            for member in self.pool.roster.seated()
-            if member.connected and not member.assigned
-        )
-
-    def _assignment(self, member: Member) -> Send:
-        assert member.rank is not None
-        return assignment(
-            self.pool.roster,
-            rank=member.rank,
-            layouts=self.pool.layouts,
-            policy=self.pool.policy,
-        )
+        if lost.epoch < pool.roster.epoch and member.rank is not None:
+            return ()  # It has a rank in a later epoch and will hear of it.
+        opened_s = next((record.opened_s for record in pool.epochs.newest_first()), now)
+        if not pool.roster.complete and now - opened_s >= pool.policy.meet_timeout_s:
+            pool.bounds.note("meet", f"epoch {lost.epoch} was given up: {lost.reason}")
+        member.lose_group(lost, now=now)
+        effects: Chain = ()
+        if member.rank is not None:
+            reason = f"its group is over: {lost.reason}"
+            effects = pool.roll(RankLost(rank=member.rank, reason=reason), now=now)
+        return (*effects, *open_if_due(pool, now=now))
 
     def _note_silence(self, *, now: float) -> Chain:
         """Ranks that fell silent are lost to a rollout; they count again when they speak."""
@@ -265,6 +243,7 @@ class PoolController:
         pool.silent = silent
         effects: list[Effect] = []
         for rank in fell_silent:
+            pool.bounds.note("report", silent[rank])
             effects += pool.roll(RankLost(rank=rank, reason=silent[rank]), now=now)
         return tuple(effects)
 
@@ -279,12 +258,16 @@ class PoolController:
         return (ack, *self._drop_stray(member))
 
     def _report(self, member: Member, report: Report) -> Chain:
+        if member.left_out is not None:
+            return ()
         if member.rank is None or report.load.rank != member.rank:
             raise InvalidReportError(
                 "report_unknown_rank",
                 f"worker {member.name} reports as rank {report.load.rank}, but its rank is "
                 f"{'not dealt yet' if member.rank is None else member.rank}",
             )
+        if report.load.epoch < self.pool.roster.epoch:
+            return ()  # Counters are of one epoch; these rest with it.
         member.stats = report.stats
         layout = self.pool.layouts.nearest(report.load.generation)
         if self.pool.loads is None or layout is None:
@@ -329,6 +312,7 @@ class PoolController:
         match value:
             case Serving():
                 member.generation, member.serving = generation, True
+                member.hold(pool.layouts.get(generation))
                 pool.faults.pop(refusal, None)
                 pool.merge_checksums(member, pool.layouts.get(generation), value.checksums)
                 return ()
@@ -344,6 +328,7 @@ class PoolController:
                 )
             case Switched():
                 member.generation, member.staged_generation = generation, 0
+                member.hold(pool.layouts.get(generation))
                 pool.merge_checksums(member, pool.layouts.get(generation), value.checksums)
                 switched = RankSwitched(
                     rank=rank, generation=generation, step=value.step, stall_us=value.stall_us

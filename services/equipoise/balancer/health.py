@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from equipoise.balancer.roster import Member, Roster
+from equipoise.planning.membership import Opening
 
 
 class Health(StrEnum):
@@ -15,6 +16,9 @@ class Health(StrEnum):
 
     SERVING = "serving"
     """All ranks serve."""
+
+    DOWN = "down"
+    """The workers that are here have too few slots for all experts."""
 
     DEGRADED = "degraded"
     """Something is missing or wrong; the rest may serve on."""
@@ -29,14 +33,24 @@ class Diagnosis:
 
 
 def diagnose(
-    roster: Roster, *, silent: Mapping[int, str], faults: Sequence[str], store_fault: str
+    roster: Roster,
+    *,
+    opening: Opening,
+    silent: Mapping[int, str],
+    faults: Sequence[str],
+    store_fault: str,
 ) -> Diagnosis:
-    """Judge a pool. `silent` is by rank; it, `faults` and `store_fault` are troubles in words."""
+    """Judge a pool. `silent` is by rank; it, `faults` and `store_fault` are troubles in words.
+
+    `opening` is the latest decision about the next epoch.
+    """
+    if opening.is_down:
+        return Diagnosis(health=Health.DOWN, reason=opening.reason)
     if roster.epoch == 0 or not roster.seated():
-        return Diagnosis(health=Health.WAITING, reason=_waiting_for_workers(roster))
+        return Diagnosis(health=Health.WAITING, reason=opening.reason or "no worker is connected")
     troubles = [
         *(_absence(member) for member in roster.seated() if not member.connected),
-        *_restarted(roster),
+        *([opening.reason] if opening.reason else []),
         *silent.values(),
         *faults,
         *([store_fault] if store_fault else []),
@@ -49,29 +63,9 @@ def diagnose(
             health=Health.WAITING, reason=f"waiting for {', '.join(loading)} to load experts"
         )
     if not roster.complete:
-        return Diagnosis(health=Health.WAITING, reason=_waiting_for_workers(roster))
+        return Diagnosis(health=Health.WAITING, reason="waiting for the other ranks of the epoch")
     return Diagnosis(health=Health.SERVING, reason="")
-
-
-def _waiting_for_workers(roster: Roster) -> str:
-    here = [member.name for member in roster.members.values() if member.connected]
-    if roster.shape is None or not here:
-        return "no worker is connected"
-    missing = roster.shape.num_ranks - len(here)
-    return (
-        f"{len(here)} of {roster.shape.num_ranks} workers are connected "
-        f"({', '.join(sorted(here))}): waiting for {missing} more"
-    )
 
 
 def _absence(member: Member) -> str:
     return f"rank {member.rank} ({member.name}) is gone: {member.gone_reason}"
-
-
-def _restarted(roster: Roster) -> list[str]:
-    """Workers without a rank beside others with one: a group of ranks cannot take them in."""
-    return [
-        f"worker {member.name} waits for a rank: ranks are dealt anew when all workers of the pool "
-        f"have restarted"
-        for member in roster.waiting()
-    ]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from equipoise.planning.layout import Layout, contiguous_layout
+from equipoise.planning.layout import Layout
 from equipoise.wire.messages import Hello
 
 MAX_KNOWN = 8
@@ -57,25 +57,12 @@ class PoolLayouts:
         known = self._known.get(generation)
         return known or (self._known[max(self._known)] if self._known else None)
 
-    def for_start(self, hello: Hello) -> Layout:
-        """The layout an epoch starts in: the current one if it fits the pool, else contiguous."""
-        current = self.current
-        if current is not None and self.fits(current, hello):
-            return current
-        return contiguous_layout(
-            num_layers=hello.model.num_layers,
-            num_experts=hello.model.num_experts,
-            num_ranks=hello.num_ranks,
-            slots_per_rank=hello.slots_per_rank,
-            generation=self.next_generation,
-        )
-
     @staticmethod
-    def fits(layout: Layout, hello: Hello) -> bool:
-        """Whether a layout is one for a pool of such workers."""
+    def fits(layout: Layout, hello: Hello, *, num_ranks: int) -> bool:
+        """Whether a layout is one for so many of such workers."""
         return (
             layout.num_layers == hello.model.num_layers
             and layout.num_experts == hello.model.num_experts
-            and layout.num_ranks == hello.num_ranks
+            and layout.num_ranks == num_ranks
             and layout.slots_per_rank == hello.slots_per_rank
         )

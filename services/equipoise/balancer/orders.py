@@ -4,7 +4,7 @@ from equipoise.balancer.checksums import ChecksumTable
 from equipoise.balancer.effects import Chain, Effect, Send, WriteCommitted, WriteProposed
 from equipoise.balancer.layouts import PoolLayouts
 from equipoise.balancer.roster import Roster
-from equipoise.planning.moves import diff
+from equipoise.planning.moves import Move, diff
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import (
     Commands,
@@ -82,7 +82,9 @@ def stage_orders(
     )
 
 
-def assignment(roster: Roster, *, rank: int, layouts: PoolLayouts, policy: Policy) -> Send:
+def assignment(
+    roster: Roster, *, rank: int, layouts: PoolLayouts, moves: tuple[Move, ...], policy: Policy
+) -> Send:
     """Tell a seated worker its rank, its peers and the layout it runs or is to start in."""
     member = roster.member_at(rank)
     layout = layouts.get(member.generation) or layouts.current
@@ -98,5 +100,7 @@ def assignment(roster: Roster, *, rank: int, layouts: PoolLayouts, policy: Polic
             layout=layout,
             report_interval_s=policy.report_interval_s,
             heartbeat_interval_s=policy.heartbeat_interval_s,
+            moves=() if member.serving else moves,
+            meet_timeout_s=policy.meet_timeout_s,
         ),
     )

@@ -4,20 +4,27 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from equipoise.balancer.bounds import Bounds
 from equipoise.balancer.checksums import ChecksumTable
 from equipoise.balancer.effects import Chain, WriteDecision
+from equipoise.balancer.epoch_log import EpochLog, Unwritten
 from equipoise.balancer.health import Diagnosis, Health, diagnose
 from equipoise.balancer.layouts import PoolLayouts
 from equipoise.balancer.loads import ClosedWindow, PoolLoads
-from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.memory import SLOW, PoolMemory
 from equipoise.balancer.orders import orders
 from equipoise.balancer.refusals import Refusals
 from equipoise.balancer.rollouts import Rollouts
 from equipoise.balancer.roster import Member, Roster
 from equipoise.balancer.store import AverageRecord, DecisionRecord
 from equipoise.planning.layout import Layout
+from equipoise.planning.load import Load
+from equipoise.planning.membership import Opening
+from equipoise.planning.moves import Move
 from equipoise.planning.policy import Policy
-from equipoise.planning.rollout import Commands, Event, PersistCommitted, PersistProposed
+from equipoise.planning.rollout import Commands, Event, PersistCommitted, PersistProposed, Ticked
 from equipoise.wire.messages import Checksums
 
 MAX_WINDOWS = 128
@@ -29,11 +36,14 @@ class Pool:
     """State of one pool; `PoolController` is its only owner, status reads it.
 
     `faults` are troubles in words by what they concern, `silent` by rank. `loads`, `checksums` are
-    of this epoch; `loads` is None until all ranks serve. `verdict` is the one that is being rolled
-    out or was last. `elsewhere` says why its ranks are not here, for a balancer that does not lead;
-    it is empty for one that does. `opened_here` tells an epoch that this
-    balancer opened from one that it found. `adopting` is a generation on its way to the store.
-    `revision` grows with every change.
+    of this epoch; `loads` is None until all ranks serve. `verified` are the checksums of an earlier
+    epoch, uint8 [layers, experts, 16]. `opening` is the latest decision about the next epoch,
+    `moves` by rank bring the ranks of this one to its first layout. `unwritten` is what opens the
+    epoch, until the store has it. `unheard` are workers that the store knows and that were not
+    heard of. `verdict` is the one that is being rolled out or was last. `elsewhere` says why its
+    ranks are not here, for a balancer that does not lead; else it is empty. `opened_here` tells an
+    epoch that this balancer opened from one that it found. `adopting` is a generation on its way to
+    the store. `revision` grows with every change.
     """
 
     name: str
@@ -41,6 +51,7 @@ class Pool:
     roster: Roster
     layouts: PoolLayouts
     rollouts: Rollouts
+    bounds: Bounds
     averages: Mapping[str, AverageRecord]
     last_decision: DecisionRecord | None
     verdict: DecisionRecord | None = None
@@ -49,6 +60,12 @@ class Pool:
     windows_closed: int = 0
     loads: PoolLoads | None = None
     checksums: ChecksumTable | None = None
+    verified: Checksums | None = None
+    opening: Opening = field(default_factory=Opening)
+    moves: Mapping[int, tuple[Move, ...]] = field(default_factory=dict)
+    unwritten: Unwritten = field(default_factory=Unwritten)
+    unheard: frozenset[str] = frozenset()
+    epochs: EpochLog = field(default_factory=EpochLog)
     silent: Mapping[int, str] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
     elsewhere: str = ""
@@ -68,11 +85,13 @@ class Pool:
             roster=Roster(name),
             layouts=PoolLayouts(next_generation=memory.next_generation),
             rollouts=Rollouts(policy),
+            bounds=Bounds(policy),
             averages=memory.averages,
             last_decision=memory.last_decision,
         )
         if memory.membership is not None:
             pool.roster.highest_epoch = memory.membership.epoch
+            pool.unheard = frozenset(memory.membership.workers)
         if memory.committed is not None:
             pool.layouts.run(memory.committed)
             pool.layouts.stored_generation = memory.committed.generation
@@ -99,6 +118,7 @@ class Pool:
             return Diagnosis(health=Health.WAITING, reason=self.elsewhere)
         return diagnose(
             self.roster,
+            opening=self.opening,
             silent=self.silent,
             faults=tuple(self.faults.values()),
             store_fault=self.store_fault,
@@ -111,14 +131,34 @@ class Pool:
         if self.loads is not None:
             self.averages = self.loads.records(now=now)
         self.loads = None
+        if self.checksums is not None and self.checksums.complete:
+            self.verified = self.checksums.table()
+        if self.verified is not None and self.verified.shape[:2] != (
+            shape.model.num_layers,
+            shape.model.num_experts,
+        ):
+            self.verified = None
         self.rollouts.abandon()
         self.checksums = ChecksumTable(
             num_layers=shape.model.num_layers, num_experts=shape.model.num_experts
         )
         self.faults.clear()
         self.silent = {}
+        self.moves = {}
         self.opened_here = opened_here
         self.must_reconcile = not opened_here
+
+    def load(self) -> Load:
+        """What the slow average says now, float64 [layers, experts] in tokens per second."""
+        if self.loads is not None:
+            return self.loads.slow.per_second()
+        shape = self.roster.shape
+        assert shape is not None, "loads are of a model"
+        wanted = (shape.model.num_layers, shape.model.num_experts)
+        record = self.averages.get(SLOW)
+        if record is None or record.tokens.shape != wanted or record.weight_s <= 0:
+            return np.zeros(wanted)
+        return record.tokens / record.weight_s
 
     def merge_checksums(self, member: Member, layout: Layout | None, told: Checksums) -> None:
         """Believe what a rank says it holds, unless another rank said otherwise."""
@@ -134,9 +174,11 @@ class Pool:
 
     def roll(self, event: Event, *, now: float) -> Chain:
         """Tell the rollout, and carry out what it wants; an abort takes the verdict back."""
-        aborted = self.rollouts.aborted
+        aborted, before = self.rollouts.aborted, self.rollouts.current
         effects = self.obey(self.rollouts.handle(event, now=now))
         rollout = self.rollouts.latest
+        if before is not None and isinstance(event, Ticked):
+            self.bounds.note_rollout(before, self.rollouts.latest)
         if self.rollouts.aborted <= aborted or rollout is None or self.verdict is None:
             return effects
         reason = f"generation {rollout.target.generation} was aborted: {rollout.reason}"

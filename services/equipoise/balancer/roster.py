@@ -1,14 +1,17 @@
-"""`Roster`: who is in a pool, who holds which rank, and when an epoch can open.
+"""`Roster`: who is in a pool, who holds which rank, and what each worker's slots hold.
 
-Owns membership only: it neither sends nor stores, and knows nothing of loads and layouts beyond
-the generation each rank says it runs.
+Owns membership only: it neither sends nor stores. When ranks are dealt anew is decided by
+`planning/membership.py`.
 """
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from equipoise.balancer.errors import RefusedWorkerError
+from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.membership import Candidate, Standing
 from equipoise.planning.topology import Topology
-from equipoise.wire.messages import Hello, Peer, RankStats, RunningState
+from equipoise.wire.messages import GroupLost, Hello, Peer, RankStats, RunningState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,16 +20,23 @@ class Member:
 
     `assigned` is set once it was told so on this stream. `generation` and `staged_generation` are
     what it reported last, 0 for none; `serving` is set once it told that it holds its part of a
-    layout. `gone_reason` is None while its stream is open.
+    layout. `lost_reason` is set while its group is over for it, `left_out` says why it is in no
+    epoch although it is here. `held` is int32 [layers, slots_per_rank]: what its slots hold as far
+    as it told. `gone_reason` is None while its stream is open. `since_s` is when it came or its
+    group was lost.
     """
 
     hello: Hello
     last_heard_s: float
+    since_s: float
     rank: int | None = None
     assigned: bool = False
     generation: int = 0
     staged_generation: int = 0
     serving: bool = False
+    lost_reason: str | None = None
+    left_out: str | None = None
+    held: ExpertTable | None = None
     gone_reason: str | None = None
     stats: RankStats | None = None
 
@@ -40,6 +50,19 @@ class Member:
         """Whether the worker has a stream now."""
         return self.gone_reason is None
 
+    def hold(self, layout: Layout | None) -> None:
+        """It told that its slots hold its part of a layout; None if that is not known any more."""
+        assert self.rank is not None, "only a rank has a part"
+        first, last = (rank * self.hello.slots_per_rank for rank in (self.rank, self.rank + 1))
+        self.held = None if layout is None else layout.expert_of_slot[:, first:last]
+
+    def lose_group(self, lost: GroupLost, *, now: float) -> None:
+        """Its group is over; it waits for a rank and holds on to what its slots hold."""
+        self.lost_reason, self.left_out = lost.reason, None
+        self.held = lost.expert_of_slot
+        self.serving, self.since_s = False, now
+        self.staged_generation = 0
+
 
 @dataclass(slots=True)
 class Roster:
@@ -47,12 +70,14 @@ class Roster:
 
     `shape` is the Hello that all must agree with: that of the first member present. `epoch` is 0
     until one opened. `highest_epoch` keeps numbers from being used again. `peers` are all ranks of
-    the epoch in rank order, empty until each of them is known.
+    the epoch in rank order, empty until each of them is known. `num_ranks` is how many ranks the
+    epoch has, 0 before there was one.
     """
 
     pool: str
     epoch: int = 0
     highest_epoch: int = 0
+    num_ranks: int = 0
     shape: Hello | None = None
     peers: tuple[Peer, ...] = ()
     members: dict[str, Member] = field(default_factory=dict)
@@ -61,21 +86,21 @@ class Roster:
         """Let a worker in; a newer boot of the same name takes the older one's place.
 
         Raises:
-            RefusedWorkerError: it does not fit the pool, the pool is complete, or it runs
-                something that the pool has left behind.
+            RefusedWorkerError: it does not fit the pool, or it runs something that the pool has
+                left behind.
         """
         known = self.members.get(hello.worker)
         # When nobody is here, whoever comes says what the pool is.
         shape = self.shape if self._present(besides=hello.worker) else None
         self._check_shape(hello, shape or hello)
-        member = Member(hello=hello, last_heard_s=now)
+        member = Member(hello=hello, last_heard_s=now, since_s=now)
         if hello.running is not None:
             self._reseat(member, hello.running)
-        elif known is not None and known.hello.boot_id == hello.boot_id and known.rank is not None:
+        elif hello.group_lost is not None:
+            self._return_without_group(member, known, hello.group_lost, now=now)
+        elif known is not None and known.hello.boot_id == hello.boot_id:
             # The stream broke before the worker had anything to report; its seat is still its own.
-            member.rank = known.rank
-        else:
-            self._check_room(hello)
+            member.rank, member.held = known.rank, known.held
         self.shape = shape or hello
         self.members[hello.worker] = member
         self._note_peers()
@@ -86,25 +111,31 @@ class Roster:
         member = self.members.get(worker)
         if member is None:
             return
-        member.gone_reason = reason
+        member.gone_reason = member.gone_reason or reason
         if member.rank is None:
             del self.members[worker]
 
-    def can_open(self) -> bool:
-        """Whether as many workers wait for a rank as the pool has ranks."""
-        return self.shape is not None and len(self.waiting()) == self.shape.num_ranks
+    def open_epoch(self, workers: Container[str], *, left_out: str) -> None:
+        """Deal the ranks to `workers`; ranks of a node are contiguous, all sorted by name.
 
-    def open_epoch(self) -> None:
-        """Seat everybody who waits; ranks of a node are contiguous, all sorted by name.
-
-        Sorting makes a restarted fleet get the ranks it had.
+        Sorting makes a restarted fleet get the ranks it had. Others who are here lose their seats,
+        for the reason `left_out`; those who are gone are forgotten.
         """
         self.highest_epoch += 1
         self.epoch = self.highest_epoch
-        ordered = sorted(self.waiting(), key=lambda member: (member.hello.node, member.name))
-        self.members = {member.name: member for member in ordered}
+        self.members = {name: one for name, one in self.members.items() if one.connected}
+        seated = [one for name, one in self.members.items() if name in workers]
+        ordered = sorted(seated, key=lambda member: (member.hello.node, member.name))
+        for member in self.members.values():
+            if member.rank is not None and member.name not in workers:
+                member.left_out = left_out
+            member.rank = None
+            member.serving = member.assigned = False
         for rank, member in enumerate(ordered):
             member.rank = rank
+            member.lost_reason = member.left_out = None
+            member.generation = member.staged_generation = 0
+        self.num_ranks = len(ordered)
         self._note_peers()
 
     def waiting(self) -> list[Member]:
@@ -118,13 +149,28 @@ class Roster:
         seated = [member for member in self.members.values() if member.rank is not None]
         return sorted(seated, key=lambda member: member.rank or 0)
 
+    def candidates(self, silent: Container[str]) -> Sequence[Candidate]:
+        """How every worker stands, for who decides about the next epoch.
+
+        `silent` are names of members that have not spoken for too long.
+        """
+        return [
+            _candidate(member, is_silent=member.name in silent) for member in self.members.values()
+        ]
+
+    @property
+    def wanted_ranks(self) -> int:
+        """Workers that the pool waits for before it first opens: the most that any expects."""
+        present = [one.hello.num_ranks for one in self.members.values() if one.connected]
+        return max(present, default=0)
+
     @property
     def complete(self) -> bool:
         """Whether every rank of the epoch is connected and serving."""
         seated = self.seated()
         return (
-            self.shape is not None
-            and len(seated) == self.shape.num_ranks
+            self.num_ranks > 0
+            and len(seated) == self.num_ranks
             and all(member.connected and member.serving for member in seated)
         )
 
@@ -146,9 +192,8 @@ class Roster:
         return self.member_at(0).hello.rendezvous_address
 
     def _note_peers(self) -> None:
-        assert self.shape is not None
         seated = self.seated()
-        if len(seated) < self.shape.num_ranks:
+        if not seated or len(seated) < self.num_ranks:
             # A seat whose holder restarted keeps its old address: the others still need the list.
             return
         self.peers = tuple(
@@ -169,7 +214,6 @@ class Roster:
     def _check_shape(self, hello: Hello, shape: Hello) -> None:
         for kind, what, theirs, ours in (
             ("hello_model", "model shape", hello.model, shape.model),
-            ("hello_num_ranks", "number of ranks", hello.num_ranks, shape.num_ranks),
             ("hello_slots", "slots per rank", hello.slots_per_rank, shape.slots_per_rank),
             (
                 "hello_checkpoint",
@@ -194,30 +238,36 @@ class Roster:
                 f"{-(-hello.model.num_experts // hello.num_ranks)} slots",
             )
 
-    def _check_room(self, hello: Hello) -> None:
-        present = self._present(besides=hello.worker)
-        if len(present) >= hello.num_ranks:
-            names = ", ".join(sorted(member.name for member in present))
-            raise RefusedWorkerError(
-                "hello_pool_complete",
-                f"worker {hello.worker}: pool {self.pool} is complete with {hello.num_ranks} "
-                f"ranks ({names}): name another pool, or stop one of these first",
-            )
+    def _return_without_group(
+        self, member: Member, known: Member | None, lost: GroupLost, *, now: float
+    ) -> None:
+        """A worker whose group is over has a stream again; a seat dealt since is still its own."""
+        if known is not None and known.rank is not None and lost.epoch < self.epoch:
+            member.rank, member.held = known.rank, lost.expert_of_slot
+            return
+        self.highest_epoch = max(self.highest_epoch, lost.epoch)
+        member.rank = known.rank if known is not None else None
+        member.lose_group(lost, now=now)
 
     def _reseat(self, member: Member, running: RunningState) -> None:
         """Seat a worker where it says that it runs: its word is the truth, if the others agree."""
-        others = [other for other in self._present(besides=member.name) if other.rank is not None]
+        others = [
+            other
+            for other in self._present(besides=member.name)
+            if other.rank is not None and other.lost_reason is None
+        ]
         if running.epoch != self.epoch:
             if others:
                 raise RefusedWorkerError(
                     "hello_epoch",
                     f"worker {member.name} runs in epoch {running.epoch}, but pool {self.pool} is "
-                    f"in epoch {self.epoch}: restart it",
+                    f"in epoch {self.epoch}: it can join when its group is over",
                 )
             # Nobody else runs anything: this balancer knew less, or something older.
             self._forget_seats()
             self.epoch = running.epoch
             self.highest_epoch = max(self.highest_epoch, running.epoch)
+        self.num_ranks = running.layout.num_ranks
         holder = next((other for other in self.seated() if other.rank == running.rank), None)
         if holder is not None and holder.name != member.name and holder.connected:
             raise RefusedWorkerError(
@@ -231,9 +281,31 @@ class Roster:
         member.generation = running.generation
         member.staged_generation = running.staged_generation
         member.serving = True
+        member.hold(running.layout)
 
     def _forget_seats(self) -> None:
         self.peers = ()
-        self.members = {
-            name: member for name, member in self.members.items() if member.rank is None
-        }
+        self.members = {name: member for name, member in self.members.items() if member.connected}
+        for member in self.members.values():
+            member.rank = None
+
+
+def _candidate(member: Member, *, is_silent: bool) -> Candidate:
+    standing, reason = Standing.NEW, ""
+    if not member.connected or is_silent:
+        standing = Standing.STUCK if member.rank is None else Standing.MISSING
+        reason = member.gone_reason or "it is silent"
+    elif member.lost_reason is not None:
+        standing = Standing.NEW if member.rank is None else Standing.SURVIVOR
+        reason = member.lost_reason
+    elif member.left_out is not None:
+        standing, reason = Standing.STUCK, member.left_out
+    elif member.rank is not None:
+        standing = Standing.SERVING if member.serving else Standing.JOINING
+    return Candidate(
+        name=member.name,
+        standing=standing,
+        since_s=member.since_s,
+        holds=member.lost_reason is not None,
+        reason=reason,
+    )

@@ -30,6 +30,7 @@ def settle(pool: Pool, *, now: float) -> Chain:
         return effects
     if pool.loads is None:
         pool.loads = _open_loads(pool, layout, now=now)
+        pool.epochs.note_serving(pool.roster.epoch, now=now)
     return (*effects, *_adopt(pool, layout))
 
 
@@ -52,7 +53,7 @@ def _reconcile(pool: Pool, *, now: float) -> Chain:
     if (
         committed is None
         or pool.roster.shape is None
-        or not pool.layouts.fits(committed, pool.roster.shape)
+        or not pool.layouts.fits(committed, pool.roster.shape, num_ranks=pool.roster.num_ranks)
     ):
         # The store knows nothing of these ranks; what they agree on is adopted as it is.
         pool.must_reconcile = len({member.generation for member in members}) != 1
@@ -83,7 +84,7 @@ def _open_loads(pool: Pool, layout: Layout, *, now: float) -> PoolLoads:
     return PoolLoads(
         epoch=pool.roster.epoch,
         model=shape.model,
-        num_ranks=shape.num_ranks,
+        num_ranks=pool.roster.num_ranks,
         policy=pool.policy,
         remembered=pool.averages,
         # Ranks that we found serving began their generation before we listened.

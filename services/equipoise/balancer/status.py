@@ -14,6 +14,7 @@ _HEALTH = {
     Health.WAITING: pb.POOL_HEALTH_WAITING,
     Health.SERVING: pb.POOL_HEALTH_SERVING,
     Health.DEGRADED: pb.POOL_HEALTH_DEGRADED,
+    Health.DOWN: pb.POOL_HEALTH_DOWN,
 }
 
 
@@ -38,6 +39,17 @@ def pool_status(pool: Pool, *, now: float) -> pb.PoolStatus:
         rollouts_completed=pool.rollouts.completed,
         rollouts_aborted=pool.rollouts.aborted,
         windows=[_window_status(window) for window in pool.windows],
+        bounds=_bounds(pool),
+        epochs=[
+            pb.EpochStatus(
+                epoch=record.epoch,
+                workers=record.workers,
+                reason=record.reason,
+                opened_unix_s=record.opened_s,
+                serving_after_s=record.serving_after_s,
+            )
+            for record in pool.epochs.newest_first()
+        ],
     )
     if pool.roster.shape is not None:
         model = pool.roster.shape.model
@@ -72,7 +84,7 @@ def pool_summary(pool: Pool) -> pb.PoolSummary:
             member.connected and member.serving and member.rank not in pool.silent
             for member in pool.roster.seated()
         ),
-        num_ranks=pool.roster.shape.num_ranks if pool.roster.shape is not None else 0,
+        num_ranks=pool.roster.num_ranks or pool.roster.wanted_ranks,
         balancedness=pool.windows[-1].balancedness if pool.windows else 0.0,
     )
 
@@ -175,6 +187,15 @@ def _rollout_status(pool: Pool, *, now: float) -> pb.RolloutStatus | None:
         switched_ranks=sorted(rollout.switched_ranks),
         state_age_s=max(0.0, now - rollout.entered_s),
     )
+
+
+def _bounds(pool: Pool) -> list[pb.BoundStatus]:
+    return [
+        pb.BoundStatus(
+            name=bound.name, bound_s=bound.bound_s, reached=bound.reached, latest=bound.latest
+        )
+        for bound in pool.bounds.all()
+    ]
 
 
 def _switches(pool: Pool) -> list[pb.SwitchStatus]:

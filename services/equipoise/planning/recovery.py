@@ -1,0 +1,119 @@
+"""`recover`: the layout that a new epoch starts in, near to what its workers hold.
+
+It covers all experts with as few copies as possible, because serving waits for it. Better balance
+is left to the rollouts that follow, during which tokens flow.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.cover import cover
+from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.load import Load
+from equipoise.planning.moves import NOTHING, Checksums, Move, moves_into
+from equipoise.planning.planner import plan
+from equipoise.planning.problem import Problem
+from equipoise.planning.topology import ModelShape, Topology
+
+
+def recover(
+    held: Sequence[ExpertTable | None],
+    *,
+    load: Load,
+    model: ModelShape,
+    topology: Topology,
+    committed: Layout | None,
+    generation: int,
+) -> Layout:
+    """The layout for an epoch's ranks; the committed one itself if it can stay.
+
+    `held` says by rank what its slots hold, int32 [layers, slots of the rank], None for a worker
+    that holds nothing. `load` is float64 [layers, experts] in any unit. An expert that nobody
+    holds, the heaviest first, takes an empty slot or that of a replica; slots that are empty then
+    take replicas of the experts that are heaviest per replica. `generation` numbers a new layout.
+
+    Raises:
+        InvalidLayoutError: there are fewer slots than experts.
+    """
+    fits = (
+        committed is not None
+        and committed.num_experts == model.num_experts
+        and committed.num_layers == model.num_layers
+        and committed.slots_of_rank == topology.slots_of_rank
+    )
+    if committed is None or (not fits and all(table is None for table in held)):
+        placed = plan(load, model=model, topology=topology).expert_of_slot
+    else:
+        table = _side_by_side(held, topology, committed.expert_of_slot if fits else None, model)
+        for layer in range(model.num_layers):
+            _fill(table[layer], load[layer], topology)
+        placed = cover(Problem(load=load, model=model, topology=topology, held=table))
+    if fits and committed is not None and np.array_equal(placed, committed.expert_of_slot):
+        return committed
+    return Layout(
+        generation=generation,
+        num_experts=model.num_experts,
+        num_ranks=topology.num_ranks,
+        expert_of_slot=placed,
+        slots_of_rank=topology.slots_of_rank,
+    )
+
+
+def recovery_moves(
+    held: Sequence[ExpertTable | None],
+    *,
+    target: Layout,
+    topology: Topology,
+    checksums: Checksums,
+) -> Mapping[int, tuple[Move, ...]]:
+    """The copies that bring each rank from what it holds to `target`, nearest holders first.
+
+    Sources are ranks of the new epoch, with what they hold before it. `checksums` is uint8
+    [layers, experts, 16].
+    """
+    before = np.full_like(target.expert_of_slot, NOTHING)
+    first_slot = topology.first_slot
+    for rank, table in enumerate(held):
+        if table is not None:
+            before[:, first_slot[rank] : first_slot[rank + 1]] = table
+    return moves_into(before, target, topology=topology, checksums=checksums)
+
+
+def _side_by_side(
+    held: Sequence[ExpertTable | None],
+    topology: Topology,
+    committed: ExpertTable | None,
+    model: ModelShape,
+) -> ExpertTable:
+    """What ranks hold, in rank order; who holds nothing gets its part of a layout that fits."""
+    table = np.full((model.num_layers, topology.num_slots), NOTHING, dtype=np.int32)
+    first_slot = topology.first_slot
+    for rank, own in enumerate(held):
+        columns = slice(first_slot[rank], first_slot[rank + 1])
+        if own is not None:
+            table[:, columns] = own
+        elif committed is not None:
+            table[:, columns] = committed[:, columns]
+    return table
+
+
+def _fill(slots: npt.NDArray[np.int32], load: npt.NDArray[np.float64], topology: Topology) -> None:
+    """Put an expert into every empty slot of a layer, the emptiest rank first."""
+    num_experts, first_slot = len(load), topology.first_slot
+    replicas = np.bincount(slots[slots != NOTHING], minlength=num_experts)
+    while (slots == NOTHING).any():
+        rank = max(
+            range(topology.num_ranks),
+            key=lambda rank: np.count_nonzero(
+                slots[first_slot[rank] : first_slot[rank + 1]] == NOTHING
+            ),
+        )
+        own = slots[first_slot[rank] : first_slot[rank + 1]]
+        here = np.bincount(own[own != NOTHING], minlength=num_experts)
+        per_replica = np.where(replicas == 0, np.inf, load / np.maximum(replicas, 1))
+        # Experts that are least often here come first, then those nobody has, then the heaviest.
+        expert = int(np.lexsort((replicas, -load, -per_replica, here))[0])
+        own[int(np.flatnonzero(own == NOTHING)[0])] = expert
+        replicas[expert] += 1
