@@ -19,7 +19,7 @@ from equipoise_api.v1 import status_pb2, status_pb2_grpc
 
 pytestmark = pytest.mark.e2e
 
-WAIT_S = 60.0
+WAIT_S = 120.0  # The first plan of a fresh installation compiles the planner.
 WORKER_LINK = "equipoise_api.v1.WorkerLink"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -280,3 +280,41 @@ async def test_a_paused_leader_that_wakes_up_cannot_switch_anything(
         assert (await store.committed("tiny")).same_placement(committed)
         assert (await store.committed("tiny")).generation == second
         assert await store.highest_term() == 2
+
+
+@pytest.mark.parametrize("trouble", ["killed", "paused", "emptied"])
+async def test_ranks_serve_on_without_redis_and_are_balanced_again_with_it(
+    redis_server, store, bench, skewed, trouble
+):
+    balancer = Process(redis_server.url)
+    try:
+        async with ranks_of(bench, [balancer.address]) as (ranks, news):
+            async with traffic(ranks, skewed(1)):
+                await news.until(lambda: staged_by_all(ranks, term=1))
+            first = ranks[0].worker.staged.layout.generation
+            switch(ranks, step=70)
+            await balancer.until_committed(first)
+            term = await store.highest_term()
+
+            if trouble == "paused":
+                redis_server.pause()
+            else:
+                redis_server.kill()
+            await balancer.until_health(NOT_SERVING)
+            assert {rank.worker.layout.generation for rank in ranks} == {first}
+            if trouble == "paused":
+                redis_server.resume()
+            elif trouble == "emptied":
+                redis_server.restart_empty()
+            else:
+                redis_server.start()
+            await balancer.until_health(SERVING)
+
+            async with traffic(ranks, skewed(2)):
+                await news.until(lambda: staged_by_all(ranks, term=term + 1))
+            second = ranks[0].worker.staged.layout.generation
+            assert second > first, "a number is never used again"
+            switch(ranks, step=90)
+            await balancer.until_committed(second)
+    finally:
+        balancer.end()

@@ -11,7 +11,7 @@ from equipoise.balancer.health import Health
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.memory import PoolMemory
 from equipoise.balancer.runner import PoolRunner, steady_clock
-from equipoise.balancer.store import StoreError
+from equipoise.balancer.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import Assignment, HeartbeatAck
 
@@ -162,3 +162,56 @@ async def test_the_clock_is_unix_time_that_does_not_run_backwards():
     readings = [clock() for _ in range(100)]
     assert readings == sorted(readings)
     assert readings[0] > 1.7e9
+
+
+async def test_every_push_carries_the_term(pool_runner, hello_of):
+    mailbox = Mailbox()
+    pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
+    assert (await first_of(mailbox, Assignment)).term == 7
+
+
+@pytest.mark.parametrize(
+    ("fault", "ended_by"),
+    [
+        (TermOverError(store="s", term=7, highest_term=9), 9),
+        (
+            StoreConflictError("2 was to follow 1, but 5 is committed"),
+            "2 was to follow 1, but 5 is",
+        ),
+        (StoreError("it was emptied", fault=StoreFault.LOST), "it was emptied"),
+    ],
+)
+async def test_a_store_that_knows_better_ends_the_term_and_nothing_is_pushed(
+    pool_runner, store, tenure, hello_of, fault, ended_by
+):
+    store.fault = fault
+    mailbox = Mailbox()
+    pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
+    await until(pool_runner, lambda: pool_runner.pool.store_fault)
+    assert str(tenure.ended_by).startswith(str(ended_by))
+    assert mailbox_is_empty(mailbox)
+
+
+async def test_what_was_written_in_time_is_not_pushed_after_the_term(
+    pool_runner, store, tenure, hello_of, monkeypatch
+):
+    writing, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow(*_args, **_kwargs):
+        writing.set()
+        await may_end.wait()
+
+    monkeypatch.setattr(store, "put_membership", slow, raising=False)
+    mailbox = Mailbox()
+    pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
+    await asyncio.wait_for(writing.wait(), WAIT_S)
+    revision = pool_runner.pool.revision
+    tenure.give_up("this process was paused, say")
+    may_end.set()
+    await until(pool_runner, lambda: pool_runner.pool.revision != revision)
+    assert not pool_runner.leads
+    assert mailbox_is_empty(mailbox)
+
+
+def mailbox_is_empty(mailbox):
+    return not mailbox._waiting

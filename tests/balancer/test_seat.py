@@ -1,0 +1,186 @@
+"""From following to leading and back: what is read, what is shown, and what no term survives."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from equipoise.balancer.archive import Archive
+from equipoise.balancer.errors import UnknownPoolError
+from equipoise.balancer.leadership import Candidate, LeaseTiming
+from equipoise.balancer.lease_elector import Elector
+from equipoise.balancer.lease_register import SoleRegister
+from equipoise.balancer.runner import steady_clock
+from equipoise.balancer.seat import Seat
+from equipoise.balancer.server import serving
+from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.balancer.store import StoreError, StoreFault
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.policy import Policy
+from equipoise.wire.convert import from_balancer, to_balancer
+from equipoise.wire.messages import Assignment
+from equipoise_api.v1 import worker_link_pb2_grpc
+
+WAIT_S = 60.0
+QUICK = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.05, request_timeout_s=0.1)
+
+
+class FaultyStore(SqliteStore):
+    """Cannot be read for as long as it has a fault."""
+
+    fault = None
+    fences = 0
+
+    async def fence(self, *, term):
+        self.fences += 1
+        await super().fence(term=term)
+
+    async def pools(self):
+        if self.fault is not None:
+            raise self.fault
+        return await super().pools()
+
+
+@pytest.fixture
+async def store(tmp_path):
+    opened = FaultyStore(tmp_path / "state.sqlite")
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def elector():
+    candidate = Candidate(name="a", address="a:7070")
+    return Elector(SoleRegister(term=0), candidate=candidate, timing=QUICK)
+
+
+@asynccontextmanager
+async def seated(store, elector):
+    """A seat that is being sat on."""
+    seat = Seat(store=store, policy=Policy(), clock=steady_clock(), elector=elector)
+    await seat.open()
+    async with elector.running():
+        task = asyncio.create_task(seat.run())
+        await asyncio.wait_for(seat.until_settled(), WAIT_S)
+        yield seat
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def layout_of(generation):
+    return contiguous_layout(
+        num_layers=2, num_experts=6, num_ranks=2, slots_per_rank=4, generation=generation
+    )
+
+
+async def until_led(seat, elector):
+    async with asyncio.timeout(WAIT_S):
+        while seat.led is None:
+            await elector.tenure()
+            await asyncio.sleep(0)
+    return seat.led
+
+
+async def test_the_store_is_fenced_by_the_term_before_a_pool_is_read(store, elector):
+    await store.adopt("p", layout_of(3), term=0)
+    async with seated(store, elector) as seat:
+        assert seat.led is seat.pools
+        assert seat.led.find("p").pool.layouts.stored_generation == 3
+        assert seat.led.find("p").pool.elsewhere == ""
+        assert await store.highest_term() == elector.standing.term == 1
+
+
+async def test_a_store_that_saw_a_higher_term_is_led_in_a_higher_one_still(store, elector):
+    await store.fence(term=30)
+    async with seated(store, elector) as seat:
+        await until_led(seat, elector)
+        assert elector.standing.term == 31
+        assert await store.highest_term() == 31
+
+
+async def test_a_store_that_cannot_be_read_ends_the_term_until_it_can(store, elector, caplog):
+    seat = Seat(store=store, policy=Policy(), clock=steady_clock(), elector=elector)
+    await seat.open()
+    store.fault = StoreError("it is down: start it")
+    async with elector.running():
+        task = asyncio.create_task(seat.run())
+        async with asyncio.timeout(WAIT_S):
+            while store.fences < 3:
+                await elector.until_changed(elector.standing)
+        assert seat.led is None
+        assert "it is down: start it" in caplog.text
+        store.fault = None
+        await until_led(seat, elector)
+        assert elector.standing.term >= 3
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_store_that_cannot_be_read_at_the_start_is_said(store, elector):
+    store.fault = StoreError("wrong password", fault=StoreFault.DENIED)
+    with pytest.raises(StoreError, match="wrong password"):
+        await Seat(store=store, policy=Policy(), clock=steady_clock(), elector=elector).open()
+
+
+async def test_when_a_term_ends_what_was_led_is_still_shown_with_where_to_go(store, elector):
+    await store.adopt("p", layout_of(3), term=0)
+    async with seated(store, elector) as seat:
+        led = seat.led.find("p")
+        other = Elector(
+            elector._register, candidate=Candidate(name="b", address="b:7070"), timing=QUICK
+        )
+        tenure = await elector.tenure()
+        tenure.give_up("to see what happens")
+        assert seat.led is None
+        async with other.running():
+            async with asyncio.timeout(WAIT_S):
+                while not led.closed:
+                    await led.until_changed(led.pool.revision)
+            assert seat.pools.find("p").pool.layouts.stored_generation == 3
+            assert seat.pools.find("p").pool.diagnosis().reason
+
+
+async def test_an_archive_changes_only_when_the_store_does(store):
+    archive = Archive(store=store, policy=Policy())
+    with pytest.raises(UnknownPoolError):
+        archive.find("")
+    await store.adopt("p", layout_of(1), term=0)
+    await archive.refresh(elsewhere="ask a:7070")
+    remembered = archive.find("")
+    revision = remembered.pool.revision
+    await archive.refresh(elsewhere="ask a:7070")
+    assert remembered.pool.revision == revision
+    changed = asyncio.create_task(remembered.until_changed(revision))
+    await store.adopt("p", layout_of(2), term=0)
+    await archive.refresh(elsewhere="ask a:7070")
+    await asyncio.wait_for(changed, WAIT_S)
+    assert archive.find("p").pool.layouts.stored_generation == 2
+    assert archive.find("p").pool.diagnosis().reason == "ask a:7070"
+    waiting = asyncio.create_task(remembered.until_changed(remembered.pool.revision))
+    archive.close_streams()
+    await asyncio.wait_for(waiting, WAIT_S)
+
+
+async def test_a_worker_that_heard_of_a_higher_term_raises_ours(store, worker_of, hello_of):
+    worker = worker_of(hello_of(num_ranks=1, slots_per_rank=32))
+    arrangement = serving(store, listen="127.0.0.1:0", policy=Policy(), stop_grace_s=1.0)
+    async with arrangement as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        hello = replace(worker.hello, highest_term=50)
+        first = await first_word(channel, hello)
+        assert first.not_leading
+        assert first.fatal
+        assert first.leader_address is None
+        async with asyncio.timeout(WAIT_S):
+            while not isinstance(answer := await first_word(channel, hello), Assignment):
+                assert answer.not_leading
+        assert answer.term == 51
+
+
+async def first_word(channel, hello):
+    call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect()
+    await call.write(to_balancer(hello))
+    message = await asyncio.wait_for(call.read(), WAIT_S)
+    call.cancel()
+    return from_balancer(message, hello=hello)
