@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+KERNELS := $(VENV)/.installed-kernels
+# A GPU machine brings its own torch: without .venv, its Python is used as it is.
+GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis demo test lint bench protos chart
+.PHONY: help setup redis demo test lint bench bench-gpu tune protos chart
 
 help:  ## Show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(STAMP) redis  ## Create .venv and install everything, once
 
@@ -19,8 +22,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,plots,dev]'
 	touch $@
 
-# The tests of the Redis store run against a real server. Whoever is not root is told, not asked.
-redis:
+# Tests interpret and compile the GPU kernels; the demo does without Triton's 650 MB.
+$(KERNELS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kernels]'
+	touch $@
+
+# Whoever is not root is told, not asked.
+redis:  ## Install redis-server for the tests of the Redis store, where this machine allows it
 	@command -v redis-server >/dev/null || { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y redis-server; \
@@ -29,7 +37,7 @@ redis:
 demo: $(STAMP)  ## Watch a fleet drift out of balance and come back (3 minutes)
 	$(BIN)/equipoise demo $(ARGS)
 
-test: $(STAMP) redis  ## Run every test
+test: $(STAMP) $(KERNELS) redis  ## Run every test
 	$(BIN)/python -m pytest -m 'not benchmark' $(ARGS)
 
 lint: $(STAMP)  ## Style, types, borders between rooms, protos against their stubs
@@ -42,6 +50,12 @@ lint: $(STAMP)  ## Style, types, borders between rooms, protos against their stu
 
 bench: $(STAMP)  ## Run the benchmarks and print their ratios
 	$(BIN)/python -m pytest -m benchmark -s $(ARGS)
+
+bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write JSON
+	PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.bench $(ARGS)
+
+tune:  ## Choose the kernels' configurations on this machine's GPU
+	PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.tune $(ARGS)
 
 protos: $(STAMP)  ## Regenerate the committed stubs from the .proto files
 	$(BIN)/python protos/generate.py
