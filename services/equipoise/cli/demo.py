@@ -41,6 +41,7 @@ __all__ = ["DemoError", "DemoSettings", "run"]
 
 POOL = "demo"
 
+_PLANNER_TIMEOUT_S = 180.0
 _BALANCER_TIMEOUT_S = 30.0
 _POOL_TIMEOUT_S = 120.0
 _REFERENCE_BATCH = 16  # prompts answered at once, which a Ctrl-C may have to wait for
@@ -105,7 +106,7 @@ class Demo:
         self._feed = StatusFeed(self._address, pool=POOL)
         self._traffic: Traffic | None = None
         self._marks: list[Mark] = []
-        self._doing = "starting the balancer"
+        self._doing = "starting the workers"
         self._num_compared = self._tokens_compared = self._tokens_identical = 0
         self._rates: deque[tuple[float, int]] = deque(maxlen=round(_RECENT_S / _REFRESH_S) + 1)
         # Counts like a monotonic clock, so that latencies are exact, but from 1970 on.
@@ -132,6 +133,15 @@ class Demo:
         settings = self._settings
         if self._address != settings.listen and not settings.listen.endswith(":0"):
             self._say(f"{settings.listen} is in use: the balancer takes {self._address}")
+        for rank in range(settings.workers):
+            # They take longest, and wait for the balancer if they must.
+            await self._fleet.start(
+                f"worker-{rank}", _worker_arguments(settings, rank=rank, balancer=self._address)
+            )
+        self._doing = "compiling the planner (half a minute, once after an installation)"
+        await self._fleet.start("planner", [], program=("-m", "equipoise.planning.warm_up"))
+        await self._fleet.until_done("planner", timeout_s=_PLANNER_TIMEOUT_S)
+        self._doing = "starting the balancer"
         await self._fleet.start(
             "balancer",
             _balancer_arguments(settings, address=self._address, state=self._state),
@@ -141,10 +151,6 @@ class Demo:
             f"the balancer serves at {self._address}; look from another shell with: "
             f"equipoise status --address {self._address} --watch"
         )
-        for rank in range(settings.workers):
-            await self._fleet.start(
-                f"worker-{rank}", _worker_arguments(settings, rank=rank, balancer=self._address)
-            )
         self._doing = "loading the model, and asking it for reference tokens without a balancer"
         await asyncio.gather(self._learn_references(), self._until_pool_serves())
 

@@ -64,13 +64,15 @@ class Fleet:
         # Shielded, because a second cancellation must not leave the stop half done.
         await asyncio.shield(self._stop_all())
 
-    async def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start the program with these arguments, under a name that no running process has."""
+    async def start(
+        self, name: str, arguments: Sequence[str], *, program: Sequence[str] | None = None
+    ) -> None:
+        """Start the program (ours, if not another) under a name that no running process has."""
         running = self._processes.get(name)
         assert running is None or running.returncode is not None, f"{name} is running"
         with self.log_path(name).open("ab") as log:
             self._processes[name] = await asyncio.create_subprocess_exec(
-                *tethered([sys.executable, *self._program, *arguments]),
+                *tethered([sys.executable, *(program or self._program), *arguments]),
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=STDOUT,
@@ -84,6 +86,24 @@ class Fleet:
         """End one process on purpose and return its exit status, killing it after the bound."""
         self._expected_ends.add(name)
         return await _end(self._processes[name], with_signal=with_signal)
+
+    async def until_done(self, name: str, *, timeout_s: float) -> None:
+        """Wait until a process has ended well by itself, as one that is no server should.
+
+        Raises:
+            FleetError: it failed, or was not done within the bound.
+        """
+        self._expected_ends.add(name)
+        try:
+            status = await asyncio.wait_for(self._processes[name].wait(), timeout_s)
+        except TimeoutError:
+            raise FleetError(
+                f"{name} was not done after {timeout_s:g} s\n{self.log_tail(name)}"
+            ) from None
+        if status != 0:
+            raise FleetError(
+                f"{name} failed with exit status {status}; its last lines:\n{self.log_tail(name)}"
+            )
 
     async def watch(self) -> None:
         """Wait until a process ends that nobody stopped.
