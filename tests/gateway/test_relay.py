@@ -154,9 +154,11 @@ async def test_a_rank_that_nobody_listens_for_is_passed_over(run_gateway, fleet)
 
 async def test_a_request_that_breaks_every_rank_is_given_up(run_gateway, fleet):
     fleet.fail(*[Fault(after=2, code=UNAVAILABLE)] * 5)
-    async with run_gateway(workers=tuple(fleet.addresses), max_attempts=3) as gateway:
-        async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS) as response:
-            *parts, last = await all_events(response)
+    async with (
+        run_gateway(workers=tuple(fleet.addresses), max_attempts=3) as gateway,
+        gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS) as response,
+    ):
+        *parts, last = await all_events(response)
     error = json.loads(last)["error"]
     assert error["code"] == "attempts_exhausted"
     assert "UNAVAILABLE: as the script says" in error["message"]

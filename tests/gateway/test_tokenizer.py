@@ -1,5 +1,6 @@
 """Text is the same however its tokens come, and a stop string cuts it at the same place."""
 
+import itertools
 import json
 
 import pytest
@@ -14,7 +15,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 def pieces(values, cuts):
     edges = [0, *sorted(cut % (len(values) + 1) for cut in cuts), len(values)]
-    return [values[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [values[start:end] for start, end in itertools.pairwise(edges)]
 
 
 cuts = st.lists(st.integers(0, 100), max_size=6)

@@ -1,4 +1,4 @@
-"""Ranks by script behind real gRPC, a gateway in front of them behind real HTTP, and its clients."""
+"""Ranks by script behind real gRPC, and what the clients of a gateway in front of them do."""
 
 import asyncio
 import hashlib
@@ -55,7 +55,7 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         self.gate.set()
         self.tokens_a_message = 1
 
-    async def Generate(self, request, context):
+    async def Generate(self, request, context):  # noqa: N802 - named by the contract
         fault = self.faults.popleft() if self.faults else None
         self.requests.append(request)
         await self._count(+1)
@@ -71,14 +71,14 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
     async def _serve(self, request, context, fault):
         if fault is None or fault.accept:
             await context.send_initial_metadata(())
-        tokens = undisturbed(request.prompt, request.max_tokens, request.stop_tokens)
-        stopped = tokens[-1] in request.stop_tokens
+        num_tokens = request.max_tokens if fault is None else min(request.max_tokens, fault.after)
+        tokens = undisturbed(request.prompt, num_tokens, request.stop_tokens)
+        stopped = tokens[-1:] and tokens[-1] in request.stop_tokens
         finish = pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH
-        right = tokens if fault is None else tokens[: fault.after]
         size = self.tokens_a_message
-        for start in range(0, len(right), size):
+        for start in range(0, len(tokens), size):
             await self.gate.wait()
-            some = right[start : start + size]
+            some = tokens[start : start + size]
             is_last = fault is None and start + size >= len(tokens)
             await context.write(
                 pb.GenerateResponse(tokens=some, finish_reason=finish if is_last else 0)

@@ -1,0 +1,305 @@
+"""Clients get what OpenAI's form promises, over real HTTP, and every fault in that form too."""
+
+import asyncio
+import json
+
+import grpc
+import pytest
+from scripted_ranks import (
+    BOUND_S,
+    END_TOKEN,
+    Fault,
+    all_events,
+    events,
+    tokens_of,
+    undisturbed,
+)
+
+from equipoise_api.v1 import worker_pb2 as pb
+
+PROMPT = "def balance("
+TOKENS = tuple(PROMPT.encode())
+
+
+def text_of(max_tokens):
+    return bytes(undisturbed(TOKENS, max_tokens)).decode()
+
+
+def says(text):
+    """A fault by which a rank says this text and is done."""
+    return Fault(
+        also=(
+            pb.GenerateResponse(
+                tokens=[*text.encode(), END_TOKEN], finish_reason=pb.FINISH_REASON_STOP
+            ),
+        )
+    )
+
+
+async def test_a_whole_answer_has_openais_form(gateway):
+    response = await gateway.post(model="tiny", prompt=PROMPT, max_tokens=8)
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+    assert answer["created"] > 1_600_000_000
+    assert answer["choices"] == [
+        {"index": 0, "text": text_of(8), "logprobs": None, "finish_reason": "length"}
+    ]
+    assert answer["usage"] == {"prompt_tokens": 12, "completion_tokens": 8, "total_tokens": 20}
+
+
+async def test_tokens_and_text_are_the_same_prompt(gateway):
+    by_text = await gateway.post(prompt=PROMPT, return_token_ids=True)
+    by_tokens = await gateway.post(prompt=list(TOKENS), return_token_ids=True)
+    assert by_text.json()["choices"] == by_tokens.json()["choices"]
+    assert len(by_text.json()["choices"][0]["token_ids"]) == 16
+
+
+async def test_a_stream_is_server_sent_events_that_add_up_to_the_whole(gateway):
+    async with gateway.stream(prompt=PROMPT, max_tokens=9) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        datas = await all_events(response)
+    assert datas[-1] == "[DONE]"
+    parts = [json.loads(data) for data in datas[:-1]]
+    assert len({part["id"] for part in parts}) == 1
+    assert "".join(part["choices"][0]["text"] for part in parts) == text_of(9)
+    reasons = [part["choices"][0]["finish_reason"] for part in parts]
+    assert reasons == [None] * 8 + ["length"]
+    assert all("usage" not in part for part in parts)
+
+
+async def test_a_stream_comes_as_it_is_made(gateway, fleet):
+    fleet.fail(Fault(after=3, hang=True))
+    async with gateway.stream(prompt=PROMPT, max_tokens=9) as response:
+        coming = events(response)
+        three = [json.loads(await anext(coming)) for _ in range(3)]
+    assert "".join(part["choices"][0]["text"] for part in three) == text_of(9)[:3]
+
+
+async def test_a_stream_tells_its_usage_when_asked(gateway):
+    async with gateway.stream(
+        prompt=PROMPT, max_tokens=3, stream_options={"include_usage": True}
+    ) as response:
+        *parts, last, done = await all_events(response)
+    assert done == "[DONE]"
+    assert [json.loads(part)["usage"] for part in parts] == [None] * 3
+    assert json.loads(last)["choices"] == []
+    assert json.loads(last)["usage"]["completion_tokens"] == 3
+
+
+async def test_no_event_has_half_a_character(gateway, fleet):
+    text = "Ĝis la ☃ 🜁"
+    one_by_one = tuple(pb.GenerateResponse(tokens=[token]) for token in text.encode())
+    fleet.fail(Fault(also=(*one_by_one, *says("").also)))
+    async with gateway.stream(prompt=PROMPT, max_tokens=99, return_token_ids=False) as response:
+        *datas, _ = await all_events(response)
+    texts = [json.loads(data)["choices"][0]["text"] for data in datas]
+    assert [piece for piece in texts if piece] == list(text)
+
+
+async def test_the_models_own_end_is_a_stop_without_text(gateway, fleet):
+    fleet.fail(says("the end"))
+    answer = (await gateway.post(prompt=PROMPT, max_tokens=99)).json()
+    assert answer["choices"][0]["text"] == "the end"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert [list(rank.requests[0].stop_tokens) for rank in fleet.ranks if rank.requests] == [
+        [END_TOKEN]
+    ]
+
+
+async def test_ignore_eos_asks_for_no_stop_token(gateway, fleet):
+    await gateway.post(prompt=PROMPT, ignore_eos=True)
+    assert [list(rank.requests[0].stop_tokens) for rank in fleet.ranks if rank.requests] == [[]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_the_answer_and_frees_the_rank(gateway, fleet, stream):
+    fleet.fail(
+        Fault(also=tuple(pb.GenerateResponse(tokens=[token]) for token in b"one\n\ntwo"), hang=True)
+    )
+    if stream:
+        async with gateway.stream(prompt=PROMPT, max_tokens=99, stop=["\n\n"]) as response:
+            *datas, done = await all_events(response)
+        assert done == "[DONE]"
+        choices = [json.loads(data)["choices"][0] for data in datas]
+    else:
+        response = await gateway.post(prompt=PROMPT, max_tokens=99, stop="\n\n")
+        choices = response.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "one"
+    assert choices[-1]["finish_reason"] == "stop"
+    for rank in fleet.ranks:
+        await rank.until(lambda rank=rank: rank.num_open == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_frees_the_rank(gateway, fleet, stream):
+    fleet.fail(Fault(after=4, hang=True))
+    body = {"prompt": PROMPT, "max_tokens": 99, "stream": stream}
+
+    async def be_client():
+        async with gateway.client.stream("POST", "/v1/completions", json=body) as response:
+            await all_events(response)
+
+    client = asyncio.create_task(be_client())
+    await asyncio.wait(
+        [
+            asyncio.create_task(rank.until(lambda rank=rank: rank.num_open == 1))
+            for rank in fleet.ranks
+        ],
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    client.cancel()
+    await asyncio.gather(client, return_exceptions=True)
+    for rank in fleet.ranks:
+        await rank.until(lambda rank=rank: rank.num_open == 0)
+
+
+async def test_a_client_that_hangs_up_leaves_the_line(run_gateway):
+    async with run_gateway(workers=("127.0.0.1:1",), max_queued_requests=1) as gateway:
+        waiting = asyncio.create_task(gateway.post(prompt=PROMPT))
+        async with asyncio.timeout(BOUND_S):
+            # The only place in line is taken as soon as a second request is turned away.
+            while (await turned_away(gateway)) is None:
+                pass
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            # And it is free again as soon as one is not.
+            while (await turned_away(gateway)) is not None:
+                pass
+
+
+async def turned_away(gateway):
+    """The answer of a request that is refused at once; None when it stands in line."""
+    request = asyncio.create_task(gateway.post(prompt=PROMPT))
+    done, _ = await asyncio.wait({request}, timeout=0.1)
+    if not done:
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        return None
+    return request.result()
+
+
+async def test_a_client_that_does_not_read_is_let_go(run_gateway, fleet):
+    text = "x" * 4000
+    fleet.fail(Fault(also=(pb.GenerateResponse(tokens=text.encode()),) * 4000, hang=True))
+    async with run_gateway(
+        workers=tuple(fleet.addresses), client_timeout_s=0.2, max_tokens=2**20
+    ) as gateway:
+        body = {"prompt": PROMPT, "max_tokens": 2**20, "stream": True}
+        async with gateway.client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            # Nothing is read from here on.
+            for rank in fleet.ranks:
+                await rank.until(lambda rank=rank: not rank.requests or rank.num_open == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({}, "prompt", "a string or a list of token ids"),
+        ({"prompt": ""}, "prompt", "1 to 8192 tokens, not 0"),
+        ({"prompt": "x" * 8193}, "prompt", "1 to 8192 tokens, not 8193"),
+        ({"prompt": [1, 272]}, "prompt", "tokens are 0 to 271, not 272"),
+        ({"prompt": [1, -1]}, "prompt", "tokens are 0 to 271, not -1"),
+        ({"prompt": [1, True]}, "prompt", "a string or a list"),
+        ({"prompt": ["a", "b"]}, "prompt", "one prompt a request"),
+        ({"prompt": "\ud800"}, "prompt", "half of a surrogate pair"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "from 1 to 8192, not 0"),
+        ({"prompt": "a", "max_tokens": 8193}, "max_tokens", "not 8193"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", "whole number"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens", "not true"),
+        ({"prompt": "a", "temperature": 0.7}, "temperature", "0.7 is not supported"),
+        ({"prompt": "a", "n": 2}, "n", "2 is not supported"),
+        ({"prompt": "a", "logprobs": 5}, "logprobs", "5 is not supported"),
+        ({"prompt": "a", "stop": ""}, "stop", "none of them empty"),
+        ({"prompt": "a", "stop": ["a"] * 5}, "stop", "up to 4"),
+        ({"prompt": "a", "stream": "yes"}, "stream", "true or false"),
+        ({"prompt": "a", "stream_options": {}}, "stream_options", "needs stream: true"),
+        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "only"),
+        ({"prompt": "a", "max_token": 5}, "max_token", 'no field "max_token"'),
+    ],
+)
+async def test_what_cannot_be_served_is_named(gateway, fleet, fields, param, words):
+    response = await gateway.client.post("/v1/completions", content=json.dumps(fields))
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert words in error["message"]
+    assert fleet.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 0.0, "top_p": 0.5, "n": 1, "echo": False, "logprobs": None},
+        {"seed": 7, "user": "somebody", "frequency_penalty": 0, "logit_bias": {}},
+        {"model": "tiny", "stop": None, "max_tokens": None, "stream": None},
+    ],
+)
+async def test_what_changes_nothing_is_accepted(gateway, fields):
+    response = await gateway.post(prompt=PROMPT, **fields)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["text"] == text_of(16)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b"3", b"[" * 100_000])
+async def test_a_body_that_is_no_object_is_said(gateway, body):
+    response = await gateway.client.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    assert "the body" in response.json()["error"]["message"]
+
+
+async def test_a_body_above_the_limit_is_refused(run_gateway, fleet):
+    async with run_gateway(workers=tuple(fleet.addresses), max_body_bytes=100) as gateway:
+        assert (await gateway.post(prompt="a" * 100)).status_code == 413
+        assert (await gateway.post(prompt="a" * 10)).status_code == 200
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(run_gateway, fleet):
+    async with run_gateway(workers=tuple(fleet.addresses), client_timeout_s=0.2) as gateway:
+        url = gateway.client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        status = await asyncio.wait_for(reader.readline(), BOUND_S)
+        writer.close()
+    assert b" 408 " in status
+
+
+async def test_another_model_is_not_found(gateway):
+    response = await gateway.post(model="gpt-9", prompt=PROMPT)
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/completions", 405), ("GET", "/v2", 404), ("POST", "/v1/models", 405)],
+)
+async def test_unknown_paths_and_methods_are_errors_in_form(gateway, method, path, status):
+    response = await gateway.client.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_the_one_model_is_listed(gateway):
+    (entry,) = (await gateway.client.get("/v1/models")).json()["data"]
+    assert entry["id"] == "tiny"
+    assert entry["object"] == "model"
+
+
+async def test_a_request_that_the_worker_cannot_serve_has_the_workers_words(gateway, fleet):
+    fleet.fail(Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False))
+    async with gateway.stream(prompt=PROMPT) as response:
+        assert response.status_code == 400
+        assert "as the script says" in (await response.aread()).decode()
+
+
+async def test_streams_of_one_connection_follow_each_other(gateway):
+    for max_tokens in (1, 5):
+        async with gateway.stream(prompt=PROMPT, max_tokens=max_tokens) as response:
+            assert len(tokens_of(await all_events(response))) == max_tokens

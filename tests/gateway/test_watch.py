@@ -1,0 +1,174 @@
+"""The gateway follows its balancers, and goes on without them."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from scripted_ranks import BOUND_S
+
+from equipoise.gateway import watch
+from equipoise.gateway.ranks import Ranks
+from equipoise.gateway.routing import Standing
+from equipoise.gateway.watch import follow, told_ranks
+from equipoise_api.v1 import status_pb2 as pb
+from equipoise_api.v1 import status_pb2_grpc
+
+
+class FakeBalancer(status_pb2_grpc.StatusServicer):
+    """Tells what it is told to tell, for as long as it is told to."""
+
+    def __init__(self):
+        self.told = asyncio.Queue()
+        self.watches = asyncio.Queue()
+
+    async def WatchStatus(self, request, context):  # noqa: N802 - named by the contract
+        self.watches.put_nowait(request)
+        while (status := await self.told.get()) is not None:
+            await context.write(pb.WatchStatusResponse(status=status))
+
+
+@asynccontextmanager
+async def telling(balancer, address="127.0.0.1:0"):
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    status_pb2_grpc.add_StatusServicer_to_server(balancer, server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def rank(number, address=None, *, state="connected", **more):
+    return pb.RankStatus(
+        rank=number,
+        worker=f"worker-{number}",
+        address=address or f"127.0.0.1:{7100 + number}",
+        state=state,
+        **more,
+    )
+
+
+def status(*ranks):
+    return pb.PoolStatus(pool="default", ranks=ranks)
+
+
+class Heard(Ranks):
+    """Says when something was told."""
+
+    def __init__(self):
+        super().__init__(max_queued=8, clock=asyncio.get_running_loop().time)
+        self.news = asyncio.Queue()
+
+    def tell(self, told):
+        super().tell(told)
+        self.news.put_nowait({rank.name: rank.standing for rank in self.loads()})
+
+    async def next(self):
+        return await asyncio.wait_for(self.news.get(), BOUND_S)
+
+
+@asynccontextmanager
+async def following(*balancers):
+    ranks = Heard()
+    task = asyncio.create_task(follow(balancers, pool="default", ranks=ranks))
+    try:
+        yield ranks
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_a_rank_that_is_heard_is_open_and_one_that_is_not_is_doubtful():
+    told = told_ranks(
+        status(rank(0), rank(1, state="silent"), rank(2, state="gone"), rank(3, state="leaving"))
+    )
+    assert [one.standing for one in told] == [
+        Standing.OPEN, Standing.DOUBTFUL, Standing.DOUBTFUL, Standing.CLOSED,
+    ]  # fmt: skip
+
+
+def test_a_ranks_work_is_what_it_serves_and_what_waits():
+    (told,) = told_ranks(status(rank(0, active_requests=3, queued_requests=2, tokens_processed=77)))
+    assert (told.name, told.num_requests, told.report) == ("worker-0", 5, 77)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "a b:1", "host:0", "host:99999"])
+def test_a_rank_that_nobody_can_dial_is_left_out(address):
+    assert [one.name for one in told_ranks(status(rank(0, address), rank(1)))] == ["worker-1"]
+
+
+async def test_every_change_is_heard():
+    balancer = FakeBalancer()
+    async with telling(balancer) as address, following(address) as ranks:
+        balancer.told.put_nowait(status(rank(0), rank(1)))
+        assert await ranks.next() == {"worker-0": Standing.OPEN, "worker-1": Standing.OPEN}
+        balancer.told.put_nowait(status(rank(0), rank(1, state="gone")))
+        assert await ranks.next() == {"worker-0": Standing.OPEN, "worker-1": Standing.DOUBTFUL}
+        assert (await balancer.watches.get()).pool == "default"
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+async def test_a_balancer_that_went_away_is_asked_until_it_is_back(ends_well):
+    balancer = FakeBalancer()
+    async with telling(balancer) as address, following(address) as ranks:
+        balancer.told.put_nowait(status(rank(0)))
+        await ranks.next()
+        if ends_well:
+            balancer.told.put_nowait(None)
+            await asyncio.wait_for(balancer.watches.get(), BOUND_S)
+            await asyncio.wait_for(balancer.watches.get(), BOUND_S)
+            balancer.told.put_nowait(status(rank(0), rank(1)))
+            assert len(await ranks.next()) == 2
+    if not ends_well:
+        later = FakeBalancer()
+        later.told.put_nowait(status(rank(0), rank(1)))
+        async with following(address) as ranks, telling(later, address):
+            assert len(await ranks.next()) == 2
+
+
+async def test_another_balancer_is_asked_when_the_first_is_away():
+    away, here = FakeBalancer(), FakeBalancer()
+    here.told.put_nowait(status(rank(0)))
+    async with telling(away) as gone:
+        pass
+    async with telling(here) as address, following(gone, address) as ranks:
+        assert await ranks.next() == {"worker-0": Standing.OPEN}
+
+
+async def test_a_balancer_that_says_nothing_is_left_for_the_next_one(monkeypatch):
+    monkeypatch.setattr(watch, "SILENCE_S", 0.1)
+    silent, here = FakeBalancer(), FakeBalancer()
+    here.told.put_nowait(status(rank(0)))
+    async with (
+        telling(silent) as first,
+        telling(here) as second,
+        following(first, second) as ranks,
+    ):
+        assert await ranks.next() == {"worker-0": Standing.OPEN}
+    assert not silent.watches.empty()
+
+
+async def test_ranks_known_last_serve_on_without_a_balancer(run_gateway, fleet):
+    balancer = FakeBalancer()
+    balancer.told.put_nowait(
+        status(*(rank(number, address) for number, address in enumerate(fleet.addresses)))
+    )
+    async with telling(balancer) as address, run_gateway(balancer=(address,)) as gateway:
+        assert (await gateway.post(prompt="hello")).status_code == 200
+        balancer.told.put_nowait(status())
+        balancer.told.put_nowait(None)
+        await asyncio.wait_for(balancer.watches.get(), BOUND_S)
+        await asyncio.wait_for(balancer.watches.get(), BOUND_S)
+        assert (await gateway.post(prompt="hello")).status_code == 200
+
+
+async def test_a_rank_that_is_leaving_gets_no_new_request(run_gateway, fleet):
+    balancer = FakeBalancer()
+    first, second = fleet.addresses
+    balancer.told.put_nowait(status(rank(0, first, state="leaving"), rank(1, second)))
+    async with telling(balancer) as address, run_gateway(balancer=(address,)) as gateway:
+        for _ in range(4):
+            assert (await gateway.post(prompt="hello")).status_code == 200
+    assert (len(fleet.ranks[0].requests), len(fleet.ranks[1].requests)) == (0, 4)
