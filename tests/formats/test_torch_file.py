@@ -10,6 +10,7 @@ import torch
 
 from equipoise.formats import archive, torch_file
 from equipoise.formats.errors import FormatError
+from equipoise.formats.files import read_recording
 
 
 def saved(document):
@@ -92,6 +93,14 @@ def test_a_file_cannot_change_the_parts_of_a_tensor_for_those_after_it():
                 torch_file.load(with_pickle(b"\x80\x02" + name + state + b"b."))
     tensor = torch.arange(3)
     assert np.array_equal(torch_file.load(saved(tensor)), tensor.numpy())
+
+
+def test_values_nested_deeper_than_python_can_print_are_refused(write):
+    tuples, frozensets = b")" + b"\x85" * 5000, b"(" * 5000 + b"\x91" * 5000
+    for nested in (tuples, frozensets):
+        pickled = b"\x80\x04}X\x0d\x00\x00\x00logical_count" + nested + b"s."
+        with pytest.raises(FormatError, match="loads must be rows"):
+            read_recording(write(with_pickle(pickled)))
 
 
 def test_a_long_pickle_is_a_recording_of_single_passes():

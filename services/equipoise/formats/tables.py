@@ -100,6 +100,8 @@ def shown(value: Any) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, int) and abs(value) > 10**20:
         return "a number of more than 20 digits"
+    if not (value is None or isinstance(value, str | int | float)):
+        return f"a {type(value).__name__}"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
