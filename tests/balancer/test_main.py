@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from redis_server import RedisServer, free_port, require_redis
 
 from equipoise.balancer.__main__ import run
-from equipoise.balancer.settings import BalancerSettings, InvalidSettingsError
+from equipoise.balancer.leadership import LeaseTiming
+from equipoise.balancer.settings import BalancerSettings, InvalidSettingsError, LeaseKind
 
 START = """
 import sys
@@ -81,3 +83,64 @@ def test_listen_must_be_a_host_and_a_port(listen):
 def test_the_grace_of_a_stop_is_bounded(stop_grace_s):
     with pytest.raises(InvalidSettingsError, match="stop_grace_s must be from 0 to 60"):
         BalancerSettings(stop_grace_s=stop_grace_s)
+
+
+def test_a_redis_that_is_not_there_is_one_line_and_exit_status_1(capsys):
+    store = f"redis://127.0.0.1:{free_port()}/0"
+    assert run(BalancerSettings(listen="127.0.0.1:0", store=store)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"equipoise balancer: {store} cannot be reached: check that it runs")
+
+
+def test_a_wrong_password_is_one_line_without_the_password(tmp_path, capsys):
+    require_redis()
+    with RedisServer(tmp_path / "redis", password="open-sesame") as server:
+        store = server.url.replace("sesame", "barley")
+        assert run(BalancerSettings(listen="127.0.0.1:0", store=store)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "does not let us in: check user and password" in line
+    assert "barley" not in line
+
+
+def test_a_cluster_that_is_not_there_is_one_line_and_exit_status_1(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr(
+        "kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none")
+    )
+    settings = BalancerSettings(store="redis://127.0.0.1:1/0", lease=LeaseKind.KUBERNETES)
+    assert run(settings) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("equipoise balancer: no Kubernetes cluster is configured")
+
+
+def test_a_missing_kubernetes_client_is_named_with_the_command_that_installs_it(
+    capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "equipoise.balancer.lease_kubernetes", None)
+    settings = BalancerSettings(store="redis://127.0.0.1:1/0", lease=LeaseKind.KUBERNETES)
+    assert run(settings) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("pip install 'equipoise[kubernetes]'")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"store": ""}, "store must be a file or redis://"),
+        ({"advertise": "here"}, "advertise must be host:port"),
+        ({"store": "redis://r/0", "listen": "0.0.0.0:7070"}, "advertise must be given"),
+        ({"lease": LeaseKind.KUBERNETES}, "needs a store that balancers share"),
+        ({"lease_duration_s": 0.5}, "lease_duration_s must be from 1 to 60"),
+        ({"lease_duration_s": float("nan")}, "lease_duration_s must be from 1 to 60"),
+    ],
+)
+def test_settings_that_could_not_work_are_refused_with_the_range(wrong, words):
+    with pytest.raises(InvalidSettingsError, match=words):
+        BalancerSettings(**wrong)
+
+
+def test_every_duration_of_a_lease_that_may_be_chosen_is_safe():
+    for duration_s in (1.0, 3.0, 7.7, 60.0):
+        timing = LeaseTiming.lasting(BalancerSettings(lease_duration_s=duration_s).lease_duration_s)
+        assert timing.duration_s == duration_s
+    assert LeaseTiming.lasting(3.0) == LeaseTiming()

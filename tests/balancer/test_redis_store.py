@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from redis import Redis
 from redis.crc import key_slot
-from redis_server import RedisServer, free_port
+from redis_server import RedisServer, free_port, require_redis
 
 from equipoise.balancer.redis_store import HASH_TAG, RedisStore
 from equipoise.balancer.store import (
@@ -288,3 +288,13 @@ async def test_what_was_written_outlives_a_kill_of_the_server(redis_server, open
     again = open_at(redis_server.url)
     assert (await again.committed("p")).generation == 4
     assert await again.highest_term() == 2
+
+
+@pytest.mark.parametrize(
+    ("switch", "outcome"), [("", pytest.skip.Exception), ("1", pytest.fail.Exception)]
+)
+def test_without_redis_these_tests_are_skipped_unless_it_is_required(monkeypatch, switch, outcome):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("EQUIPOISE_REQUIRE_REDIS", switch)
+    with pytest.raises(outcome, match="apt-get install redis-server"):
+        require_redis()
