@@ -52,10 +52,10 @@ bench: $(STAMP)  ## Run the benchmarks and print their ratios
 	$(BIN)/python -m pytest -m benchmark -s $(ARGS)
 
 bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write JSON
-	PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.bench $(ARGS)
+	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.bench $(ARGS)
 
 tune:  ## Choose the kernels' configurations on this machine's GPU
-	PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.tune $(ARGS)
+	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.tune $(ARGS)
 
 protos: $(STAMP)  ## Regenerate the committed stubs from the .proto files
 	$(BIN)/python protos/generate.py

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -56,7 +56,8 @@ def choose(operation: str, kind: type[Config], *, rows: int, shape: tuple[int, .
         rows: of the launch, or what the caller expects of them.
         shape: (N, K) of the weights, or what else the operation goes by.
     """
-    return _choose(operation, kind, rows, shape)
+    config: Config = _choose(operation, cast("Any", kind), rows, shape)
+    return config
 
 
 def committed(operation: str) -> dict[str, tuple[Entry, ...]]:
@@ -110,7 +111,7 @@ def device_name(device: int = 0) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _choose(operation: str, kind: type[Config], rows: int, shape: tuple[int, ...]) -> Config:
+def _choose(operation: str, kind: Any, rows: int, shape: tuple[int, ...]) -> Any:
     entry = next(entry for entry in _entries_here(operation) if entry.fits(rows, shape))
     return kind(**entry.config)
 

@@ -79,7 +79,9 @@ def resolve(setting: str, obstacle: Obstacle) -> Selection:
         KernelsUnavailableError: the setting names what does not exist or cannot run here.
     """
     wanted = _wanted(setting)
-    backends, possible, obstacles = {}, {}, {}
+    backends: dict[str, str] = {}
+    possible: dict[str, tuple[str, ...]] = {}
+    obstacles: dict[str, str] = {}
     for operation, names in OPERATIONS.items():
         name = wanted[operation]
         # Asked for by name, a backend is tried alone: nobody waits for self-tests of the others.

@@ -25,7 +25,8 @@ def test_small_launches_swap_their_operands_and_large_ones_do_not():
         return configurations.choose("gemm", GemmConfig, rows=rows, shape=(24576, 1536))
 
     assert chosen(1) == chosen(16)
-    assert chosen(16).swap_ab and chosen(16).block_m == 16
+    assert chosen(16).swap_ab
+    assert chosen(16).block_m == 16
     assert not chosen(4096).swap_ab
     assert configurations.choose("grouped_gemm", GroupedGemmConfig, rows=16).block_m == 16
 

@@ -80,8 +80,10 @@ def test_values_are_codes_times_the_scale_of_their_group_or_block():
         scales=torch.tensor([[1.0, 2.0], [4.0, 8.0]]),
     )
     values = weight.dequantized()
-    assert values[127, 127] == 2 and values[127, 128] == 4
-    assert values[128, 127] == 8 and values[129, 129] == 16
+    assert values[127, 127] == 2
+    assert values[127, 128] == 4
+    assert values[128, 127] == 8
+    assert values[129, 129] == 16
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,14 @@ def test_the_activations_kernel_agrees_with_the_reference(layout, generator, int
     assert_close(outs[2], outs[0])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+def test_a_gate_far_below_zero_closes_and_one_far_above_is_itself(interpreted):
+    x = torch.cat([torch.tensor([[-1000.0], [1000.0]]).expand(2, 128), torch.ones(2, 128)], dim=1)
+    out = empty_rows((2, 128), device="cpu")
+    silu_mul_quant_triton(x, rows_per_group=None, scale_format=ScaleFormat.FP32, out=out)
+    assert torch.equal(out.dequantized(), torch.tensor([[0.0], [1000.0]]).expand(2, 128))
+
+
 @pytest.mark.parametrize("counts", [[0, 0, 0], [7, 0, 3], [4, 99, -5]])
 @pytest.mark.parametrize("run", [silu_mul_quant_reference, silu_mul_quant_triton])
 def test_the_masked_activation_writes_real_rows_only(run, counts, generator, interpreted):
@@ -141,9 +149,11 @@ def test_the_masked_activation_writes_real_rows_only(run, counts, generator, int
         out=QuantizedRows(codes=codes.view, scales=scales.view),
         **options,
     )
-    assert codes.guard_is_intact() and scales.guard_is_intact()
+    assert codes.guard_is_intact()
+    assert scales.guard_is_intact()
     for group, count in enumerate(min(max(count, 0), max_rows) for count in counts):
-        assert codes.unwritten()[group, count:].all() and scales.unwritten()[group, count:].all()
+        assert codes.unwritten()[group, count:].all()
+        assert scales.unwritten()[group, count:].all()
         wanted = empty_rows((count, 256), device="cpu")
         silu_mul_quant_reference(
             x[group, :count], rows_per_group=None, scale_format=ScaleFormat.FP32, out=wanted

@@ -76,8 +76,10 @@ def test_a_nan_spoils_itself_and_an_infinity_its_group(interpreted):
     group_quant_triton(x, scale_format=ScaleFormat.FP32, out=kernel, config=CONFIG)
     for out in (reference(x), kernel):
         values = out.dequantized()
-        assert values[0, 5].isnan() and values[0].isnan().sum() == 1
-        assert values[1, 128:].isnan().all() and not values[1, :128].isnan().any()
+        assert values[0, 5].isnan()
+        assert values[0].isnan().sum() == 1
+        assert values[1, 128:].isnan().all()
+        assert not values[1, :128].isnan().any()
 
 
 def test_nothing_is_written_beside_rows_codes_and_scales(generator, interpreted):
@@ -88,7 +90,8 @@ def test_nothing_is_written_beside_rows_codes_and_scales(generator, interpreted)
     columns = guarded((2, num_rows), torch.float32, column_guard=3)
     out = QuantizedRows(codes=codes.view, scales=columns.view.t())
     group_quant_triton(x, scale_format=ScaleFormat.FP32, out=out, config=CONFIG)
-    assert codes.guard_is_intact() and columns.guard_is_intact()
+    assert codes.guard_is_intact()
+    assert columns.guard_is_intact()
     same(out, reference(x))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import QuantizedRows, QuantizedWeight
 from equipoise_kernels.gemm.dense import gemm_reference
 from equipoise_kernels.gemm.grouped import (
     GroupedGemmConfig,
@@ -17,7 +18,6 @@ from equipoise_kernels.gemm.schedule import (
     MaskedRows,
     PrefixSumRows,
 )
-from equipoise_kernels.formats import QuantizedRows, QuantizedWeight
 from equipoise_kernels.testing.cases import guarded, spread_rows, spread_weight
 
 NUM_SLOTS, NUM_COLUMNS, DIM = 5, 160, 256
@@ -45,7 +45,10 @@ def flat_case(counts, generator):
         ends.append(position + count)
         position = -(-(position + count) // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
     num_rows = max(position, 1)
-    rows = {group: range(start, end) for group, (start, end) in enumerate(zip(starts, ends))}
+    rows = {
+        group: range(start, end)
+        for group, (start, end) in enumerate(zip(starts, ends, strict=True))
+    }
     return spread_rows((num_rows, DIM), generator), rows, ends
 
 

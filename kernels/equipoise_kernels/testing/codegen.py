@@ -29,6 +29,8 @@ SYSTEM_BYTES_PER_CTA = 1024
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _DUMP_TIMEOUT_S = 60
+# An address as a comment, perhaps a predicate, and the name up to its first dot.
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z0-9_]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def compile_for_hopper(what: Specialization) -> Code:
         sass = _dump("-sass", cubin.name)
     figures = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     instructions: dict[str, int] = {}
-    for name in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z0-9_]+)", sass, re.M):
+    for name in _INSTRUCTION.findall(sass):
         instructions[name] = instructions.get(name, 0) + 1
     ptx = compiled.asm["ptx"]
     num_warps = getattr(compiled.metadata, "num_warps", what.num_warps)

@@ -58,7 +58,7 @@ TUNABLES: Mapping[str, Tunable] = {
 
 def committed_configs() -> list[tuple[str, Any]]:
     """Operation and configuration, each once."""
-    found = {}
+    found: dict[tuple[str, Any], None] = {}
     for operation, tunable in TUNABLES.items():
         for file in configurations.committed(operation).values():
             for entry in file:

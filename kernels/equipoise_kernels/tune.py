@@ -1,0 +1,247 @@
+"""Choose the kernels' configurations on this machine's GPU, and write the files to commit.
+
+    python -m equipoise_kernels.tune [--only gemm ...]
+
+Every configuration of an operation's space that compiles without violations (`testing.gates`) is
+timed on DeepSeek-V3's shapes, in each bucket of rows at the bucket's largest. Serving never tunes:
+it reads the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from equipoise_kernels import configurations
+from equipoise_kernels.bench.__main__ import NO_DEVICE, versions, why_not_here
+from equipoise_kernels.bench.bench import num_copies
+from equipoise_kernels.bench.timing import Call, GraphTimer, Timer
+from equipoise_kernels.configurations import Entry
+from equipoise_kernels.formats import QuantizedRows, ScaleFormat, empty_rows
+from equipoise_kernels.gemm.dense import gemm_triton
+from equipoise_kernels.gemm.grouped import grouped_gemm_triton
+from equipoise_kernels.gemm.schedule import MaskedRows
+from equipoise_kernels.jit import triton_version
+from equipoise_kernels.quant.group_quant import group_quant_triton
+from equipoise_kernels.quant.rms_norm_quant import rms_norm_quant_triton
+from equipoise_kernels.quant.silu_mul_quant import silu_mul_quant_triton
+from equipoise_kernels.testing.cases import spread_normal, spread_rows, spread_weight
+from equipoise_kernels.testing.committed import TUNABLES
+
+Shape = tuple[int, ...]
+# A launch of an operation with a configuration, on different memory each.
+Problem = Callable[[int, Shape, torch.Generator], Callable[[Any], list[Call]]]
+
+_DENSE = (
+    (576, 7168), (1536, 7168), (2112, 7168), (4096, 7168), (7168, 2048), (7168, 16384),
+    (7168, 18432), (24576, 1536),
+)  # fmt: skip
+_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to time an operation on.
+
+    Attributes:
+        buckets: largest rows of each entry; the last bucket takes all the rest as well.
+        shapes: (N, K) of weights, or the width of rows.
+        problem: makes launches of one size.
+    """
+
+    buckets: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    problem: Problem
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tune; 0 when the files are written, 2 without a GPU."""
+    parser = argparse.ArgumentParser(prog="tune", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=sorted(PLANS), default=sorted(PLANS))
+    options = parser.parse_args(arguments)
+    reason = why_not_here()
+    if reason:
+        sys.stderr.write(f"tune: {reason}; the committed configurations stay as they are\n")
+        return NO_DEVICE
+    generator = torch.Generator(device="cuda").manual_seed(int.from_bytes(os.urandom(4)))
+    for operation in options.only:
+        candidates = sound_configs(operation)
+        entries = tuned(PLANS[operation], candidates, timer=GraphTimer(), generator=generator)
+        path = configurations.path_of(
+            operation, device=configurations.device_name(), triton=triton_version() or ""
+        )
+        configurations.write(path, entries, origin=_origin())
+        sys.stdout.write(f"{path}: {len(entries)} entries from {len(candidates)} configurations\n")
+    return 0
+
+
+def sound_configs(operation: str) -> list[Any]:
+    """The configurations of an operation's space whose machine code has no violations.
+
+    What fits on a multiprocessor is claimed as it was found, where it is no choice.
+    """
+    # Needs the compiler, which a machine without Triton lacks: `main` has checked.
+    from equipoise_kernels.testing.codegen import compile_for_hopper  # noqa: PLC0415
+    from equipoise_kernels.testing.gates import violations  # noqa: PLC0415
+
+    found = []
+    for config in TUNABLES[operation].space:
+        kernels = TUNABLES[operation].specializations(config)
+        codes = [compile_for_hopper(kernel) for kernel in kernels]
+        pairs = zip(kernels, codes, strict=True)
+        if not any(violations(kernel, code) for kernel, code in pairs):
+            fitting = codes[0].ctas_per_sm
+            found.append(replace(config, ctas_per_sm=fitting) if operation == "gemm" else config)
+    assert found, f"no configuration of {operation} compiles without violations"
+    return found
+
+
+def tuned(
+    plan: Plan, candidates: Sequence[Any], *, timer: Timer, generator: torch.Generator
+) -> list[Entry]:
+    """Entries of a file: in each bucket the shapes that differ from the best for all, then that."""
+    entries = []
+    for bucket in plan.buckets:
+        times = {
+            shape: _times(plan.problem(bucket, shape, generator), candidates, timer)
+            for shape in plan.shapes
+        }
+        entries += best_entries(
+            times, candidates, max_rows=None if bucket == plan.buckets[-1] else bucket
+        )
+    return entries
+
+
+def best_entries(
+    times_us: Mapping[Shape, Sequence[float]], candidates: Sequence[Any], *, max_rows: int | None
+) -> list[Entry]:
+    """The entries of one bucket, from each candidate's time on each shape.
+
+    The best for all has the smallest product of times: every shape counts alike.
+    """
+    logs = torch.tensor(list(times_us.values()), dtype=torch.float64).log().sum(dim=0)
+    default = int(logs.argmin())
+    shapes_of: dict[int, list[Shape]] = {}
+    for shape, row in times_us.items():
+        best = min(range(len(row)), key=row.__getitem__)
+        if row[best] < row[default]:
+            shapes_of.setdefault(best, []).append(shape)
+    special = [
+        Entry(max_rows=max_rows, shapes=tuple(shapes), config=asdict(candidates[best]))
+        for best, shapes in shapes_of.items()
+    ]
+    return [*special, Entry(max_rows=max_rows, config=asdict(candidates[default]))]
+
+
+def _times(
+    launches: Callable[[Any], list[Call]], candidates: Sequence[Any], timer: Timer
+) -> list[float]:
+    """Microseconds of each candidate; infinity for one that does not run."""
+    times = []
+    for config in candidates:
+        try:
+            calls = launches(config)
+            calls[0]()
+            times.append(timer.interleaved({"tuned": calls})["tuned"].median_us)
+        except RuntimeError:
+            times.append(float("inf"))
+    return times
+
+
+def _origin() -> dict[str, str]:
+    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return {"from": f"make tune ({made_with})", "measured": datetime.now(UTC).date().isoformat()}
+
+
+def _gemm(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    num_columns, dim = shape
+    a = spread_rows((rows, dim), generator)
+    weights = [spread_weight(shape, generator) for _ in range(num_copies(num_columns * dim))]
+    out = torch.empty(rows, num_columns, dtype=torch.bfloat16, device=generator.device)
+    return lambda config: [
+        lambda w=w: gemm_triton(a, w, out=out, config=config)  # type: ignore[misc]
+        for w in weights
+    ]
+
+
+def _grouped_gemm(
+    rows: int, shape: Shape, generator: torch.Generator
+) -> Callable[[Any], list[Call]]:
+    num_columns, dim = shape
+    device = generator.device
+    a = spread_rows((_GROUPS, max(rows, 128), dim), generator)
+    num_slots = _GROUPS * num_copies(_GROUPS * num_columns * dim)
+    weight = spread_weight((num_slots, num_columns, dim), generator)
+    slots = torch.arange(num_slots, dtype=torch.int32, device=device).split(_GROUPS)
+    counts = torch.full((_GROUPS,), rows, dtype=torch.int32, device=device)
+    schedule = MaskedRows(rows_of_group=counts, expected_rows=rows)
+    out = torch.empty(*a.codes.shape[:2], num_columns, dtype=torch.bfloat16, device=device)
+    return lambda config: [
+        lambda s=s: grouped_gemm_triton(  # type: ignore[misc]
+            a, weight, s, schedule=schedule, out=out, config=config
+        )
+        for s in slots
+    ]
+
+
+def _quant(launch: Callable[..., None], in_factor: int = 1) -> Problem:
+    def problem(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+        (dim,) = shape
+        copies = num_copies(2 * in_factor * rows * dim)
+        inputs = [
+            spread_normal((rows, in_factor * dim), generator).clamp(-50, 50) for _ in range(copies)
+        ]
+        out = empty_rows((rows, dim), device=generator.device)
+        return lambda config: [
+            lambda x=x: launch(x, config=config, out=out)  # type: ignore[misc]
+            for x in inputs
+        ]
+
+    return problem
+
+
+def _group_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None:
+    group_quant_triton(x, scale_format=ScaleFormat.FP32, out=out, config=config)
+
+
+def _rms_norm_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None:
+    rms_norm_quant_triton(
+        x,
+        x[0],
+        eps=1e-6,
+        residual_MD=None,
+        scale_format=ScaleFormat.FP32,
+        out=out,
+        config=config,
+    )
+
+
+def _silu_mul_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None:
+    silu_mul_quant_triton(
+        x, rows_per_group=None, scale_format=ScaleFormat.FP32, out=out, config=config
+    )
+
+
+PLANS: Mapping[str, Plan] = {
+    "gemm": Plan(buckets=(16, 32, 64, 128, 256, 1024, 4096), shapes=_DENSE, problem=_gemm),
+    "grouped_gemm": Plan(
+        buckets=(16, 32, 64, 128, 1024, 4096),
+        shapes=((4096, 7168), (7168, 2048)),
+        problem=_grouped_gemm,
+    ),
+    "group_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_group_quant)),
+    "rms_norm_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_rms_norm_quant)),
+    "silu_mul_quant": Plan(
+        buckets=(256, 4096), shapes=((2048,),), problem=_quant(_silu_mul_quant, in_factor=2)
+    ),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""The GPU benchmark as far as a machine without a GPU can run it.
+
+Cases run whole, with kernels in the interpreter, on tiny shapes, and a timer that counts instead of
+measuring: what is tested is that they run, notice wrong results and fill the report.
+"""
+
+import json
+import random
+
+import pytest
+import torch
+
+from equipoise_kernels.bench import __main__ as command
+from equipoise_kernels.bench import checks, dense_cases, grouped_cases, quant_cases
+from equipoise_kernels.bench.bench import Bench
+from equipoise_kernels.bench.report import (
+    GATES,
+    Gate,
+    Machine,
+    Sample,
+    Verdict,
+    as_json,
+    as_text,
+    has_passed,
+    judge,
+)
+from equipoise_kernels.bench.timing import Timing
+from equipoise_kernels.gemm import dense
+from equipoise_kernels.testing.cases import spread_rows, spread_weight
+
+H200 = Machine(copy_tb_s=4.3, bf16_tflops=790.0)
+KERNELS = ("gemm_kernel", "grouped_gemm_kernel", "group_quant_kernel", "rms_norm_quant_kernel",
+           "silu_mul_quant_kernel")  # fmt: skip
+
+
+class OneMicrosecond:
+    """Calls everything once and says that it took a microsecond."""
+
+    def __init__(self, names=KERNELS):
+        self.names = names
+
+    def interleaved(self, candidates):
+        for calls in candidates.values():
+            for call in calls:
+                call()
+        return {name: Timing(median_us=1.0, spread=0.0) for name in candidates}
+
+    def eager_us(self, call):
+        call()
+        return 1.0
+
+    def kernel_names(self, call):
+        return list(self.names)
+
+
+@pytest.fixture
+def bench(monkeypatch, interpreted, generator):
+    for module in (dense_cases, grouped_cases, quant_cases):
+        if hasattr(module, "num_copies"):
+            monkeypatch.setattr(module, "num_copies", lambda num_bytes: 2)
+    monkeypatch.setattr(checks, "_REPEATS", 2)
+    monkeypatch.setattr(grouped_cases, "_CAPACITY", 8)
+    monkeypatch.setattr(grouped_cases, "_MAPS", 2)
+    return Bench(timer=OneMicrosecond(), generator=generator, rng=random.Random(1), machine=H200)
+
+
+def test_dense_cases_run_and_their_results_are_right(bench):
+    samples = dense_cases.few_rows(bench, [(3, 160, 256)])
+    assert [(s.gate, list(s.faults)) for s in samples if s.gate != "A5"] == []
+    large = dense_cases.large(bench, [(17, 160, 256)])
+    assert [s.gate for s in large] == ["A1", "A2"]
+    assert not large[0].faults
+    assert large[0].value == 1.0
+    assert large[0].raw["triton_tflops"] == pytest.approx(2e-6 * 17 * 160 * 256)
+
+
+def test_an_anchor_that_does_not_run_is_named_and_fails_its_gate(bench):
+    (_, against_cublas) = dense_cases.large(bench, [(3, 128, 128)])
+    assert any(fault.startswith("block does not run") for fault in against_cublas.faults)
+    assert judge(GATES["A2"], [against_cublas]).verdict is Verdict.FAILED
+
+
+def test_a_wrong_product_fails_the_gate_however_fast_it_is(bench, monkeypatch):
+    def forgets_scales(a, weight, *, out):
+        out.copy_(a.codes.float() @ weight.codes.float().T)
+
+    monkeypatch.setattr(dense, "gemm_triton", forgets_scales)
+    sample = dense_cases.large(bench, [(3, 128, 256)])[0]
+    assert any("away from float64" in fault for fault in sample.faults)
+    assert judge(GATES["A1"], [sample]).verdict is Verdict.FAILED
+
+
+def test_another_kernel_than_the_one_that_was_meant_fails_the_gate(bench):
+    silent = Bench(timer=OneMicrosecond(["ampere_sgemm"]), generator=bench.generator,
+                   rng=bench.rng, machine=H200)  # fmt: skip
+    sample = dense_cases.large(silent, [(3, 128, 128)])[0]
+    assert any("no kernel named gemm_kernel" in fault for fault in sample.faults)
+
+
+def test_grouped_cases_run_in_every_schedule_and_their_results_are_right(bench):
+    load = grouped_cases.Load(counts=(3, 0, 5), num_columns=64, dim=128)
+    masked = grouped_cases.masked(bench, [load])
+    assert [s.gate for s in masked] == ["B1", "B5"]
+    assert not masked[0].faults
+    assert masked[0].value == pytest.approx(load.unique_bytes / 4.3 / 1e6)
+    assert load.unique_bytes == 2 * 64 * 128 + 8 * (128 + 2 * 64)
+    for sample in grouped_cases.flat(bench, [load]):
+        assert sample.gate == "B3"
+        assert not sample.faults
+    (flipped,) = grouped_cases.flipped_map(bench, load)
+    assert (flipped.value, list(flipped.faults)) == (1.0, [])
+    assert grouped_cases.loaded(bench, [load])[0].gate == "B2"
+
+
+def test_a_write_beyond_the_rows_of_a_group_is_noticed(bench, monkeypatch):
+    right = grouped_cases.grouped_gemm_triton
+
+    def overruns(a, weight, slots, *, schedule, out):
+        right(a, weight, slots, schedule=schedule, out=out)
+        out[1, -1] = 0.0
+
+    monkeypatch.setattr(grouped_cases, "grouped_gemm_triton", overruns)
+    load = grouped_cases.Load(counts=(3, 0), num_columns=128, dim=128)
+    assert "rows of no group were written" in grouped_cases.masked(bench, [load])[0].faults
+
+
+def test_quantisation_cases_run_and_their_results_are_right(bench):
+    many, few = quant_cases.many_rows(bench, 5, 256), quant_cases.few_rows(bench, 5, 256)
+    assert [s.faults for s in many + few] == [[]] * 6
+    assert {s.gate for s in many} == {"C1"}
+    assert [s.value for s in few] == [1.0] * 3
+    num_bytes = 5 * 256 * 3 + 5 * 2 * 4
+    assert many[0].value == pytest.approx(num_bytes / 1e6 / 4.3)
+
+
+def test_blocks_are_checked_one_by_one(generator):
+    a, weight = spread_rows((130, 128), generator), spread_weight((256, 128), generator)
+    out = torch.empty(130, 256)
+    dense.gemm_reference(a, weight, out=out)
+    assert checks.product_faults(out, a, weight) == []
+    tiny = out[128:, :128]
+    tiny *= 1.5
+    faults = checks.product_faults(out, a, weight)
+    assert any("128 x 128 block" in fault for fault in faults)
+    tiny.fill_(float("nan"))
+    assert len(checks.product_faults(out, a, weight)) == 2
+
+
+def test_calls_that_give_other_bits_each_time_are_noticed():
+    out = torch.zeros(3)
+    assert checks.repeat_faults(lambda: out.fill_(1.0), out) == []
+    assert checks.repeat_faults(lambda: out.add_(1.0), out)
+
+
+def gate(**changes):
+    return Gate(
+        **{"name": "X", "metric": "m", "must": 0.5, "target": 0.7, "stretch": 0.9} | changes
+    )
+
+
+def samples(*values):
+    return [Sample(gate="X", shape=f"s{i}", value=value) for i, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([0.95, 0.9], Verdict.STRETCH),
+        ([0.95, 0.6], Verdict.TARGET),
+        ([0.5, 0.6], Verdict.MUST),
+        ([0.486, 0.6], Verdict.MUST),
+        ([0.48, 2.0], Verdict.FAILED),
+        ([float("nan"), 2.0], Verdict.FAILED),
+        ([0.0, 2.0], Verdict.FAILED),
+        ([], Verdict.NOT_RUN),
+    ],
+)
+def test_one_shape_below_the_bar_fails_a_gate_and_noise_is_forgiven(values, verdict):
+    assert judge(gate(), samples(*values)).verdict is verdict
+
+
+def test_a_floor_is_for_every_shape_and_must_for_the_mean():
+    with_floor = gate(must=0.75, target=0.9, stretch=None, floor=0.6)
+    assert judge(with_floor, samples(0.6, 1.0)).verdict is Verdict.MUST
+    assert judge(with_floor, samples(0.5, 1.6)).verdict is Verdict.FAILED
+    assert judge(with_floor, samples(0.65, 0.7)).verdict is Verdict.FAILED
+
+
+def test_less_is_better_where_the_gate_says_so():
+    times = gate(must=1.25, target=1.0, stretch=None, is_more_better=False)
+    assert judge(times, samples(1.2, 1.2)).verdict is Verdict.MUST
+    assert judge(times, samples(0.9, 1.0)).verdict is Verdict.TARGET
+    assert judge(times, samples(0.9, 1.3)).verdict is Verdict.FAILED
+    assert judge(times, samples(0.9, 1.1)).worst == 1.1
+
+
+def report(*values, machine=H200, faults=()):
+    found = [Sample(gate="A4", shape="s", value=value, faults=faults) for value in values]
+    judgements = [judge(g, found if g.name == "A4" else []) for g in GATES.values()]
+    return as_json(judgements, machine=machine, context={"device": "nvidia_h200", "seed": 7})
+
+
+def test_a_report_is_json_and_says_for_every_gate_how_it_went():
+    written = json.loads(json.dumps(report(0.7, float("nan")), allow_nan=False))
+    gates = {entry["name"]: entry for entry in written["gates"]}
+    assert set(gates) == set(GATES)
+    assert gates["A4"]["verdict"] == "failed"
+    assert gates["A4"]["mean"] is None
+    assert gates["A4"]["samples"][1]["value"] is None
+    assert gates["B1"]["verdict"] == "not run"
+    assert "A4  failed" in as_text(written)
+
+
+def test_a_run_passes_if_it_is_valid_and_nothing_failed():
+    assert has_passed(report(0.7))
+    assert not has_passed(report(0.3))
+    assert not has_passed(report(0.7, faults=["wrong"]))
+    slow = report(0.7, machine=Machine(copy_tb_s=3.0, bf16_tflops=790.0))
+    assert not has_passed(slow)
+    assert "3.00 TB/s" in as_text(slow)
+    assert "700" in Machine(copy_tb_s=4.3, bf16_tflops=600.0).void_because()
+
+
+def test_a_broken_case_is_reported_and_the_others_go_on(bench):
+    def broken(bench):
+        raise RuntimeError("no memory")
+
+    cases = {("A1",): broken, ("A4",): lambda bench: samples(1.0), ("C1",): broken}
+    times = iter([True, True, False])
+    found, skipped = command.collected(
+        bench, wanted=set(), has_time=lambda: next(times), cases=cases
+    )
+    assert [s.shape for s in found] == ["all", "s0"]
+    assert "no memory" in found[0].faults[0]
+    assert skipped == ["C1"]
+    only, _ = command.collected(bench, wanted={"A4"}, has_time=lambda: True, cases=cases)
+    assert len(only) == 1
+
+
+def test_every_gate_is_measured_by_some_case():
+    measured = {name for names in command.CASES for name in names} | set(command._BESIDE)
+    assert measured == set(GATES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("interpreting", [True, False])
+def test_without_a_gpu_the_command_says_so_and_writes_nothing(
+    interpreting, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(command, "is_interpreting", lambda: interpreting)
+    assert command.main(["--out", str(tmp_path / "x.json"), "--only", "A4"]) == command.NO_DEVICE
+    expected = "TRITON_INTERPRET" if interpreting else "no CUDA GPU"
+    assert expected in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gate_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--only", "Z9"])
+    assert "invalid choice" in capsys.readouterr().err
