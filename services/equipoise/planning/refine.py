@@ -278,7 +278,7 @@ def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
     best = most * (1.0 - 1e-9)
     own, other, spent = -1, -1, len(slots)
     num_nodes = layer.num_on_node.shape[1]
-    first_holder, second_holder = _busiest_holders(layer)
+    first_holder, second_holder = _busiest_holders(layer, busiest)
     for slot in range(len(slots)):
         spared, rank = slots[slot], layer.rank_of_slot[slot]
         if (
@@ -289,7 +289,8 @@ def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
             continue
         holder = second_holder[spared] if first_holder[spared] == rank else first_holder[spared]
         rises = layer.load[spared] / (layer.num_replicas[spared] - 1) - layer.share[spared]
-        if holder < 0 or carried[holder] + rises >= best:
+        rises_most = carried[holder] + rises if holder >= 0 else 0.0
+        if rises_most >= best:
             continue
         rises_here = rises if _holds(layer, busiest, spared) else 0.0
         spent += first_slot[busiest + 1] - first_slot[busiest]
@@ -297,7 +298,7 @@ def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
             expert = slots[mine]
             share = layer.load[expert] / (layer.num_replicas[expert] + 1)
             busier = max(
-                carried[holder] + rises,
+                rises_most,
                 carried[rank] - layer.share[spared] + share,
                 most - layer.share[expert] + share + rises_here,
             )
@@ -312,13 +313,15 @@ def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
 
 
 @compiled
-def _busiest_holders(layer: _Layer) -> tuple[Indices, Indices]:
-    """The most loaded and the next rank that hold each expert, [experts]; -1 for none."""
+def _busiest_holders(layer: _Layer, besides: int) -> tuple[Indices, Indices]:
+    """The most and the next loaded rank that hold each expert, besides one; [experts], or -1."""
     carried = layer.carried
     first = np.full(len(layer.load), -1)
     second = np.full(len(layer.load), -1)
     for slot in range(len(layer.slots)):
         expert, rank = layer.slots[slot], layer.rank_of_slot[slot]
+        if rank == besides:
+            continue
         if first[expert] < 0 or carried[rank] > carried[first[expert]]:
             second[expert] = first[expert]
             first[expert] = rank

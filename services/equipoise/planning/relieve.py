@@ -159,10 +159,12 @@ def _best_copy(layer: _Layer, threshold: float) -> tuple[float, int, int]:
 
     Whether a rank that holds both experts gains or loses is counted as if they met on different
     ranks; excess is convex, so a step never removes less than that. Experts are tried in the
-    order of the excess that a replica more of them removes elsewhere, until that is too little.
+    order of the excess that a replica more of them removes elsewhere, until that is too little;
+    among those that remove none, the lightest disturbs least.
     """
     falls, rises = _effects_of_one_replica(layer, threshold)
-    neediest_first = np.argsort(-falls)
+    lightest_first = np.argsort(layer.load / (layer.num_replicas + 1), kind="mergesort")
+    neediest_first = lightest_first[np.argsort(-falls[lightest_first], kind="mergesort")]
     ground, carried = layer.ground, layer.carried
     least = 1e-9 * threshold
     best, chosen_slot, chosen = 0.0, -1, -1
