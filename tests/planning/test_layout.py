@@ -39,6 +39,35 @@ def test_the_contiguous_layout_is_valid_wherever_one_is_possible(
         assert replicas.max() - replicas.min() <= 1
 
 
+def unequal(row, slots_of_rank, *, num_experts=3):
+    return Layout(
+        generation=1,
+        num_experts=num_experts,
+        num_ranks=len(slots_of_rank),
+        expert_of_slot=np.array([row], dtype=np.int32),
+        slots_of_rank=slots_of_rank,
+    )
+
+
+def test_ranks_may_have_unequal_slots():
+    layout = unequal([0, 1, 2, 0], (1, 3))
+    assert layout.first_slot == (0, 1, 4)
+    assert layout.ranks_of_expert(layer=0, expert=0) == (0, 1)
+    assert layout.with_placement(layout.expert_of_slot, generation=2).slots_of_rank == (1, 3)
+    assert not layout.same_placement(unequal([0, 1, 2, 0], (2, 2)))
+
+
+def test_a_twin_on_a_rank_with_more_slots_is_found():
+    with pytest.raises(InvalidLayoutError, match="layer 0: rank 1 holds expert 2 more than 1"):
+        unequal([0, 1, 2, 2], (1, 3))
+
+
+@pytest.mark.parametrize("slots_of_rank", [(1, 2), (0, 4), (4, 1)])
+def test_slots_of_ranks_that_do_not_make_the_table_are_refused(slots_of_rank):
+    with pytest.raises(InvalidLayoutError, match="slots_of_rank"):
+        unequal([0, 1, 2, 0], slots_of_rank)
+
+
 def test_a_table_without_an_expert_is_refused_by_layer_and_expert():
     with pytest.raises(InvalidLayoutError, match="layer 1 has no slot for expert 2"):
         layout_of([0, 1, 2], [0, 1, 1], num_experts=3, num_ranks=3)

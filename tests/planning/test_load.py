@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -196,6 +197,42 @@ def test_a_restarted_average_knows_the_given_tokens_only():
     fresh = old.restarted(np.array([[0.0, 20.0]]), duration_s=10.0, now=110.0)
     np.testing.assert_allclose(fresh.per_second(), [[0.0, 2.0]], rtol=1e-12)
     assert fresh.folded_s == 110.0
+
+
+def alternating(num_folds):
+    """Expert 0 brings 4 or 0 tokens a second in turn, expert 1 always 2."""
+    folded = average(half_life_s=1e6)
+    for index in range(num_folds):
+        tokens = np.array([[4.0 * (index % 2), 2.0]]) * 0.5
+        folded = folded.fold(tokens, now=0.5 * (index + 1))
+    return folded
+
+
+def test_the_variance_tells_a_load_that_comes_and_goes_from_a_steady_one():
+    np.testing.assert_allclose(alternating(20).per_second(), [[2.0, 2.0]], rtol=1e-4)
+    np.testing.assert_allclose(alternating(20).variance(), [[4.0, 0.0]], atol=1e-3)
+
+
+def test_planning_for_risk_gives_room_to_what_varies():
+    np.testing.assert_allclose(alternating(20).at_risk(1.5), [[5.0, 2.0]], atol=1e-2)
+    np.testing.assert_array_equal(alternating(20).at_risk(0.0), alternating(20).per_second())
+
+
+def test_an_average_that_saw_no_time_has_no_variance():
+    np.testing.assert_array_equal(average().variance(), [[0.0, 0.0]])
+
+
+def test_a_restart_forgets_the_variance_too():
+    fresh = alternating(20).restarted(np.array([[4.0, 2.0]]), duration_s=1.0, now=11.0)
+    np.testing.assert_allclose(fresh.variance(), [[0.0, 0.0]], atol=1e-12)
+
+
+def test_a_store_without_squares_makes_the_load_count_as_steady_so_far():
+    known = alternating(20)
+    restored = dataclasses.replace(known, decayed_squares=None)
+    np.testing.assert_allclose(restored.variance(), [[0.0, 0.0]], atol=1e-12)
+    later = restored.fold(np.array([[12.0, 6.0]]), now=13.0)
+    assert later.variance()[0, 0] > 0.0
 
 
 def test_an_average_survives_the_store_and_another_clock():

@@ -27,6 +27,14 @@ def test_the_defaults_are_valid_and_plan_both_ways():
         ("switch_timeout_s", 1e9),
         ("silent_after_s", 0.0),
         ("algorithm", "random"),
+        ("locality", 1.1),
+        ("target_balancedness", 0.0),
+        ("plan_below", 1.5),
+        ("risk_z", -1.0),
+        ("bandwidth_bytes_per_s", 0.0),
+        ("pull_slowdown", 1.5),
+        ("switch_stall_s", -1.0),
+        ("payback_s", float("nan")),
     ],
 )
 def test_a_value_outside_its_range_is_refused_by_name(field, value):

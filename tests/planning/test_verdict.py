@@ -1,6 +1,8 @@
 import dataclasses
+import math
 
 import numpy as np
+import pytest
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift
@@ -19,7 +21,14 @@ APART = np.array([[0, 2, 1, 3]], dtype=np.int32)
 MODEL = ModelShape(num_layers=1, num_experts=4, num_groups=1, expert_bytes=2**20)
 HOT_PAIR = np.array([[900.0, 900.0, 100.0, 100.0]])
 NO_SHIFT = Shift(detected=False, distance=0.01, noise=0.02, reason="no shift: steady")
-POLICY = Policy(min_tokens=1000, min_gain=0.05, cooldown_s=30.0)
+POLICY = Policy(
+    min_tokens=1000,
+    min_gain=0.05,
+    cooldown_s=30.0,
+    bandwidth_bytes_per_s=2**20,
+    pull_slowdown=0.1,
+    switch_stall_s=0.15,
+)
 
 
 def verdict_on(**changed):
@@ -94,3 +103,62 @@ def test_a_plan_that_is_worse_on_the_latest_window_is_refused_however_good_on_th
     assert verdict.reason == (
         "the plan is worse on the latest window: balancedness would fall from 1.000 to 0.556"
     )
+
+
+def test_a_plan_that_is_accepted_says_what_it_costs_and_when_it_pays():
+    verdict = verdict_on()
+    # Each rank pulls 1 MiB in 1 s and loses a tenth of it, and stands still for 0.15 s.
+    assert verdict.pull_s == 1.0
+    assert verdict.lost_s == pytest.approx(0.25)
+    # A step takes 1000 where it took 1800: 0.444 s saved each second.
+    assert verdict.payback_s == pytest.approx(0.25 / (1 - 1000 / 1800))
+    assert "cost 0.25 s of serving and pay after 0.562 s" in verdict.reason
+
+
+def test_a_plan_that_pays_too_late_is_refused_with_its_price():
+    policy = dataclasses.replace(POLICY, payback_s=0.5)
+    verdict = verdict_on(policy=policy)
+    assert not verdict.accepted
+    assert verdict.reason == (
+        "the plan costs more than it gains: 2 moves of 2.0 MiB together cost 0.25 s of serving "
+        "(1 s of pulling) and pay after 0.562 s, the limit is 0.5 s"
+    )
+
+
+def test_what_needs_several_generations_stands_still_several_times():
+    both_move = np.array([[2, 3, 0, 1]], dtype=np.int32)
+    policy = dataclasses.replace(POLICY, max_wave_bytes=2**20)
+    verdict = verdict_on(proposed=both_move, policy=policy, window=HOT_PAIR[:, [0, 2, 1, 3]])
+    assert verdict.lost_s == pytest.approx(0.1 * 2.0 + 2 * 0.15)
+
+
+def test_a_plan_that_gains_nothing_never_pays():
+    verdict = verdict_on(proposed=np.array([[1, 0, 3, 2]], dtype=np.int32))
+    assert not verdict.accepted
+    assert verdict.payback_s == math.inf
+
+
+def test_above_the_hysteresis_nothing_moves():
+    policy = dataclasses.replace(POLICY, plan_below=0.5)
+    verdict = verdict_on(policy=policy)
+    assert not verdict.accepted
+    assert verdict.reason == (
+        "balanced enough: the latest window is at 0.556, nothing moves from 0.500 on"
+    )
+    assert verdict_on(policy=dataclasses.replace(POLICY, plan_below=0.6)).accepted
+
+
+def test_ranks_with_unequal_slots_are_judged_by_what_they_own():
+    current = Layout(
+        generation=4,
+        num_experts=4,
+        num_ranks=2,
+        expert_of_slot=np.array([[0, 1, 2, 3]], dtype=np.int32),
+        slots_of_rank=(1, 3),
+    )
+    verdict = verdict_on(
+        current=current, proposed=np.array([[2, 1, 0, 3]], dtype=np.int32), window=HOT_PAIR
+    )
+    assert verdict.balancedness_current == 1000 / 1100
+    assert verdict.balancedness_proposed == 1000 / 1900
+    assert verdict.pull_s == 1.0

@@ -13,7 +13,7 @@ from equipoise.planning.twins import repair_twins
 Indices = npt.NDArray[np.int64]
 
 
-SEPARATION_TOLERANCE = 5e-4
+SEPARATION_TOLERANCE = 2e-3
 """Load of the busiest rank, over the least found, that replicas on different nodes may cost."""
 
 

@@ -1,0 +1,85 @@
+"""A new plan after noise moves nothing, one after a change of traffic does."""
+
+import numpy as np
+import pytest
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.planner import plan
+from equipoise.planning.policy import Algorithm
+from equipoise.planning.topology import ModelShape, Topology
+
+NUM_LAYERS, NUM_EXPERTS, SAMPLES = 20, 64, 200_000
+MODEL = ModelShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_groups=8, expert_bytes=1)
+TOPOLOGY = Topology(node_of_rank=("a",) * 8 + ("b",) * 8, slots_per_rank=5)
+ALGORITHMS = [Algorithm.GLOBAL, Algorithm.INCREMENTAL]
+
+
+def shares(seed):
+    load = np.random.default_rng(seed).lognormal(size=(NUM_LAYERS, NUM_EXPERTS))
+    return load / load.sum(axis=1, keepdims=True)
+
+
+def counted(of_expert, *, seed, samples=SAMPLES):
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.multinomial(samples, row) for row in of_expert]).astype(np.float64)
+
+
+def planned(load, current, algorithm, samples):
+    return plan(
+        load,
+        model=MODEL,
+        topology=TOPOLOGY,
+        current=current,
+        algorithm=algorithm,
+        samples=samples,
+    )
+
+
+@pytest.fixture
+def current():
+    """The layout planned for one sample of the load."""
+    made = planned(counted(shares(0), seed=1), None, Algorithm.GLOBAL, SAMPLES)
+    return Layout(
+        generation=1, num_experts=NUM_EXPERTS, num_ranks=16, expert_of_slot=made.expert_of_slot
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_another_sample_of_the_same_load_moves_nothing(current, algorithm, seed):
+    made = planned(counted(shares(0), seed=seed), current, algorithm, SAMPLES)
+    assert made.moves == 0
+    assert "chance alone, with 2e+05 assignments a layer, explains" in made.reason
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_who_does_not_know_how_much_was_counted_moves_after_noise(current, algorithm):
+    made = planned(counted(shares(0), seed=2), current, algorithm, None)
+    assert made.moves > 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_other_traffic_moves_experts_in_every_layer(current, algorithm):
+    made = planned(counted(shares(8), seed=2), current, algorithm, SAMPLES)
+    assert (made.expert_of_slot != current.expert_of_slot).any(axis=1).all()
+    assert made.balancedness > 0.99
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_single_layer_with_other_traffic_is_told_from_noise_in_the_others(current, algorithm):
+    changed = shares(0)
+    changed[4] = shares(8)[4]
+    made = planned(counted(changed, seed=2), current, algorithm, SAMPLES)
+    moved = (made.expert_of_slot != current.expert_of_slot).any(axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(moved), [4])
+
+
+def test_more_counting_tells_smaller_gains_from_noise(current):
+    nearly = shares(0) * np.random.default_rng(3).uniform(0.97, 1.03, size=shares(0).shape)
+    nearly /= nearly.sum(axis=1, keepdims=True)
+    few, many = (
+        planned(counted(nearly, seed=2, samples=samples), current, Algorithm.GLOBAL, samples)
+        for samples in (10_000, 10**9)
+    )
+    assert few.moves == 0
+    assert many.moves > 0

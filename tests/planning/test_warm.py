@@ -1,0 +1,39 @@
+import importlib
+import pkgutil
+
+import numpy as np
+
+import equipoise.planning
+from equipoise.planning.layout import Layout
+from equipoise.planning.planner import plan
+from equipoise.planning.policy import Algorithm
+from equipoise.planning.topology import ModelShape, Topology
+from equipoise.planning.warm import warm_up
+
+
+def test_after_warming_up_a_plan_compiles_nothing():
+    warm_up()
+    before = signatures()
+    assert len(before) > 30
+    model = ModelShape(num_layers=2, num_experts=16, num_groups=4, expert_bytes=1)
+    topology = Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=6)
+    loads = np.random.default_rng(0).lognormal(size=(2, 2, 16)).astype(np.float32)
+    for algorithm in Algorithm:
+        made = plan(loads[0], model=model, topology=topology, algorithm=algorithm)
+        current = Layout(
+            generation=1, num_experts=16, num_ranks=4, expert_of_slot=made.expert_of_slot
+        )
+        chosen = {"model": model, "topology": topology, "algorithm": algorithm}
+        plan(loads[1], current=current, samples=1e6, **chosen)
+        plan(loads[1], current=current, exclude_ranks=frozenset({1}), **chosen)
+    assert signatures() == before
+
+
+def signatures():
+    """What every compiled function of planning was compiled for."""
+    found = {}
+    for module in pkgutil.iter_modules(equipoise.planning.__path__, "equipoise.planning."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if hasattr(value, "nopython_signatures"):
+                found[module.name, name] = [str(known) for known in value.nopython_signatures]
+    return found
