@@ -43,7 +43,7 @@ class TrainSettings:
     """
 
     seed: int = field(default=0, metadata={"help": "of the weights and of the text's order"})
-    steps: int = field(default=600, metadata={"help": "optimiser steps"})
+    steps: int = field(default=550, metadata={"help": "optimiser steps"})
     num_sequences: int = field(
         default=9, metadata={"help": "sequences a step; the three domains take turns"}
     )
@@ -55,27 +55,27 @@ class TrainSettings:
     weight_decay: float = field(default=0.1, metadata={"help": "AdamW's, on matrices only"})
     clip_norm: float = field(default=1.0, metadata={"help": "largest norm of all gradients"})
     bias_speed: float = field(
-        default=1e-2, metadata={"help": "gamma: how far the selection bias moves in the first step"}
+        default=8e-3, metadata={"help": "gamma: how far the selection bias moves in the first step"}
     )
     unsteered_share: float = field(
         default=0.1,
         metadata={"help": "share of the steps, the last, without gamma and specialisation loss"},
     )
     settling_steps: int = field(
-        default=60, metadata={"help": "steps after the training in which only the bias moves"}
+        default=100, metadata={"help": "steps after the training in which only the bias moves"}
     )
     settling_speed: float = field(
-        default=4e-3, metadata={"help": "gamma of the first of these steps; it falls to 0"}
+        default=6e-3, metadata={"help": "gamma of the first of these steps; it falls to 0"}
     )
     balance_weight: float = field(
         default=1e-4, metadata={"help": "alpha of the sequence-wise balance loss"}
     )
     specialization_weight: float = field(
-        default=0.4,
+        default=0.5,
         metadata={"help": "first weight of the loss that draws domains to different experts"},
     )
     specialization_target: float = field(
-        default=0.5,
+        default=0.58,
         metadata={"help": "nats by which the experts of two domains shall differ; at most log(2)"},
     )
     mtp_weight: float = field(
@@ -191,15 +191,14 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 
 
 def steering(step: int, settings: TrainSettings) -> float:
-    """Factor of what steers routing, gamma and the specialisation loss: from 1 to 0, slowing down.
+    """Factor of what steers routing, gamma and the specialisation loss: linearly from 1 to 0.
 
     The report holds gamma for most of its run and then sets it to 0; a run of minutes has to start
     with long strides, and those would leave the bias a stride off at the end. Without steering,
     the last steps let affinities settle for the text's sake alone.
     """
     steered_steps = settings.steps * (1 - settings.unsteered_share)
-    remaining = max(0.0, 1 - step / steered_steps) if steered_steps else 0.0
-    return remaining * remaining
+    return max(0.0, 1 - step / steered_steps) if steered_steps else 0.0
 
 
 def _losses(

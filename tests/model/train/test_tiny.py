@@ -23,7 +23,7 @@ from equipoise_model.train.loop import TrainSettings
 from equipoise_model.transformer import Transformer
 
 FOLDER = Path(equipoise_model.__file__).parent / "checkpoints" / "tiny"
-SHIFTS = [("code", "arithmetic", 1.4), ("arithmetic", "english", 1.2)]
+SHIFTS = [("code", "arithmetic", 1.45), ("arithmetic", "english", 1.4)]
 POOL = Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=10)
 
 
