@@ -130,8 +130,7 @@ async def test_a_stop_string_ends_the_answer_and_frees_the_rank(gateway, fleet, 
         choices = response.json()["choices"]
     assert "".join(choice["text"] for choice in choices) == "one"
     assert choices[-1]["finish_reason"] == "stop"
-    for rank in fleet.ranks:
-        await rank.until(lambda rank=rank: rank.num_open == 0)
+    await fleet.until_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,17 +143,10 @@ async def test_a_client_that_hangs_up_frees_the_rank(gateway, fleet, stream):
             await all_events(response)
 
     client = asyncio.create_task(be_client())
-    await asyncio.wait(
-        [
-            asyncio.create_task(rank.until(lambda rank=rank: rank.num_open == 1))
-            for rank in fleet.ranks
-        ],
-        return_when=asyncio.FIRST_COMPLETED,
-    )
+    await fleet.until_open()
     client.cancel()
     await asyncio.gather(client, return_exceptions=True)
-    for rank in fleet.ranks:
-        await rank.until(lambda rank=rank: rank.num_open == 0)
+    await fleet.until_idle()
 
 
 async def test_a_client_that_hangs_up_leaves_the_line(run_gateway):
@@ -192,8 +184,7 @@ async def test_a_client_that_does_not_read_is_let_go(run_gateway, fleet):
         async with gateway.client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
             # Nothing is read from here on.
-            for rank in fleet.ranks:
-                await rank.until(lambda rank=rank: not rank.requests or rank.num_open == 0)
+            await fleet.until_idle()
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,6 @@ async def streamed(gateway, **fields):
         return tokens_of(await all_events(response))
 
 
-async def all_closed(fleet):
-    for rank in fleet.ranks:
-        await rank.until(lambda rank=rank: rank.num_open == 0)
-
-
 async def test_an_undisturbed_stream_has_the_ranks_tokens(gateway, fleet):
     assert await streamed(gateway) == EXPECTED
     assert fleet.num_requests == 1
@@ -118,7 +113,7 @@ async def test_a_rank_that_hangs_is_left_within_the_bound(run_gateway, fleet, af
     ) as gateway:
         assert await streamed(gateway) == EXPECTED
     assert fleet.num_requests == 2
-    await all_closed(fleet)
+    await fleet.until_idle()
 
 
 async def test_messages_without_tokens_are_no_sign_of_life(run_gateway, fleet):
@@ -270,4 +265,4 @@ async def test_many_streams_with_many_breaks_keep_their_tokens_apart(gateway, fl
 
     results = await asyncio.gather(*(one(prompt) for prompt in prompts))
     assert results == [undisturbed(prompt, 20) for prompt in prompts]
-    await all_closed(fleet)
+    await fleet.until_idle()

@@ -34,7 +34,7 @@ async def test_a_stop_lets_open_streams_end_and_turns_new_requests_away(run_gate
         rank.gate.clear()
     async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=BOUND_S) as gateway:
         stream = asyncio.create_task(whole_stream(gateway))
-        await any_open(fleet)
+        await fleet.until_open()
         gateway.stop.set()
         gateway.stop.set()
         async with asyncio.timeout(BOUND_S):
@@ -61,15 +61,14 @@ async def test_a_stream_that_outlasts_the_grace_ends_with_an_error_event(run_gat
         assert tokens_of([*two, "[DONE]"]) == undisturbed(PROMPT, 12)[:2]
         assert json.loads(last)["error"]["code"] == "gateway_stopping"
         await asyncio.wait_for(gateway.task, BOUND_S)
-        for rank in fleet.ranks:
-            await rank.until(lambda rank=rank: rank.num_open == 0)
+        await fleet.until_idle()
 
 
 async def test_an_answer_that_outlasts_the_grace_is_an_error(run_gateway, fleet):
     fleet.fail(Fault(after=2, hang=True))
     async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=0.1) as gateway:
         answer = asyncio.create_task(gateway.post(prompt=list(PROMPT)))
-        await any_open(fleet)
+        await fleet.until_open()
         gateway.stop.set()
         response = await asyncio.wait_for(answer, BOUND_S)
     assert response.status_code == 503
@@ -130,13 +129,3 @@ def test_the_packaged_model_has_a_name():
 async def whole_stream(gateway):
     async with gateway.stream(prompt=list(PROMPT), max_tokens=12) as response:
         return await all_events(response)
-
-
-async def any_open(fleet):
-    waits = [
-        asyncio.create_task(rank.until(lambda rank=rank: rank.num_open == 1))
-        for rank in fleet.ranks
-    ]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()

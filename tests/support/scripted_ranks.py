@@ -120,6 +120,23 @@ class Fleet:
         for rank in self.ranks:
             rank.faults.extend(faults)
 
+    async def until_open(self):
+        """Wait until a rank serves a request."""
+        waits = [
+            asyncio.create_task(rank.until(lambda rank=rank: rank.num_open > 0))
+            for rank in self.ranks
+        ]
+        done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in pending:
+            wait.cancel()
+        for wait in done:
+            wait.result()
+
+    async def until_idle(self):
+        """Wait until no rank serves any."""
+        for rank in self.ranks:
+            await rank.until(lambda rank=rank: rank.num_open == 0)
+
     @property
     def num_requests(self):
         return sum(len(rank.requests) for rank in self.ranks)
