@@ -1,6 +1,8 @@
 """Ranks meet, exchange headers, and say why when they cannot."""
 
 import multiprocessing
+import os
+import signal
 import socket
 import threading
 from contextlib import contextmanager
@@ -8,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from equipoise.worker.errors import GroupError
-from equipoise.worker.group import RankGroup, first_line
+from equipoise.worker.group import Rendezvous, first_line, meet
 from equipoise.worker.header import StepHeader
 
 
@@ -16,25 +18,32 @@ def header(rank):
     return StepHeader(1, 5, rank, 3, 0, 0)
 
 
-def listener():
-    one = socket.create_server(("127.0.0.1", 0))
-    return one, f"127.0.0.1:{one.getsockname()[1]}"
+@pytest.fixture
+def rendezvous():
+    """An address at which ranks can meet."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    hosted = Rendezvous(listener)
+    yield address
+    hosted.close()
 
 
 def form(address, **changes):
     how = {
+        "epoch": 1,
+        "rank": 0,
         "num_ranks": 2,
         "meet_timeout_s": 60.0,
         "step_timeout_s": 20.0,
         "given_up": threading.Event(),
+        "met": lambda: None,
     }
-    return RankGroup.form(rendezvous_address=address, **how | changes)
+    return meet(address, **how | changes)
 
 
-def peer(address, behaviour, said):
+def peer(address, behaviour, said, epoch):
     """Rank 1 of two: takes one step, then dies, hangs, or closes in order."""
-    own, _ = listener()
-    group = form(address, rank=1, listener=own)
+    group = form(address, rank=1, epoch=epoch)
     group.exchange(header(1))
     if behaviour == "hang":
         said.wait(30)
@@ -42,13 +51,13 @@ def peer(address, behaviour, said):
 
 
 @contextmanager
-def rank_0_of_two(behaviour, *, step_timeout_s=20.0):
+def rank_0_of_two(address, behaviour, **changes):
     context = multiprocessing.get_context("spawn")
     said = context.Event()
-    own, address = listener()
-    process = context.Process(target=peer, args=(address, behaviour, said), daemon=True)
+    arguments = (address, behaviour, said, changes.get("epoch", 1))
+    process = context.Process(target=peer, args=arguments, daemon=True)
     process.start()
-    group = form(address, rank=0, listener=own, step_timeout_s=step_timeout_s)
+    group = form(address, **changes)
     try:
         yield group
     finally:
@@ -58,41 +67,82 @@ def rank_0_of_two(behaviour, *, step_timeout_s=20.0):
         assert process.exitcode == 0
 
 
-def test_a_rank_alone_hears_itself():
-    own, address = listener()
-    group = form(address, rank=0, num_ranks=1, listener=own)
+def test_a_rank_alone_hears_itself(rendezvous):
+    group = form(rendezvous, num_ranks=1)
     assert group.exchange(header(0)) == (header(0),)
     assert group.process_group is None
     group.close()
 
 
-def test_headers_come_in_rank_order_and_a_lost_peer_is_a_clear_error():
-    with rank_0_of_two("die") as group:
+def test_headers_come_in_rank_order_and_a_lost_peer_is_a_clear_error(rendezvous):
+    with rank_0_of_two(rendezvous, "die") as group:
         assert group.exchange(header(0)) == (header(0), header(1))
         with pytest.raises(GroupError, match="peer rank failed or hangs"):
             group.exchange(header(0))
 
 
-def test_a_hanging_peer_is_an_error_within_the_timeout():
-    with rank_0_of_two("hang", step_timeout_s=2.0) as group:
+def test_a_process_forms_one_group_after_another_at_the_same_place(rendezvous):
+    for epoch in (1, 2, 3):
+        met = []
+        with rank_0_of_two(rendezvous, "close", epoch=epoch, met=lambda: met.append(1)) as group:  # noqa: B023
+            assert group.exchange(header(0)) == (header(0), header(1))
+            assert met == [1]
+
+
+def test_a_hanging_peer_is_an_error_within_the_timeout(rendezvous):
+    with rank_0_of_two(rendezvous, "hang", step_timeout_s=2.0) as group:
         group.exchange(header(0))
         with pytest.raises(GroupError, match="peer rank failed or hangs"):
             group.exchange(header(0))
 
 
-def test_ranks_that_never_meet_say_where_they_waited():
-    own, address = listener()
-    with pytest.raises(GroupError, match=f"2 ranks did not meet at {address} within 1 s"):
-        form(address, rank=0, listener=own, meet_timeout_s=1)
+def test_ranks_that_never_meet_say_where_they_waited(rendezvous):
+    met = []
+    with pytest.raises(GroupError, match=f"epoch 1 did not meet at {rendezvous} within 1 s"):
+        form(rendezvous, meet_timeout_s=1, met=lambda: met.append(1))
+    assert not met
+
+
+@pytest.mark.parametrize("way_out", ["bound", "given_up"])
+def test_a_host_that_hangs_is_waited_for_no_longer_than_the_bound(way_out):
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    process = context.Process(target=host, args=(told,), daemon=True)
+    process.start()
+    address = told.get(timeout=60)
+    given_up = threading.Event()
+    try:
+        form(address, num_ranks=2, epoch=1, given_up=_already_set(), meet_timeout_s=60)
+    except GroupError:
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        if way_out == "given_up":
+            given_up.set()
+        with pytest.raises(GroupError, match="did not meet"):
+            form(address, meet_timeout_s=1 if way_out == "bound" else 1000, given_up=given_up)
+    finally:
+        process.kill()
+        process.join(30)
+
+
+def host(told):
+    listener = socket.create_server(("127.0.0.1", 0))
+    told.put(f"127.0.0.1:{listener.getsockname()[1]}")
+    hosted = Rendezvous(listener)
+    threading.Event().wait(60)
+    hosted.close()
+
+
+def _already_set():
+    event = threading.Event()
+    event.set()
+    return event
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_gives_up_does_not_wait_for_the_others(rank):
-    own, address = listener()
-    given_up = threading.Event()
-    given_up.set()
-    with pytest.raises(GroupError, match="not here yet"):
-        form(address, rank=rank, listener=own, meet_timeout_s=100_000, given_up=given_up)
+def test_a_worker_that_gives_up_does_not_wait_for_the_others(rendezvous, rank):
+    with pytest.raises(GroupError, match="given up"):
+        form(rendezvous, rank=rank, meet_timeout_s=100_000, given_up=_already_set())
 
 
 def test_what_torch_says_is_cut_to_what_people_need():

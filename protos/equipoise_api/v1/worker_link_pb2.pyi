@@ -725,7 +725,8 @@ class GroupLost(_message.Message):
     """Why, in words."""
     expert_of_slot: _builtins.bytes
     """int32 little-endian [num_layers, slots_per_rank]: the logical expert that each own slot holds,
-    whatever layout it came by. Survivors keep their slots where they can.
+    whatever layout it came by; empty when they hold nothing yet. Survivors keep their slots where
+    they can.
     """
     def __init__(
         self,

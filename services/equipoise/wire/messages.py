@@ -158,12 +158,12 @@ class Leaving:
 class GroupLost:
     """The group of an epoch is over for this worker, which lives on and waits for another.
 
-    `expert_of_slot` is int32 [layers, slots_per_rank]: what its slots hold.
+    `expert_of_slot` is int32 [layers, slots_per_rank]: what its slots hold; None for nothing.
     """
 
     epoch: int
     reason: str
-    expert_of_slot: ExpertTable
+    expert_of_slot: ExpertTable | None
 
 
 WorkerMessage = (

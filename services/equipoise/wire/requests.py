@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import LoadReport, Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks, layouts
@@ -279,15 +280,24 @@ def leaving_from_proto(message: pb.Leaving) -> Leaving:
 
 def group_lost_to_proto(lost: GroupLost) -> pb.GroupLost:
     """The message of a worker whose group is over."""
+    held = lost.expert_of_slot
     return pb.GroupLost(
         epoch=lost.epoch,
         reason=lost.reason,
-        expert_of_slot=lost.expert_of_slot.astype("<i4").tobytes(),
+        expert_of_slot=b"" if held is None else held.astype("<i4").tobytes(),
     )
 
 
 def group_lost_from_proto(message: pb.GroupLost, *, hello: Hello) -> GroupLost:
     """Raises InvalidMessageError: a number is out of range or the table none of this model."""
+    return GroupLost(
+        epoch=checks.count("group_lost", "epoch", message.epoch, least=1),
+        reason=checks.reason(message.reason),
+        expert_of_slot=_held_from_proto(message, hello=hello) if message.expert_of_slot else None,
+    )
+
+
+def _held_from_proto(message: pb.GroupLost, *, hello: Hello) -> ExpertTable:
     table = checks.table(
         "group_lost",
         "expert_of_slot",
@@ -301,11 +311,7 @@ def group_lost_from_proto(message: pb.GroupLost, *, hello: Hello) -> GroupLost:
             f"group_lost: experts are 0 to {hello.model.num_experts - 1}, "
             f"not {table.min()} to {table.max()}",
         )
-    return GroupLost(
-        epoch=checks.count("group_lost", "epoch", message.epoch, least=1),
-        reason=checks.reason(message.reason),
-        expert_of_slot=table,
-    )
+    return table
 
 
 def _check_pool_size(message: pb.Hello, model: ModelShape) -> None:

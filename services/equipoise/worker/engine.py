@@ -70,7 +70,9 @@ class Progress:
 
 
 class Engine:
-    """Generates tokens as rank `group.rank` of an epoch.
+    """Generates tokens as rank `group.rank` of an epoch, for the requests of `scheduler`.
+
+    Steps are counted from 1 in every epoch, because ranks that come together must agree on them.
 
     `names` are the workers' names in rank order, for people. `publish` is called on the engine's
     thread behind every step that made tokens or switched, and must not block.
@@ -105,8 +107,6 @@ class Engine:
         self._leaving = False
         self._num_idle_turns = 0
         self._num_steps = 0
-        self._num_processed = 0
-        self._num_generated = 0
         self._loads = experts.loads()
         self._step_log: deque[tuple[int, int]] = deque(maxlen=_STEP_LOG_LENGTH)
         self._recent_us: deque[int] = deque(maxlen=_MEDIAN_STEPS)
@@ -178,8 +178,8 @@ class Engine:
         with self._lock:
             stats = RankStats(
                 steps=self._num_steps,
-                tokens_processed=self._num_processed,
-                tokens_generated=self._num_generated,
+                tokens_processed=self._scheduler.num_processed,
+                tokens_generated=self._scheduler.num_generated,
                 median_step_us=_median(self._unreported_us),
                 active_requests=self._scheduler.num_active,
                 queued_requests=self._scheduler.num_queued,
@@ -274,8 +274,6 @@ class Engine:
         with self._lock:
             emissions = self._scheduler.commit(plan, sampled)
             self._num_steps += 1
-            self._num_processed += plan.num_tokens
-            self._num_generated += len(emissions)
             self._loads = self._experts.loads()
             self._step_log.append((self._num_steps, self.generation))
             duration_us = _microseconds_since(began)

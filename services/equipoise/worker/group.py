@@ -1,14 +1,18 @@
 """`RankGroup`: the process group of an epoch's ranks, and the header they exchange before a step.
 
-Owns forming it, and turning its failures into words. What a header means is `header`'s business.
+Owns forming it (`Rendezvous`, `meet`), and turning its failures into words. What a header means is
+`header`'s business.
 """
 
+import os
 import re
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -19,6 +23,7 @@ from equipoise.worker.header import HEADER_WIDTH, StepHeader, pack, unpack
 
 _POLL_S = 0.05
 _CONNECT_TIMEOUT_S = 2.0
+_GRACE_S = 0.5
 
 
 class RankGroup:
@@ -32,61 +37,13 @@ class RankGroup:
         self.rank = rank
         self.num_ranks = num_ranks
         self._gathered = torch.zeros(num_ranks * HEADER_WIDTH, dtype=torch.int64)
-        # Kept, because the other ranks' connections end with rank 0's store.
+        # torch reads from it whenever it likes, so it lives as long as the group.
         self._store: object = None
 
     @classmethod
     def alone(cls) -> Self:
         """The only rank of its pool."""
         return cls(rank=0, num_ranks=1)
-
-    @classmethod
-    def form(
-        cls,
-        *,
-        rendezvous_address: str,
-        rank: int,
-        num_ranks: int,
-        listener: socket.socket,
-        meet_timeout_s: float,
-        step_timeout_s: float,
-        given_up: threading.Event,
-    ) -> Self:
-        """Meet the other ranks at rank 0's `rendezvous_address` (host:port).
-
-        `listener` is the socket that this worker announced for its own rendezvous; rank 0 takes it
-        over, so that nobody else can have taken the port meanwhile, and other ranks close it.
-        Waits at most `meet_timeout_s` for the others, and not much longer than until `given_up` is
-        set; then every collective is bounded by `step_timeout_s`.
-
-        Raises:
-            GroupError: the ranks did not meet in time.
-        """
-        if num_ranks == 1:
-            listener.close()
-            return cls.alone()
-        group = cls(rank=rank, num_ranks=num_ranks)
-        patience = _Patience(until=time.monotonic() + meet_timeout_s, given_up=given_up)
-        try:
-            store = _open_store(rendezvous_address, rank=rank, listener=listener, patience=patience)
-            # torch bounds the forming by the collectives' timeout, so all must be here before.
-            store.set(_arrived(rank), "")
-            while not store.check([_arrived(peer) for peer in range(num_ranks)]):
-                patience.wait()
-            dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=rank,
-                world_size=num_ranks,
-                timeout=timedelta(seconds=step_timeout_s),
-            )
-        except (RuntimeError, ValueError, TimeoutError) as error:
-            raise GroupError(
-                f"the {num_ranks} ranks did not meet at {rendezvous_address} within "
-                f"{meet_timeout_s:g} s: {first_line(error)}"
-            ) from error
-        group._store = store
-        return group
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -108,6 +65,10 @@ class RankGroup:
             raise GroupError(collective_failed(error)) from error
         return tuple(unpack(row) for row in self._gathered.view(-1, HEADER_WIDTH).tolist())
 
+    def keep(self, store: object) -> None:
+        """Hold on to the store that it was formed by."""
+        self._store = store
+
     def close(self) -> None:
         """Leave the group; the other ranks' next collective fails."""
         if self.num_ranks > 1 and dist.is_initialized():
@@ -115,42 +76,146 @@ class RankGroup:
         self._store = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Patience:
-    """How long to wait for the others: `until` a monotonic time, or `given_up`."""
+class Rendezvous:
+    """The store by which ranks find each other, hosted by every worker for its whole life.
 
-    until: float
-    given_up: threading.Event
+    An epoch uses that of its rank 0. So the address never changes, and nobody else can take the
+    port between two epochs.
+    """
 
-    def wait(self) -> None:
-        """Wait a little, if there is patience left; else raise TimeoutError."""
-        if self.given_up.wait(_POLL_S) or time.monotonic() > self.until:
-            raise TimeoutError("some are not here yet")
+    def __init__(self, listener: socket.socket) -> None:
+        host, port = listener.getsockname()[:2]
+        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def close(self) -> None:
+        """Host it no more; whoever waits at it fails."""
+        self._store = None
 
 
-def _open_store(address: str, *, rank: int, listener: socket.socket, patience: _Patience) -> Any:
-    """Host the ranks' store as rank 0, or reach it as another; a TCPStore, untyped by torch."""
+def meet(
+    address: str,
+    *,
+    epoch: int,
+    rank: int,
+    num_ranks: int,
+    step_timeout_s: float,
+    meet_timeout_s: float,
+    given_up: threading.Event,
+    met: Callable[[], None],
+) -> RankGroup:
+    """Form an epoch's group at rank 0's rendezvous `address` (host:port).
+
+    `met` is called once when all ranks are there and before they form: from then on nobody needs
+    what this one held before. Waits at most `meet_timeout_s` for the others, and not much longer
+    than until `given_up` is set; then every collective is bounded by `step_timeout_s`.
+
+    Raises:
+        GroupError: the ranks did not meet in time.
+    """
+    if num_ranks == 1:
+        met()
+        return RankGroup.alone()
+    until = time.monotonic() + meet_timeout_s
+    try:
+        with _cutting_off(address, until=until, given_up=given_up):
+            store = _reach(address, until=until, given_up=given_up)
+            # An epoch before may have left its marks.
+            store = dist.PrefixStore(  # type: ignore[attr-defined]
+                f"epoch-{epoch}", store
+            )
+            # torch bounds the forming by the collectives' timeout, so all must be here before.
+            store.set(_arrived(rank), "")
+            while not store.check([_arrived(peer) for peer in range(num_ranks)]):
+                _wait(until=until, given_up=given_up)
+            met()
+            group = RankGroup(rank=rank, num_ranks=num_ranks)
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(seconds=step_timeout_s),
+            )
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise GroupError(
+            f"the {num_ranks} ranks of epoch {epoch} did not meet at {address} within "
+            f"{meet_timeout_s:g} s: {first_line(error)}"
+        ) from error
+    group.keep(store)
+    return group
+
+
+def _reach(address: str, *, until: float, given_up: threading.Event) -> Any:
+    """A connection to the rendezvous; a TCPStore, untyped by torch."""
     host, _, port = address.rpartition(":")
-    hosted = None
-    if rank == 0:
-        hosted = listener.detach()
-    else:
-        listener.close()
     while True:
         try:
             return dist.TCPStore(  # type: ignore[attr-defined]
                 host,
                 int(port),
-                is_master=rank == 0,
+                is_master=False,
                 timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),
                 wait_for_workers=False,
-                master_listen_fd=hosted,
             )
         except RuntimeError:
             # A native wait cannot be given up, so it is short and repeated.
-            if rank == 0:
-                raise
-            patience.wait()
+            _wait(until=until, given_up=given_up)
+
+
+def _wait(*, until: float, given_up: threading.Event) -> None:
+    """Wait a little, if there is patience left; else raise TimeoutError."""
+    if given_up.wait(_POLL_S):
+        raise TimeoutError("given up")
+    if time.monotonic() > until:
+        raise TimeoutError("some are not here yet")
+
+
+@contextmanager
+def _cutting_off(address: str, *, until: float, given_up: threading.Event) -> Iterator[None]:
+    """End a native call inside the block that waits for a hung host beyond the bound.
+
+    torch reads answers of a store without a timeout; the only way out is to cut the connection.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_POLL_S):
+            if given_up.is_set() or time.monotonic() > until + _GRACE_S:
+                _cut_connections(address)
+
+    watcher = threading.Thread(target=watch, name="rendezvous watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _cut_connections(address: str) -> None:
+    """Shut down this process's connections to an address, whoever owns them."""
+    host, _, port = address.rpartition(":")
+    ips = {info[4][0] for info in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)}
+    for open_file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # It may be gone meanwhile, or not connected.
+            if not open_file.is_socket():
+                continue
+            with socket.socket(fileno=os.dup(int(open_file.name))) as connection:
+                peer = connection.getpeername()
+                if isinstance(peer, tuple) and peer[1] == int(port) and _plain(peer[0]) in ips:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(ip: str) -> str:
+    """An IPv4 address as such, also where it was told as an IPv6 one."""
+    return ip.removeprefix("::ffff:")
 
 
 def _arrived(rank: int) -> str:

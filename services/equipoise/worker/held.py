@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.wire.messages import Checksums
 from equipoise.worker.errors import NotHeldError
@@ -54,6 +54,7 @@ class HeldExperts:
     """
 
     def __init__(self, slots: Sequence[ExpertSlots], *, layout: Layout, rank: int) -> None:
+        """Slots that are filled with `rank`'s part of a layout already."""
         self._slots = slots
         self._rank = rank
         self._version = 0
@@ -64,11 +65,22 @@ class HeldExperts:
         """What runs now; layout and checksums belong together."""
         return self._contents
 
+    @property
+    def expert_of_slot(self) -> ExpertTable:
+        """Logical experts in own slots, int32 [layers, slots_per_rank]."""
+        layout = self._contents.layout
+        return layout.expert_of_slot[:, own_slots(layout, rank=self._rank)]
+
     def switch(self, staged: StagedGeneration) -> None:
         """Copy staged experts into their slots; on the engine's thread, between steps."""
+        contents = Contents(layout=staged.layout, checksums=staged.checksums)
+        self.become(contents, rank=self._rank, experts=staged.experts)
+
+    def become(self, contents: Contents, *, rank: int, experts: StagedExperts) -> None:
+        """Hold another rank's part of another layout; no engine may run between two epochs."""
         self._version += 1
-        staged.experts.apply(self._slots)
-        self._contents = Contents(layout=staged.layout, checksums=staged.checksums)
+        experts.apply(self._slots)
+        self._contents, self._rank = contents, rank
         self._version += 1
 
     def read(self, *, layer: int, expert: int) -> Tensor:

@@ -5,6 +5,7 @@ Owns checking requests and the way of tokens from the engine's thread to each cl
 
 import asyncio
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -44,9 +45,14 @@ class InferenceService(pb_grpc.InferenceServicer):
         # What each open request has not sent yet. It holds at most the request's own tokens; None
         # ends it when the engine has ended.
         self._streams: dict[int, asyncio.Queue[_Token | None]] = {}
+        self._draining = ""
+        self._changed = asyncio.Event()
 
     def open(self, engine: Engine) -> None:
-        """Begin to serve; until then every request is turned away."""
+        """Serve by this engine; before the first one every request is turned away.
+
+        Between two engines that share a scheduler, requests wait for the next one.
+        """
         self._engine = engine
 
     def close(self, reason: str) -> None:
@@ -54,6 +60,18 @@ class InferenceService(pb_grpc.InferenceServicer):
         self._engine, self._closed = None, reason
         for stream in self._streams.values():
             stream.put_nowait(None)
+        self._note_change()
+
+    async def drain(self, reason: str, *, timeout_s: float) -> None:
+        """Turn new requests away, and wait until those there are have ended or the service closed.
+
+        Waits at most `timeout_s`.
+        """
+        self._draining = reason
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._streams and self._engine is not None:
+                    await self._changed.wait()
 
     def deliver(self, result: StepResult) -> None:
         """Hand a step's tokens to their requests."""
@@ -76,8 +94,8 @@ class InferenceService(pb_grpc.InferenceServicer):
         except InvalidRequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         engine = self._engine
-        if engine is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, self._closed)
+        if engine is None or self._draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self._draining or self._closed)
         assert engine is not None
         key = next(self._keys)
         stream: asyncio.Queue[_Token | None] = asyncio.Queue()
@@ -107,7 +125,12 @@ class InferenceService(pb_grpc.InferenceServicer):
         finally:
             # Also when the client went away: its cache row is wanted by others.
             del self._streams[key]
-            engine.cancel(key)
+            (self._engine or engine).cancel(key)
+            self._note_change()
+
+    def _note_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 def check_request(request: pb.GenerateRequest, *, vocab_size: int, context_length: int) -> None:

@@ -1,13 +1,12 @@
 """`Worker`: one worker process from its first Hello to its last word.
 
-Waits for a rank, serves as it, and stops in order. Before it has a rank it needs the balancer;
-afterwards the balancer may be gone for good.
+Starts its servers, listens to the balancer, and stops in order. Before it has a rank it needs the
+balancer; afterwards the balancer may be gone for good, as long as the group of ranks holds.
 """
 
 import asyncio
 import logging
 import socket
-import threading
 import uuid
 from typing import Any
 
@@ -27,9 +26,11 @@ from equipoise.wire.messages import (
 )
 from equipoise.worker.agent import Agent
 from equipoise.worker.core import ModelCore
+from equipoise.worker.epochs import Epochs
 from equipoise.worker.errors import RejectedError, WorkerError
+from equipoise.worker.group import Rendezvous
 from equipoise.worker.inference import InferenceService
-from equipoise.worker.rank import Rank, join
+from equipoise.worker.rank import Rank
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertTransferService
 from equipoise_api.v1 import worker_link_pb2, worker_pb2, worker_pb2_grpc
@@ -50,7 +51,7 @@ async def serve(settings: WorkerSettings, *, stop: asyncio.Event) -> None:
     """Run a worker until `stop` is set.
 
     Raises:
-        WorkerError: it cannot start, is rejected, or its group is broken.
+        WorkerError: it cannot start, is rejected, or cannot load its experts.
     """
     core = await asyncio.to_thread(ModelCore.load, settings)
     if stop.is_set():
@@ -66,12 +67,10 @@ class Worker:
         self._core = core
         self._boot_id = uuid.uuid4().hex
         self._address = ""
-        self._rendezvous = socket.create_server((_host(settings.listen), 0))
-        port = self._rendezvous.getsockname()[1]
-        self._rendezvous_address = f"{settings.advertise_host}:{port}"
-        self._given_up = threading.Event()
-        self._assigned: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
-        self._rank: Rank | None = None
+        listener = socket.create_server((_host(settings.listen), 0))
+        self._rendezvous_address = f"{settings.advertise_host}:{listener.getsockname()[1]}"
+        self._rendezvous = Rendezvous(listener)
+        self._rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._transfer = ExpertTransferService()
         self._inference = InferenceService(
@@ -84,6 +83,16 @@ class Worker:
             receive=self._receive,
             dropped=self._refuse_dropped,
         )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._epochs = Epochs(
+            core=core,
+            settings=settings,
+            boot_id=self._boot_id,
+            transfer=self._transfer,
+            inference=self._inference,
+            say=self._agent.send,
+            serves=self._serves,
+        )
 
     @property
     def address(self) -> str:
@@ -93,39 +102,41 @@ class Worker:
     @property
     def rank(self) -> Rank | None:
         """What this worker is in its pool; None before it is assigned and loaded."""
-        return self._rank
+        return self._epochs.rank
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set.
 
         Raises:
-            WorkerError: the balancer rejects this worker, or its group is broken.
+            WorkerError: the balancer rejects this worker, or it cannot load its experts.
         """
-        with self._rendezvous:
+        try:
             await self._run(stop)
+        finally:
+            self._rendezvous.close()
 
     async def _run(self, stop: asyncio.Event) -> None:
         server = await self._listen()
         agent = asyncio.create_task(self._agent.run())
-        life = asyncio.create_task(self._live())
+        life = asyncio.create_task(self._epochs.run())
         stopped = asyncio.create_task(stop.wait())
         reason = f"{self._settings.worker} was asked to stop"
         try:
-            done, _ = await asyncio.wait(
-                {agent, life, stopped}, return_when=asyncio.FIRST_COMPLETED
-            )
+            ends: set[asyncio.Future[Any]] = {agent, life, stopped, self._rejected}
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 if error := task.exception():
                     reason = str(error)
                     raise error
+            await self._health.enter_graceful_shutdown()
+            await self._inference.drain(reason, timeout_s=self._settings.drain_timeout_s)
         finally:
             _log.info("stopping: %s", reason)
             stopped.cancel()
+            self._rejected.cancel()
             await self._health.enter_graceful_shutdown()
             self._inference.close(reason)
-            self._given_up.set()
-            if self._rank is not None:
-                self._rank.leave()
+            self._epochs.end()
             await self._agent.leave(reason)
             agent.cancel()
             life.cancel()
@@ -153,88 +164,30 @@ class Worker:
         _log.info("%s listens at %s", self._settings.worker, self._address)
         return server
 
-    async def _live(self) -> None:
-        """Get a rank and serve as it until told to leave."""
-        assignment = await self._assigned
-        self._agent.heartbeat_interval_s = assignment.heartbeat_interval_s
-        joined = await asyncio.to_thread(
-            join,
-            assignment,
-            core=self._core,
-            settings=self._settings,
-            listener=self._rendezvous,
-            given_up=self._given_up,
-        )
-        rank = Rank(
-            joined,
-            core=self._core,
-            settings=self._settings,
-            boot_id=self._boot_id,
-            say=self._agent.send,
-            deliver=self._inference.deliver,
-        )
-        self._rank = rank
-        self._transfer.open(joined.held, epoch=assignment.epoch)
-        self._inference.open(rank.engine)
-        self._agent.send(rank.serving())
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        _log.info(
-            "rank %d of %d in epoch %d, generation %d",
-            assignment.rank,
-            len(assignment.peers),
-            assignment.epoch,
-            assignment.layout.generation,
-        )
-        await rank.run()
-
     def _receive(self, message: BalancerMessage) -> None:
+        rank = self._epochs.rank
         match message:
             case Assignment():
-                self._receive_assignment(message)
-            case Stage() if self._rank:
-                self._rank.applier.stage(message)
-            case Abort() if self._rank:
+                self._agent.heartbeat_interval_s = message.heartbeat_interval_s
+                self._epochs.assign(message)
+            case Stage() if rank:
+                rank.applier.stage(message)
+            case Abort() if rank:
                 _log.info("generation %d is dropped: %s", message.generation, message.reason)
-                self._rank.applier.abort(message)
+                rank.applier.abort(message)
             case Rejection():
                 self._receive_rejection(message)
             case _:
                 _log.warning("no rank yet: a %s is ignored", type(message).__name__)
 
-    def _receive_assignment(self, assignment: Assignment) -> None:
-        rank = self._rank
-        if not self._assigned.done():
-            self._assigned.set_result(assignment)
-        elif rank is None:
-            _log.info("already joining epoch %d", self._assigned.result().epoch)
-        elif rank.same_as(assignment):
-            # Said again, because the stream may have broken before the balancer heard it.
-            self._agent.send(rank.serving())
-            if rank.last_switch is not None:
-                self._agent.send(rank.last_switch)
-        else:
-            state = rank.state()
-            reason = (
-                f"{self._settings.worker} serves as rank {state.rank} of epoch {state.epoch}: "
-                f"restart it to make it rank {assignment.rank} of epoch {assignment.epoch}"
-            )
-            _log.warning("%s", reason)
-            self._agent.send(
-                Refused(
-                    epoch=assignment.epoch,
-                    rank=assignment.rank,
-                    generation=assignment.layout.generation,
-                    reason=reason,
-                )
-            )
-
     def _refuse_dropped(self, message: worker_link_pb2.ConnectResponse, reason: str) -> None:
         """Answer a stage that makes no sense, so that its rollout need not wait for a timeout."""
-        if self._rank is not None and message.HasField("stage"):
+        rank = self._epochs.rank
+        if rank is not None and message.HasField("stage"):
             self._agent.send(
                 Refused(
-                    epoch=self._rank.assignment.epoch,
-                    rank=self._rank.assignment.rank,
+                    epoch=rank.assignment.epoch,
+                    rank=rank.assignment.rank,
                     generation=message.stage.layout.generation,
                     reason=reason,
                 )
@@ -242,15 +195,15 @@ class Worker:
 
     def _receive_rejection(self, rejection: Rejection) -> None:
         """A balancer may close its door at the start; it cannot stop a rank that serves."""
-        if rejection.fatal and not self._assigned.done():
-            self._assigned.set_exception(
+        if rejection.fatal and not self._epochs.has_begun and not self._rejected.done():
+            self._rejected.set_exception(
                 RejectedError(f"the balancer rejects {self._settings.worker}: {rejection.reason}")
             )
         else:
             _log.warning("the balancer rejects: %s", rejection.reason)
 
     def _hello(self) -> Hello:
-        rank = self._rank
+        rank = self._epochs.rank
         if rank is not None:
             rank.applier.drop_unfinished()
         return Hello(
@@ -265,12 +218,20 @@ class Worker:
             num_ranks=self._settings.num_ranks,
             checkpoint_fingerprint=self._core.checkpoint.fingerprint,
             running=rank.state() if rank else None,
+            group_lost=None if rank else self._epochs.lost,
         )
 
     def _heartbeat(self, sequence: int) -> Heartbeat:
-        if self._rank is not None:
-            return self._rank.heartbeat(sequence)
+        if self._epochs.rank is not None:
+            return self._epochs.rank.heartbeat(sequence)
         return Heartbeat(epoch=0, generation=0, staged_generation=0, sequence=sequence)
+
+    def _serves(self, takes_requests: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        serving = status.SERVING if takes_requests else status.NOT_SERVING
+        task = asyncio.create_task(self._set_health(serving))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in _SERVICES:

@@ -1,18 +1,16 @@
-"""`Rank`: a worker once it has its assignment: group, slots, engine, and what serves them.
+"""`Rank`: a worker in one epoch: engine, and what serves it and reports of it.
 
 Owns putting these together in order and taking them apart again. Decides nothing by itself.
 """
 
 import asyncio
 import logging
-import socket
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from equipoise.wire.messages import (
     Assignment,
+    GroupLost,
     Heartbeat,
     Refused,
     Report,
@@ -24,69 +22,25 @@ from equipoise.wire.messages import (
 from equipoise.worker.applier import Applier, placement_of
 from equipoise.worker.core import ModelCore, single_threaded
 from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.group import RankGroup
-from equipoise.worker.held import HeldExperts, own_slots
+from equipoise.worker.joining import Joined
 from equipoise.worker.reporter import Reporter
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertPuller
 from equipoise_model.dispatch import ExpertParallel
 
-MEET_TIMEOUT_S = 60.0
-"""Workers start at different times, so they wait longer for the first meeting than for a step."""
-
-Say = Callable[[Report | Staged | Refused | Switched], None]
+Say = Callable[[Report | Staged | Refused | Switched | Serving | GroupLost], None]
 """Tells the balancer; may drop what cannot be told now."""
 
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Joined:
-    """The group this worker joined and the experts it holds for it."""
-
-    assignment: Assignment
-    group: RankGroup
-    held: HeldExperts
-
-
-def join(
-    assignment: Assignment,
-    *,
-    core: ModelCore,
-    settings: WorkerSettings,
-    listener: socket.socket,
-    given_up: threading.Event,
-) -> Joined:
-    """Load the experts of the assigned slots and meet the other ranks.
-
-    Blocks until they are here, but not much longer than until `given_up` is set.
-
-    Raises:
-        GroupError: the ranks did not meet in time.
-    """
-    layout = assignment.layout
-    assert layout.slots_per_rank == settings.slots_per_rank, "wire lets no other layout through"
-    own = own_slots(layout, rank=assignment.rank)
-    core.checkpoint.load_slots(core.model, layout.expert_of_slot[:, own])
-    held = HeldExperts(core.slots, layout=layout, rank=assignment.rank)
-    group = RankGroup.form(
-        rendezvous_address=assignment.rendezvous_address,
-        rank=assignment.rank,
-        num_ranks=len(assignment.peers),
-        listener=listener,
-        meet_timeout_s=MEET_TIMEOUT_S,
-        step_timeout_s=settings.step_timeout_s,
-        given_up=given_up,
-    )
-    return Joined(assignment=assignment, group=group, held=held)
-
-
 class Rank:
     """A rank that serves. Used from the event loop; the engine has a thread of its own.
 
-    `say` tells the balancer, `deliver` takes each step's result on the event loop.
+    `scheduler` has the worker's requests, `say` tells the balancer, `deliver` takes each step's
+    result on the event loop.
     """
 
     def __init__(
@@ -95,6 +49,7 @@ class Rank:
         *,
         core: ModelCore,
         settings: WorkerSettings,
+        scheduler: Scheduler,
         boot_id: str,
         say: Say,
         deliver: Callable[[StepResult], None],
@@ -114,11 +69,7 @@ class Rank:
             experts=_expert_parallel(joined, core),
             held=held,
             group=joined.group,
-            scheduler=Scheduler(
-                max_requests=settings.max_requests,
-                max_queued=settings.max_queued_requests,
-                max_step_tokens=settings.max_step_tokens,
-            ),
+            scheduler=scheduler,
             epoch=assignment.epoch,
             names=tuple(peer.worker for peer in assignment.peers),
             # One wake-up of the event loop per step, however many tokens it made.
@@ -180,7 +131,6 @@ class Rank:
 
     def state(self) -> RunningState:
         """What runs here: the truth for a balancer that comes back."""
-        self.applier.drop_unfinished()
         contents = self.held.contents
         return RunningState(
             epoch=self.assignment.epoch,

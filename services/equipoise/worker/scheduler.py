@@ -88,7 +88,10 @@ class _Sequence:
 
 
 class Scheduler:
-    """Requests of one rank, waiting and active.
+    """Requests of one worker, waiting and active; it outlives the epochs that serve them.
+
+    What a plan left undone when a group broke is planned again: the same tokens at the same
+    positions overwrite whatever the broken step left in the cache.
 
     `max_requests` cache rows, `max_queued` places in line beyond them, `max_step_tokens` tokens a
     step; the budget must cover a token for every row.
@@ -101,11 +104,23 @@ class Scheduler:
         self._free_rows = list(range(max_requests))
         self._queue: deque[Request] = deque()
         self._active: dict[int, _Sequence] = {}
+        self._num_processed = 0
+        self._num_generated = 0
 
     @property
     def num_active(self) -> int:
         """Requests that hold a cache row."""
         return len(self._active)
+
+    @property
+    def num_processed(self) -> int:
+        """Tokens that were run, of prompts and generated, since this worker started."""
+        return self._num_processed
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were generated since this worker started."""
+        return self._num_generated
 
     @property
     def num_queued(self) -> int:
@@ -176,6 +191,8 @@ class Scheduler:
             sequence.num_run += len(chunk.tokens)
             if token is not None:
                 emissions.append(self._extend(sequence, token))
+        self._num_processed += plan.num_tokens
+        self._num_generated += len(emissions)
         return emissions
 
     def clear(self) -> list[int]:

@@ -84,8 +84,17 @@ class WorkerSettings:
     batch_invariant: bool = True
     """Make tokens bitwise independent of batch, rank and layout."""
 
-    step_timeout_s: float = 10.0
-    """Seconds after which a step that waits for a peer is given up."""
+    step_timeout_s: float = 4.0
+    """Seconds after which a step that waits for a peer is given up: the peer hangs, and the ranks
+    form anew without it."""
+
+    outage_timeout_s: float = 30.0
+    """Seconds for which requests wait while the ranks form anew; then they end with an error that
+    says why, and others are turned away until the worker serves again."""
+
+    drain_timeout_s: float = 5.0
+    """Seconds for which a worker that is asked to stop goes on with the requests it has; those left
+    then are handed back with an error."""
 
     pull_mib_per_s: float = math.inf
     """Most MiB of experts that this worker pulls in a second. A limit makes staging last longer
@@ -103,7 +112,15 @@ class WorkerSettings:
                 raise InvalidSettingsError(
                     f"{name} must be at least {least}, not {getattr(self, name)}"
                 )
-        for name, most in (("step_timeout_s", 3600), ("pull_mib_per_s", math.inf)):
+        if not 0 <= self.drain_timeout_s <= _HOUR_S:
+            raise InvalidSettingsError(
+                f"drain_timeout_s must be from 0 to {_HOUR_S}, not {self.drain_timeout_s}"
+            )
+        for name, most in (
+            ("step_timeout_s", _HOUR_S),
+            ("outage_timeout_s", _HOUR_S),
+            ("pull_mib_per_s", math.inf),
+        ):
             if not 0 < getattr(self, name) <= most:
                 raise InvalidSettingsError(
                     f"{name} must be above 0 and at most {most}, not {getattr(self, name)}"
@@ -115,6 +132,7 @@ class WorkerSettings:
             )
 
 
+_HOUR_S = 3600
 _LEAST = {
     "num_ranks": 1,
     "slots_per_rank": 1,

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,7 @@ CHUNK_BYTES = 256 * 1024
 
 _MAX_STREAMS = 8
 _MAX_PULLS = 4
+_EPOCH_WAIT_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +39,14 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
     def __init__(self) -> None:
         self._held: HeldExperts | None = None
         self._epoch = 0
+        self._opened = asyncio.Event()
         self._streams = asyncio.Semaphore(_MAX_STREAMS)
 
     def open(self, held: HeldExperts, *, epoch: int) -> None:
-        """Begin to answer; until then every call is refused."""
+        """Begin to answer peers of an epoch; others are refused."""
         self._held, self._epoch = held, epoch
+        opened, self._opened = self._opened, asyncio.Event()
+        opened.set()
 
     # A coroutine that writes, not a generator: its clean-up runs the moment the peer goes away.
     async def Fetch(  # type: ignore[override]  # noqa: N802 - named by the contract
@@ -50,6 +55,7 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
         context: grpc.aio.ServicerContext[pb.FetchRequest, pb.FetchResponse],
     ) -> None:
         """Send one expert's payload in chunks, as it was at one moment."""
+        await self._until_epoch(request.epoch)
         if self._held is None or request.epoch != self._epoch:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -67,6 +73,13 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
             for start in range(0, len(data), CHUNK_BYTES):
                 chunk = pb.FetchResponse(data=data[start : start + CHUNK_BYTES])
                 await context.write(chunk)
+
+    async def _until_epoch(self, epoch: int) -> None:
+        """A peer may hear of a new epoch a little before this worker does."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_EPOCH_WAIT_S):
+                while self._epoch < epoch:
+                    await self._opened.wait()
 
 
 class ExpertStore(Protocol):
@@ -97,7 +110,7 @@ class ExpertPuller:
         self,
         *,
         checkpoint: ExpertStore,
-        held: HeldExperts,
+        held: HeldExperts | None,
         epoch: int,
         rank: int,
         peers: Sequence[Peer],
@@ -196,7 +209,7 @@ class ExpertPuller:
                 )
             except (OSError, ValueError) as error:
                 raise TransferError(str(error)) from error
-        if source.rank == self._rank:
+        if source.rank == self._rank and self._held is not None:
             return await asyncio.to_thread(self._held.read, layer=move.layer, expert=move.expert)
         return payload_from_bytes(await self._fetch(source.rank, move))
 

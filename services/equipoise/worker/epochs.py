@@ -1,0 +1,178 @@
+"""`Epochs`: a worker's ranks, one after the other, for as long as it lives.
+
+A group of ranks that breaks is no end: the worker keeps its requests and its experts, says that the
+group is over, and becomes a rank of the next epoch it is assigned to.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from equipoise.wire.messages import Assignment, GroupLost
+from equipoise.worker.core import ModelCore
+from equipoise.worker.errors import GroupError, TransferError, WorkerError
+from equipoise.worker.inference import InferenceService
+from equipoise.worker.joining import Joined, Slots, join
+from equipoise.worker.rank import Rank, Say
+from equipoise.worker.scheduler import Scheduler
+from equipoise.worker.settings import WorkerSettings
+from equipoise.worker.transfer import ExpertTransferService
+
+_log = logging.getLogger(__name__)
+
+
+class Epochs:
+    """Takes assignments and lives up to them; used from the event loop only.
+
+    `say` tells the balancer; `serves` is called with whether requests are taken when that changes.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: ModelCore,
+        settings: WorkerSettings,
+        boot_id: str,
+        transfer: ExpertTransferService,
+        inference: InferenceService,
+        say: Say,
+        serves: Callable[[bool], None],
+    ) -> None:
+        self._core = core
+        self._settings = settings
+        self._boot_id = boot_id
+        self._transfer = transfer
+        self._inference = inference
+        self._say = say
+        self._serves = serves
+        self._slots = Slots(core, settings=settings)
+        self._scheduler = Scheduler(
+            max_requests=settings.max_requests,
+            max_queued=settings.max_queued_requests,
+            max_step_tokens=settings.max_step_tokens,
+        )
+        self._epoch = 0
+        self._next: asyncio.Queue[Assignment] = asyncio.Queue()
+        self._given_up = threading.Event()
+        self._outage: asyncio.TimerHandle | None = None
+        self._ended = False
+        self.rank: Rank | None = None
+        self.lost: GroupLost | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this worker was ever assigned to an epoch."""
+        return self._epoch > 0
+
+    def assign(self, assignment: Assignment) -> None:
+        """Become a rank of an epoch; the newest one counts, and repeating it changes nothing."""
+        rank = self.rank
+        if rank is not None and rank.same_as(assignment):
+            # Said again, because the stream may have broken before the balancer heard it.
+            self._say_serving(rank)
+        elif assignment.epoch <= self._epoch:
+            _log.info("epoch %d was taken up before: ignored", assignment.epoch)
+        else:
+            self._epoch = assignment.epoch
+            self._next.put_nowait(assignment)
+            self._leave()
+
+    async def run(self) -> None:
+        """Live through epochs until cancelled or ended.
+
+        Raises:
+            WorkerError: the experts of an epoch could not be had.
+        """
+        while not self._ended:
+            assignment = await self._next.get()
+            if assignment.epoch == self._epoch:
+                await self._live(assignment)
+
+    def end(self) -> None:
+        """Leave the present epoch, and enter no other."""
+        self._ended = True
+        self._leave()
+        if self._outage is not None:
+            self._outage.cancel()
+
+    def _leave(self) -> None:
+        """Tell the peers in the next header; whoever still joins gives up."""
+        self._given_up.set()
+        if self.rank is not None:
+            self.rank.leave()
+
+    async def _live(self, assignment: Assignment) -> None:
+        self._given_up = threading.Event()
+        held = self._slots.held
+        if held is not None:
+            self._transfer.open(held, epoch=assignment.epoch)
+        try:
+            joined = await join(
+                assignment, slots=self._slots, settings=self._settings, given_up=self._given_up
+            )
+            await self._serve(joined)
+        except TransferError as error:
+            raise WorkerError(f"epoch {assignment.epoch} cannot be joined: {error}") from error
+        except GroupError as error:
+            self._lose(assignment, str(error))
+
+    async def _serve(self, joined: Joined) -> None:
+        assignment = joined.assignment
+        rank = Rank(
+            joined,
+            core=self._core,
+            settings=self._settings,
+            scheduler=self._scheduler,
+            boot_id=self._boot_id,
+            say=self._say,
+            deliver=self._inference.deliver,
+        )
+        self.rank, self.lost = rank, None
+        if self._given_up.is_set():
+            rank.leave()
+        self._transfer.open(joined.held, epoch=assignment.epoch)
+        if self._outage is not None:
+            self._outage.cancel()
+        self._inference.open(rank.engine)
+        self._serves(True)
+        self._say_serving(rank)
+        _log.info(
+            "rank %d of %d in epoch %d, generation %d",
+            assignment.rank,
+            len(assignment.peers),
+            assignment.epoch,
+            assignment.layout.generation,
+        )
+        try:
+            await rank.run()
+        finally:
+            self.rank = None
+
+    def _say_serving(self, rank: Rank) -> None:
+        self._say(rank.serving())
+        if rank.last_switch is not None:
+            self._say(rank.last_switch)
+
+    def _lose(self, assignment: Assignment, reason: str) -> None:
+        """The group is over; requests wait for the next one, up to a bound."""
+        if self._ended:
+            return
+        held = self._slots.held
+        self.lost = GroupLost(
+            epoch=assignment.epoch,
+            reason=reason,
+            expert_of_slot=None if held is None else held.expert_of_slot,
+        )
+        _log.warning("epoch %d is over: %s", assignment.epoch, reason)
+        if self._epoch == assignment.epoch:
+            self._say(self.lost)
+        if self._outage is None or self._outage.cancelled():
+            loop = asyncio.get_running_loop()
+            self._outage = loop.call_later(self._settings.outage_timeout_s, self._turn_away, reason)
+
+    def _turn_away(self, reason: str) -> None:
+        self._inference.close(
+            f"the ranks did not form anew within {self._settings.outage_timeout_s:g} s: {reason}"
+        )
+        self._serves(False)

@@ -1,0 +1,167 @@
+"""From an Assignment to a group: fill what the slots lack, meet the other ranks, form.
+
+The slots keep what they hold until all ranks have met, because peers pull from them; so a new epoch
+begins as a generation does: nobody changes before everybody has verified bytes.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from equipoise.planning.moves import Move
+from equipoise.wire.messages import Assignment, Checksums
+from equipoise.worker.core import ModelCore
+from equipoise.worker.errors import GroupError
+from equipoise.worker.group import RankGroup, meet
+from equipoise.worker.held import Contents, HeldExperts, own_slots
+from equipoise.worker.settings import WorkerSettings
+from equipoise.worker.transfer import ExpertPuller
+from equipoise_model.experts import StagedExperts, checksum
+
+Place = tuple[int, int]
+"""A MoE layer and an own slot in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Joined:
+    """The group this worker joined and the experts it holds for it."""
+
+    assignment: Assignment
+    group: RankGroup
+    held: HeldExperts
+
+
+class Slots:
+    """This worker's slots over all epochs. `held` is None until they were filled once."""
+
+    def __init__(self, core: ModelCore, *, settings: WorkerSettings) -> None:
+        self._core = core
+        self._settings = settings
+        self.held: HeldExperts | None = None
+
+    async def prepare(
+        self, assignment: Assignment, *, given_up: threading.Event
+    ) -> Callable[[], None]:
+        """Get what the slots lack; the result puts it there once all ranks have met.
+
+        Slots that were never filled serve nobody and are filled at once, layer by layer.
+
+        Raises:
+            GroupError: `given_up` was set meanwhile.
+            TransferError: an expert could be had from no source.
+        """
+        held = self.held
+        own = own_slots(assignment.layout, rank=assignment.rank)
+        wanted = assignment.layout.expert_of_slot[:, own]
+        if held is None:
+            for layer, row in enumerate(wanted.tolist()):
+                places: dict[Place, int] = {(layer, slot): one for slot, one in enumerate(row)}
+                payloads = await self._get(places, assignment, given_up=given_up)
+                await asyncio.to_thread(self._write, payloads)
+            return lambda: self._fill(assignment)
+        lacking: dict[Place, int] = {
+            (int(layer), int(slot)): int(wanted[layer, slot])
+            for layer, slot in np.argwhere(wanted != held.expert_of_slot)
+        }
+        payloads = await self._get(lacking, assignment, given_up=given_up)
+        staged = await asyncio.to_thread(StagedExperts.prepare, payloads, self._core.slots)
+        contents = Contents(
+            layout=assignment.layout,
+            checksums=await asyncio.to_thread(_with, payloads, held.contents.checksums),
+        )
+        return lambda: held.become(contents, rank=assignment.rank, experts=staged)
+
+    async def _get(
+        self, lacking: Mapping[Place, int], assignment: Assignment, *, given_up: threading.Event
+    ) -> dict[Place, Tensor]:
+        """Payloads of experts by place: pulled where a move says from where, else read."""
+        first = own_slots(assignment.layout, rank=assignment.rank).start
+        moves = {(move.layer, move.slot - first): move for move in assignment.moves}
+        pulled = [place for place in lacking if place in moves]
+        payloads = dict(
+            zip(
+                pulled,
+                await self._pull([moves[place] for place in pulled], assignment, given_up=given_up),
+                strict=True,
+            )
+        )
+        for (layer, slot), expert in lacking.items():
+            if (layer, slot) not in payloads:
+                _check(given_up)
+                payloads[layer, slot] = await asyncio.to_thread(
+                    self._core.checkpoint.read_expert, layer, expert
+                )
+        return payloads
+
+    async def _pull(
+        self, moves: list[Move], assignment: Assignment, *, given_up: threading.Event
+    ) -> tuple[Tensor, ...]:
+        _check(given_up)
+        if not moves:
+            return ()
+        puller = ExpertPuller(
+            checkpoint=self._core.checkpoint,
+            held=self.held,
+            epoch=assignment.epoch,
+            rank=assignment.rank,
+            peers=assignment.peers,
+            expert_bytes=self._core.shape.expert_bytes,
+        )
+        try:
+            return (await puller.pull(moves)).payloads
+        finally:
+            await puller.close()
+
+    def _write(self, payloads: Mapping[Place, Tensor]) -> None:
+        for (layer, slot), payload in payloads.items():
+            self._core.slots[layer].write(slot, payload)
+
+    def _fill(self, assignment: Assignment) -> None:
+        self.held = HeldExperts(self._core.slots, layout=assignment.layout, rank=assignment.rank)
+
+
+async def join(
+    assignment: Assignment,
+    *,
+    slots: Slots,
+    settings: WorkerSettings,
+    given_up: threading.Event,
+) -> Joined:
+    """Become a rank of an epoch; not much longer than until `given_up` is set.
+
+    Raises:
+        GroupError: the ranks did not meet in time.
+        TransferError: an expert could be had from no source.
+    """
+    settle = await slots.prepare(assignment, given_up=given_up)
+    group = await asyncio.to_thread(
+        meet,
+        assignment.rendezvous_address,
+        epoch=assignment.epoch,
+        rank=assignment.rank,
+        num_ranks=len(assignment.peers),
+        step_timeout_s=settings.step_timeout_s,
+        meet_timeout_s=assignment.meet_timeout_s,
+        given_up=given_up,
+        met=settle,
+    )
+    assert slots.held is not None, "settled"
+    return Joined(assignment=assignment, group=group, held=slots.held)
+
+
+def _with(payloads: Mapping[Place, Tensor], checksums: Checksums) -> Checksums:
+    """Checksums of own slots, [layers, slots_per_rank, 16], when these payloads are in place."""
+    changed = checksums.copy()
+    for place, payload in payloads.items():
+        changed[place] = np.frombuffer(checksum(payload), dtype=np.uint8)
+    changed.flags.writeable = False
+    return changed
+
+
+def _check(given_up: threading.Event) -> None:
+    if given_up.is_set():
+        raise GroupError("the epoch was given up before its ranks had met")
