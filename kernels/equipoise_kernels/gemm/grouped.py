@@ -295,7 +295,9 @@ def grouped_gemm_kernel(
         is_group = (group >= 0) & (group < num_groups)
         slot = tl.load(slot_of_group_ptr + group, mask=is_group, other=-1)
         is_slot = (slot >= 0) & (slot < num_slots)
-        is_row = is_row & is_slot
+        # By comparisons of blocks, because interpreters differ on a block masked by a scalar.
+        slot_of_row = tl.where(is_row, slot, -1)
+        is_row = (slot_of_row >= 0) & (slot_of_row < num_slots)
         # In the two flat schedules the outer strides are 0.
         outer = tl.where(is_group, group, 0).to(tl.int64)
         first_column = (tile % num_column_tiles) * BLOCK_N
