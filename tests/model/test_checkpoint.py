@@ -8,8 +8,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from equipoise_model.checkpoint import Checkpoint, CheckpointError, save
-from equipoise_model.config import TINY, ModelConfig, UnsupportedConfigError
+from equipoise_model.config import ModelConfig, UnsupportedConfigError
 from equipoise_model.generate import greedy
+from equipoise_model.presets import TINY
 from equipoise_model.tensor_names import dense_tensors, expert_tensors, is_mtp, mtp_copies
 from equipoise_model.transformer import Transformer
 

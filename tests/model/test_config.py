@@ -4,13 +4,13 @@ import json
 import pytest
 
 from equipoise_model.config import (
-    TINY,
+    Fp8Config,
     ModelConfig,
     RopeConfig,
     UnsupportedConfigError,
     yarn_mscale,
 )
-from equipoise_model.transformer import Transformer
+from equipoise_model.presets import TINY
 
 YARN_FIELDS = {
     "beta_fast": 32,
@@ -20,13 +20,6 @@ YARN_FIELDS = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
 }
-
-
-def test_the_shipped_preset_is_small_and_fits_matrix_tiles():
-    model = Transformer(TINY, mtp=True)
-    assert sum(p.numel() for p in model.parameters()) < 4_100_000
-    odd = [name for name, p in model.named_parameters() if any(size % 16 for size in p.shape)]
-    assert not odd
 
 
 def test_a_config_survives_its_json(config, tmp_path):
@@ -57,6 +50,64 @@ def test_a_config_without_rope_fields_rotates_plainly():
     assert ModelConfig.from_dict(values | {"rope_scaling": None}).rope == RopeConfig()
 
 
+FP8_FIELDS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+
+
+@pytest.mark.parametrize(
+    ("extra", "scale_fmt"),
+    [
+        ({}, None),
+        ({"scale_fmt": "float", "modules_to_not_convert": None}, None),
+        ({"scale_fmt": "ue8m0"}, "ue8m0"),
+    ],
+)
+def test_published_quantization_is_understood_and_written_again(extra, scale_fmt):
+    config = ModelConfig.from_dict(TINY.to_dict() | {"quantization_config": FP8_FIELDS | extra})
+    assert config == dataclasses.replace(TINY, quantization_config=Fp8Config(scale_fmt=scale_fmt))
+    assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"quant_method": "awq"}, "quant_method"),
+        ({"weight_block_size": [64, 64]}, "weight_block_size"),
+        ({"weight_block_size": None}, "weight_block_size"),
+        ({"activation_scheme": "static"}, "activation_scheme"),
+        ({"fmt": "e5m2"}, "fmt"),
+        ({"scale_fmt": "bf16"}, "scale_fmt"),
+        ({"scale_fmt": []}, "scale_fmt"),
+        ({"modules_to_not_convert": ["model.layers.0.mlp"]}, "modules_to_not_convert"),
+        ({"expert_dtype": "fp4"}, "expert_dtype"),
+        ({"bits": 4}, "bits"),
+    ],
+)
+def test_other_quantization_is_refused_by_name(change, named):
+    with pytest.raises(UnsupportedConfigError, match=f"quantization_config.*{named}"):
+        ModelConfig.from_dict(TINY.to_dict() | {"quantization_config": FP8_FIELDS | change})
+
+
+@pytest.mark.parametrize("name", ["quant_method", "weight_block_size"])
+def test_quantization_that_does_not_say_all_is_refused(name):
+    fields = {k: v for k, v in FP8_FIELDS.items() if k != name}
+    with pytest.raises(UnsupportedConfigError, match=f"quantization_config {name} is missing"):
+        ModelConfig.from_dict(TINY.to_dict() | {"quantization_config": fields})
+
+
+def test_a_quantized_expert_is_a_byte_a_weight_and_its_scales():
+    published = dataclasses.replace(
+        TINY, hidden_size=7168, moe_intermediate_size=2048, quantization_config=Fp8Config()
+    )
+    assert published.expert_bytes == 3 * (2048 * 7168 + 16 * 56 * 4)
+    ragged = dataclasses.replace(TINY, quantization_config=Fp8Config())
+    assert ragged.expert_bytes == 3 * (128 * 48 + 4)
+
+
 def test_yarn_sharpens_the_scores_of_the_published_model():
     published = dataclasses.replace(
         TINY, qk_nope_head_dim=128, qk_rope_head_dim=64, rope=RopeConfig(**YARN_FIELDS)
@@ -82,6 +133,7 @@ def test_an_expert_is_three_matrices_of_two_bytes_a_weight():
         ("quantization_config", {"quant_method": "fp8"}),
         ("model_type", "deepseek_v2"),
         ("num_key_value_heads", 1),
+        ("num_key_value_heads", []),
         ("hidden_size", 0),
         ("hidden_size", "128"),
         ("hidden_size", 128.5),
@@ -109,6 +161,8 @@ def test_a_value_that_the_model_does_not_compute_is_refused_by_name(name, value)
     ("rope", "named"),
     [
         ({"rope_type": "linear", "factor": 2.0}, "linear"),
+        ({"rope_type": ["yarn"]}, "rope type"),
+        ({"rope_type": "default", "type": "yarn", "factor": 2.0}, "rope type"),
         ({"rope_type": "yarn"}, "factor"),
         ({"rope_type": "yarn", "factor": 0.5}, "factor"),
         ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5}, "beta_fast"),

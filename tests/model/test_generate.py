@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from equipoise_model.config import TINY
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.generate import greedy
 from equipoise_model.placement import Placement
+from equipoise_model.presets import TINY
 
 PROMPTS = [[5, 6, 7], list(range(40)), [9], [63, 0, 63, 0, 1]]
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from equipoise_model.config import TINY
 from equipoise_model.latent_cache import LatentCache
+from equipoise_model.presets import TINY
 
 
 def begin(rows, positions, *, row_block, max_len=1024):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from equipoise_model.config import TINY
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.moe import MoE
+from equipoise_model.presets import TINY
 
 
 def make_moe(*, row_block=None, config=TINY):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from equipoise_kernels.route import route
-from equipoise_model.config import TINY
+from equipoise_model.presets import TINY
 from equipoise_model.router import Router
 
 

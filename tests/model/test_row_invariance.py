@@ -3,8 +3,8 @@ import torch
 
 from equipoise_kernels.row_invariance import RowVarianceError
 from equipoise_model.attention import Attention
-from equipoise_model.config import TINY
 from equipoise_model.latent_cache import LatentCache, stretches
+from equipoise_model.presets import TINY
 from equipoise_model.row_invariance import verify_rows
 
 

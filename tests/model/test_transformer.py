@@ -3,9 +3,9 @@ import dataclasses
 import pytest
 import torch
 
-from equipoise_model.config import TINY
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.latent_cache import LatentCache
+from equipoise_model.presets import TINY
 from equipoise_model.transformer import StepBatch, Transformer
 
 LENGTH = 80  # beyond the first stretch of cache

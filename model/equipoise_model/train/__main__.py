@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from equipoise_model import checkpoint
-from equipoise_model.config import TINY
+from equipoise_model.presets import TINY
 from equipoise_model.train.data import DOMAINS, CorpusError
 from equipoise_model.train.loads import Heldout, measure
 from equipoise_model.train.loop import (

@@ -15,7 +15,7 @@ from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise_model.checkpoint import Checkpoint
-from equipoise_model.config import TINY
+from equipoise_model.presets import TINY
 from equipoise_model.train import __main__ as command
 from equipoise_model.train.data import DOMAINS
 from equipoise_model.train.loads import LoadTrace, measure
