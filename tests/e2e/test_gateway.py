@@ -1,0 +1,146 @@
+"""The gateway with real processes: a balancer, two workers of the tiny model, and HTTP clients."""
+
+import asyncio
+import json
+import signal
+
+import httpx2
+import pytest
+import pytest_asyncio
+
+from equipoise.cli.fleet import Fleet, free_address
+from equipoise.cli.reference import ReferenceModel
+from equipoise.cli.status_feed import StatusFeed
+from equipoise.cli.traffic import prompts_of
+from equipoise.worker.settings import packaged_checkpoint
+from equipoise_api.v1 import status_pb2
+from equipoise_model.train.data import heldout_prompts
+
+pytestmark = pytest.mark.e2e
+
+BOUND_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """Prompts of text, and what a model that nobody balances answers to them."""
+    texts = heldout_prompts("code", num_prompts=6, seed=5)
+    prompts = prompts_of("code", texts, max_tokens=(24, 48), seed=5)
+    return ReferenceModel.load(packaged_checkpoint()).answer(prompts)
+
+
+class Service:
+    """Processes that serve, one client of theirs, and what the balancer tells."""
+
+    def __init__(self, fleet, feed, client):
+        self.fleet, self.feed, self.client = fleet, feed, client
+
+    async def whole(self, prompt):
+        response = await self.client.post("/v1/completions", json=_body(prompt))
+        assert response.status_code == 200, response.text
+        return tuple(response.json()["choices"][0]["token_ids"])
+
+    async def streamed(self, prompt):
+        tokens = []
+        body = {**_body(prompt), "stream": True}
+        async with self.client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    return tuple(tokens)
+                if line:
+                    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                    tokens += choice["token_ids"]
+        raise AssertionError("the stream has no end")
+
+
+@pytest_asyncio.fixture
+async def service(tmp_path):
+    """A balancer, two workers and a gateway that is ready."""
+    balancer, gateway = free_address("127.0.0.1:0"), free_address("127.0.0.1:0")
+    async with Fleet(tmp_path) as fleet:
+        await fleet.start(
+            "balancer",
+            ["balancer", f"--listen={balancer}", f"--store={tmp_path / 'state.sqlite'}"],
+        )
+        await fleet.start("gateway", ["gateway", f"--listen={gateway}", f"--balancer={balancer}"])
+        for rank in range(2):
+            await fleet.start(
+                f"worker-{rank}",
+                [
+                    "worker", f"--balancer={balancer}", f"--worker=worker-{rank}",
+                    "--num-ranks=2", "--slots-per-rank=20",
+                ],
+            )  # fmt: skip
+        feed = StatusFeed(balancer, pool="default")
+        following = asyncio.create_task(feed.run())
+        await _unless_one_ends(
+            fleet,
+            feed.until(
+                lambda status: status.health == status_pb2.POOL_HEALTH_SERVING, timeout_s=BOUND_S
+            ),
+        )
+        client = httpx2.AsyncClient(base_url=f"http://{gateway}", timeout=BOUND_S)
+        async with client, asyncio.timeout(BOUND_S):
+            yield Service(fleet, feed, client)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def _unless_one_ends(fleet, wait):
+    """Wait, but no longer than all processes live."""
+    waiting, watching = asyncio.ensure_future(wait), asyncio.create_task(fleet.watch())
+    done, pending = await asyncio.wait({waiting, watching}, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    for task in done:
+        task.result()
+
+
+def _body(prompt):
+    return {
+        "prompt": bytes(prompt.tokens).decode(),
+        "max_tokens": prompt.max_tokens,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+async def test_tokens_over_http_are_the_reference_models(service, answers):
+    wholes = await asyncio.gather(*(service.whole(prompt) for prompt in answers))
+    streams = await asyncio.gather(*(service.streamed(prompt) for prompt in answers))
+    assert wholes == list(answers.values())
+    assert streams == list(answers.values())
+    # Both ranks had their part of the work.
+    status = await service.feed.until(
+        lambda status: all(rank.tokens_generated for rank in status.ranks), timeout_s=BOUND_S
+    )
+    assert len(status.ranks) == 2
+
+
+async def test_a_client_that_hangs_up_frees_the_row_on_the_worker(service):
+    body = {"prompt": "def ", "max_tokens": 250, "ignore_eos": True, "stream": True}
+    async with service.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.aiter_lines()
+        await anext(lines)
+        await service.feed.until(
+            lambda status: sum(rank.active_requests for rank in status.ranks) == 1,
+            timeout_s=BOUND_S,
+        )
+    status = await service.feed.until(
+        lambda status: sum(rank.active_requests for rank in status.ranks) == 0,
+        timeout_s=BOUND_S,
+    )
+    assert sum(rank.tokens_generated for rank in status.ranks) < 250
+
+
+async def test_serving_goes_on_without_the_balancer_and_ends_with_the_gateway(service, answers):
+    prompt, expected = next(iter(answers.items()))
+    assert await service.streamed(prompt) == expected
+    await service.fleet.stop("balancer", with_signal=signal.SIGKILL)
+    assert await service.streamed(prompt) == expected
+    assert (await service.client.get("/readyz")).status_code == 200
+    last = asyncio.create_task(service.streamed(prompt))
+    assert await service.streamed(prompt) == expected
+    assert await service.fleet.stop("gateway") == 0
+    assert await last == expected
