@@ -19,7 +19,7 @@ from equipoise_api.v1 import status_pb2, worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.e2e
 
-BOUND_S = 60.0
+BOUND_S = 120.0
 EQUIPOISE = (sys.executable, "-m", "equipoise.cli.main")
 
 
