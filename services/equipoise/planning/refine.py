@@ -23,8 +23,8 @@ Slots = npt.NDArray[np.int32]
 TOLERANCE = 5e-5
 """A rank this little above the mean of the ranks it may exchange with is as good as even."""
 
-WORK_PER_SLOT = 400
-"""Pairs of slots that are compared at most, per slot: some six times what 288 slots need."""
+WORK_PER_SLOT = 100
+"""Pairs of slots that are compared at most, per slot: about twice what 288 slots need."""
 
 
 def refine(
@@ -170,7 +170,7 @@ def _swap(layer: _Layer, own: int, other: int) -> None:
 
 @compiled
 def _refine(layer: _Layer, work: int) -> None:
-    slots, carried, num_nodes = layer.slots, layer.carried, layer.num_on_node.shape[1]
+    slots, carried = layer.slots, layer.carried
     enough = _enough(layer)
     while work > 0:
         busiest = int(carried.argmax())
@@ -181,19 +181,28 @@ def _refine(layer: _Layer, work: int) -> None:
         if own >= 0:
             _swap(layer, own, other)
             continue
-        own, other, spent = _best_replica(layer, busiest)
+        expert, other, spent = _best_replica(layer, busiest)
         work -= spent
-        if own < 0:
+        if other < 0:
+            expert, other, spent = _best_relief(layer, busiest)
+            work -= spent
+        if other < 0:
             return
-        spared, expert = slots[other], slots[own]
         node = layer.node_of_rank[layer.rank_of_slot[other]]
-        for changed, by in ((spared, -1), (expert, 1)):
-            layer.num_on_node[changed, node] += by
-            layer.num_replicas[changed] += by
-            layer.share[changed] = layer.load[changed] / layer.num_replicas[changed]
-            layer.most_on_node[changed] = (layer.num_replicas[changed] + num_nodes - 1) // num_nodes
+        _recount(layer, slots[other], node, -1)
+        _recount(layer, expert, node, 1)
         slots[other] = expert
         _weigh_ranks(layer)
+
+
+@compiled
+def _recount(layer: _Layer, expert: int, node: int, by: int) -> None:
+    """Note that an expert has `by` more replicas, on one node."""
+    num_nodes = layer.num_on_node.shape[1]
+    layer.num_on_node[expert, node] += by
+    layer.num_replicas[expert] += by
+    layer.share[expert] = layer.load[expert] / layer.num_replicas[expert]
+    layer.most_on_node[expert] = (layer.num_replicas[expert] + num_nodes - 1) // num_nodes
 
 
 @compiled
@@ -268,7 +277,7 @@ def _lightest_beside(layer: _Layer, busiest: int) -> int:
 
 @compiled
 def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
-    """The busiest rank's slot to replicate and the slot to overwrite, or -1; and pairs compared.
+    """An expert of the busiest rank and the slot for one more replica, or -1; and pairs compared.
 
     The slot must hold an expert with replicas to spare. Then the other replicas of that expert
     carry more, those of the first one less, and the slot's rank something else.
@@ -276,8 +285,7 @@ def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
     slots, carried, first_slot = layer.slots, layer.carried, layer.first_slot
     most = carried[busiest]
     best = most * (1.0 - 1e-9)
-    own, other, spent = -1, -1, len(slots)
-    num_nodes = layer.num_on_node.shape[1]
+    chosen, other, spent = -1, -1, len(slots)
     first_holder, second_holder = _busiest_holders(layer, busiest)
     for slot in range(len(slots)):
         spared, rank = slots[slot], layer.rank_of_slot[slot]
@@ -302,14 +310,51 @@ def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
                 carried[rank] - layer.share[spared] + share,
                 most - layer.share[expert] + share + rises_here,
             )
+            if busier < best and _may_arise(layer, expert, rank):
+                best, chosen, other = busier, int(expert), slot
+    return chosen, other, spent
+
+
+@compiled
+def _best_relief(layer: _Layer, busiest: int) -> tuple[int, int, int]:
+    """A replica for the busiest rank to give up and the expert to take, or -1; and pairs compared.
+
+    An expert with many replicas need not be on a rank that also has one nobody else can help with.
+    """
+    slots, carried = layer.slots, layer.carried
+    best = carried[busiest] * (1.0 - 1e-9)
+    chosen, other, spent = -1, -1, len(slots)
+    holder, _ = _busiest_holders(layer, busiest)
+    for slot in range(layer.first_slot[busiest], layer.first_slot[busiest + 1]):
+        spared = slots[slot]
+        if layer.num_replicas[spared] < 2:
+            continue
+        rises = layer.load[spared] / (layer.num_replicas[spared] - 1) - layer.share[spared]
+        rises_most = carried[holder[spared]] + rises
+        if rises_most >= best:
+            continue
+        spent += len(slots)
+        for source in range(len(slots)):
+            expert, rank = slots[source], layer.rank_of_slot[source]
+            share = layer.load[expert] / (layer.num_replicas[expert] + 1)
+            busier = max(rises_most, carried[busiest] - layer.share[spared] + share)
             if (
                 busier < best
-                and not _holds(layer, rank, expert)
-                and layer.num_on_node[expert, layer.node_of_rank[rank]]
-                < (layer.num_replicas[expert] + num_nodes) // num_nodes
+                and layer.block_of_rank[rank] == layer.block_of_rank[busiest]
+                and _may_arise(layer, expert, busiest)
             ):
-                best, own, other = busier, mine, slot
-    return own, other, spent
+                best, chosen, other = busier, int(expert), slot
+    return chosen, other, spent
+
+
+@compiled
+def _may_arise(layer: _Layer, expert: int, rank: int) -> bool:
+    """Whether one replica more of an expert may be on a rank."""
+    num_nodes = layer.num_on_node.shape[1]
+    most_on_node = (layer.num_replicas[expert] + num_nodes) // num_nodes
+    return layer.num_on_node[expert, layer.node_of_rank[rank]] < most_on_node and not _holds(
+        layer, rank, expert
+    )
 
 
 @compiled
