@@ -1,0 +1,265 @@
+"""Weighted replicas: which ranks share an expert, and how much of it each serves, found together.
+
+With few redundant slots an even split wastes them: the second replica of an expert takes half of it
+wherever it is, though one rank may have room for more. Here ranks form *chains*. Along a chain each
+rank is filled to the same load, and the expert that overflows goes on in the next rank, by the
+wrap-around rule of McNaughton (1959, "Scheduling with deadlines and loss functions"). A chain of r
+ranks with S slots each needs r - 1 replicas and holds r * (S - 1) + 1 experts, and all its ranks
+carry the same. What is left to decide is which experts share a chain, so that the chains' means
+are alike.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.compiled import compiled
+from equipoise.planning.layout import ExpertTable
+from equipoise.planning.load import Load
+
+Loads = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+TWO_SLOTS = 2
+TOLERANCE = 1e-9
+"""Of the mean load of a rank: below it, one load is as good as another."""
+
+Shares = npt.NDArray[np.float64]
+"""Part of its expert's load that a slot serves, [layers, slots]; an expert's parts sum to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightedPlacement:
+    """Experts of slots, int32 [layers, slots], and the share of its expert that each serves."""
+
+    expert_of_slot: ExpertTable
+    share_of_slot: Shares
+
+
+def needs_weights(*, num_slots: int, num_experts: int, num_ranks: int) -> bool:
+    """Whether chains apply: with a redundant slot for every rank, all would be one chain."""
+    redundant = num_slots - num_experts
+    return 0 < redundant < num_ranks and num_slots // num_ranks >= TWO_SLOTS
+
+
+def place_weighted(load: Load, *, num_slots: int, num_ranks: int) -> WeightedPlacement:
+    """Place experts and their shares for `load`, [layers, experts] in any unit.
+
+    The most loaded chain decides: experts are exchanged with it, one by one, and ranks moved to it
+    or from it, as long as that lowers the larger mean of the two chains (steepest descent).
+    """
+    num_layers, num_experts = load.shape
+    assert needs_weights(num_slots=num_slots, num_experts=num_experts, num_ranks=num_ranks)
+    expert_of_slot = np.empty((num_layers, num_slots), np.int32)
+    share_of_slot = np.empty((num_layers, num_slots), np.float64)
+    for layer in range(num_layers):
+        total = load[layer].sum()
+        # An idle layer is placed like one whose experts are all alike.
+        weights = load[layer] * num_ranks / total if total > 0 else np.ones(num_experts)
+        _place_layer(
+            np.ascontiguousarray(weights, np.float64),
+            num_ranks,
+            expert_of_slot[layer],
+            share_of_slot[layer],
+        )
+    return WeightedPlacement(expert_of_slot=expert_of_slot, share_of_slot=share_of_slot)
+
+
+@compiled
+def _place_layer(
+    weights: Loads,
+    num_ranks: int,
+    expert_of_slot: npt.NDArray[np.int32],
+    share_of_slot: npt.NDArray[np.float64],
+) -> None:
+    """Fill one layer's rows of the tables; `weights` sum to the number of ranks."""
+    num_experts, num_slots = weights.size, expert_of_slot.size
+    slots_per_rank = num_slots // num_ranks
+    num_chains = num_ranks - (num_slots - num_experts)
+    heaviest_first = np.argsort(-weights)
+    chain_of, loads, ranks = _begin(weights, heaviest_first, slots_per_rank, num_ranks, num_chains)
+    while _improve(weights, chain_of, loads, ranks, slots_per_rank == TWO_SLOTS):
+        pass
+    slot = 0
+    for chain in range(num_chains):
+        members = heaviest_first[chain_of[heaviest_first] == chain]
+        end = slot + ranks[chain] * slots_per_rank
+        _wrap(weights, members, slots_per_rank, expert_of_slot[slot:end], share_of_slot[slot:end])
+        slot = end
+
+
+@compiled
+def _begin(
+    weights: Loads, heaviest_first: Indices, slots_per_rank: int, num_ranks: int, num_chains: int
+) -> tuple[Indices, Loads, Indices]:
+    """Chains to improve on: the chain of each expert, and each chain's load and ranks.
+
+    The hottest experts head a chain each. The ranks beyond one per chain go to whichever head has
+    most load per rank. The other experts follow, heaviest first, to where most room is left for
+    each place.
+    """
+    chain_of = np.empty(weights.size, np.int64)
+    loads = weights[heaviest_first[:num_chains]]
+    chain_of[heaviest_first[:num_chains]] = np.arange(num_chains)
+    ranks = np.ones(num_chains, np.int64)
+    for _ in range(num_ranks - num_chains):
+        ranks[np.argmax(loads / ranks)] += 1
+    places = ranks * (slots_per_rank - 1)
+    for expert in heaviest_first[num_chains:]:
+        roomiest, most_room = -1, -np.inf
+        for chain in range(num_chains):
+            if places[chain] > 0:
+                room = (ranks[chain] - loads[chain]) / places[chain]
+                if room > most_room:
+                    roomiest, most_room = chain, room
+        chain_of[expert] = roomiest
+        loads[roomiest] += weights[expert]
+        places[roomiest] -= 1
+    return chain_of, loads, ranks
+
+
+@compiled
+def _improve(
+    weights: Loads, chain_of: Indices, loads: Loads, ranks: Indices, is_rank_movable: bool
+) -> bool:
+    """Make the one change that lowers the most loaded chain most; False if none does."""
+    worst = int(np.argmax(loads / ranks))
+    least = loads[worst] / ranks[worst] - TOLERANCE
+    mean, expert, partner = _best_swap(weights, chain_of, loads, ranks, worst)
+    if is_rank_movable:
+        mean_moved, moved, receiver = _best_move(weights, chain_of, loads, ranks, worst)
+        if mean_moved < min(mean, least):
+            giver = chain_of[moved]
+            ranks[giver] -= 1
+            ranks[receiver] += 1
+            _hand_over(weights, chain_of, loads, moved, receiver)
+            return True
+    if mean >= least:
+        return False
+    receiver = chain_of[partner]
+    _hand_over(weights, chain_of, loads, expert, receiver)
+    _hand_over(weights, chain_of, loads, partner, worst)
+    return True
+
+
+@compiled
+def _best_swap(
+    weights: Loads, chain_of: Indices, loads: Loads, ranks: Indices, worst: int
+) -> tuple[float, int, int]:
+    """The larger mean of two chains after the best swap of an expert of the worst one."""
+    best, best_expert, best_partner = np.inf, -1, -1
+    for expert in np.nonzero(chain_of == worst)[0]:
+        for partner in range(weights.size):
+            chain, change = chain_of[partner], weights[expert] - weights[partner]
+            if chain == worst or change <= 0:
+                continue
+            mean = max(
+                (loads[worst] - change) / ranks[worst], (loads[chain] + change) / ranks[chain]
+            )
+            if mean < best:
+                best, best_expert, best_partner = mean, expert, partner
+    return best, best_expert, best_partner
+
+
+@compiled
+def _best_move(
+    weights: Loads, chain_of: Indices, loads: Loads, ranks: Indices, worst: int
+) -> tuple[float, int, int]:
+    """The same for the best move of an expert and a rank to the worst chain or away from it.
+
+    Only with two slots a rank: there one expert is what a rank brings along.
+    """
+    best, best_expert, best_receiver = np.inf, -1, -1
+    for expert in range(weights.size):
+        giver = chain_of[expert]
+        if ranks[giver] == 1:
+            continue
+        given = (loads[giver] - weights[expert]) / (ranks[giver] - 1)
+        for receiver in range(loads.size):
+            if receiver == giver or worst not in (giver, receiver):
+                continue
+            mean = max(given, (loads[receiver] + weights[expert]) / (ranks[receiver] + 1))
+            if mean < best:
+                best, best_expert, best_receiver = mean, expert, receiver
+    return best, best_expert, best_receiver
+
+
+@compiled
+def _hand_over(weights: Loads, chain_of: Indices, loads: Loads, expert: int, receiver: int) -> None:
+    loads[chain_of[expert]] -= weights[expert]
+    loads[receiver] += weights[expert]
+    chain_of[expert] = receiver
+
+
+@compiled
+def _wrap(
+    weights: Loads,
+    members: Indices,
+    slots_per_rank: int,
+    expert_of_slot: npt.NDArray[np.int32],
+    share_of_slot: npt.NDArray[np.float64],
+) -> None:
+    """Fill a chain's ranks one after the other to their mean; `members` are heaviest first.
+
+    It always works out: what is left for the remaining ranks is their mean each, so the heaviest
+    that wait, with what is carried, fill one rank at least.
+    """
+    num_ranks = expert_of_slot.size // slots_per_rank
+    mean = weights[members].sum() / num_ranks
+    carried, rest = members[0], weights[members[0]]
+    waiting, left = members[1:].copy(), members.size - 1
+    taken = slots_per_rank - 1
+    for rank in range(num_ranks):
+        splits = _choose(weights, waiting[:left], taken, mean - rest)
+        chosen = waiting[left - taken : left]
+        excess = max(0.0, rest + weights[chosen].sum() - mean) if rank < num_ranks - 1 else 0.0
+        goes_on = carried if splits < 0 else splits
+        slot = rank * slots_per_rank
+        expert_of_slot[slot] = carried
+        share_of_slot[slot] = _part(
+            rest - (excess if goes_on == carried else 0.0), weights[carried]
+        )
+        for place in range(taken):
+            expert = chosen[place]
+            served = weights[expert] - (excess if goes_on == expert else 0.0)
+            expert_of_slot[slot + 1 + place] = expert
+            share_of_slot[slot + 1 + place] = _part(served, weights[expert])
+        left -= taken
+        carried, rest = goes_on, excess
+    # Without load there is nothing to split by.
+    for slot in range(expert_of_slot.size):
+        if weights[expert_of_slot[slot]] == 0:
+            share_of_slot[slot] = 1.0 / (expert_of_slot == expert_of_slot[slot]).sum()
+
+
+@compiled
+def _choose(weights: Loads, waiting: Indices, taken: int, need: float) -> int:
+    """Bring experts that fill a rank to the end of `waiting`; say which of them may overflow it.
+
+    The lightest are taken, and as long as they are too light the first of them gives its place to
+    the lightest one that is heavy enough, or else to the heaviest. Then the overflow is less than
+    what the last exchange brought, so that the expert it brought can carry it on. -1: none was
+    exchanged, and the overflow is less than what was carried here.
+    """
+    first = waiting.size - taken
+    filled = weights[waiting[first:]].sum()
+    splits = -1
+    for place in range(first, waiting.size):
+        if first == 0 or filled >= need - TOLERANCE:
+            break
+        index = first - 1
+        while index > 0 and filled + weights[waiting[index]] - weights[waiting[place]] < (
+            need - TOLERANCE
+        ):
+            index -= 1
+        splits, displaced = waiting[index], waiting[place]
+        filled += weights[splits] - weights[displaced]
+        waiting[index : first - 1] = waiting[index + 1 : first].copy()
+        waiting[first - 1], waiting[place] = displaced, splits
+    return splits
+
+
+@compiled
+def _part(served: float, whole: float) -> float:
+    return served / whole if whole > 0 else 0.0
