@@ -69,7 +69,7 @@ async def service(tmp_path):
                 f"worker-{rank}",
                 [
                     "worker", f"--balancer={balancer}", f"--worker=worker-{rank}",
-                    "--num-ranks=2", "--slots-per-rank=20",
+                    "--num-ranks=2", "--slots-per-rank=32",
                 ],
             )  # fmt: skip
         feed = StatusFeed(balancer, pool="default")
@@ -132,6 +132,16 @@ async def test_a_client_that_hangs_up_frees_the_row_on_the_worker(service):
         timeout_s=BOUND_S,
     )
     assert sum(rank.tokens_generated for rank in status.ranks) < 250
+
+
+async def test_a_killed_worker_is_not_seen_in_any_stream(service, answers):
+    streams = [asyncio.create_task(service.streamed(prompt)) for prompt in answers]
+    await service.feed.until(
+        lambda status: all(rank.active_requests for rank in status.ranks), timeout_s=BOUND_S
+    )
+    await service.fleet.stop("worker-1", with_signal=signal.SIGKILL)
+    assert await asyncio.gather(*streams) == list(answers.values())
+    assert await service.streamed(next(iter(answers))) == next(iter(answers.values()))
 
 
 async def test_serving_goes_on_without_the_balancer_and_ends_with_the_gateway(service, answers):
