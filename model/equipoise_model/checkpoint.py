@@ -1,83 +1,52 @@
-"""`Checkpoint`: a model's weights on disk, in Hugging Face's layout; `save`: write one.
+"""`Checkpoint`: a model's weights on disk, in Hugging Face's layout.
 
-A checkpoint is a folder with `config.json` and BF16 safetensors, in one file or in shards with an
-index. Everything is checked when it is opened, so that a wrong file is named before any weight is
-used. Which expert belongs in which slot is the caller's business.
+A checkpoint is a folder with `config.json` and safetensors, in one file or in shards with an index;
+weights are BF16, or FP8 with scales. Everything is checked when it is opened, so that a wrong file
+is named before any weight is used. Which expert belongs in which slot is the caller's business;
+`checkpoint_writer` writes.
 """
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from equipoise_kernels.formats import GROUP
+from equipoise_model.checkpoint_manifest import FP8, SCALE_SUFFIX, TensorSpec, manifest
+from equipoise_model.checkpoint_shard import CheckpointError, Shard
+from equipoise_model.checkpoint_writer import CONFIG, INDEX, WEIGHTS, save
 from equipoise_model.config import ModelConfig
-from equipoise_model.tensor_names import (
-    dense_tensors,
-    expert_tensors,
-    is_mtp,
-    mtp_copies,
-    payload_names,
-)
+from equipoise_model.fp8 import STRIP_BYTES, dequantize_strip
+from equipoise_model.tensor_names import dense_tensors, is_mtp, payload_names
 from equipoise_model.transformer import Transformer
 
-_CONFIG = "config.json"
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_BIAS = ".e_score_correction_bias"
+__all__ = ["Checkpoint", "CheckpointError", "Progress", "save"]
+
+Progress = Callable[[int, int], None]
+"""Told the bytes that are done and all that there are, behind each tensor or expert."""
+
 _IGNORED = ".rotary_emb.inv_freq"  # old checkpoints store what the config says
 _SAMPLE_BYTES = 1 << 20
-
-
-class CheckpointError(Exception):
-    """A checkpoint that is missing, damaged or not of its config; names the file and tensor."""
-
-
-def save(model: Transformer, path: Path) -> None:
-    """Write a checkpoint of a model whose slot e holds expert e in every layer.
-
-    Weights are rounded to BF16; routers' biases stay float32. Multi-token-prediction modules are
-    written if the model has them. The folder is made if need be; files there are replaced, each as
-    a whole.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    tensors = dense_tensors(model) | expert_tensors(model) | mtp_copies(model)
-    stored = {
-        name: tensor.to(
-            device="cpu",
-            dtype=torch.float32 if name.endswith(_BIAS) else torch.bfloat16,
-            copy=True,
-        ).contiguous()
-        for name, tensor in tensors.items()
-    }
-    path.mkdir(parents=True, exist_ok=True)
-    weights, config = path / f"{_WEIGHTS}.new", path / f"{_CONFIG}.new"
-    save_file(stored, weights, metadata={"format": "pt"})
-    config.write_text(json.dumps(model.config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    # safetensors makes files that only their owner reads, but a service may run as someone else.
-    weights.chmod(config.stat().st_mode)
-    weights.replace(path / _WEIGHTS)
-    config.replace(path / _CONFIG)
+_PIECE_BYTES = 8 << 20
 
 
 class Checkpoint:
     """An opened checkpoint: every tensor is known to be there, of the right shape and type.
 
-    Weights are mapped, not read: opening is cheap, and each read touches its own bytes only.
-    Reads may come from any thread.
+    Weights are mapped, not read: opening is cheap, each read touches its own bytes only, and keeps
+    some MiB of them in memory at most. Reads may come from any thread.
     """
 
     def __init__(
-        self, *, path: Path, config: ModelConfig, fingerprint: str, shards: Mapping[str, Any]
+        self, *, path: Path, config: ModelConfig, fingerprint: str, shards: Mapping[str, Shard]
     ) -> None:
         """Use `open`; `shards` has the opened file of every tensor."""
         self.path = path
@@ -86,21 +55,25 @@ class Checkpoint:
         self._shards = shards
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path, *, keep_fp8: bool = False) -> Self:
         """Open and check a checkpoint's folder.
+
+        Args:
+            path: the folder.
+            keep_fp8: whether payloads of a checkpoint in FP8 are its codes and scales. Otherwise
+                they, and `config`, are those of the same checkpoint converted to BF16.
 
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is missing, unknown, or of
                 another shape or type than the config implies.
             UnsupportedConfigError: the model cannot run the checkpoint's config.
         """
-        config = _read_config(path / _CONFIG)
-        files = _shard_files(path)
-        shards: dict[str, Any] = {}
-        for file in files:
-            shard = _open_shard(file)
-            shards |= {name: shard for name in shard.keys() if not name.endswith(_IGNORED)}  # noqa: SIM118
+        config = _read_config(path / CONFIG)
+        shards = _open_shards(path)
         _check_tensors(shards, config=config, path=path)
+        if not keep_fp8:
+            config = dataclasses.replace(config, quantization_config=None)
+        files = sorted({shard.file for shard in shards.values()})
         return cls(path=path, config=config, fingerprint=_fingerprint(config, files), shards=shards)
 
     @property
@@ -108,19 +81,33 @@ class Checkpoint:
         """Whether multi-token-prediction modules are stored; their config alone does not say."""
         return any(is_mtp(name, self.config) for name in self._shards)
 
-    def load_model(self, *, row_block: int | None = None, mtp: bool = False) -> Transformer:
+    @property
+    def is_fp8(self) -> bool:
+        """Whether linear maps are stored as codes and scales."""
+        return any(name.endswith(SCALE_SUFFIX) for name in self._shards)
+
+    def load_model(
+        self,
+        *,
+        row_block: int | None = None,
+        mtp: bool = False,
+        progress: Progress | None = None,
+    ) -> Transformer:
         """A model in one process, slot e holding expert e in every layer.
+
+        `progress` counts twice from 0: the dense tensors, then the experts.
 
         Raises:
             CheckpointError: `mtp` is asked for, the checkpoint has no such modules.
         """
         model = Transformer(self.config, row_block=row_block, mtp=mtp)
-        self.load_dense(model)
-        self.load_slots(model, [range(self.config.n_routed_experts)] * self.config.num_moe_layers)
+        self.load_dense(model, progress=progress)
+        identity = [range(self.config.n_routed_experts)] * self.config.num_moe_layers
+        self.load_slots(model, identity, progress=progress)
         return model.eval()
 
     @torch.no_grad()
-    def load_dense(self, model: Transformer) -> None:
+    def load_dense(self, model: Transformer, *, progress: Progress | None = None) -> None:
         """Load everything but the routed experts that a layout places.
 
         Multi-token-prediction modules are loaded whole, if the model has them.
@@ -133,29 +120,66 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path} has no multi-token-prediction modules: build the model without them"
             )
-        for name, tensor in dense_tensors(model).items():
-            tensor.copy_(self._read(name))
+        tensors = dense_tensors(model)
+        done, total = 0, sum(tensor.nbytes for tensor in tensors.values())
+        for name, tensor in tensors.items():
+            self.read_into(name, tensor)
+            done += tensor.nbytes
+            if progress is not None:
+                progress(done, total)
 
     @torch.no_grad()
-    def load_slots(self, model: Transformer, expert_of_slot: npt.ArrayLike) -> None:
+    def load_slots(
+        self,
+        model: Transformer,
+        expert_of_slot: npt.ArrayLike,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
         """Load routed experts into this rank's slots, integers [MoE layers, slots of the rank]."""
         assert model.config == self.config
-        for layer, (moe, experts) in enumerate(
-            zip(model.moe_layers, np.asarray(expert_of_slot).tolist(), strict=True)
-        ):
+        table = np.asarray(expert_of_slot)
+        done, total = 0, table.size * self.config.expert_bytes
+        for layer, (moe, experts) in enumerate(zip(model.moe_layers, table.tolist(), strict=True)):
             for slot, expert in enumerate(experts):
                 moe.experts.write(slot, self.read_expert(layer, expert))
+                done += self.config.expert_bytes
+                if progress is not None:
+                    progress(done, total)
 
+    @torch.no_grad()
     def read_expert(self, layer: int, expert: int) -> Tensor:
-        """The payload of a logical expert, uint8 [expert_bytes]; MoE layers count from 0."""
+        """The payload of a logical expert, uint8 [expert_bytes]; MoE layers count from 0.
+
+        Gate, up and down in BF16; or their codes, then their scales (`keep_fp8`).
+        """
         assert 0 <= layer < self.config.num_moe_layers
         assert 0 <= expert < self.config.n_routed_experts
-        names = payload_names(self.config, layer=layer, expert=expert)
-        return torch.cat([self._read(name).flatten() for name in names]).view(torch.uint8)
+        names: tuple[str, ...] = payload_names(self.config, layer=layer, expert=expert)
+        dtypes = [torch.bfloat16] * len(names)
+        if self.config.quantization_config is not None:
+            names += tuple(name + SCALE_SUFFIX for name in names)
+            dtypes = [torch.float8_e4m3fn] * 3 + [torch.float32] * 3
+        payload = torch.empty(self.config.expert_bytes, dtype=torch.uint8)
+        end = 0
+        for name, dtype in zip(names, dtypes, strict=True):
+            shape = self._shards[name].tensors[name].shape
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            self.read_into(name, payload[begin:end].view(dtype).view(shape))
+        return payload
 
-    def _read(self, name: str) -> Tensor:
-        tensor: Tensor = self._shards[name].get_tensor(name)
-        return tensor
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Fill a tensor of a stored one's shape; FP8 becomes BF16 if `out` is not FP8 itself."""
+        shard = self._shards[name]
+        if shard.tensors[name].dtype != FP8 or out.dtype == torch.float8_e4m3fn:
+            for rows, part in shard.pieces(name, max_bytes=_PIECE_BYTES):
+                out[rows].copy_(part)
+            return
+        scale_name = name + SCALE_SUFFIX
+        scales = torch.empty(self._shards[scale_name].tensors[scale_name].shape)
+        self.read_into(scale_name, scales)
+        for rows, codes in shard.pieces(name, max_bytes=STRIP_BYTES, multiple=GROUP):
+            out[rows].copy_(dequantize_strip(codes, scales, first=rows.start))
 
 
 def _read_config(file: Path) -> ModelConfig:
@@ -165,56 +189,64 @@ def _read_config(file: Path) -> ModelConfig:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _shard_files(path: Path) -> list[Path]:
-    """The weights' files in order, whether there is an index or not."""
-    index = path / _INDEX
+def _open_shards(path: Path) -> dict[str, Shard]:
+    """The opened file of every tensor, whether there is an index or not."""
+    index = path / INDEX
     if not index.exists():
-        return [path / _WEIGHTS]
+        shard = Shard.open(path / WEIGHTS)
+        found = dict.fromkeys(shard.tensors, shard)
+    else:
+        file_of = _read_index(index)
+        opened = {file: Shard.open(path / file) for file in sorted(set(file_of.values()))}
+        found = {name: opened[file] for name, file in file_of.items()}
+        for name, shard in found.items():
+            if name not in shard.tensors:
+                raise CheckpointError(f"{shard.file}: {name} is missing, {index} says it is there")
+    return {name: shard for name, shard in found.items() if not name.endswith(_IGNORED)}
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, in the index's own folder."""
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        plain = all(Path(name).name == name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        good = all(isinstance(file, str) for file in file_of.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of shards: {error!r}") from error
-    if not plain:
-        raise CheckpointError(f"{index} names a file outside its folder")
-    return [path / name for name in sorted(names)]
-
-
-def _open_shard(file: Path) -> Any:
-    """An open safetensors file; the library checks its header against its size."""
-    try:
-        return safe_open(file, framework="pt")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing: copy the checkpoint again") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged, copy it again: {error}") from error
-
-
-def _check_tensors(shards: Mapping[str, Any], *, config: ModelConfig, path: Path) -> None:
-    """Compare names, shapes and types with those of a model of that config."""
-    with torch.device("meta"):
-        model = Transformer(config, mtp=True)
-    expected = dense_tensors(model) | expert_tensors(model)
-    if not any(is_mtp(name, config) for name in shards):
-        expected = {name: t for name, t in expected.items() if not is_mtp(name, config)}
-    known = expected | mtp_copies(model)
-    for name in sorted(expected.keys() - shards.keys()):
-        raise CheckpointError(f"{path}: {name} is missing")
-    for name in sorted(shards.keys() - known.keys()):
-        raise CheckpointError(f"{path}: {name} is not part of a model of this config")
-    for name, tensor in known.items():
-        if name not in shards:
-            continue
-        stored = shards[name].get_slice(name)
-        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-        if shape != tensor.shape:
+    if not good:
+        raise CheckpointError(f"{index} is not an index of shards: a file's name is no text")
+    for name, file in file_of.items():
+        # Reading `..` or `/etc/passwd` as weights would tell a stranger what is there.
+        if Path(file).name != file or not file.endswith(".safetensors") or "\\" in file:
             raise CheckpointError(
-                f"{path}: {name} is {list(shape)}, the config implies {list(tensor.shape)}"
+                f"{index}: {name} is said to be in {file!r}, which is no safetensors file of this "
+                "folder"
             )
-        if dtype not in ({"BF16", "F32"} if name.endswith(_BIAS) else {"BF16"}):
-            raise CheckpointError(
-                f"{path}: {name} is {dtype}, only BF16 is supported: convert the checkpoint"
-            )
+    return dict(file_of)
+
+
+def _check_tensors(shards: Mapping[str, Shard], *, config: ModelConfig, path: Path) -> None:
+    """Compare names, shapes and types with those that the config implies."""
+    expected = manifest(config, mtp=any(is_mtp(name, config) for name in shards))
+    for name in sorted(shards.keys() - expected.keys()):
+        raise CheckpointError(f"{shards[name].file}: {name} is not part of a model of this config")
+    for name, spec in expected.items():
+        if name in shards:
+            _check_tensor(name, spec, shard=shards[name])
+        elif not spec.optional:
+            raise CheckpointError(f"{path}: {name} is missing")
+
+
+def _check_tensor(name: str, spec: TensorSpec, *, shard: Shard) -> None:
+    stored = shard.tensors[name]
+    if stored.shape != spec.shape:
+        raise CheckpointError(
+            f"{shard.file}: {name} is {list(stored.shape)}, the config implies {list(spec.shape)}"
+        )
+    if stored.dtype not in (spec.dtype, *spec.also):
+        raise CheckpointError(
+            f"{shard.file}: {name} is {stored.dtype}, the config implies {spec.dtype}: convert the "
+            "checkpoint"
+        )
 
 
 def _fingerprint(config: ModelConfig, files: list[Path]) -> str:

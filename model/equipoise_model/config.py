@@ -149,7 +149,7 @@ class ModelConfig:
                     f"{name} = {values[name]!r} is not supported: only {allowed[0]!r} is"
                 )
         _check_kv_heads(rest)
-        parts = {
+        parts: dict[str, Any] = {
             "rope": read_rope(rest),
             "quantization_config": read_fp8(rest.pop("quantization_config", None)),
         }

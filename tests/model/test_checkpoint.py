@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import struct
 
 import pytest
 import torch
@@ -8,10 +7,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from equipoise_model.checkpoint import Checkpoint, CheckpointError, save
-from equipoise_model.config import ModelConfig, UnsupportedConfigError
+from equipoise_model.config import UnsupportedConfigError
 from equipoise_model.generate import greedy
 from equipoise_model.presets import TINY
-from equipoise_model.tensor_names import dense_tensors, expert_tensors, is_mtp, mtp_copies
 from equipoise_model.transformer import Transformer
 
 TOKENS = torch.arange(30).view(2, 15)
@@ -78,38 +76,6 @@ def test_a_loaded_model_computes_in_the_form_asked_for(saved):
     assert loaded.row_block == 16
     assert not loaded.training
     assert greedy(loaded, [[1, 2, 3]], max_tokens=5) == greedy(model, [[1, 2, 3]], max_tokens=5)
-
-
-def test_names_and_sizes_of_the_published_model_follow_from_its_config():
-    published = {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "first_k_dense_replace": 3,
-        "num_attention_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "num_nextn_predict_layers": 1,
-        "max_position_embeddings": 1024,
-    }
-    config = ModelConfig.from_dict(published)
-    with torch.device("meta"):
-        model = Transformer(config, mtp=True)
-    tensors = dense_tensors(model) | expert_tensors(model)
-    main = [tensor.numel() for name, tensor in tensors.items() if not is_mtp(name, config)]
-    assert sum(main) == 671_026_419_200
-    # 91,991 published tensors less one scale for each of the 45,808 FP8 matrices.
-    assert len(tensors | mtp_copies(model)) == 91_991 - 45_808
 
 
 def test_an_experts_payload_is_its_bytes_in_the_file(saved):
@@ -194,22 +160,6 @@ def test_a_missing_file_is_named(saved, file):
         Checkpoint.open(path)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_a_truncated_file_is_named(saved, keep):
-    _, path = saved
-    weights = path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
-        Checkpoint.open(path)
-
-
-def test_a_header_that_is_no_json_is_a_damaged_file(saved):
-    _, path = saved
-    (path / "model.safetensors").write_bytes(struct.pack("<Q", 10) + b"not a head" + b"\0" * 100)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
-        Checkpoint.open(path)
-
-
 def test_a_config_that_is_not_supported_is_refused(saved):
     _, path = saved
     config = path / "config.json"
@@ -257,7 +207,12 @@ def test_copies_of_the_embedding_may_be_left_out_but_not_be_wrong(saved):
         ("{", "not an index"),
         ("[]", "not an index"),
         ('{"weight_map": {"a": 1}}', "not an index"),
-        ('{"weight_map": {"a": "../model.safetensors"}}', "outside its folder"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "a is said to be in"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "a is said to be in '/etc/passwd'"),
+        ('{"weight_map": {"a": ".."}}', "a is said to be in"),
+        ('{"weight_map": {"a": ""}}', "a is said to be in"),
+        ('{"weight_map": {"a": "config.json"}}', "a is said to be in"),
+        ('{"weight_map": {"a": "model.safetensors"}}', "a is missing"),
         ('{"weight_map": {"a": "other.safetensors"}}', r"other\.safetensors is missing"),
     ],
 )

@@ -1,0 +1,162 @@
+"""`Shard`: one safetensors file, mapped into memory and checked as it is opened.
+
+Owns the file format: a header of JSON behind its length, then the tensors' bytes without a gap.
+Knows nothing of models. Only bytes that are asked for are read, and pages that were read can be let
+go again, so a process that loads a few tensors of a large file stays small.
+"""
+
+import json
+import math
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import torch
+from torch import Tensor
+
+from equipoise_model.checkpoint_manifest import BF16, F32, FP8
+
+DTYPES = {BF16: torch.bfloat16, F32: torch.float32, FP8: torch.float8_e4m3fn}
+
+_MAX_HEADER_BYTES = 100_000_000
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", FP8, "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", BF16), 2),
+    **dict.fromkeys(("U32", "I32", F32), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+
+
+class CheckpointError(Exception):
+    """A checkpoint that is missing, damaged or not of its config; names the file and tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor's place: bytes `start` to `end` of its file; `dtype` is safetensors' name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Shard:
+    """An opened file; reads may come from any thread."""
+
+    def __init__(
+        self, *, file: Path, tensors: Mapping[str, StoredTensor], mapped: mmap.mmap
+    ) -> None:
+        """Use `open`."""
+        self.file = file
+        self.tensors = tensors
+        self._mapped = mapped
+
+    @classmethod
+    def open(cls, file: Path) -> Self:
+        """Map a file and check its header against its size.
+
+        Raises:
+            CheckpointError: the file is missing or damaged.
+        """
+        try:
+            with file.open("rb") as stream:
+                tensors = _read_header(stream, size=file.stat().st_size)
+                # A private map may be written to, which spares torch a warning; nobody does.
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{file} is missing: copy the checkpoint again") from error
+        except (OSError, _DamagedError) as error:
+            raise CheckpointError(f"{file} is damaged, copy it again: {error}") from error
+        return cls(file=file, tensors=tensors, mapped=mapped)
+
+    def pieces(
+        self, name: str, *, max_bytes: int, multiple: int = 1
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Consecutive rows of a tensor, as views of the map that are let go behind each step.
+
+        Pieces have about `max_bytes`, in multiples of `multiple` rows; a view must not be kept.
+        """
+        stored = self.tensors[name]
+        num_rows = stored.shape[0]
+        row_bytes = (stored.end - stored.start) // num_rows
+        step = max(max_bytes // row_bytes // multiple, 1) * multiple
+        for first in range(0, num_rows, step):
+            rows = slice(first, min(first + step, num_rows))
+            start = stored.start + rows.start * row_bytes
+            count = (rows.stop - rows.start) * row_bytes
+            part = torch.frombuffer(self._mapped, dtype=torch.uint8, count=count, offset=start)
+            shape = (rows.stop - rows.start, *stored.shape[1:])
+            yield rows, part.view(DTYPES[stored.dtype]).view(shape)
+            self._let_go(start, count)
+
+    def _let_go(self, start: int, count: int) -> None:
+        """Drop pages from this process; another thread that reads them maps them again."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._mapped.madvise(mmap.MADV_DONTNEED, first, start + count - first)
+
+
+def header_of(tensors: Mapping[str, StoredTensor]) -> bytes:
+    """The start of a file that holds tensors, whose places count from the header's end."""
+    values: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    for name, stored in tensors.items():
+        values[name] = {
+            "dtype": stored.dtype,
+            "shape": list(stored.shape),
+            "data_offsets": [stored.start, stored.end],
+        }
+    text = json.dumps(values, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+class _DamagedError(Exception):
+    """What is wrong with a file, in words."""
+
+
+def _read_header(stream: BinaryIO, *, size: int) -> dict[str, StoredTensor]:
+    length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    begin = _LENGTH_BYTES + length
+    if size < _LENGTH_BYTES or length > _MAX_HEADER_BYTES or begin > size:
+        raise _DamagedError(f"its header of {length} bytes does not fit the file's {size}")
+    try:
+        values = json.loads(stream.read(length), object_pairs_hook=_without_repeats)
+        values.pop(_METADATA, None)
+        tensors = {name: _stored(name, value, begin=begin) for name, value in values.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _DamagedError(f"its header is not safetensors': {error!r}") from error
+    end = begin
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if stored.start != end:
+            raise _DamagedError(f"{name} begins at byte {stored.start}, not at {end}")
+        end = stored.end
+        if end > size:
+            raise _DamagedError(f"{name} ends at byte {end}, the file at {size}")
+    if end != size:
+        raise _DamagedError(f"its tensors end at byte {end}, the file at {size}")
+    return tensors
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name is there twice")
+    return values
+
+
+def _stored(name: str, value: Mapping[str, Any], *, begin: int) -> StoredTensor:
+    """One entry of a header; raises what ill-formed JSON values raise."""
+    start, end = value["data_offsets"]
+    dtype, shape = value["dtype"], tuple(value["shape"])
+    if any(type(number) is not int or number < 0 for number in (start, end, *shape)):
+        raise _DamagedError(f"{name} has sizes that are no whole numbers")
+    item_bytes = _ITEM_BYTES.get(dtype)
+    if item_bytes is None:
+        raise _DamagedError(f"{name} is of the unknown type {dtype!r}")
+    if end - start != math.prod(shape) * item_bytes:
+        raise _DamagedError(f"{name} has {end - start} bytes, which {dtype} {list(shape)} has not")
+    return StoredTensor(dtype=dtype, shape=shape, start=begin + start, end=begin + end)

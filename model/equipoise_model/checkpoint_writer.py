@@ -1,0 +1,180 @@
+"""`save`: write a model as a checkpoint; `write`: the same from any source of tensors.
+
+Owns how tensors are dealt to shards and how files are replaced: each as a whole, and the index
+last, so that a crash leaves the old checkpoint or one that is refused. One tensor at a time is in
+memory besides the source.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from equipoise_model.checkpoint_manifest import (
+    FP8,
+    ITEM_BYTES,
+    SCALE_SUFFIX,
+    TensorSpec,
+    manifest,
+)
+from equipoise_model.checkpoint_shard import DTYPES, StoredTensor, header_of
+from equipoise_model.config import Fp8Config, ModelConfig
+from equipoise_model.fp8 import quantize
+from equipoise_model.tensor_names import dense_tensors, expert_tensors, mtp_copies
+from equipoise_model.transformer import Transformer
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def save(
+    model: Transformer,
+    path: Path,
+    *,
+    fp8: Fp8Config | None = None,
+    max_shard_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write a checkpoint of a model whose slot e holds expert e in every layer.
+
+    Weights are rounded to BF16, or linear maps to `fp8`; routers' biases stay float32.
+    Multi-token-prediction modules are written if the model has them. For the rest see `write`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    tensors = dense_tensors(model) | expert_tensors(model) | mtp_copies(model)
+    write(
+        path,
+        dataclasses.replace(model.config, quantization_config=fp8),
+        read=tensors.__getitem__,
+        mtp=len(model.mtp_layers) > 0,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+    )
+
+
+def write(
+    path: Path,
+    config: ModelConfig,
+    *,
+    read: Callable[[str], Tensor],
+    mtp: bool,
+    max_shard_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write a checkpoint of a config, weights in FP8 if it says so.
+
+    Args:
+        path: the folder; made if need be, a checkpoint there is replaced.
+        config: of the checkpoint to write.
+        read: gives a weight of any float dtype by name; never asked for scales.
+        mtp: whether there are multi-token-prediction modules.
+        max_shard_bytes: one file unless given; a shard is larger if one tensor is.
+        progress: told the bytes done and all bytes, behind each tensor.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    specs = manifest(config, mtp=mtp)
+    total = sum(spec.num_bytes for spec in specs.values())
+    shards = _deal(specs, max_bytes=max_shard_bytes or total)
+    files = _file_names(len(shards))
+    path.mkdir(parents=True, exist_ok=True)
+    done = 0
+    for names, file in zip(shards, files, strict=True):
+        with (path / f"{file}.new").open("wb") as stream:
+            writer = _ShardWriter(stream, {name: specs[name] for name in names})
+            for name in names:
+                if name.endswith(SCALE_SUFFIX):
+                    continue
+                done += writer.put(name, read(name), fp8=config.quantization_config)
+                if progress is not None:
+                    progress(done, total)
+    _write_json(path / f"{CONFIG}.new", config.to_dict())
+    if len(files) > 1:
+        file_of = {n: file for names, file in zip(shards, files, strict=True) for n in names}
+        _write_json(
+            path / f"{INDEX}.new", {"metadata": {"total_size": total}, "weight_map": file_of}
+        )
+    _replace(path, files)
+
+
+class _ShardWriter:
+    """Writes the tensors of one file, each at its place, in any order."""
+
+    def __init__(self, stream: BinaryIO, specs: Mapping[str, TensorSpec]) -> None:
+        self._stream = stream
+        self._places: dict[str, StoredTensor] = {}
+        end = 0
+        # Wide items first, so that every tensor begins at a multiple of its items' size.
+        for name in sorted(specs, key=lambda name: (-ITEM_BYTES[specs[name].dtype], name)):
+            spec = specs[name]
+            begin, end = end, end + spec.num_bytes
+            self._places[name] = StoredTensor(
+                dtype=spec.dtype, shape=spec.shape, start=begin, end=end
+            )
+        header = header_of(self._places)
+        self._begin = len(header)
+        stream.write(header)
+        stream.truncate(self._begin + end)
+
+    def put(self, name: str, tensor: Tensor, *, fp8: Fp8Config | None) -> int:
+        """Write a tensor, and its scales if it is to be quantised; the number of bytes."""
+        if self._places[name].dtype != FP8:
+            return self._put(name, tensor)
+        assert fp8 is not None
+        quantized = quantize(tensor.detach(), fp8)
+        num_bytes = self._put(name, quantized.codes)
+        return num_bytes + self._put(name + SCALE_SUFFIX, quantized.scales)
+
+    def _put(self, name: str, tensor: Tensor) -> int:
+        place = self._places[name]
+        assert tuple(tensor.shape) == place.shape
+        stored = tensor.detach().to(device="cpu", dtype=DTYPES[place.dtype]).contiguous()
+        self._stream.seek(self._begin + place.start)
+        return self._stream.write(stored.view(torch.uint8).numpy().data)
+
+
+def _deal(specs: Mapping[str, TensorSpec], *, max_bytes: int) -> list[list[str]]:
+    """Consecutive tensors to shards; a weight and its scales stay together."""
+    shards: list[list[str]] = [[]]
+    room = max_bytes
+    for name in specs:
+        if name.endswith(SCALE_SUFFIX):
+            continue
+        pair = [one for one in (name, name + SCALE_SUFFIX) if one in specs]
+        needed = sum(specs[one].num_bytes for one in pair)
+        if shards[-1] and needed > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1] += pair
+        room -= needed
+    return shards
+
+
+def _file_names(num_files: int) -> list[str]:
+    if num_files == 1:
+        return [WEIGHTS]
+    return [f"model-{n:05}-of-{num_files:05}.safetensors" for n in range(1, num_files + 1)]
+
+
+def _write_json(file: Path, value: object) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace(path: Path, files: Sequence[str]) -> None:
+    """Put the new files in the place of all old ones."""
+    (path / INDEX).unlink(missing_ok=True)
+    for old in [path / WEIGHTS, *path.glob("model-*-of-*.safetensors")]:
+        if old.name not in files:
+            old.unlink(missing_ok=True)
+    for name in (CONFIG, *files):
+        (path / f"{name}.new").replace(path / name)
+    if len(files) > 1:
+        (path / f"{INDEX}.new").replace(path / INDEX)

@@ -1,0 +1,108 @@
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from equipoise_model.checkpoint_shard import CheckpointError, Shard
+
+TENSORS = {
+    "a": torch.arange(40, dtype=torch.float32).view(10, 4),
+    "b": torch.arange(6, dtype=torch.bfloat16),
+    "c": torch.arange(9, dtype=torch.float32).to(torch.float8_e4m3fn).view(3, 3),
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    save_file(TENSORS, tmp_path / "x.safetensors")
+    return tmp_path / "x.safetensors"
+
+
+def written(file, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def refused(file, complaint):
+    with pytest.raises(CheckpointError, match=complaint) as caught:
+        Shard.open(file)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("max_bytes", [1, 33, 1000])
+def test_pieces_of_a_tensor_are_its_rows(file, name, max_bytes):
+    shard = Shard.open(file)
+    pieces = [(rows, part.clone()) for rows, part in shard.pieces(name, max_bytes=max_bytes)]
+    whole = torch.cat([part.view(torch.uint8) for _, part in pieces])
+    assert torch.equal(whole, TENSORS[name].view(torch.uint8))
+    assert [row for rows, _ in pieces for row in range(rows.start, rows.stop)] == list(
+        range(len(TENSORS[name]))
+    )
+
+
+def test_pieces_keep_to_a_multiple_of_rows(file):
+    rows = [rows for rows, _ in Shard.open(file).pieces("a", max_bytes=20, multiple=4)]
+    assert rows == [slice(0, 4), slice(4, 8), slice(8, 10)]
+
+
+def test_pages_that_were_let_go_can_be_read_again(file):
+    shard = Shard.open(file)
+    for _ in range(3):
+        (piece,) = [part.clone() for _, part in shard.pieces("a", max_bytes=1000)]
+        assert torch.equal(piece, load_file(file)["a"])
+
+
+def test_a_missing_file_is_named(tmp_path):
+    refused(tmp_path / "none.safetensors", "is missing")
+
+
+def test_a_folder_is_no_file(tmp_path):
+    refused(tmp_path, "is damaged")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100])
+def test_a_file_without_its_whole_header_is_damaged(file, keep):
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(file, "is damaged.*header")
+
+
+def test_a_truncated_file_names_the_tensor_that_is_cut(file):
+    last = max(Shard.open(file).tensors.items(), key=lambda item: item[1].end)[0]
+    file.write_bytes(file.read_bytes()[:-1])
+    refused(file, f"is damaged.*{last} ends at byte")
+
+
+def test_bytes_behind_the_last_tensor_are_refused(file):
+    file.write_bytes(file.read_bytes() + b"x")
+    refused(file, "is damaged.*its tensors end")
+
+
+@pytest.mark.parametrize(
+    ("header", "complaint"),
+    [
+        (b"not json", "not safetensors"),
+        (b"[]", "not safetensors"),
+        (b"[" * 20_000, "not safetensors"),
+        (b'{"a": 1, "a": 2}', "not safetensors.*twice"),
+        ({"a": {}}, "not safetensors"),
+        ({"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}, "not safetensors"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, "not safetensors"),
+        ({"a": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}, "a is of the unknown"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "a has 4 bytes"),
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "a has sizes"),
+        ({"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, "a has sizes"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "a begins at byte"),
+    ],
+)
+def test_a_header_that_makes_no_sense_is_refused(file, header, complaint):
+    written(file, header, b"0000")
+    refused(file, complaint)
+
+
+def test_tensors_that_overlap_are_refused(file):
+    one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    written(file, {"a": one, "b": one}, b"0000")
+    refused(file, "b begins at byte")
