@@ -21,6 +21,10 @@ from equipoise_kernels.testing.committed import (
 )
 from equipoise_kernels.testing.gates import violations
 
+# Half a minute on an idle machine of two cores; others may be at work too.
+_TIMEOUT_S = 550
+pytestmark = pytest.mark.timeout(600)
+
 # Too few rows without a swap, more sums than registers, and more programs than fit.
 BAD_CONFIGS = """
 import json
@@ -44,7 +48,7 @@ def compiled_by(*arguments):
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=_TIMEOUT_S,
     )
     assert done.stdout, done.stderr
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]

@@ -170,3 +170,32 @@ def test_deep_gemm_gets_pairs_of_codes_and_scales(monkeypatch, generator):
     assert "no fp8_gemm_nt" in libraries.deep_gemm_obstacle()
     monkeypatch.setitem(__import__("sys").modules, "deep_gemm", None)
     assert "cannot be imported" in libraries.deep_gemm_obstacle()
+
+
+def test_an_experts_network_runs_on_the_selected_kernels_from_end_to_end(
+    monkeypatch, generator, interpreted
+):
+    from equipoise_kernels.gemm.grouped import grouped_gemm
+    from equipoise_kernels.gemm.schedule import MaskedRows
+    from equipoise_kernels.quant.group_quant import group_quant
+    from equipoise_kernels.quant.silu_mul_quant import silu_mul_quant
+    from equipoise_kernels.testing.cases import spread_weight
+
+    x = torch.randn(6, 128, generator=generator).bfloat16() / 16
+    gate_up = spread_weight((3, 256, 128), generator)
+    down = spread_weight((3, 128, 128), generator)
+    slots = torch.tensor([2, 0], dtype=torch.int32)
+    counts = torch.tensor([3, 1], dtype=torch.int32)
+    schedule = MaskedRows(rows_of_group=counts)
+    results = []
+    for setting in ("reference", "triton"):
+        monkeypatch.setattr(Process, "_selection", resolve(setting, works))
+        rows = group_quant(x)
+        packed = type(rows)(codes=rows.codes.view(2, 3, 128), scales=rows.scales.view(2, 3, 1))
+        hidden = grouped_gemm(packed, gate_up, slots, schedule=schedule)
+        activated = silu_mul_quant(hidden, rows_per_group=counts)
+        results.append(grouped_gemm(activated, down, slots, schedule=schedule))
+    for group, count in enumerate(counts.tolist()):
+        wanted, seen = (result[group, :count].float() for result in results)
+        # Before the second quantisation bfloat16 rounds sums whose order differs.
+        assert (seen - wanted).abs().max() <= 0.02 * wanted.abs().max()

@@ -77,11 +77,10 @@ def compile_for_hopper(what: Specialization) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        usage = _dump("-res-usage", cubin.name)
-        sass = _dump("-sass", cubin.name)
-    figures = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+        dump = _dump(cubin.name)
+    figures = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", dump)}
     instructions: dict[str, int] = {}
-    for name in _INSTRUCTION.findall(sass):
+    for name in _INSTRUCTION.findall(dump):
         instructions[name] = instructions.get(name, 0) + 1
     ptx = compiled.asm["ptx"]
     num_warps = getattr(compiled.metadata, "num_warps", what.num_warps)
@@ -111,9 +110,10 @@ def _options(what: Specialization) -> dict[str, int]:
     return {"num_warps": what.num_warps, "num_stages": what.num_stages}
 
 
-def _dump(option: str, path: str) -> str:
+def _dump(path: str) -> str:
+    """Resources and instructions of a compiled kernel, as text."""
     done = subprocess.run(
-        [str(_CUOBJDUMP), option, path],
+        [str(_CUOBJDUMP), "-res-usage", "-sass", path],
         capture_output=True,
         text=True,
         check=True,
