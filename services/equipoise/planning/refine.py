@@ -26,6 +26,9 @@ TOLERANCE = 5e-5
 WORK_PER_SLOT = 100
 """Pairs of slots that are compared at most, per slot: about twice what 288 slots need."""
 
+MOST_WORK = 400_000
+"""Pairs that a layer compares at most: with thousands of slots the greedy leaves little to gain."""
+
 
 def refine(
     table: ExpertTable,
@@ -39,8 +42,8 @@ def refine(
 
     `table` is int32 [layers, slots] without needless twins, `load` [layers, experts]. `first_slot`
     is int64 [ranks + 1]: rank r owns the slots from first_slot[r] to first_slot[r + 1].
-    `block_of_rank` is int64 [ranks]: experts never leave their block (a node, or all ranks). Each
-    layer compares at most `WORK_PER_SLOT` pairs per slot, so time is linear in slots.
+    `block_of_rank` is int64 [ranks]: experts never leave their block (a node, or all ranks). The
+    number of pairs that are compared is bounded, so time is at most linear in slots.
 
     With `node_of_rank`, int64 [ranks], replicas of an expert are first put on different nodes, as
     far as swaps can, and stay there; then a result can be worse than the input.
@@ -109,7 +112,7 @@ def _refine_layers(
         for slot in range(len(rank_of_slot)):
             layer.num_on_node[layer.slots[slot], node_of_rank[rank_of_slot[slot]]] += 1
         _weigh_ranks(layer)
-        work = WORK_PER_SLOT * len(rank_of_slot)
+        work = min(WORK_PER_SLOT * len(rank_of_slot), MOST_WORK)
         work -= _separate(layer, work)
         _refine(layer, work)
 
