@@ -63,10 +63,12 @@ async def seated(store, elector):
     await seat.open()
     async with elector.running():
         task = asyncio.create_task(seat.run())
-        await asyncio.wait_for(seat.until_settled(), WAIT_S)
-        yield seat
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        try:
+            await asyncio.wait_for(seat.until_settled(), WAIT_S)
+            yield seat
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def layout_of(generation):
@@ -100,17 +102,22 @@ async def test_a_store_that_saw_a_higher_term_is_led_in_a_higher_one_still(store
         assert await store.highest_term() == 31
 
 
-async def test_a_store_that_cannot_be_read_ends_the_term_until_it_can(store, elector, caplog):
+@pytest.mark.parametrize(
+    "fault", [StoreError("it is down: start it"), ZeroDivisionError("a fault of ours")], ids=type
+)
+async def test_a_store_that_cannot_be_read_ends_the_term_until_it_can(
+    store, elector, caplog, fault
+):
     seat = Seat(store=store, policy=Policy(), clock=steady_clock(), elector=elector)
     await seat.open()
-    store.fault = StoreError("it is down: start it")
+    store.fault = fault
     async with elector.running():
         task = asyncio.create_task(seat.run())
         async with asyncio.timeout(WAIT_S):
             while store.fences < 3:
                 await elector.until_changed(elector.standing)
         assert seat.led is None
-        assert "it is down: start it" in caplog.text
+        assert str(fault) in caplog.text
         store.fault = None
         await until_led(seat, elector)
         assert elector.standing.term >= 3

@@ -159,8 +159,10 @@ class Elector:
             changed, left_s = self._changed, None
             if self._standing.role is Role.LEADING:
                 left_s = max(0.0, self._standing.valid_until_s - self._clock())
+            # Not wait_for: in Python 3.11 it can swallow a cancellation.
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await changed.wait()
             self._apply(Ticked())
 
     async def _resign(self) -> None:

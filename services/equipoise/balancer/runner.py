@@ -222,7 +222,9 @@ class PoolRunner:
     async def _write(self, write: Write) -> bool:
         """Write and report back; False if the store did not take it."""
         try:
-            written = await asyncio.wait_for(self._store_write(write), WRITE_TIMEOUT_S)
+            # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                written = await self._store_write(write)
         except TimeoutError:
             self._note_failure(write, f"the store did not answer within {WRITE_TIMEOUT_S:g} s")
             return False

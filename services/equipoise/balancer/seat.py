@@ -84,6 +84,10 @@ class Seat:
             except StoreError as error:
                 _log.error("term %d ends: %s", tenure.term, error)
                 tenure.give_up(str(error))
+            except Exception:  # noqa: BLE001
+                # A fault of ours must not keep the lease from a balancer that can lead.
+                _log.exception("term %d broke down", tenure.term)
+                tenure.give_up("this balancer broke down in it")
             finally:
                 self._settled.set()
 
@@ -98,6 +102,8 @@ class Seat:
                     await self._archive.refresh(elsewhere=self.elsewhere)
                 except StoreError as error:
                     _log.warning("what is shown may be old: %s", error)
+                except Exception:  # noqa: BLE001 - a fault of ours must not end elections
+                    _log.exception("what is shown may be old")
                 await asyncio.wait({elected}, timeout=REFRESH_S)
             return await elected
         finally:

@@ -61,7 +61,8 @@ class WorkerLinkService(pb_grpc.WorkerLinkServicer):
 
     async def _introduction(self, requests: _Requests) -> Hello:
         try:
-            first = await asyncio.wait_for(anext(requests), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await anext(requests)
             hello = from_worker(first, hello=None)
         except (TimeoutError, StopAsyncIteration):
             raise InvalidMessageError(
