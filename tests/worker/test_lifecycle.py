@@ -1,6 +1,7 @@
 """A whole worker in this process, its balancer by script: start, serve, switch, reconnect, stop."""
 
 import asyncio
+import dataclasses
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.planning.load import Phase
 from equipoise.wire.messages import (
+    GroupLost,
     Heartbeat,
     Leaving,
     Refused,
@@ -171,18 +173,90 @@ async def test_serving_goes_on_without_the_balancer_and_what_runs_is_told_on_ret
         assert await generate(bench.worker.address, 5) == solo(PROMPT, 5)
 
 
-async def test_another_epoch_is_refused_and_serving_goes_on(
+async def test_a_later_epoch_is_taken_up_and_open_requests_go_on(
     balancer, settings, assignment, random_layout, solo
 ):
-    layout = random_layout(1)
     async with running(settings(balancer=balancer.address)) as bench:
-        link, _ = await join(balancer, assignment, layout)
+        link, _ = await join(balancer, assignment, random_layout(1))
+        generating = asyncio.create_task(generate(bench.worker.address, 80))
+        for epoch in (2, 3, 4):
+            link.say(assignment([link.hello], random_layout(epoch), epoch=epoch))
+            serving = await link.until(Serving, lambda said: said.epoch == epoch)  # noqa: B023
+            expert = int(random_layout(epoch).expert_of_slot[0, 3])
+            expected = checksum(bench.worker.rank.held.read(layer=0, expert=expert))
+            assert serving.checksums[0, 3].tobytes() == expected
         link.say(assignment([link.hello], random_layout(2), epoch=2))
-        refused = await link.until(Refused)
-        assert "epoch 1: restart it to make it rank 0 of epoch 2" in refused.reason
         link.say(Rejection(reason="you are not welcome any more", fatal=True))
-        assert await generate(bench.worker.address, 5) == solo(PROMPT, 5)
+        assert await generating == solo(PROMPT, 80)
+        assert bench.worker.rank.state().epoch == 4
         assert not bench.task.done()
+
+
+async def test_a_worker_that_meets_nobody_says_so_and_takes_up_the_next_epoch(
+    balancer, settings, assignment, random_layout, solo
+):
+    chosen = settings(balancer=balancer.address, num_ranks=2, slots_per_rank=8)
+    async with running(chosen) as bench:
+        link = await balancer.link()
+        two = random_layout(1, num_ranks=2, slots_per_rank=8)
+        other = dataclasses.replace(link.hello, worker="absent")
+        link.say(assignment([link.hello, other], two, meet_timeout_s=0.2))
+        lost = await link.until(GroupLost)
+        assert lost.epoch == 1
+        assert "2 ranks of epoch 1 did not meet" in lost.reason
+        assert lost.expert_of_slot is None
+        link.hang_up()
+        link = await balancer.link()
+        assert link.hello.group_lost.reason == lost.reason
+        link.say(assignment([link.hello], random_layout(2, slots_per_rank=8), epoch=2))
+        await link.until(Serving)
+        assert await generate(bench.worker.address, 5) == solo(PROMPT, 5)
+
+
+async def test_requests_are_told_why_when_no_group_forms_in_time(
+    balancer, settings, assignment, random_layout
+):
+    chosen = settings(
+        balancer=balancer.address, num_ranks=2, slots_per_rank=8, outage_timeout_s=0.3
+    )
+    async with running(chosen) as bench:
+        link, _ = await join(balancer, assignment, random_layout(1, slots_per_rank=8))
+        async with grpc.aio.insecure_channel(bench.worker.address) as channel:
+            call = worker_pb2_grpc.InferenceStub(channel).Generate(
+                pb.GenerateRequest(prompt=PROMPT, max_tokens=80), timeout=60
+            )
+            assert (await call.read()).tokens
+            other = dataclasses.replace(link.hello, worker="absent")
+            two = random_layout(2, num_ranks=2, slots_per_rank=8)
+            late = assignment([link.hello, other], two, epoch=2, meet_timeout_s=0.2)
+            link.say(late)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"did not form anew within 0\.3 s"):
+                await _read_to_end(call)
+        with pytest.raises(grpc.aio.AioRpcError, match="did not form anew"):
+            await generate(bench.worker.address, 5)
+        link.say(assignment([link.hello], random_layout(3, slots_per_rank=8), epoch=3))
+        await link.until(Serving, lambda said: said.epoch == 3)
+        assert len(await generate(bench.worker.address, 5)) == 5
+
+
+async def test_a_worker_that_stops_first_finishes_the_requests_it_has(
+    balancer, settings, assignment, random_layout, solo
+):
+    chosen = settings(balancer=balancer.address, worker="w-7", drain_timeout_s=60.0)
+    async with running(chosen) as bench:
+        await join(balancer, assignment, random_layout(1))
+        async with grpc.aio.insecure_channel(bench.worker.address) as channel:
+            call = worker_pb2_grpc.InferenceStub(channel).Generate(
+                pb.GenerateRequest(prompt=PROMPT, max_tokens=80), timeout=60
+            )
+            tokens = list((await call.read()).tokens)
+            bench.stop.set()
+            await asyncio.sleep(0)
+            with pytest.raises(grpc.aio.AioRpcError, match="w-7 was asked to stop"):
+                await generate(bench.worker.address, 5)
+            while (response := await call.read()) is not grpc.aio.EOF:
+                tokens += response.tokens
+        assert tokens == solo(PROMPT, 80)
 
 
 async def test_a_fatal_rejection_at_the_start_ends_the_worker_with_the_reason(balancer, settings):
@@ -208,7 +282,8 @@ async def test_a_stage_that_makes_no_sense_is_refused_with_the_reason(
 async def test_a_stop_ends_requests_with_a_reason_and_says_goodbye(
     balancer, settings, assignment, random_layout
 ):
-    async with running(settings(balancer=balancer.address, worker="w-7")) as bench:
+    chosen = settings(balancer=balancer.address, worker="w-7", drain_timeout_s=0.0)
+    async with running(chosen) as bench:
         link, _ = await join(balancer, assignment, random_layout(1))
         async with grpc.aio.insecure_channel(bench.worker.address) as channel:
             call = worker_pb2_grpc.InferenceStub(channel).Generate(
