@@ -167,6 +167,40 @@ def test_where_groups_cannot_be_given_to_nodes_the_plan_is_global_and_says_why(
         assert obstacle in made.reason
 
 
+@pytest.mark.parametrize("algorithm", [Algorithm.GLOBAL, Algorithm.HIERARCHICAL])
+def test_renaming_experts_within_their_groups_renames_the_plan_and_nothing_else(algorithm):
+    model, topology = pool(num_layers=4, slots=6)
+    rng = np.random.default_rng(8)
+    load = rng.lognormal(size=(4, 16))
+    name = np.concatenate([4 * group + rng.permutation(4) for group in range(4)])
+    renamed = np.empty_like(load)
+    renamed[:, name] = load
+    made, other = (
+        plan(of, model=model, topology=topology, algorithm=algorithm).expert_of_slot
+        for of in (load, renamed)
+    )
+    np.testing.assert_array_equal(_by_rank(name[made]), _by_rank(other))
+
+
+def test_the_same_question_has_the_same_answer():
+    model, topology = pool(num_layers=4)
+    load = np.random.default_rng(9).lognormal(size=(4, 16))
+    first, second = (plan(load, model=model, topology=topology) for _ in range(2))
+    np.testing.assert_array_equal(first.expert_of_slot, second.expert_of_slot)
+    assert first.reason == second.reason
+
+
+def test_a_plan_counts_its_moves_and_names_what_is_left_to_gain():
+    model, topology = pool(num_layers=4)
+    start = start_of(model, topology)
+    load = np.random.default_rng(10).lognormal(sigma=1.5, size=(4, 16))
+    made = plan(load, model=model, topology=topology, current=start, algorithm=Algorithm.GLOBAL)
+    assert made.moves == (made.expert_of_slot != start.expert_of_slot).sum() > 0
+    assert made.ranks == (0, 1, 2, 3)
+    assert made.balancedness == pytest.approx(made.balancedness_of_layer.mean())
+    assert made.balancedness <= made.bound <= 1.0
+
+
 def test_too_few_slots_are_refused_with_a_remedy():
     model, topology = pool(slots=3)
     with pytest.raises(InvalidLayoutError, match="give each rank at least 4 slots"):
@@ -201,3 +235,8 @@ def test_plans_stay_close_to_the_layout_in_use():
         (made != layout.expert_of_slot)[changed].sum() for made in (table, careless, unnamed)
     )
     assert by_plan < by_unnamed < by_careless
+
+
+def _by_rank(table):
+    """Each of four ranks' experts, whatever the order of its slots."""
+    return np.sort(table.reshape(len(table), 4, -1), axis=2)
