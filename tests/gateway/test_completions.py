@@ -150,7 +150,7 @@ async def test_a_client_that_hangs_up_frees_the_rank(gateway, fleet, stream):
 
 
 async def test_a_client_that_hangs_up_leaves_the_line(run_gateway):
-    async with run_gateway(workers=("127.0.0.1:1",), max_queued_requests=1) as gateway:
+    async with run_gateway(balancer=("127.0.0.1:1",), max_queued_requests=1) as gateway:
         waiting = asyncio.create_task(gateway.post(prompt=PROMPT))
         async with asyncio.timeout(BOUND_S):
             # The only place in line is taken as soon as a second request is turned away.

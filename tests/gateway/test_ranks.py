@@ -35,11 +35,11 @@ def told(*names, standing=Standing.OPEN, **more):
     return [ToldRank(name=name, address=f"{name}:1", standing=standing, **more) for name in names]
 
 
-async def place(ranks, *, is_replay=False, avoid=frozenset(), bound_s=BOUND_S):
+async def place(ranks, *, is_returning=False, avoid=frozenset(), bound_s=BOUND_S):
     return await ranks.place(
         REQUEST,
         avoid=avoid,
-        is_replay=is_replay,
+        is_returning=is_returning,
         until_s=ranks.now() + bound_s,
         bound_s=bound_s,
     )
@@ -72,22 +72,25 @@ async def test_a_place_is_counted_until_it_is_released(ranks):
     assert (idle.num_open, idle.tokens_in_flight, idle.kv_tokens) == (0, 0, 0)
 
 
-async def test_places_are_given_in_the_order_of_the_line_and_replays_first(ranks, clock):
+async def test_places_are_given_in_the_order_of_the_line_and_those_who_return_first(ranks, clock):
     new = [await in_line(ranks, 1), await in_line(ranks, 2)]
-    replays = [await in_line(ranks, 3, is_replay=True), await in_line(ranks, 4, is_replay=True)]
+    returning = [
+        await in_line(ranks, 3, is_returning=True),
+        await in_line(ranks, 4, is_returning=True),
+    ]
     order = []
-    for name, task in zip("CDAB", [*new, *replays], strict=True):
+    for name, task in zip("CDAB", [*new, *returning], strict=True):
         task.add_done_callback(lambda _, name=name: order.append(name))
     ranks.tell(told("a"))
-    await asyncio.gather(*new, *replays)
+    await asyncio.gather(*new, *returning)
     assert "".join(order) == "ABCD"
 
 
-async def test_a_line_that_is_full_turns_new_requests_away_but_no_replay(ranks):
+async def test_a_line_that_is_full_turns_new_requests_away_but_nobody_who_returns(ranks):
     waiting = [await in_line(ranks, 1), await in_line(ranks, 2)]
     with pytest.raises(QueueFullError, match="2 requests wait for a rank already"):
         await place(ranks)
-    waiting.append(await in_line(ranks, 3, is_replay=True))
+    waiting.append(await in_line(ranks, 3, is_returning=True))
     ranks.tell(told("a"))
     await asyncio.gather(*waiting)
 
@@ -135,6 +138,28 @@ async def test_a_rank_that_failed_rests_and_is_then_tried_with_one_request(ranks
     trial.accepted()
     assert ranks.num_waiting == 0
     await asyncio.gather(second, third)
+
+
+async def test_a_rank_that_turns_requests_away_while_it_serves_others_is_no_better_for_them(
+    ranks, clock
+):
+    ranks.tell(told("a"))
+    served = await place(ranks)
+    served.accepted()
+    for _ in range(2):
+        with await place(ranks) as refused:
+            refused.lost("it is draining")
+        served.made(1)
+        clock.now_s = load(ranks, "a").resting_until_s
+    # It is asked by one at a time, and rests for longer each time.
+    with await place(ranks) as refused:
+        waiting = await in_line(ranks, 1)
+        refused.lost("it is draining")
+    assert load(ranks, "a").resting_until_s - clock.now_s == pytest.approx(4 * FIRST_REST_S)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    served.release()
+    assert load(ranks, "a").num_unanswered == 0
 
 
 async def test_rests_grow_with_failures_to_a_bound_and_many_at_once_are_one(ranks, clock):

@@ -233,12 +233,9 @@ async def test_a_pool_that_stays_away_is_said_with_when_to_try_again(run_gateway
     assert gone in error["message"]
 
 
-async def test_a_line_that_is_full_is_said_at_once(run_gateway, fleet):
-    async with listening(fleet.ranks[0]) as gone:
-        pass
-    async with run_gateway(
-        workers=(gone,), queue_timeout_s=BOUND_S, max_queued_requests=0
-    ) as gateway:
+async def test_a_line_that_is_full_is_said_at_once(run_gateway):
+    nowhere = ("127.0.0.1:1",)
+    async with run_gateway(balancer=nowhere, max_queued_requests=0) as gateway:
         response = await gateway.post(prompt="hello")
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "queue_full"

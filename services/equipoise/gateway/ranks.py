@@ -23,7 +23,7 @@ LONGEST_REST_S = 2.0
 """A rank that failed is left alone this long: doubled with each failure, up to the longest."""
 
 FULL_REST_S = 0.2
-"""A rank whose line is full is asked again after this long, or when one of our requests ends."""
+"""A rank whose line is full is asked again after this long."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,13 +96,14 @@ class Ranks:
         request: TokenRequest,
         *,
         avoid: frozenset[str],
-        is_replay: bool,
+        is_returning: bool,
         until_s: float,
         bound_s: float,
     ) -> "Place":
         """A place at a rank, waiting in line until `until_s`; `bound_s` is that wait in words.
 
-        Replays stand before new requests and are never turned away for the line's length.
+        Whoever is returning from a rank stands before new requests, and is never turned away for
+        the line's length.
 
         Raises:
             QueueFullError: too many wait already.
@@ -110,9 +111,9 @@ class Ranks:
         """
         if until_s <= self._clock():
             raise self._no_rank(bound_s)
-        waiter = _Waiter(request=request, avoid=avoid, is_replay=is_replay)
-        # Before all that is new, behind the replays that came before.
-        where = sum(one.is_replay for one in self._line) if is_replay else len(self._line)
+        waiter = _Waiter(request=request, avoid=avoid, is_returning=is_returning)
+        # Before all that is new, behind those that returned earlier.
+        where = sum(one.is_returning for one in self._line) if is_returning else len(self._line)
         self._line.insert(where, waiter)
         self._serve_line()
         try:
@@ -136,8 +137,8 @@ class Ranks:
 
     def _check_length(self, waiter: "_Waiter") -> None:
         """Turn a new request away if it stands in line and the line is too long."""
-        num_new = sum(not one.is_replay for one in self._line)
-        if not waiter.place.done() and not waiter.is_replay and num_new > self._max_queued:
+        num_new = sum(not one.is_returning for one in self._line)
+        if not waiter.place.done() and not waiter.is_returning and num_new > self._max_queued:
             raise QueueFullError(
                 f"{self._max_queued} requests wait for a rank already ({self._why_none}): "
                 f"try again later"
@@ -218,6 +219,7 @@ class Place:
     def accepted(self) -> None:
         """The rank has taken the request: it lives."""
         self.was_accepted = True
+        self._rank.num_unanswered -= 1
         if self._rank.num_failures:
             self._rank.num_failures = 0
             self._ranks.changed(self._rank)
@@ -228,7 +230,6 @@ class Place:
         self._rank.move_to_cache(run)
         self._in_flight -= run
         self._cached += run
-        self.accepted()
 
     def lost(self, reason: str) -> None:
         """The rank has failed the request; it rests before it is tried again."""
@@ -236,6 +237,9 @@ class Place:
         if now >= rank.resting_until_s:
             # Many requests that break at once are one failure.
             rank.num_failures += 1
+            # Said once: a rank that is gone for long fails again and again.
+            level = logging.WARNING if rank.num_failures == 1 else logging.DEBUG
+            _log.log(level, "%s at %s failed: %s", rank.name, rank.address, reason)
             rest_s = min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(rank.num_failures - 1, 16))
             rank.rest(until_s=now + rest_s, reason=reason)
 
@@ -247,7 +251,7 @@ class Place:
         """The request is over at this rank; harmless when repeated."""
         if self._in_flight < 0:
             return
-        self._rank.leave(self._in_flight, self._cached)
+        self._rank.leave(self._in_flight, self._cached, was_accepted=self.was_accepted)
         self._in_flight = -1
         self._ranks.changed(self._rank)
 
@@ -258,7 +262,7 @@ class _Waiter:
 
     request: TokenRequest
     avoid: frozenset[str]
-    is_replay: bool
+    is_returning: bool
     place: "asyncio.Future[Place]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -277,6 +281,7 @@ class _Rank:
     address: str
     standing: Standing = Standing.OPEN
     num_open: int = 0
+    num_unanswered: int = 0
     num_failures: int = 0
     resting_until_s: float = 0.0
     resting_reason: str = ""
@@ -295,6 +300,7 @@ class _Rank:
             address=self.address,
             standing=self.standing,
             num_open=self.num_open,
+            num_unanswered=self.num_unanswered,
             tokens_in_flight=self.tokens_in_flight,
             kv_tokens=self.kv_tokens,
             num_foreign=self.num_foreign,
@@ -313,6 +319,7 @@ class _Rank:
 
     def open(self, in_flight: int) -> None:
         self.num_open += 1
+        self.num_unanswered += 1
         self.peak_open = max(self.peak_open, self.num_open)
         self.tokens_in_flight += in_flight
 
@@ -320,8 +327,9 @@ class _Rank:
         self.tokens_in_flight -= num_tokens
         self.kv_tokens += num_tokens
 
-    def leave(self, in_flight: int, cached: int) -> None:
+    def leave(self, in_flight: int, cached: int, *, was_accepted: bool) -> None:
         self.num_open -= 1
+        self.num_unanswered -= not was_accepted
         self.tokens_in_flight -= in_flight
         self.kv_tokens -= cached
 

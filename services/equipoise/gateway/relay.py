@@ -65,10 +65,11 @@ class Relay:
             place = await self._ranks.place(
                 request.after(story.made),
                 avoid=frozenset(story.avoid),
-                is_replay=bool(story.breaks),
+                is_returning=story.was_placed,
                 until_s=story.without_rank_since_s + self._policy.queue_s,
                 bound_s=self._policy.queue_s,
             )
+            story.was_placed = True
             with place:
                 try:
                     async with aclosing(self._at(place, request.after(story.made))) as parts:
@@ -103,19 +104,19 @@ class Relay:
                     yield part
 
     def _note(self, story: "_Story", place: Place, request: TokenRequest, *, reason: str) -> None:
-        """Remember a break.
+        """Remember a break; a rank that had not taken the request is only avoided.
 
         Raises:
             AttemptsExhaustedError: it was one too many.
         """
+        story.avoid.add(place.address)
+        if not place.was_accepted:
+            return
         _log.warning(
             "%s: %s at %s broke with %d of %d tokens made: %s",
             *(request.request_id, place.name, place.address),
             *(len(story.made), request.max_tokens, reason),
         )
-        story.avoid.add(place.address)
-        if not place.was_accepted:
-            return
         story.without_rank_since_s = self._ranks.now()
         story.breaks.append(f"{place.name}: {reason}")
         if len(story.breaks) >= self._policy.max_attempts:
@@ -145,6 +146,7 @@ class _Story:
     """What has happened to a request: its tokens, its breaks, and since when it has no rank."""
 
     without_rank_since_s: float
+    was_placed: bool = False
     made: tuple[int, ...] = ()
     breaks: list[str] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)

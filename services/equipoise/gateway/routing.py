@@ -34,15 +34,17 @@ class RankLoad:
     """A rank and its work at one moment.
 
     `tokens_in_flight` are still to be run and made, `kv_tokens` are held in the cache, both for
-    the `num_open` requests of this gateway; `num_foreign` requests came by other ways. A rank that
-    failed (`on_trial`) is given one request at a time until it takes one. `resting_until_s` is on
-    the clock of `now`; `resting_reason` says why it rests, or rested.
+    the `num_open` requests of this gateway, of which it has not taken `num_unanswered` yet;
+    `num_foreign` requests came by other ways. A rank that failed (`on_trial`) is asked to take one
+    request at a time until it does. `resting_until_s` is on the clock of `now`; `resting_reason`
+    says why it rests, or rested.
     """
 
     name: str
     address: str
     standing: Standing
     num_open: int = 0
+    num_unanswered: int = 0
     tokens_in_flight: int = 0
     kv_tokens: int = 0
     num_foreign: int = 0
@@ -115,6 +117,6 @@ def refusal(rank: RankLoad, *, now: float) -> str:
         return "is leaving"
     if rank.resting_until_s > now:
         return f"rests: {rank.resting_reason}"
-    if rank.on_trial and rank.num_open:
+    if rank.on_trial and rank.num_unanswered:
         return f"is on trial with one request: {rank.resting_reason}"
     return ""
