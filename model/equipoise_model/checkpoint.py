@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.formats import GROUP
-from equipoise_model.checkpoint_manifest import FP8, SCALE_SUFFIX, TensorSpec, manifest
+from equipoise_model.checkpoint_manifest import F32, FP8, SCALE_SUFFIX, TensorSpec, manifest
 from equipoise_model.checkpoint_shard import CheckpointError, Shard
 from equipoise_model.checkpoint_writer import CONFIG, INDEX, WEIGHTS, save
 from equipoise_model.config import ModelConfig
@@ -34,6 +34,10 @@ Progress = Callable[[int, int], None]
 """Told the bytes that are done and all that there are, behind each tensor or expert."""
 
 _IGNORED = ".rotary_emb.inv_freq"  # old checkpoints store what the config says
+_ORIGINALS = {
+    ".embed_tokens.weight": "model.embed_tokens.weight",
+    ".shared_head.head.weight": "lm_head.weight",
+}
 _SAMPLE_BYTES = 1 << 20
 _PIECE_BYTES = 8 << 20
 
@@ -168,6 +172,19 @@ class Checkpoint:
             self.read_into(name, payload[begin:end].view(dtype).view(shape))
         return payload
 
+    def read(self, name: str) -> Tensor:
+        """A new tensor by checkpoint name: float32 if it is stored so, else BF16.
+
+        Copies of the embedding and the head may be left out of a checkpoint; here they never are.
+        """
+        if name not in self._shards:
+            name = next(own for copy, own in _ORIGINALS.items() if name.endswith(copy))
+        stored = self._shards[name].tensors[name]
+        dtype = torch.float32 if stored.dtype == F32 else torch.bfloat16
+        out = torch.empty(stored.shape, dtype=dtype)
+        self.read_into(name, out)
+        return out
+
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill a tensor of a stored one's shape; FP8 becomes BF16 if `out` is not FP8 itself."""
         shard = self._shards[name]
@@ -175,9 +192,7 @@ class Checkpoint:
             for rows, part in shard.pieces(name, max_bytes=_PIECE_BYTES):
                 out[rows].copy_(part)
             return
-        scale_name = name + SCALE_SUFFIX
-        scales = torch.empty(self._shards[scale_name].tensors[scale_name].shape)
-        self.read_into(scale_name, scales)
+        scales = self.read(name + SCALE_SUFFIX)
         for rows, codes in shard.pieces(name, max_bytes=STRIP_BYTES, multiple=GROUP):
             out[rows].copy_(dequantize_strip(codes, scales, first=rows.start))
 
