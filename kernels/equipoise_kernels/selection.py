@@ -133,7 +133,11 @@ class Process:
 
     @classmethod
     def selection(cls) -> Selection:
-        """The choice; the first call resolves EQUIPOISE_KERNELS and logs the outcome."""
+        """The choice; the first call resolves EQUIPOISE_KERNELS and logs the outcome.
+
+        That call compiles kernels and waits for the device: make it at start-up, never while a
+        CUDA graph is captured.
+        """
         if cls._selection is None:
             # Self-tests run the operations, which ask this module.
             from equipoise_kernels.self_test import obstacle  # noqa: PLC0415
