@@ -7,7 +7,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, Shift
 from equipoise.planning.moves import waves
 from equipoise.planning.planner import Plan, plan
-from equipoise.planning.policy import Policy
+from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.verdict import Verdict, judge
 
@@ -46,12 +46,17 @@ class Proposal:
 
 def propose(request: ProposalRequest) -> Proposal:
     """Plan for the average, judge on the window."""
+    policy = request.policy
+    is_local = policy.algorithm is Algorithm.LOCAL
+    is_incremental = policy.algorithm is Algorithm.INCREMENTAL
     planned = plan(
         request.average,
         model=request.model,
         topology=request.topology,
         current=request.current,
-        algorithm=request.policy.algorithm,
+        algorithm=policy.algorithm,
+        locality=policy.locality if is_local else None,
+        target_balancedness=policy.target_balancedness if is_incremental else None,
     )
     verdict = judge(
         current=request.current,
@@ -60,7 +65,7 @@ def propose(request: ProposalRequest) -> Proposal:
         average=request.average,
         window=request.window,
         model=request.model,
-        policy=request.policy,
+        policy=policy,
         now=request.now,
         last_switch_s=request.last_switch_s,
         shift=request.shift,

@@ -25,7 +25,7 @@ class DemoSettings:
     nodes: int = 2
     """Nodes the workers pretend to run on, in equal shares."""
 
-    slots_per_rank: int = 10
+    slots_per_rank: int = 11
     """Physical slots per MoE layer and rank; all ranks together need one per logical expert."""
 
     interval_s: float = 6.0

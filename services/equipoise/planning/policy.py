@@ -74,16 +74,17 @@ class Policy:
     """Bytes that one rank stages at most for one generation, apart from a single layer that needs
     more. This is staging memory that a worker must have to spare."""
 
-    algorithm: Algorithm = Algorithm.AUTO
-    """How replicas are placed."""
+    algorithm: Algorithm = Algorithm.INCREMENTAL
+    """How replicas are placed. From what is there, so that a shift of traffic costs the few moves
+    it needs and not a new placement of nearly everything."""
 
     locality: float = 0.25
     """For the algorithm `local`: 0 is hierarchical, 1 global. A quarter lets a fifth of the load
     leave its home node, which balances recorded loads of a 256-expert model to 0.97 and more."""
 
-    target_balancedness: float = 1.0
-    """For the algorithm `incremental`: the balancedness at which moving stops. 1: move whatever
-    gains more than noise."""
+    target_balancedness: float = 0.98
+    """For the algorithm `incremental`: the balancedness at which moving stops. The last two
+    hundredths would cost most of the moves. 1: move whatever gains more than noise."""
 
     plan_below: float = 1.0
     """Balancedness of the latest window from which on nothing moves. Below `target_balancedness`
