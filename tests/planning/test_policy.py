@@ -7,7 +7,7 @@ from equipoise.planning.policy import Algorithm, Policy
 
 
 def test_the_defaults_are_valid_and_plan_both_ways():
-    assert Policy().algorithm is Algorithm.AUTO
+    assert Policy().algorithm is Algorithm.INCREMENTAL
 
 
 @pytest.mark.parametrize(
