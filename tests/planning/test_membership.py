@@ -1,0 +1,174 @@
+"""When ranks are dealt anew, to whom, and in which words."""
+
+import pytest
+
+from equipoise.planning.membership import Candidate, Standing, next_epoch
+from equipoise.planning.policy import Policy
+
+POLICY = Policy(reform_timeout_s=5.0, start_timeout_s=60.0, join_settle_s=0.5, silent_after_s=5.0)
+NEW, SURVIVOR, JOINING, SERVING, MISSING, STUCK = Standing
+
+
+def worker(name, standing, *, since_s=0.0, holds=None, reason="its stream was cut"):
+    holds = standing is SURVIVOR if holds is None else holds
+    return Candidate(name=name, standing=standing, since_s=since_s, holds=holds, reason=reason)
+
+
+def decide(*candidates, now=0.0, **changes):
+    how = {
+        "num_ranks": 4,
+        "slots_per_rank": 12,
+        "num_experts": 32,
+        "unheard": frozenset(),
+        "is_rolling_out": False,
+        "policy": POLICY,
+        "now": now,
+    }
+    return next_epoch(candidates, **how | changes)
+
+
+def workers(standing, count, *, first=0, **changes):
+    return [worker(f"w-{first + number}", standing, **changes) for number in range(count)]
+
+
+def test_nobody_wants_nothing():
+    opening = decide()
+    assert (opening.workers, opening.reason, opening.is_down) == ((), "", False)
+
+
+def test_a_whole_group_is_left_alone():
+    assert decide(*workers(SERVING, 4), now=1e6).workers == ()
+
+
+# The start ---------------------------------------------------------------------------------------
+
+
+def test_a_pool_opens_when_all_its_workers_are_here():
+    assert set(decide(*workers(NEW, 4)).workers) == {"w-0", "w-1", "w-2", "w-3"}
+
+
+def test_a_pool_waits_for_its_workers_and_says_for_how_many():
+    opening = decide(*workers(NEW, 3), now=59.9)
+    assert not opening.workers
+    assert "3 of 4 workers are here (w-0, w-1, w-2): waiting for 1 more" in opening.reason
+
+
+def test_a_start_is_not_waited_for_without_end():
+    opening = decide(*workers(NEW, 3), now=60.0)
+    assert len(opening.workers) == 3
+    assert opening.bound == "start"
+
+
+def test_too_few_slots_at_the_bound_are_a_pool_that_is_down():
+    opening = decide(*workers(NEW, 2), now=60.0)
+    assert opening.is_down
+    assert not opening.workers
+    assert "2 workers (w-0, w-1) with 24 slots cannot hold 32 experts" in opening.reason
+    assert "3 workers are needed" in opening.reason
+
+
+# A rank is lost ----------------------------------------------------------------------------------
+
+
+def test_a_death_that_all_noticed_opens_at_once_on_the_survivors():
+    opening = decide(worker("w-0", MISSING), *workers(SURVIVOR, 3, first=1))
+    assert set(opening.workers) == {"w-1", "w-2", "w-3"}
+    assert opening.reason == "the group was lost: w-0 is missing: its stream was cut"
+    assert opening.bound == ""
+
+
+def test_who_has_not_noticed_yet_is_waited_for():
+    pool = [worker("w-0", MISSING), *workers(SURVIVOR, 2, first=1), worker("w-3", SERVING)]
+    opening = decide(*pool, now=4.9)
+    assert not opening.workers
+    assert "waiting for w-3 to let go of it, at most 5 s" in opening.reason
+
+
+def test_who_never_notices_is_left_out_at_the_bound():
+    pool = [*workers(SURVIVOR, 3), worker("w-3", SERVING)]
+    opening = decide(*pool, now=5.0)
+    assert set(opening.workers) == {"w-0", "w-1", "w-2"}
+    assert opening.left_out == ("w-3",)
+    assert opening.bound == "reform"
+    assert "w-3 did not let go of it within 5 s" in opening.reason
+
+
+def test_who_is_left_out_is_not_waited_for_nor_seated():
+    opening = decide(*workers(SURVIVOR, 3), worker("w-3", STUCK))
+    assert set(opening.workers) == {"w-0", "w-1", "w-2"}
+
+
+def test_a_group_that_broke_although_nobody_is_missing_forms_anew():
+    opening = decide(*workers(SURVIVOR, 4, reason="a step timed out"))
+    assert len(opening.workers) == 4
+    assert opening.reason == "the group was lost: a step timed out"
+
+
+def test_two_deaths_that_leave_too_few_slots_take_the_pool_down_and_a_return_brings_it_up():
+    pool = [*workers(MISSING, 2), *workers(SURVIVOR, 2, first=2)]
+    opening = decide(*pool)
+    assert opening.is_down
+    assert "w-0 is missing" in opening.reason
+    assert len(decide(*pool, worker("w-4", NEW)).workers) == 3
+
+
+def test_a_broken_stream_alone_is_no_loss_because_its_rank_may_still_step():
+    assert decide(worker("w-0", MISSING), *workers(SERVING, 3, first=1), now=1e6).workers == ()
+
+
+# While ranks form --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_death_while_ranks_form_opens_the_next_epoch_at_once_whoever_it_was(number):
+    pool = workers(JOINING, 4)
+    pool[number] = worker(f"w-{number}", MISSING)
+    opening = decide(*pool)
+    assert set(opening.workers) == {f"w-{other}" for other in range(4)} - {f"w-{number}"}
+    assert f"w-{number} is missing: its stream was cut, before all ranks served" in opening.reason
+
+
+def test_newcomers_wait_until_the_ranks_that_form_serve():
+    opening = decide(*workers(JOINING, 4), worker("w-4", NEW), now=1e6)
+    assert not opening.workers
+    assert "w-4 joins when w-0, w-1, w-2, w-3 serves" in opening.reason
+
+
+def test_a_rank_that_cannot_meet_while_others_load_waits_for_them_up_to_the_bound():
+    pool = [*workers(SURVIVOR, 3), worker("w-3", JOINING)]
+    assert not decide(*pool, now=4.9).workers
+    assert decide(*pool, now=5.0).left_out == ("w-3",)
+
+
+# Newcomers ---------------------------------------------------------------------------------------
+
+
+def test_newcomers_are_taken_in_together_when_they_have_settled():
+    pool = [*workers(SERVING, 4), worker("w-4", NEW), worker("w-5", NEW, since_s=0.3)]
+    assert decide(*pool, now=0.7).reason == "w-4, w-5 joins in a moment"
+    assert len(decide(*pool, now=0.8).workers) == 6
+
+
+def test_newcomers_wait_for_a_rollout():
+    opening = decide(*workers(SERVING, 4), worker("w-4", NEW), now=9.0, is_rolling_out=True)
+    assert opening.reason == "w-4 joins when the rollout is over"
+
+
+def test_a_newcomer_beside_a_gap_waits_for_the_others_to_notice_up_to_the_bound():
+    pool = [worker("w-0", MISSING), *workers(SERVING, 3, first=1), worker("w-4", NEW, since_s=1.0)]
+    assert not decide(*pool, now=5.9).workers
+    opening = decide(*pool, now=6.0)
+    assert set(opening.workers) == {"w-1", "w-2", "w-3", "w-4"}
+    assert opening.bound == "reform"
+
+
+# A balancer that was restarted -------------------------------------------------------------------
+
+
+def test_survivors_that_return_to_a_new_balancer_wait_for_those_it_has_not_heard_of():
+    pool = workers(NEW, 3, holds=True)
+    assert not decide(*pool, now=4.9, unheard=frozenset({"w-3"})).workers
+    opening = decide(*pool, now=5.0, unheard=frozenset({"w-3"}))
+    assert len(opening.workers) == 3
+    assert opening.bound == "reform"
+    assert len(decide(*pool, now=0.0).workers) == 3, "all that were known are here"

@@ -1,0 +1,146 @@
+"""The layout of a new epoch: complete, near to what survived, and pulled from who has it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.moves import CheckpointSource, RankSource
+from equipoise.planning.recovery import recover, recovery_moves
+from equipoise.planning.topology import ModelShape, Topology
+
+
+def shape(num_layers, num_experts):
+    return ModelShape(num_layers=num_layers, num_experts=num_experts, num_groups=1, expert_bytes=1)
+
+
+def topology(num_ranks, slots_per_rank):
+    return Topology(node_of_rank=("node",) * num_ranks, slots_per_rank=slots_per_rank)
+
+
+def parts(layout):
+    return np.split(layout.expert_of_slot, layout.num_ranks, axis=1)
+
+
+def checksums(model):
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 256, (model.num_layers, model.num_experts, 16), dtype=np.uint8)
+
+
+@st.composite
+def losses(draw):
+    """What members of a pool hold (None: nothing) after some were lost and others came."""
+    num_ranks, slots_per_rank = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    num_experts = draw(st.integers(1, num_ranks * slots_per_rank))
+    before = contiguous_layout(
+        num_layers=2,
+        num_experts=num_experts,
+        num_ranks=num_ranks,
+        slots_per_rank=slots_per_rank,
+        generation=7,
+    )
+    kept = draw(st.lists(st.sampled_from(parts(before)), max_size=num_ranks))
+    held = [*kept, *([None] * draw(st.integers(0, 3)))]
+    held = draw(st.permutations(held or [None]))
+    load = np.random.default_rng(draw(st.integers(0, 99))).pareto(1.0, size=(2, num_experts))
+    return held, load, slots_per_rank, before
+
+
+@settings(deadline=None)
+@given(losses())
+def test_all_experts_are_covered_or_there_are_too_few_slots(loss):
+    held, load, slots_per_rank, before = loss
+    model, ranks = shape(*load.shape), topology(len(held), slots_per_rank)
+
+    def recovered():
+        return recover(held, load=load, model=model, topology=ranks, committed=before, generation=8)
+
+    if ranks.num_slots < model.num_experts:
+        with pytest.raises(InvalidLayoutError):
+            recovered()
+        return
+    layout = recovered()
+    assert layout.replica_counts().min() >= 1
+    assert layout is before or layout.generation == 8
+    moves = recovery_moves(held, target=layout, topology=ranks, checksums=checksums(model))
+    filled = np.full_like(layout.expert_of_slot, -1)
+    for rank, table in enumerate(held):
+        if table is not None:
+            filled[:, rank * slots_per_rank : (rank + 1) * slots_per_rank] = table
+    for of_rank in moves.values():
+        for move in of_rank:
+            for source in move.sources[:-1]:
+                assert move.expert in held[source.rank][move.layer]
+            assert move.sources[-1] == CheckpointSource()
+            filled[move.layer, move.slot] = move.expert
+    np.testing.assert_array_equal(filled, layout.expert_of_slot)
+
+
+def test_survivors_change_no_more_slots_than_experts_were_lost():
+    before = contiguous_layout(num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=12)
+    survivors = [part for rank, part in enumerate(parts(before)) if rank != 1]
+    lost = 32 - len(np.unique(np.concatenate([part[0] for part in survivors])))
+    layout = recover(
+        survivors,
+        load=np.ones((3, 32)),
+        model=shape(3, 32),
+        topology=topology(3, 12),
+        committed=before,
+        generation=2,
+    )
+    changed = layout.expert_of_slot != np.concatenate(survivors, axis=1)
+    assert lost == 8
+    assert changed.sum() == 3 * lost
+
+
+def test_the_committed_layout_stays_when_its_workers_return_to_their_ranks():
+    before = contiguous_layout(num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=12)
+    for held in ([None] * 4, [*parts(before)[:2], None, None]):
+        layout = recover(
+            held,
+            load=np.ones((3, 32)),
+            model=shape(3, 32),
+            topology=topology(4, 12),
+            committed=before,
+            generation=2,
+        )
+        assert layout is before
+
+
+def test_a_fleet_of_another_size_that_holds_nothing_starts_balanced_for_the_load_that_is_known():
+    before = contiguous_layout(num_layers=1, num_experts=8, num_ranks=2, slots_per_rank=6)
+    load = np.array([[100.0, 100, 100, 100, 1, 1, 1, 1]])
+    layout = recover(
+        [None] * 3,
+        load=load,
+        model=shape(1, 8),
+        topology=topology(3, 4),
+        committed=before,
+        generation=2,
+    )
+    share = (load / layout.replica_counts())[0]
+    carried = [share[part[0]].sum() for part in parts(layout)]
+    assert max(carried) < 1.2 * np.mean(carried)
+
+
+def test_a_newcomer_gets_replicas_of_the_heaviest_experts_and_pulls_them_from_all_holders():
+    before = contiguous_layout(num_layers=1, num_experts=8, num_ranks=2, slots_per_rank=4)
+    load = np.array([[1.0, 9, 1, 9, 1, 9, 1, 9]])
+    held = [*parts(before), None]
+    layout = recover(
+        held,
+        load=load,
+        model=shape(1, 8),
+        topology=topology(3, 4),
+        committed=before,
+        generation=2,
+    )
+    assert set(layout.expert_of_slot[0, 8:]) == {1, 3, 5, 7}
+    moves = recovery_moves(
+        held, target=layout, topology=topology(3, 4), checksums=checksums(shape(1, 8))
+    )
+    assert not moves[0]
+    assert not moves[1]
+    assert {move.sources[0] for move in moves[2]} == {RankSource(rank=0), RankSource(rank=1)}
