@@ -6,7 +6,7 @@ from equipoise.planning.errors import InvalidPolicyError
 from equipoise.planning.policy import Algorithm, Policy
 
 
-def test_the_defaults_are_valid_and_plan_both_ways():
+def test_the_defaults_are_valid_and_move_few_experts():
     assert Policy().algorithm is Algorithm.INCREMENTAL
 
 
