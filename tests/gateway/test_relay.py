@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+import random
+from contextlib import AsyncExitStack, aclosing
 
 import grpc
 import pytest
@@ -18,6 +19,10 @@ from scripted_ranks import (
     undisturbed,
 )
 
+from equipoise.gateway.attempt import Bounds, TokenRequest
+from equipoise.gateway.ranks import Ranks, ToldRank
+from equipoise.gateway.relay import Relay, RelayPolicy
+from equipoise.gateway.routing import Standing
 from equipoise_api.v1 import worker_pb2 as pb
 
 PROMPT = (3, 1, 4, 1, 5)
@@ -43,7 +48,7 @@ BREAKS = {
         after=after, also=(pb.GenerateResponse(tokens=[VOCAB_SIZE]),)
     ),
     "makes more than was asked": lambda after: Fault(
-        after=after, also=(pb.GenerateResponse(tokens=[33] * (MAX_TOKENS + 1)),)
+        after=after, also=(pb.GenerateResponse(tokens=[33] * 99),)
     ),
 }
 
@@ -262,4 +267,49 @@ async def test_many_streams_with_many_breaks_keep_their_tokens_apart(gateway, fl
 
     results = await asyncio.gather(*(one(prompt) for prompt in prompts))
     assert results == [undisturbed(prompt, 20) for prompt in prompts]
+    await fleet.until_idle()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_any_mix_of_faults_leaves_right_tokens_and_even_books(fleet, seed):
+    dice = random.Random(seed)
+    kinds = [
+        *BREAKS.values(),
+        lambda after: Fault(after=after, hang=True),
+        lambda _: Fault(hang=True, accept=False),
+        lambda _: Fault(code=UNAVAILABLE, accept=False),
+        lambda _: Fault(code=grpc.StatusCode.RESOURCE_EXHAUSTED, accept=False),
+    ]
+    for rank in fleet.ranks:
+        rank.tokens_a_message = dice.randint(1, 3)
+        rank.faults.extend(dice.choice(kinds)(dice.randint(0, 15)) for _ in range(12))
+    ranks = Ranks(max_queued=64, clock=asyncio.get_running_loop().time)
+    ranks.tell(
+        ToldRank(name=address, address=address, standing=Standing.OPEN)
+        for address in fleet.addresses
+    )
+    relay = Relay(
+        ranks,
+        vocab_size=VOCAB_SIZE,
+        policy=RelayPolicy(
+            bounds=Bounds(accept_s=0.3, first_token_s=0.3, silence_s=0.3),
+            queue_s=BOUND_S,
+            max_attempts=30,
+        ),
+    )
+
+    async def one(prompt, max_tokens):
+        request = TokenRequest(request_id=f"{prompt}", prompt=prompt, max_tokens=max_tokens)
+        async with aclosing(relay.stream(request)) as parts:
+            return tuple([token async for made in parts for token in made.tokens])
+
+    asked = [((seed, number), dice.randint(1, 20)) for number in range(24)]
+    async with asyncio.timeout(BOUND_S):
+        results = await asyncio.gather(*(one(*each) for each in asked))
+    assert results == [undisturbed(*each) for each in asked]
+    assert fleet.num_requests > len(asked)
+    for load in ranks.loads():
+        assert (load.num_open, load.num_unanswered, load.kv_tokens, load.tokens_in_flight) == (
+            0, 0, 0, 0,
+        )  # fmt: skip
     await fleet.until_idle()

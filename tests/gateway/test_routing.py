@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.gateway.routing import Choice, NoChoice, RankLoad, Standing, choose, refusal
@@ -47,6 +47,7 @@ def usable(ranks):
     return [rank for rank in ranks if not refusal(rank, now=NOW_S)]
 
 
+@settings(deadline=None)
 @given(pools, avoided, turns)
 def test_a_rank_is_chosen_exactly_when_one_may_be_asked(ranks, avoid, turn):
     choice = found(ranks, avoid=avoid, turn=turn)
@@ -55,6 +56,7 @@ def test_a_rank_is_chosen_exactly_when_one_may_be_asked(ranks, avoid, turn):
         assert choice.address in {rank.address for rank in usable(ranks)}
 
 
+@settings(deadline=None)
 @given(pools, avoided, turns)
 def test_nobody_else_would_be_better(ranks, avoid, turn):
     if not usable(ranks):
@@ -65,6 +67,7 @@ def test_nobody_else_would_be_better(ranks, avoid, turn):
         assert ours <= (other.address in avoid, other.standing, other.work_tokens)
 
 
+@settings(deadline=None)
 @given(pools)
 def test_closed_and_resting_ranks_are_never_chosen(ranks):
     choice = found(ranks)
@@ -75,6 +78,7 @@ def test_closed_and_resting_ranks_are_never_chosen(ranks):
         assert not (rank.on_trial and rank.num_unanswered)
 
 
+@settings(deadline=None)
 @given(pools, avoided, turns, st.integers(1, 500))
 def test_more_work_elsewhere_changes_nothing(ranks, avoid, turn, more):
     if not usable(ranks):
@@ -89,6 +93,7 @@ def test_more_work_elsewhere_changes_nothing(ranks, avoid, turn, more):
     assert chosen(heavier, avoid=avoid, turn=turn).address == best.address
 
 
+@settings(deadline=None)
 @given(pools)
 def test_where_nobody_may_be_asked_every_rank_says_why(ranks):
     nothing = found(ranks)
@@ -105,6 +110,7 @@ def test_where_nobody_may_be_asked_every_rank_says_why(ranks):
     assert nothing.retry_at_s == min(resting, default=None)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), turns)
 def test_ranks_with_equal_work_take_turns(num_ranks, turn):
     ranks = [

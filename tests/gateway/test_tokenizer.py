@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.gateway.errors import GatewayError
@@ -21,6 +21,7 @@ def pieces(values, cuts):
 cuts = st.lists(st.integers(0, 100), max_size=6)
 
 
+@settings(deadline=None)
 @given(texts, cuts)
 def test_text_comes_back_however_its_tokens_are_grouped(text, cuts):
     tokens = ByteTokenizer(vocab_size=272, end_token=257).encode(text)
@@ -29,6 +30,7 @@ def test_text_comes_back_however_its_tokens_are_grouped(text, cuts):
     assert "".join(read) + spelling.read((), final=True) == text
 
 
+@settings(deadline=None)
 @given(st.binary(), cuts)
 def test_bytes_that_are_no_text_read_the_same_however_they_are_grouped(data, cuts):
     spelling = Spelling()
@@ -36,6 +38,7 @@ def test_bytes_that_are_no_text_read_the_same_however_they_are_grouped(data, cut
     assert "".join(read) + spelling.read((), final=True) == data.decode(errors="replace")
 
 
+@settings(deadline=None)
 @given(texts, cuts)
 def test_no_piece_has_half_a_character(text, cuts):
     spelling = Spelling()
@@ -48,6 +51,7 @@ def test_special_tokens_have_no_text():
     assert Spelling().read((104, 256, 105, 257), final=True) == "hi"
 
 
+@settings(deadline=None)
 @given(
     st.text("abc", max_size=30),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
