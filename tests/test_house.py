@@ -17,8 +17,9 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 import pkgutil, importlib
-import equipoise.planning, equipoise.wire, equipoise.balancer, equipoise.cli.main, equipoise.cli.status
-for room in (equipoise.planning, equipoise.wire, equipoise.balancer):
+import equipoise.planning, equipoise.wire, equipoise.balancer, equipoise.gateway
+import equipoise.cli.main, equipoise.cli.status
+for room in (equipoise.planning, equipoise.wire, equipoise.balancer, equipoise.gateway):
     for module in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)

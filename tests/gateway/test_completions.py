@@ -61,9 +61,9 @@ async def test_a_stream_is_server_sent_events_that_add_up_to_the_whole(gateway):
     async with gateway.stream(prompt=PROMPT, max_tokens=9) as response:
         assert response.status_code == 200
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-        datas = await all_events(response)
-    assert datas[-1] == "[DONE]"
-    parts = [json.loads(data) for data in datas[:-1]]
+        chunks = await all_events(response)
+    assert chunks[-1] == "[DONE]"
+    parts = [json.loads(data) for data in chunks[:-1]]
     assert len({part["id"] for part in parts}) == 1
     assert "".join(part["choices"][0]["text"] for part in parts) == text_of(9)
     reasons = [part["choices"][0]["finish_reason"] for part in parts]
@@ -95,8 +95,8 @@ async def test_no_event_has_half_a_character(gateway, fleet):
     one_by_one = tuple(pb.GenerateResponse(tokens=[token]) for token in text.encode())
     fleet.fail(Fault(also=(*one_by_one, *says("").also)))
     async with gateway.stream(prompt=PROMPT, max_tokens=99, return_token_ids=False) as response:
-        *datas, _ = await all_events(response)
-    texts = [json.loads(data)["choices"][0]["text"] for data in datas]
+        *chunks, _ = await all_events(response)
+    texts = [json.loads(data)["choices"][0]["text"] for data in chunks]
     assert [piece for piece in texts if piece] == list(text)
 
 
@@ -122,9 +122,9 @@ async def test_a_stop_string_ends_the_answer_and_frees_the_rank(gateway, fleet, 
     )
     if stream:
         async with gateway.stream(prompt=PROMPT, max_tokens=99, stop=["\n\n"]) as response:
-            *datas, done = await all_events(response)
+            *chunks, done = await all_events(response)
         assert done == "[DONE]"
-        choices = [json.loads(data)["choices"][0] for data in datas]
+        choices = [json.loads(data)["choices"][0] for data in chunks]
     else:
         response = await gateway.post(prompt=PROMPT, max_tokens=99, stop="\n\n")
         choices = response.json()["choices"]

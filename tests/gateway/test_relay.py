@@ -193,9 +193,9 @@ async def test_a_stop_token_ends_a_stream_after_a_break_too(gateway, fleet):
         )
     )
     async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS) as response:
-        datas = await all_events(response)
-    assert tokens_of(datas) == (*EXPECTED[:3], END_TOKEN)
-    assert json.loads(datas[-2])["choices"][0]["finish_reason"] == "stop"
+        chunks = await all_events(response)
+    assert tokens_of(chunks) == (*EXPECTED[:3], END_TOKEN)
+    assert json.loads(chunks[-2])["choices"][0]["finish_reason"] == "stop"
     assert fleet.num_requests == 1
 
 
@@ -219,11 +219,11 @@ async def test_a_pool_that_dies_and_comes_back_in_mid_stream_is_not_seen(run_gat
         gateway = await stack.enter_async_context(run_gateway(workers=(address,)))
         async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS) as response:
             coming = events(response)
-            datas = [await anext(coming) for _ in range(4)]
+            chunks = [await anext(coming) for _ in range(4)]
             await first_life.aclose()
             async with listening(rank, address):
-                datas += [data async for data in coming]
-    assert tokens_of(datas) == EXPECTED
+                chunks += [data async for data in coming]
+    assert tokens_of(chunks) == EXPECTED
 
 
 async def test_a_pool_that_stays_away_is_said_with_when_to_try_again(run_gateway, fleet):

@@ -170,10 +170,10 @@ async def all_events(response):
     return [event async for event in events(response)]
 
 
-def tokens_of(datas):
+def tokens_of(chunks):
     """Tokens of a whole stream, which must have ended well."""
-    assert datas[-1] == "[DONE]", datas[-1]
-    parts = [json.loads(data) for data in datas[:-1]]
+    assert chunks[-1] == "[DONE]", chunks[-1]
+    parts = [json.loads(data) for data in chunks[:-1]]
     return tuple(
         token
         for part in parts
