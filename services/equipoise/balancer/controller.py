@@ -219,7 +219,8 @@ class PoolController:
         if lost.epoch < pool.roster.epoch and member.rank is not None:
             return ()  # It has a rank in a later epoch and will hear of it.
         opened_s = next((record.opened_s for record in pool.epochs.newest_first()), now)
-        if not pool.roster.complete and now - opened_s >= pool.policy.meet_timeout_s:
+        is_first = all(one.lost_reason is None for one in pool.roster.seated())
+        if pool.loads is None and is_first and now - opened_s >= pool.policy.meet_timeout_s:
             pool.bounds.note("meet", f"epoch {lost.epoch} was given up: {lost.reason}")
         member.lose_group(lost, now=now)
         effects: Chain = ()
@@ -258,16 +259,14 @@ class PoolController:
         return (ack, *self._drop_stray(member))
 
     def _report(self, member: Member, report: Report) -> Chain:
-        if member.left_out is not None:
-            return ()
+        if report.load.epoch < self.pool.roster.epoch:
+            return ()  # Counters are of one epoch; these rest with it.
         if member.rank is None or report.load.rank != member.rank:
             raise InvalidReportError(
                 "report_unknown_rank",
                 f"worker {member.name} reports as rank {report.load.rank}, but its rank is "
                 f"{'not dealt yet' if member.rank is None else member.rank}",
             )
-        if report.load.epoch < self.pool.roster.epoch:
-            return ()  # Counters are of one epoch; these rest with it.
         member.stats = report.stats
         layout = self.pool.layouts.nearest(report.load.generation)
         if self.pool.loads is None or layout is None:
