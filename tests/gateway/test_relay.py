@@ -185,6 +185,20 @@ async def test_a_refusal_of_the_rest_is_the_ranks_fault(gateway, fleet):
     assert await streamed(gateway) == EXPECTED
 
 
+async def test_a_refusal_of_the_rest_by_every_rank_costs_attempts(gateway, fleet):
+    for rank in fleet.ranks:
+        rank.faults.append(Fault(after=4, code=UNAVAILABLE))
+        rank.faults.extend(
+            [Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False)] * 9,
+        )
+    # The other rank's first fault breaks the stream once more.
+    async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS) as response:
+        *parts, last = await all_events(response)
+    assert tokens_of([*parts, "[DONE]"]) == EXPECTED[:8]
+    assert json.loads(last)["error"]["code"] == "attempts_exhausted"
+    assert fleet.num_requests == 4
+
+
 async def test_a_stop_token_ends_a_stream_after_a_break_too(gateway, fleet):
     fleet.fail(
         Fault(

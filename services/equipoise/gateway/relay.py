@@ -62,8 +62,9 @@ class Relay:
         """
         story = _Story(without_rank_since_s=self._ranks.now())
         while True:
+            rest = request.after(tuple(story.made))
             place = await self._ranks.place(
-                request.after(story.made),
+                rest,
                 avoid=frozenset(story.avoid),
                 is_returning=story.was_placed,
                 until_s=story.without_rank_since_s + self._policy.queue_s,
@@ -72,7 +73,7 @@ class Relay:
             story.was_placed = True
             with place:
                 try:
-                    async with aclosing(self._at(place, request.after(story.made))) as parts:
+                    async with aclosing(self._at(place, rest)) as parts:
                         async for part in parts:
                             story.made += part.tokens
                             yield part
@@ -81,12 +82,15 @@ class Relay:
                     place.full(str(full))
                 except RankLostError as lost:
                     place.lost(str(lost))
-                    self._note(story, place, request, reason=str(lost))
+                    story.avoid.add(place.address)
+                    if place.was_accepted:
+                        self._note_break(story, place, request, reason=str(lost))
                 except InvalidRequestError as refusal:
                     if not story.made:
                         raise
                     # It could be served so far: this rank differs from the others.
-                    self._note(story, place, request, reason=f"it refuses the rest: {refusal}")
+                    story.avoid.add(place.address)
+                    self._note_break(story, place, request, reason=f"it refuses: {refusal}")
 
     async def _at(self, place: Place, request: TokenRequest) -> AsyncGenerator[Made, None]:
         """One attempt at the place's rank, with its books kept."""
@@ -103,15 +107,14 @@ class Relay:
                     place.made(len(part.tokens))
                     yield part
 
-    def _note(self, story: "_Story", place: Place, request: TokenRequest, *, reason: str) -> None:
-        """Remember a break; a rank that had not taken the request is only avoided.
+    def _note_break(
+        self, story: "_Story", place: Place, request: TokenRequest, *, reason: str
+    ) -> None:
+        """Remember a break.
 
         Raises:
             AttemptsExhaustedError: it was one too many.
         """
-        story.avoid.add(place.address)
-        if not place.was_accepted:
-            return
         _log.warning(
             "%s: %s at %s broke with %d of %d tokens made: %s",
             *(request.request_id, place.name, place.address),
@@ -147,7 +150,7 @@ class _Story:
 
     without_rank_since_s: float
     was_placed: bool = False
-    made: tuple[int, ...] = ()
+    made: list[int] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
 
