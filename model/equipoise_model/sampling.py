@@ -1,0 +1,203 @@
+"""`sample`: the next token of each row of logits, by each request's `SamplingParams`.
+
+Pure functions, vectorised over a batch of requests that may all ask for something else. A row's
+result is a function of that row alone: every step works along rows, and chance comes from
+`sampling_draws`, keyed by the request's seed and the token's position.
+
+The order is that of Hugging Face: penalties, temperature, top-k, top-p, min-p.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise_model.sampling_draws import uniforms
+from equipoise_model.sampling_params import SamplingError, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRow:
+    """The request that a row of logits belongs to, and its tokens so far."""
+
+    params: SamplingParams
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Place of the token to come, the same if output is fed again as prompt."""
+        return len(self.prompt) + len(self.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """A token, the log of its probability, and the most likely tokens with theirs.
+
+    Logarithms are natural and of the model's own distribution, before penalties and temperature.
+    `top` is empty unless `logprobs` asks for it; it falls, the lower token first among equals.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@torch.no_grad()
+def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Choose a token for each row of logits [S, V], on any device.
+
+    Raises:
+        SamplingError: logits of a row are NaN or infinite, so a weight or a step is damaged.
+    """
+    assert logits_SV.shape[0] == len(rows)
+    if not rows:
+        return []
+    logits_SV = logits_SV.float()
+    log_peak_S = _log_peaks(logits_SV)
+    penalized_SV = penalize(logits_SV, rows)
+    tokens_S = penalized_SV.argmax(dim=-1)
+    drawn = [row for row, one in enumerate(rows) if not one.params.greedy]
+    if drawn:
+        of_drawn = [rows[row] for row in drawn]
+        numbers = uniforms([r.params.seed for r in of_drawn], [r.position for r in of_drawn])
+        probabilities_RV = _probabilities(penalized_SV[drawn], [r.params for r in of_drawn])
+        tokens_S[drawn] = draw(probabilities_RV, torch.from_numpy(numbers))
+    return _described(logits_SV, tokens_S, rows=rows, log_peak_S=log_peak_S)
+
+
+@torch.no_grad()
+def probabilities(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """What `sample` draws from: float32 [S, V], rows that sum to 1; greedy rows have a single 1."""
+    assert logits_SV.shape[0] == len(rows)
+    return _probabilities(penalize(logits_SV.float(), rows), [row.params for row in rows])
+
+
+def draw(probabilities_SV: Tensor, numbers_S: Tensor) -> Tensor:
+    """The token, int64 [S], at which each row's probabilities add up to more than a number.
+
+    `numbers_S` are float64 in [0, 1). Rows need not sum to 1. A token of probability 0 is never
+    drawn.
+    """
+    sums_SV = probabilities_SV.double().cumsum(dim=-1)
+    total_S = sums_SV[:, -1]
+    below_S = torch.nextafter(total_S, torch.zeros_like(total_S))
+    goal_S = torch.minimum(numbers_S.to(total_S.device) * total_S, below_S)
+    return torch.searchsorted(sums_SV, goal_S.unsqueeze(-1), right=True).squeeze(-1)
+
+
+def penalize(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Logits after the penalties of tokens so far; the same tensor if no row asks for any."""
+    chosen = [row for row, one in enumerate(rows) if one.params.penalizes]
+    if not chosen:
+        return logits_SV
+    logits_RV = logits_SV[chosen]
+    in_output_RV = _counts([rows[row].output for row in chosen], like=logits_RV)
+    seen_RV = in_output_RV + _counts([rows[row].prompt for row in chosen], like=logits_RV)
+    column = _Columns([rows[row].params for row in chosen], like=logits_RV)
+    factor_R1 = column("repetition_penalty")
+    repeated_RV = torch.where(logits_RV > 0, logits_RV / factor_R1, logits_RV * factor_R1)
+    logits_RV = torch.where(seen_RV > 0, repeated_RV, logits_RV)
+    logits_RV = logits_RV - column("frequency_penalty") * in_output_RV
+    logits_RV = logits_RV - column("presence_penalty") * (in_output_RV > 0)
+    return logits_SV.index_copy(0, torch.tensor(chosen, device=logits_SV.device), logits_RV)
+
+
+class _Columns:
+    """One number of every request, as a column beside rows of logits."""
+
+    def __init__(self, params: Sequence[SamplingParams], *, like: Tensor) -> None:
+        self._params = params
+        self._like = like
+
+    def __call__(self, name: str) -> Tensor:
+        values = [float(getattr(one, name)) for one in self._params]
+        return torch.tensor(values, dtype=self._like.dtype, device=self._like.device).unsqueeze(-1)
+
+
+def _counts(tokens: Sequence[Sequence[int]], *, like: Tensor) -> Tensor:
+    """How often each row has each token, of the shape and dtype of `like`."""
+    flat = torch.tensor([token for row in tokens for token in row], dtype=torch.int64)
+    owner = torch.tensor(
+        [row for row, of_row in enumerate(tokens) for _ in of_row], dtype=torch.int64
+    )
+    counts = torch.zeros_like(like)
+    places = (owner.to(like.device), flat.to(like.device))
+    return counts.index_put_(places, torch.ones_like(like[0, 0]), accumulate=True)
+
+
+def _probabilities(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    column = _Columns(params, like=logits_SV)
+    greedy_S1 = torch.tensor([[one.greedy] for one in params], device=logits_SV.device)
+    # Less the largest first: a low temperature must not make infinities of large logits.
+    below_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
+    below_SV = below_SV / torch.where(greedy_S1, 1.0, column("temperature"))
+    below_SV = _without_unlikely(below_SV, params)
+    # Of logarithms that end at 0, so the share of the largest is a bound.
+    least = [[math.log(one.min_p) if one.min_p > 0 else -math.inf] for one in params]
+    below_SV = below_SV.masked_fill(
+        below_SV < torch.tensor(least, device=below_SV.device), -math.inf
+    )
+    only_best_SV = torch.zeros_like(below_SV).scatter(
+        1, logits_SV.argmax(dim=-1, keepdim=True), 1.0
+    )
+    return torch.where(greedy_S1, only_best_SV, below_SV.softmax(dim=-1))
+
+
+def _without_unlikely(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Minus infinity for what top-k and top-p leave out; only rows that ask are sorted."""
+    chosen = [row for row, one in enumerate(params) if one.top_k > 0 or one.top_p < 1]
+    if not chosen:
+        return logits_SV
+    device, num_tokens = logits_SV.device, logits_SV.shape[1]
+    ask = [params[row] for row in chosen]
+    sorted_RV, order_RV = logits_SV[chosen].sort(dim=-1, descending=True, stable=True)
+    most_R1 = torch.tensor([[one.top_k or num_tokens] for one in ask], device=device)
+    out_RV = torch.arange(num_tokens, device=device) >= most_R1
+    shares_RV = sorted_RV.masked_fill(out_RV, -math.inf).softmax(dim=-1).double()
+    # Sums may pass 1 by rounding, so a share of 1 has no bound at all.
+    bounds = [[one.top_p if one.top_p < 1 else math.inf] for one in ask]
+    bound_R1 = torch.tensor(bounds, dtype=torch.float64, device=device)
+    out_RV |= shares_RV.cumsum(dim=-1) - shares_RV >= bound_R1
+    out_RV = torch.zeros_like(out_RV).scatter(1, order_RV, out_RV)
+    kept_RV = logits_SV[chosen].masked_fill(out_RV, -math.inf)
+    return logits_SV.index_copy(0, torch.tensor(chosen, device=device), kept_RV)
+
+
+def _log_peaks(logits_SV: Tensor) -> list[float]:
+    """The log of the largest probability of each row.
+
+    From it all others follow by subtraction. Logarithms are taken one by one: those of a whole
+    tensor are rounded in ways that depend on where in it they lie.
+    """
+    peaks = logits_SV.softmax(dim=-1).amax(dim=-1).tolist()
+    for row, peak in enumerate(peaks):
+        if not peak > 0:
+            raise SamplingError(
+                f"logits of row {row} are NaN or infinite: a weight or a step is damaged"
+            )
+    return [math.log(peak) for peak in peaks]
+
+
+def _described(
+    logits_SV: Tensor,
+    tokens_S: Tensor,
+    *,
+    rows: Sequence[SamplingRow],
+    log_peak_S: Sequence[float],
+) -> list[SampledToken]:
+    """Tokens with their logarithms, and the most likely ones of rows that ask for them."""
+    largest_S1 = logits_SV.amax(dim=-1, keepdim=True)
+    below_S = (logits_SV.gather(1, tokens_S.unsqueeze(-1)) - largest_S1).squeeze(-1).tolist()
+    sampled = []
+    for row, (token, below) in enumerate(zip(tokens_S.tolist(), below_S, strict=True)):
+        top: tuple[tuple[int, float], ...] = ()
+        if num_top := rows[row].params.logprobs:
+            values_V, order_V = logits_SV[row].sort(descending=True, stable=True)
+            below_K = (values_V[:num_top] - values_V[0]).tolist()
+            ids = order_V[:num_top].tolist()
+            top = tuple((i, b + log_peak_S[row]) for i, b in zip(ids, below_K, strict=True))
+        sampled.append(SampledToken(token=token, logprob=below + log_peak_S[row], top=top))
+    return sampled

@@ -1,0 +1,118 @@
+"""`SamplingParams`: how a request's tokens are chosen and when they end, checked as it is built."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+
+Finish = Literal["stop", "length"]
+
+
+class SamplingError(ValueError):
+    """Parameters out of range, or logits that are no numbers; the message names which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What a request asks for; the defaults sample from the model's own distribution.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy, the most likely token, the lowest of several.
+        top_k: the most likely tokens that may be drawn; 0 is all.
+        top_p: the share of probability, among the top k, that the most likely tokens which may be
+            drawn reach together (arXiv 1904.09751); never fewer than one token.
+        min_p: the least probability of a token that may be drawn, as a share of the most likely
+            one's (arXiv 2407.01082).
+        repetition_penalty: divides positive and multiplies negative logits of tokens that prompt
+            or output have (arXiv 1909.05858).
+        presence_penalty: subtracted from the logits of tokens that the output has.
+        frequency_penalty: the same, for every time that the output has them.
+        seed: 64 bits. The same seed and position draw the same, whatever else is in the batch;
+            whoever wants another text each time chooses another seed.
+        max_tokens: tokens of the output at most.
+        stop_tokens: tokens that end the output and are part of it.
+        stop: texts that end the output and are not part of it; see `sampling_stops`.
+        logprobs: None, or how many of the most likely tokens are told with each token, from 0.
+
+    Raises:
+        SamplingError: a value is out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    stop_tokens: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _FLOATS:
+            value = getattr(self, name)
+            good = type(value) in {int, float} and math.isfinite(value)
+            _require(good, name, value, "a finite number")
+        for name in _INTS:
+            _require(type(getattr(self, name)) is int, name, getattr(self, name), "a whole number")
+        _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (all tokens) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        penalty = self.repetition_penalty
+        _require(penalty > 0, "repetition_penalty", penalty, "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2")
+        _require(0 <= self.seed < 1 << 64, "seed", self.seed, "from 0 to 2^64 - 1")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        self._check_ends()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, without a draw."""
+        return self.temperature == 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens so far change the logits."""
+        changes = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return changes or self.repetition_penalty != 1
+
+    def finish(self, token: int, *, num_tokens: int) -> Finish | None:
+        """Why the output ends with a token that is its `num_tokens`-th, or None."""
+        if token in self.stop_tokens:
+            return "stop"
+        return "length" if num_tokens >= self.max_tokens else None
+
+    def _check_ends(self) -> None:
+        tokens = self.stop_tokens
+        good = isinstance(tokens, tuple) and all(type(t) is int and t >= 0 for t in tokens)
+        _require(good, "stop_tokens", tokens, "a tuple of token numbers")
+        texts = self.stop
+        good = isinstance(texts, tuple) and all(isinstance(t, str) and t for t in texts)
+        _require(good, "stop", texts, "a tuple of texts that are not empty")
+        _require(len(texts) <= MAX_STOPS, "stop", texts, f"at most {MAX_STOPS} texts")
+        if self.logprobs is not None:
+            good = type(self.logprobs) is int and 0 <= self.logprobs <= MAX_LOGPROBS
+            _require(good, "logprobs", self.logprobs, f"null or from 0 to {MAX_LOGPROBS}")
+
+
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_INTS = ("top_k", "seed", "max_tokens")
+
+
+def _require(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise SamplingError(f"{name} = {value!r} is out of range: it must be {wanted}")
