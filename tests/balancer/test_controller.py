@@ -136,8 +136,8 @@ def test_balanced_traffic_is_left_alone_with_a_reason(serving_bench):
 
 
 def test_a_plan_of_many_layers_goes_out_in_waves_one_at_a_time(make_bench, skewed):
-    # One rank may stage ten experts: about a layer a wave.
-    bench = make_bench(policy=Policy(interval_s=10.0, min_tokens=100.0, max_wave_bytes=10_000))
+    # Less than any layer needs: each goes out in a wave of its own.
+    bench = make_bench(policy=Policy(interval_s=10.0, min_tokens=100.0, max_wave_bytes=1))
     bench.serve()
     bench.run_traffic(skewed(1), seconds=10, carry_out=False)
     assert bench.pool.rollouts.waves_left == 2
