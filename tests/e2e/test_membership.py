@@ -19,7 +19,7 @@ from equipoise_model.generate import greedy
 
 pytestmark = pytest.mark.e2e
 
-BOUND_S = 60.0
+BOUND_S = 100.0
 RESUME_S = 10.0
 """What the project promises: tokens flow again this long after a rank was lost."""
 
@@ -96,7 +96,13 @@ class Pool:
         state = self._folder / "state.sqlite"
         await self.fleet.start(
             "balancer",
-            ["balancer", f"--listen={self.address}", f"--store={state}", "--interval-s=2"],
+            [
+                "balancer",
+                f"--listen={self.address}",
+                f"--store={state}",
+                "--interval-s=2",
+                "--min-tokens=100",
+            ],
         )
 
     async def start_worker(self, name):

@@ -27,6 +27,7 @@ _HEALTH_STYLES = {
     status_pb2.POOL_HEALTH_SERVING: "green",
     status_pb2.POOL_HEALTH_WAITING: "yellow",
     status_pb2.POOL_HEALTH_DEGRADED: "red",
+    status_pb2.POOL_HEALTH_DOWN: "red",
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.cover import cover
-from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.layout import ExpertTable, Layout, contiguous_layout
 from equipoise.planning.load import Load
 from equipoise.planning.moves import NOTHING, Checksums, Move, moves_into
 from equipoise.planning.planner import plan
@@ -44,7 +44,7 @@ def recover(
         and committed.slots_of_rank == topology.slots_of_rank
     )
     if committed is None or (not fits and all(table is None for table in held)):
-        placed = plan(load, model=model, topology=topology).expert_of_slot
+        placed = _from_nothing(load, model=model, topology=topology)
     else:
         table = _side_by_side(held, topology, committed.expert_of_slot if fits else None, model)
         for layer in range(model.num_layers):
@@ -79,6 +79,18 @@ def recovery_moves(
         if table is not None:
             before[:, first_slot[rank] : first_slot[rank + 1]] = table
     return moves_into(before, target, topology=topology, checksums=checksums)
+
+
+def _from_nothing(load: Load, *, model: ModelShape, topology: Topology) -> ExpertTable:
+    """A placement for workers that hold nothing; without a load, the one pools start with."""
+    if not load.any() and topology.has_equal_slots:
+        return contiguous_layout(
+            num_layers=model.num_layers,
+            num_experts=model.num_experts,
+            num_ranks=topology.num_ranks,
+            slots_per_rank=topology.slots_per_rank,
+        ).expert_of_slot
+    return plan(load, model=model, topology=topology).expert_of_slot
 
 
 def _side_by_side(
