@@ -4,6 +4,7 @@ import pkgutil
 import numpy as np
 
 import equipoise.planning
+from equipoise.planning.compiled import compiled
 from equipoise.planning.layout import Layout
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
@@ -27,6 +28,15 @@ def test_after_warming_up_a_plan_compiles_nothing():
         plan(loads[1], current=current, samples=1e6, **chosen)
         plan(loads[1], current=current, exclude_ranks=frozenset({1}), **chosen)
     assert signatures() == before
+
+
+def test_without_a_folder_for_the_cache_functions_compile_all_the_same():
+    namespace = {}
+    # A function without a source file has no folder to be cached in.
+    exec("def double(value):\n    return 2 * value", namespace)  # noqa: S102
+    double = compiled(namespace["double"])
+    assert double(21) == 42
+    assert double.nopython_signatures
 
 
 def signatures():

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled
+from equipoise.planning.compiled import compiled, part
 from equipoise.planning.load import Load
 
 Weights = npt.NDArray[np.float64]
@@ -38,7 +38,7 @@ def _upper_bounds(load: Weights, num_slots: int, num_ranks: int) -> Weights:
     return bounds
 
 
-@compiled
+@part
 def _fits(load: Weights, busiest: float, num_slots: int, num_ranks: int) -> bool:
     needed = 0
     for expert in range(len(load)):

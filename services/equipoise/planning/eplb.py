@@ -10,7 +10,7 @@ planner's work, and so is making them better.
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled
+from equipoise.planning.compiled import compiled, part
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load
 
@@ -103,7 +103,7 @@ def _pack_rows(weight: Weights, room: Indices) -> Indices:
     return packed
 
 
-@compiled
+@part
 def _replicate(load: Weights, num_slots: int) -> tuple[Indices, Weights]:
     """Give every spare slot to the expert whose replicas carry most.
 
@@ -127,7 +127,7 @@ def _replicate(load: Weights, num_slots: int) -> tuple[Indices, Weights]:
     return of_slot, (load / num_replicas)[of_slot]
 
 
-@compiled
+@part
 def _pack(weight: Weights, room: Indices) -> Indices:
     """Deal items, heaviest first, each into the lightest pack with room.
 
@@ -157,7 +157,7 @@ def _pack(weight: Weights, room: Indices) -> Indices:
     return packed
 
 
-@compiled
+@part
 def _sift_down(key: Weights, index: Indices, start: int, size: int) -> None:
     """Restore a heap of (key, index), least first, after its entry at `start` grew."""
     if start >= size:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled
+from equipoise.planning.compiled import compiled, part
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load
 
@@ -117,7 +117,7 @@ def _refine_layers(
         _refine(layer, work)
 
 
-@compiled
+@part
 def _separate(layer: _Layer, work: int) -> int:
     """Swap replicas off nodes that hold too many of their expert; how many pairs were compared.
 
@@ -149,7 +149,7 @@ def _separate(layer: _Layer, work: int) -> int:
     return spent
 
 
-@compiled
+@part
 def _may_join(layer: _Layer, expert: int, here: int, there: int) -> bool:
     """Whether a replica may go from one rank to another without meeting its like."""
     from_node, to_node = layer.node_of_rank[here], layer.node_of_rank[there]
@@ -158,7 +158,7 @@ def _may_join(layer: _Layer, expert: int, here: int, there: int) -> bool:
     return not _holds(layer, there, expert)
 
 
-@compiled
+@part
 def _swap(layer: _Layer, own: int, other: int) -> None:
     slots, here, there = layer.slots, layer.rank_of_slot[own], layer.rank_of_slot[other]
     difference = layer.share[slots[own]] - layer.share[slots[other]]
@@ -171,7 +171,7 @@ def _swap(layer: _Layer, own: int, other: int) -> None:
     layer.num_on_node[slots[other], layer.node_of_rank[there]] += 1
 
 
-@compiled
+@part
 def _refine(layer: _Layer, work: int) -> None:
     slots, carried = layer.slots, layer.carried
     enough = _enough(layer)
@@ -198,7 +198,7 @@ def _refine(layer: _Layer, work: int) -> None:
         _weigh_ranks(layer)
 
 
-@compiled
+@part
 def _recount(layer: _Layer, expert: int, node: int, by: int) -> None:
     """Note that an expert has `by` more replicas, on one node."""
     num_nodes = layer.num_on_node.shape[1]
@@ -208,14 +208,14 @@ def _recount(layer: _Layer, expert: int, node: int, by: int) -> None:
     layer.most_on_node[expert] = (layer.num_replicas[expert] + num_nodes - 1) // num_nodes
 
 
-@compiled
+@part
 def _weigh_ranks(layer: _Layer) -> None:
     layer.carried[:] = 0.0
     for slot in range(len(layer.slots)):
         layer.carried[layer.rank_of_slot[slot]] += layer.share[layer.slots[slot]]
 
 
-@compiled
+@part
 def _enough(layer: _Layer) -> Weights:
     """The load at which a rank of each block needs no relief, [blocks]."""
     num_blocks = layer.block_of_rank.max() + 1
@@ -227,7 +227,7 @@ def _enough(layer: _Layer) -> Weights:
     return enough
 
 
-@compiled
+@part
 def _best_swap(layer: _Layer, busiest: int) -> tuple[int, int, int]:
     """The busiest rank's slot and another's to swap, or -1; and how many pairs were compared.
 
@@ -264,7 +264,7 @@ def _best_swap(layer: _Layer, busiest: int) -> tuple[int, int, int]:
     return own, other, spent
 
 
-@compiled
+@part
 def _lightest_beside(layer: _Layer, busiest: int) -> int:
     """The least loaded other rank of the busiest one's block, or -1."""
     lightest = -1
@@ -278,7 +278,7 @@ def _lightest_beside(layer: _Layer, busiest: int) -> int:
     return lightest
 
 
-@compiled
+@part
 def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
     """An expert of the busiest rank and the slot for one more replica, or -1; and pairs compared.
 
@@ -318,7 +318,7 @@ def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
     return chosen, other, spent
 
 
-@compiled
+@part
 def _best_relief(layer: _Layer, busiest: int) -> tuple[int, int, int]:
     """A replica for the busiest rank to give up and the expert to take, or -1; and pairs compared.
 
@@ -350,7 +350,7 @@ def _best_relief(layer: _Layer, busiest: int) -> tuple[int, int, int]:
     return chosen, other, spent
 
 
-@compiled
+@part
 def _may_arise(layer: _Layer, expert: int, rank: int) -> bool:
     """Whether one replica more of an expert may be on a rank."""
     num_nodes = layer.num_on_node.shape[1]
@@ -360,7 +360,7 @@ def _may_arise(layer: _Layer, expert: int, rank: int) -> bool:
     )
 
 
-@compiled
+@part
 def _busiest_holders(layer: _Layer, besides: int) -> tuple[Indices, Indices]:
     """The most and the next loaded rank that hold each expert, besides one; [experts], or -1."""
     carried = layer.carried
@@ -378,7 +378,7 @@ def _busiest_holders(layer: _Layer, besides: int) -> tuple[Indices, Indices]:
     return first, second
 
 
-@compiled
+@part
 def _holds(layer: _Layer, rank: int, expert: int) -> bool:
     for slot in range(layer.first_slot[rank], layer.first_slot[rank + 1]):
         if layer.slots[slot] == expert:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled
+from equipoise.planning.compiled import compiled, part
 
 Indices = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
@@ -105,7 +105,7 @@ def relieve(
     return Path(steps[:count], busiest[: count + 1], moves[: count + 1], off_home[: count + 1])
 
 
-@compiled
+@part
 def _start(start: Slots, load: Weights, ground: Ground) -> _Layer:
     layer = _Layer(
         start,
@@ -121,7 +121,7 @@ def _start(start: Slots, load: Weights, ground: Ground) -> _Layer:
     return layer
 
 
-@compiled
+@part
 def _weigh(layer: _Layer) -> None:
     """Count replicas and weigh ranks anew."""
     ground = layer.ground
@@ -137,23 +137,23 @@ def _weigh(layer: _Layer) -> None:
         layer.carried[ground.rank_of_slot[slot]] += layer.share[layer.slots[slot]]
 
 
-@compiled
+@part
 def _off_home(layer: _Layer) -> float:
     total: float = (layer.share * layer.num_off_home).sum()
     return total
 
 
-@compiled
+@part
 def _is_off_home(ground: Ground, expert: int, rank: int) -> int:
     return 1 if ground.node_of_rank[rank] != ground.home_of_expert[expert] else 0
 
 
-@compiled
+@part
 def _excess(load: float, threshold: float) -> float:
     return load - threshold if load > threshold else 0.0
 
 
-@compiled
+@part
 def _best_copy(layer: _Layer, threshold: float) -> tuple[float, int, int]:
     """The slot to overwrite and the expert to put there, and the excess removed per cost.
 
@@ -192,7 +192,7 @@ def _best_copy(layer: _Layer, threshold: float) -> tuple[float, int, int]:
     return best, chosen_slot, chosen
 
 
-@compiled
+@part
 def _least_cost(layer: _Layer, slot: int) -> float:
     """What changing a slot costs at least."""
     ground = layer.ground
@@ -201,7 +201,7 @@ def _least_cost(layer: _Layer, slot: int) -> float:
     return ground.cost_of_move
 
 
-@compiled
+@part
 def _effects_of_one_replica(layer: _Layer, threshold: float) -> tuple[Weights, Weights]:
     """Excess that one replica more of each expert removes, and one less adds; [experts]."""
     falls, rises = np.zeros(len(layer.load)), np.zeros(len(layer.load))
@@ -216,7 +216,7 @@ def _effects_of_one_replica(layer: _Layer, threshold: float) -> tuple[Weights, W
     return falls, rises
 
 
-@compiled
+@part
 def _best_swap(layer: _Layer, threshold: float, best: float) -> tuple[float, int, int]:
     """Two slots whose swap removes more excess per cost than `best`, and how much; or -1."""
     ground, carried = layer.ground, layer.carried
@@ -253,7 +253,7 @@ def _best_swap(layer: _Layer, threshold: float, best: float) -> tuple[float, int
     return best, own, other
 
 
-@compiled
+@part
 def _least_cost_of_ranks(layer: _Layer) -> Weights:
     """What changing one slot of each rank costs at least, [ranks]; of a swap half the least."""
     least = np.full(len(layer.carried), np.inf)
@@ -264,7 +264,7 @@ def _least_cost_of_ranks(layer: _Layer) -> Weights:
     return np.where(least > quarter, least, quarter / 2)
 
 
-@compiled
+@part
 def _cost_of_copy(layer: _Layer, threshold: float, slot: int, expert: int) -> float:
     ground, spared = layer.ground, layer.slots[slot]
     cost = ground.cost_of_move * _new_moves(layer, slot, expert)
@@ -282,7 +282,7 @@ def _cost_of_copy(layer: _Layer, threshold: float, slot: int, expert: int) -> fl
     return max(cost, ground.cost_of_move / 4)
 
 
-@compiled
+@part
 def _cost_of_swap(layer: _Layer, threshold: float, mine: int, theirs: int) -> float:
     ground = layer.ground
     one, two = layer.slots[mine], layer.slots[theirs]
@@ -296,14 +296,14 @@ def _cost_of_swap(layer: _Layer, threshold: float, mine: int, theirs: int) -> fl
     return max(cost, ground.cost_of_move / 4)
 
 
-@compiled
+@part
 def _new_moves(layer: _Layer, slot: int, expert: int) -> int:
     """How many slots more differ from the start if `slot` takes `expert`: -1, 0 or 1."""
     was_moved = layer.slots[slot] != layer.start[slot]
     return (1 if layer.start[slot] != expert else 0) - (1 if was_moved else 0)
 
 
-@compiled
+@part
 def _holds(layer: _Layer, rank: int, expert: int) -> bool:
     for slot in range(layer.ground.first_slot[rank], layer.ground.first_slot[rank + 1]):
         if layer.slots[slot] == expert:

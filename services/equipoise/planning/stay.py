@@ -7,7 +7,7 @@ a rank. Neither changes the balance; both change how many bytes move.
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled
+from equipoise.planning.compiled import compiled, part
 from equipoise.planning.layout import ExpertTable
 
 Indices = npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ def _match_layers(table: Slots, held: Slots, bounds: Indices, num_experts: int) 
                 table[layer, bounds[place] + position] = wanted[bounds[block] + position]
 
 
-@compiled
+@part
 def _match(wanted: Slots, held: Slots, bounds: Indices, num_experts: int) -> Indices:
     """Which block of `wanted` each place gets, most experts in common first, [blocks].
 
@@ -91,7 +91,7 @@ def _match(wanted: Slots, held: Slots, bounds: Indices, num_experts: int) -> Ind
     return block_of_place
 
 
-@compiled
+@part
 def _most_like(
     experts: Slots, holders: tuple[Indices, Indices], common: Indices, size_of_free: Indices
 ) -> tuple[int, int]:
@@ -118,7 +118,7 @@ def _most_like(
     return best, most
 
 
-@compiled
+@part
 def _blocks_of_experts(wanted: Slots, bounds: Indices, num_experts: int) -> tuple[Indices, Indices]:
     """Blocks that hold each expert: those of expert e lie from first[e] to first[e + 1]."""
     first = np.zeros(num_experts + 2, dtype=np.int64)

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled
+from equipoise.planning.compiled import compiled, part
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load
 
@@ -53,7 +53,7 @@ def _repair_layers(table: Slots, load: Weights, first_slot: Indices, allowed: in
                 _remove_twin(table[layer], load[layer], first_slot, own, allowed)
 
 
-@compiled
+@part
 def _find_twin(slots: Slots, first_slot: Indices, rank: int, allowed: int) -> int:
     """The first slot of a rank whose expert has too many copies there, or -1."""
     if first_slot[rank + 1] - first_slot[rank] <= allowed:
@@ -64,7 +64,7 @@ def _find_twin(slots: Slots, first_slot: Indices, rank: int, allowed: int) -> in
     return -1
 
 
-@compiled
+@part
 def _remove_twin(slots: Slots, load: Weights, first_slot: Indices, own: int, allowed: int) -> None:
     """Give the twin in slot `own` to another rank, or its slot to another expert."""
     rank = int(np.searchsorted(first_slot, own, side="right")) - 1
@@ -103,7 +103,7 @@ def _remove_twin(slots: Slots, load: Weights, first_slot: Indices, own: int, all
     slots[own] = heir
 
 
-@compiled
+@part
 def _carried(slots: Slots, share: Weights, first_slot: Indices, rank: int) -> float:
     total = 0.0
     for slot in range(first_slot[rank], first_slot[rank + 1]):
@@ -111,7 +111,7 @@ def _carried(slots: Slots, share: Weights, first_slot: Indices, rank: int) -> fl
     return total
 
 
-@compiled
+@part
 def _count(slots: Slots, first_slot: Indices, rank: int, expert: int) -> int:
     count = 0
     for slot in range(first_slot[rank], first_slot[rank + 1]):
