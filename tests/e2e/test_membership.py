@@ -32,6 +32,7 @@ class Traffic:
 
     def __init__(self, addresses):
         self._addresses = list(addresses)
+        self._generations = {}
         self.times = []
         self.resent = 0
         self.finished = []
@@ -67,6 +68,10 @@ class Traffic:
             )
             async for response in call:
                 tokens += response.tokens
+                step = (response.epoch, response.step)
+                assert self._generations.setdefault(step, response.generation) == (
+                    response.generation
+                ), "no step runs in two generations"
                 self.times.append(time.monotonic())
 
     async def run(self, number):

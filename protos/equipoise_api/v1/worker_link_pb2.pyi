@@ -559,7 +559,7 @@ class LoadReport(_message.Message):
     generation began on this boot. Padding and dummy tokens do not count.
     """
     steps: _builtins.int
-    """Forward steps taken by this rank since boot."""
+    """Forward steps taken by this rank in this epoch."""
     tokens_processed: _builtins.int
     """Tokens run through the model on this rank since boot (prompt and generated)."""
     median_step_us: _builtins.int

@@ -53,8 +53,9 @@ class Switch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What a step gave to the world, and the generation it ran in."""
+    """What a step gave to the world, and the epoch and generation it ran in."""
 
+    epoch: int
     step: int
     generation: int
     emissions: tuple[Emission, ...]
@@ -227,6 +228,7 @@ class Engine:
         if emissions or switch:
             self._publish(
                 StepResult(
+                    epoch=self._epoch,
                     step=self._num_steps,
                     generation=self.generation,
                     emissions=emissions,

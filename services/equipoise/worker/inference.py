@@ -26,6 +26,7 @@ _FINISH = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Token:
     emission: Emission
+    epoch: int
     step: int
     generation: int
 
@@ -79,7 +80,12 @@ class InferenceService(pb_grpc.InferenceServicer):
             stream = self._streams.get(emission.key)
             if stream is not None:
                 stream.put_nowait(
-                    _Token(emission=emission, step=result.step, generation=result.generation)
+                    _Token(
+                        emission=emission,
+                        epoch=result.epoch,
+                        step=result.step,
+                        generation=result.generation,
+                    )
                 )
 
     # A coroutine that writes, not a generator: its clean-up runs the moment the client goes away.
@@ -177,4 +183,5 @@ def _response(tokens: list[_Token]) -> pb.GenerateResponse:
         finish_reason=_FINISH[last.emission.finish],
         generation=last.generation,
         step=last.step,
+        epoch=last.epoch,
     )
