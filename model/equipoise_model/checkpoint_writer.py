@@ -86,6 +86,8 @@ def write(
     shards = _deal(specs, max_bytes=max_shard_bytes or total)
     files = _file_names(len(shards))
     path.mkdir(parents=True, exist_ok=True)
+    for unfinished in path.glob("*.safetensors.new"):
+        unfinished.unlink()
     done = 0
     for names, file in zip(shards, files, strict=True):
         with (path / f"{file}.new").open("wb") as stream:
