@@ -33,7 +33,7 @@ def test_after_warming_up_a_plan_compiles_nothing():
 def test_without_a_folder_for_the_cache_functions_compile_all_the_same():
     namespace = {}
     # A function without a source file has no folder to be cached in.
-    exec("def double(value):\n    return 2 * value", namespace)  # noqa: S102
+    exec("def double(value):\n    return 2 * value", namespace)
     double = compiled(namespace["double"])
     assert double(21) == 42
     assert double.nopython_signatures
