@@ -162,6 +162,14 @@ def test_a_newcomer_beside_a_gap_waits_for_the_others_to_notice_up_to_the_bound(
     assert opening.bound == "reform"
 
 
+def test_a_newcomer_waits_for_ranks_that_a_new_balancer_has_not_heard_of():
+    pool = [*workers(SERVING, 3), worker("w-4", NEW)]
+    opening = decide(*pool, now=4.9, unheard=frozenset({"w-3"}))
+    assert not opening.workers
+    assert "w-3 was not heard of yet" in opening.reason
+    assert len(decide(*pool, now=5.0, unheard=frozenset({"w-3"})).workers) == 4
+
+
 # A balancer that was restarted -------------------------------------------------------------------
 
 

@@ -104,7 +104,7 @@ def next_epoch(
     pool = _sorted_out(candidates)
     opening = _without_ranks(
         pool, num_ranks=num_ranks, unheard=unheard, policy=policy, now=now
-    ) or _beside_ranks(pool, is_rolling_out=is_rolling_out, policy=policy, now=now)
+    ) or _beside_ranks(pool, unheard=unheard, is_rolling_out=is_rolling_out, policy=policy, now=now)
     num_slots = len(opening.workers) * slots_per_rank
     if opening.workers and num_slots < num_experts:
         needed = -(-num_experts // slots_per_rank)
@@ -159,14 +159,16 @@ def _without_ranks(
     )
 
 
-def _beside_ranks(pool: _Pool, *, is_rolling_out: bool, policy: Policy, now: float) -> Opening:
+def _beside_ranks(
+    pool: _Pool, *, unheard: frozenset[str], is_rolling_out: bool, policy: Policy, now: float
+) -> Opening:
     """Some are bound to the present epoch."""
     if pool.survivors:
         return _after_a_loss(pool, policy=policy, now=now)
     if pool.joining and pool.missing:
         return _open(pool, f"{_faults(pool.missing)}, before all ranks served")
-    if pool.new and pool.missing:
-        return _beside_a_gap(pool, policy=policy, now=now)
+    if pool.new and (pool.missing or unheard):
+        return _beside_a_gap(pool, unheard=unheard, policy=policy, now=now)
     return _growing(pool, is_rolling_out=is_rolling_out, policy=policy, now=now)
 
 
@@ -188,13 +190,14 @@ def _after_a_loss(pool: _Pool, *, policy: Policy, now: float) -> Opening:
     )
 
 
-def _beside_a_gap(pool: _Pool, *, policy: Policy, now: float) -> Opening:
+def _beside_a_gap(pool: _Pool, *, unheard: frozenset[str], policy: Policy, now: float) -> Opening:
     """A rank is gone and its peers did not say that their group is over.
 
     Perhaps only its stream broke, and it comes back; perhaps they are about to notice.
     """
     waited_s = now - max(candidate.since_s for candidate in (*pool.new, *pool.missing))
-    faults = _faults(pool.missing)
+    unknown = [f"{name} was not heard of yet" for name in sorted(unheard)]
+    faults = "; ".join(filter(None, (_faults(pool.missing), *unknown)))
     if waited_s < policy.reform_timeout_s:
         return Opening(
             reason=f"{_names(pool.new)} waits for a rank: {faults}, and the others are given "
