@@ -19,7 +19,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
-from equipoise.planning.warm import warm_up
+from equipoise.planning.warm_up import warm_up
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1200)]
 REPEATS = 15

@@ -5,6 +5,7 @@ import importlib
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -18,6 +19,10 @@ from equipoise.balancer.server import serving
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.balancer.sqlite_store import SqliteStore
 from equipoise.balancer.store import Store, StoreError
+from equipoise.planning.warm_up import warm_up
+
+_QUICK_S = 3.0
+"""Loading the compiled planner takes less; compiling it more, and then it is worth a word."""
 
 _log = logging.getLogger("equipoise.balancer")
 
@@ -42,6 +47,9 @@ async def _serve(settings: BalancerSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    await _until_compiled(stop)
+    if stop.is_set():
+        return
     async with AsyncExitStack() as opened:
         store = _open_store(settings)
         opened.push_async_callback(_closed, store.close)
@@ -59,6 +67,32 @@ async def _serve(settings: BalancerSettings) -> None:
         ):
             await stop.wait()
             _log.info("stopping; workers serve on without a balancer")
+
+
+async def _until_compiled(stop: asyncio.Event) -> None:
+    """Have the planner compiled, or loaded from the cache, before workers rest on its answers.
+
+    The compiler holds a lock that the event loop would wait for, in the middle of serving.
+    """
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def compile_planner() -> None:
+        try:
+            warm_up()
+        finally:
+            with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+                loop.call_soon_threadsafe(done.set)
+
+    # A daemon, because a process that is told to stop must not wait for its compiler.
+    threading.Thread(target=compile_planner, name="compiler", daemon=True).start()
+    waits = [asyncio.create_task(event.wait()) for event in (done, stop)]
+    finished, _ = await asyncio.wait(waits, timeout=_QUICK_S, return_when=asyncio.FIRST_COMPLETED)
+    if not finished:
+        _log.info("compiling the planner, once after an installation: about half a minute")
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def _open_store(settings: BalancerSettings) -> Store:

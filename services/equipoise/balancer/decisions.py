@@ -25,7 +25,7 @@ def close_due_window(pool: Pool, *, now: float) -> Chain:
         assert pool.roster.shape is not None
         request = ProposalRequest(
             current=current,
-            average=loads.slow.per_second(),
+            average=loads.slow.at_risk(pool.policy.risk_z),
             window=window.load,
             shift=window.shift,
             model=pool.roster.shape.model,

@@ -15,7 +15,6 @@ from equipoise.balancer.memory import PoolMemory, recall
 from equipoise.balancer.runner import Clock, PoolRunner
 from equipoise.balancer.store import Store
 from equipoise.planning.policy import Policy
-from equipoise.planning.warm_up import warm_up
 from equipoise.wire.messages import Hello
 
 MAX_POOLS = 256
@@ -39,8 +38,6 @@ class Pools:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
     async def __aenter__(self) -> Self:
-        # The first plan would be seconds late, or half a minute right after an installation.
-        self._executor.submit(warm_up)
         for name in await self._store.pools():
             memory = await recall(self._store, name)
             self._register(name, self._runner(name, memory))

@@ -3,7 +3,7 @@
 Functions marked with them take and return NumPy arrays and numbers only, keep to one file each (the
 compiler's cache does not notice a change in another file), and hold no lock of the interpreter, so
 that a caller's threads run beside them. The first call compiles, or loads what an earlier process
-compiled: see `equipoise.planning.warm`.
+compiled: see `equipoise.planning.warm_up`.
 """
 
 from collections.abc import Callable

@@ -1,41 +1,35 @@
-"""`warm_up`: have everything compiled that a plan calls, so that the first real one is not late.
+"""`warm_up`: have the planner compiled before anybody waits for a plan.
 
 Run as a program, `python -m equipoise.planning.warm_up`, it fills the cache for later processes.
 """
 
 import numpy as np
 
-from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.layout import Layout
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
+from equipoise.planning.weighted import place_weighted
 
 
 def warm_up() -> None:
-    """Make small plans of every kind.
+    """Make a tiny plan in every way there is, so that all compiled functions are there.
 
-    The first call after an installation compiles for half a minute; later ones, in other processes
-    too, load what it left in the cache (see `compiled`) within two seconds.
+    Takes tens of seconds where no earlier process left its machine code (see
+    `equipoise.planning.compiled`), else about a second. May run in a thread beside other work: it
+    yields to others while the compiler's own machine code works.
     """
-    model = ModelShape(num_layers=2, num_experts=8, num_groups=4, expert_bytes=1)
+    model = ModelShape(num_layers=1, num_experts=8, num_groups=4, expert_bytes=1)
     topology = Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=3)
-    current = contiguous_layout(
-        num_layers=model.num_layers,
-        num_experts=model.num_experts,
-        num_ranks=topology.num_ranks,
-        slots_per_rank=topology.slots_per_rank,
-    )
-    load = np.linspace(1.0, 9.0, model.num_layers * model.num_experts) ** 2
+    load = np.array([[9.0, 1.0, 1.0, 1.0, 5.0, 4.0, 1.0, 2.0]])
     for algorithm in Algorithm:
-        for start in (None, current):
-            plan(
-                load.reshape(model.num_layers, model.num_experts),
-                model=model,
-                topology=topology,
-                current=start,
-                algorithm=algorithm,
-                samples=1e6,
-            )
+        made = plan(load, model=model, topology=topology, algorithm=algorithm)
+        layout = Layout(
+            generation=1, num_experts=8, num_ranks=4, expert_of_slot=made.expert_of_slot
+        )
+        plan(load[:, ::-1], model=model, topology=topology, current=layout, algorithm=algorithm)
+    # Six experts in eight slots of four ranks: too few redundant slots for an even split.
+    place_weighted(load[:, :6], num_slots=8, num_ranks=4)
 
 
 if __name__ == "__main__":
