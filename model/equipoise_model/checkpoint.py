@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import mmap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -164,7 +165,9 @@ class Checkpoint:
         if self.config.quantization_config is not None:
             names += tuple(name + SCALE_SUFFIX for name in names)
             dtypes = [torch.float8_e4m3fn] * 3 + [torch.float32] * 3
-        payload = torch.empty(self.config.expert_bytes, dtype=torch.uint8)
+        # Pages of its own: small objects would settle in the holes that payloads leave in a heap.
+        pages = mmap.mmap(-1, self.config.expert_bytes)
+        payload = torch.frombuffer(pages, dtype=torch.uint8)
         end = 0
         for name, dtype in zip(names, dtypes, strict=True):
             shape = self._shards[name].tensors[name].shape

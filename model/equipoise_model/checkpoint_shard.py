@@ -1,13 +1,16 @@
-"""`Shard`: one safetensors file, mapped into memory and checked as it is opened.
+"""`Shard`: one safetensors file, checked as it is opened and mapped where it is read.
 
 Owns the file format: a header of JSON behind its length, then the tensors' bytes without a gap.
-Knows nothing of models. Only bytes that are asked for are read, and pages that were read can be let
-go again, so a process that loads a few tensors of a large file stays small.
+Knows nothing of models. Only the rows that are asked for are mapped, and only as long as they are
+used, so a process that loads a few tensors of a large file stays small, and a file may be larger
+than memory.
 """
 
 import json
 import math
 import mmap
+import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,38 +51,41 @@ class StoredTensor:
 class Shard:
     """An opened file; reads may come from any thread."""
 
-    def __init__(
-        self, *, file: Path, tensors: Mapping[str, StoredTensor], mapped: mmap.mmap
-    ) -> None:
-        """Use `open`."""
+    def __init__(self, *, file: Path, tensors: Mapping[str, StoredTensor], descriptor: int) -> None:
+        """Use `open`; the descriptor is closed with the shard."""
         self.file = file
         self.tensors = tensors
-        self._mapped = mapped
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def open(cls, file: Path) -> Self:
-        """Map a file and check its header against its size.
+        """Open a file and check its header against its size.
 
         Raises:
             CheckpointError: the file is missing or damaged.
         """
         try:
             with file.open("rb") as stream:
-                tensors = _read_header(stream, size=file.stat().st_size)
-                # A private map may be written to, which spares torch a warning; nobody does.
-                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+                tensors = _read_header(stream, size=os.fstat(stream.fileno()).st_size)
+                descriptor = os.dup(stream.fileno())
         except FileNotFoundError as error:
             raise CheckpointError(f"{file} is missing: copy the checkpoint again") from error
-        except (OSError, _DamagedError) as error:
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        except _DamagedError as error:
             raise CheckpointError(f"{file} is damaged, copy it again: {error}") from error
-        return cls(file=file, tensors=tensors, mapped=mapped)
+        return cls(file=file, tensors=tensors, descriptor=descriptor)
 
     def pieces(
         self, name: str, *, max_bytes: int, multiple: int = 1
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Consecutive rows of a tensor, as views of the map that are let go behind each step.
+        """Consecutive rows of a tensor, of about `max_bytes`, in multiples of `multiple` rows.
 
-        Pieces have about `max_bytes`, in multiples of `multiple` rows; a view must not be kept.
+        Each is mapped from the file for as long as somebody holds it.
+
+        Raises:
+            CheckpointError: the file has become shorter since it was opened.
         """
         stored = self.tensors[name]
         num_rows = stored.shape[0]
@@ -87,17 +93,21 @@ class Shard:
         step = max(max_bytes // row_bytes // multiple, 1) * multiple
         for first in range(0, num_rows, step):
             rows = slice(first, min(first + step, num_rows))
-            start = stored.start + rows.start * row_bytes
-            count = (rows.stop - rows.start) * row_bytes
-            part = torch.frombuffer(self._mapped, dtype=torch.uint8, count=count, offset=start)
             shape = (rows.stop - rows.start, *stored.shape[1:])
-            yield rows, part.view(DTYPES[stored.dtype]).view(shape)
-            self._let_go(start, count)
+            data = self._mapped(name, stored.start + first * row_bytes, shape[0] * row_bytes)
+            yield rows, data.view(DTYPES[stored.dtype]).view(shape)
 
-    def _let_go(self, start: int, count: int) -> None:
-        """Drop pages from this process; another thread that reads them maps them again."""
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        self._mapped.madvise(mmap.MADV_DONTNEED, first, start + count - first)
+    def _mapped(self, name: str, start: int, count: int) -> Tensor:
+        """Bytes of the file, uint8 [count]."""
+        before = start % mmap.ALLOCATIONGRANULARITY
+        try:
+            # A private map may be written to, which spares torch a warning; nobody does.
+            pages = mmap.mmap(
+                self._descriptor, before + count, access=mmap.ACCESS_COPY, offset=start - before
+            )
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{self.file}: {name} cannot be read: {error}") from error
+        return torch.frombuffer(pages, dtype=torch.uint8, count=count, offset=before)
 
 
 def header_of(tensors: Mapping[str, StoredTensor]) -> bytes:

@@ -1,9 +1,12 @@
 import dataclasses
+import json
 
 import pytest
 import torch
 
+from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.checkpoint_manifest import SCALE_SUFFIX, manifest
+from equipoise_model.checkpoint_shard import StoredTensor, header_of
 from equipoise_model.config import Fp8Config
 from equipoise_model.presets import DEEPSEEK_V3
 from equipoise_model.tensor_names import dense_tensors, expert_tensors, mtp_copies
@@ -46,6 +49,28 @@ def test_linear_maps_of_the_published_model_are_pairs(published, name, shape, sc
 def test_what_is_sensitive_stays_in_bf16(published, name):
     assert published[f"{name}.weight"].dtype == "BF16"
     assert f"{name}.weight{SCALE_SUFFIX}" not in published
+
+
+def test_the_published_model_opens_though_it_is_larger_than_memory_and_disk(published, tmp_path):
+    places, end = {}, 0
+    for name, spec in published.items():
+        begin, end = end, end + spec.num_bytes
+        places[name] = StoredTensor(dtype=spec.dtype, shape=spec.shape, start=begin, end=end)
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3.to_dict()))
+    with (tmp_path / "model.safetensors").open("wb") as stream:
+        header = header_of(places)
+        stream.write(header)
+        last = places["model.layers.60.mlp.experts.255.down_proj.weight" + SCALE_SUFFIX]
+        stream.seek(len(header) + last.end - 1)
+        stream.write(b"\x7f")
+        stream.truncate(len(header) + end)  # all the rest is a hole
+    checkpoint = Checkpoint.open(tmp_path, keep_fp8=True)
+    assert checkpoint.has_mtp
+    assert checkpoint.is_fp8
+    payload = checkpoint.read_expert(57, 255)
+    assert payload.shape == (44_050_944,)
+    assert payload.count_nonzero() == 1
+    assert payload[-1] == 0x7F
 
 
 @pytest.mark.parametrize("mtp", [True, False])

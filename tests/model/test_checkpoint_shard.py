@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 
 import pytest
@@ -48,7 +49,7 @@ def test_pieces_keep_to_a_multiple_of_rows(file):
     assert rows == [slice(0, 4), slice(4, 8), slice(8, 10)]
 
 
-def test_pages_that_were_let_go_can_be_read_again(file):
+def test_a_tensor_can_be_read_again(file):
     shard = Shard.open(file)
     for _ in range(3):
         (piece,) = [part.clone() for _, part in shard.pieces("a", max_bytes=1000)]
@@ -60,7 +61,30 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_a_folder_is_no_file(tmp_path):
-    refused(tmp_path, "is damaged")
+    refused(tmp_path, "cannot be read")
+
+
+def test_a_file_that_shrinks_while_it_is_open_is_named(file):
+    shard = Shard.open(file)
+    os.truncate(file, 10)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: a cannot be read"):
+        next(shard.pieces("a", max_bytes=1000))
+
+
+def test_a_file_may_be_larger_than_memory(tmp_path):
+    file = tmp_path / "x.safetensors"
+    rows, columns = 1 << 20, 1 << 19  # a TiB, all of it a hole
+    header = {"a": {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, 1 << 40]}}
+    written(file, header)
+    os.truncate(file, file.stat().st_size + (1 << 40))
+    with file.open("r+b") as stream:
+        stream.seek(-2, os.SEEK_END)
+        stream.write(b"\x80\x3f")
+    shard = Shard.open(file)
+    pieces = shard.pieces("a", max_bytes=1 << 20)
+    assert next(pieces)[1].sum() == 0
+    stored = shard.tensors["a"]
+    assert shard._mapped("a", stored.end - 2, 2).view(torch.bfloat16).item() == 1.0
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100])
