@@ -98,6 +98,12 @@ def test_who_is_left_out_is_not_waited_for_nor_seated():
     assert set(opening.workers) == {"w-0", "w-1", "w-2"}
 
 
+def test_who_cannot_be_spared_is_taken_along_at_the_bound():
+    opening = decide(*workers(SURVIVOR, 2), worker("w-3", SERVING), now=5.0)
+    assert set(opening.workers) == {"w-0", "w-1", "w-3"}
+    assert "w-3 did not let go of it within 5 s and cannot be spared" in opening.reason
+
+
 def test_a_group_that_broke_although_nobody_is_missing_forms_anew():
     opening = decide(*workers(SURVIVOR, 4, reason="a step timed out"))
     assert len(opening.workers) == 4

@@ -104,7 +104,14 @@ def next_epoch(
     pool = _sorted_out(candidates)
     opening = _without_ranks(
         pool, num_ranks=num_ranks, unheard=unheard, policy=policy, now=now
-    ) or _beside_ranks(pool, unheard=unheard, is_rolling_out=is_rolling_out, policy=policy, now=now)
+    ) or _beside_ranks(
+        pool,
+        least=-(-num_experts // slots_per_rank),
+        unheard=unheard,
+        is_rolling_out=is_rolling_out,
+        policy=policy,
+        now=now,
+    )
     num_slots = len(opening.workers) * slots_per_rank
     if opening.workers and num_slots < num_experts:
         needed = -(-num_experts // slots_per_rank)
@@ -160,11 +167,17 @@ def _without_ranks(
 
 
 def _beside_ranks(
-    pool: _Pool, *, unheard: frozenset[str], is_rolling_out: bool, policy: Policy, now: float
+    pool: _Pool,
+    *,
+    least: int,
+    unheard: frozenset[str],
+    is_rolling_out: bool,
+    policy: Policy,
+    now: float,
 ) -> Opening:
-    """Some are bound to the present epoch."""
+    """Some are bound to the present epoch. `least` workers have slots for all experts."""
     if pool.survivors:
-        return _after_a_loss(pool, policy=policy, now=now)
+        return _after_a_loss(pool, least=least, policy=policy, now=now)
     if pool.joining and pool.missing:
         return _open(pool, f"{_faults(pool.missing)}, before all ranks served")
     if pool.new and (pool.missing or unheard):
@@ -172,8 +185,8 @@ def _beside_ranks(
     return _growing(pool, is_rolling_out=is_rolling_out, policy=policy, now=now)
 
 
-def _after_a_loss(pool: _Pool, *, policy: Policy, now: float) -> Opening:
-    """The group is over for some: the others will notice, or are left out."""
+def _after_a_loss(pool: _Pool, *, least: int, policy: Policy, now: float) -> Opening:
+    """The group is over for some: the others will notice, or are left out if they can be spared."""
     waited_s = now - min(candidate.since_s for candidate in pool.survivors)
     why = _faults(pool.missing) or pool.survivors[0].reason
     if waited_s < policy.reform_timeout_s:
@@ -181,11 +194,16 @@ def _after_a_loss(pool: _Pool, *, policy: Policy, now: float) -> Opening:
             reason=f"the group was lost ({why}): waiting for {_names(pool.bound)} to let go of it, "
             f"at most {policy.reform_timeout_s:g} s"
         )
+    reason = (
+        f"the group was lost: {why}; {_names(pool.bound)} did not let go of it within "
+        f"{policy.reform_timeout_s:g} s"
+    )
+    if len(pool.free) < least:
+        return _open(pool, f"{reason} and cannot be spared", bound="reform")
     return Opening(
         workers=tuple(candidate.name for candidate in pool.free),
         left_out=tuple(candidate.name for candidate in pool.bound),
-        reason=f"the group was lost: {why}; {_names(pool.bound)} did not let go of it within "
-        f"{policy.reform_timeout_s:g} s",
+        reason=reason,
         bound="reform",
     )
 
