@@ -20,6 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "equipoise needs Python >= 3.11; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,plots,dev]'
+	@echo 'compiling the planner, once'
+	$(BIN)/python -m equipoise.planning.warm_up
 	touch $@
 
 # Tests interpret and compile the GPU kernels; the demo does without Triton's 650 MB.
