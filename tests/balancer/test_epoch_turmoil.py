@@ -93,7 +93,7 @@ def test_whatever_happened_those_who_are_alive_end_up_as_one_group(make_bench, w
     bench.serve()
     turmoil = Turmoil(bench, worker_of, seed=seed)
     seen = {}
-    for _ in range(200):
+    for _ in range(60):
         if turmoil.draw.random() < 0.3:
             turmoil.fault()
         turmoil.live()
