@@ -46,7 +46,7 @@ class Epochs:
         self._inference = inference
         self._say = say
         self._serves = serves
-        self._slots = Slots(core, settings=settings)
+        self._slots = Slots(core)
         self._scheduler = Scheduler(
             max_requests=settings.max_requests,
             max_queued=settings.max_queued_requests,

@@ -38,9 +38,8 @@ class Joined:
 class Slots:
     """This worker's slots over all epochs. `held` is None until they were filled once."""
 
-    def __init__(self, core: ModelCore, *, settings: WorkerSettings) -> None:
+    def __init__(self, core: ModelCore) -> None:
         self._core = core
-        self._settings = settings
         self.held: HeldExperts | None = None
 
     async def prepare(
