@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from equipoise.worker.errors import GroupError
-from equipoise.worker.group import Rendezvous, first_line, meet
+from equipoise.worker.group import Rendezvous, backend, first_line, meet
 from equipoise.worker.header import StepHeader
 
 
@@ -143,6 +143,11 @@ def _already_set():
 def test_a_worker_that_gives_up_does_not_wait_for_the_others(rendezvous, rank):
     with pytest.raises(GroupError, match="given up"):
         form(rendezvous, rank=rank, meet_timeout_s=100_000, given_up=_already_set())
+
+
+def test_rows_on_a_gpu_travel_by_nccl_and_headers_always_by_gloo():
+    assert backend(has_cuda=False) == "gloo"
+    assert backend(has_cuda=True) == "cpu:gloo,cuda:nccl"
 
 
 def test_what_torch_says_is_cut_to_what_people_need():

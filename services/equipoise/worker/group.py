@@ -27,7 +27,7 @@ _GRACE_S = 0.5
 
 
 class RankGroup:
-    """Ranks that step together over gloo; a rank alone needs no group and exchanges nothing.
+    """Ranks that step together; a rank alone needs no group and exchanges nothing.
 
     Every collective of the group is bounded by the timeout it was formed with. Used from the
     engine's thread only, once it is formed.
@@ -137,7 +137,7 @@ def meet(
             met()
             group = RankGroup(rank=rank, num_ranks=num_ranks)
             dist.init_process_group(
-                "gloo",
+                backend(has_cuda=torch.cuda.is_available() and dist.is_nccl_available()),
                 store=store,
                 rank=rank,
                 world_size=num_ranks,
@@ -150,6 +150,14 @@ def meet(
         ) from error
     group.keep(store)
     return group
+
+
+def backend(*, has_cuda: bool) -> str:
+    """What collectives run on: gloo; for tensors on a GPU NCCL, if there is one.
+
+    Headers stay on the CPU, and so on gloo, in either case: reading them must not wait for the GPU.
+    """
+    return "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
 
 
 def _reach(address: str, *, until: float, given_up: threading.Event) -> Any:
