@@ -1,15 +1,9 @@
-"""Kernels in Triton's interpreter, with its casts corrected, where Triton is installed.
+"""Kernels in Triton's interpreter, with its casts corrected, where Triton is installed."""
 
-The variable must be set before anything imports Triton, so it is set here, when pytest collects.
-"""
-
-import os
 import warnings
 
 import pytest
 import torch
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
