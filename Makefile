@@ -36,7 +36,7 @@ redis:  ## Install redis-server for the tests of the Redis store, where this mac
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y redis-server; \
 	} >/dev/null || echo "no redis-server here: its tests are skipped (apt-get install redis-server)"
 
-demo: $(STAMP)  ## Watch a fleet drift out of balance and come back (3 minutes)
+demo: $(STAMP)  ## Watch a fleet drift out of balance and come back (two to three minutes)
 	$(BIN)/equipoise demo $(ARGS)
 
 test: $(STAMP) $(KERNELS) redis  ## Run every test

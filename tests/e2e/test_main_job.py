@@ -118,10 +118,11 @@ def test_no_step_runs_in_two_generations(figures):
 
 def test_balance_is_lost_by_a_shift_and_comes_back_by_a_rollout(figures):
     (shift,) = figures["shifts"]
-    assert shift["max_over_mean_after"] > shift["max_over_mean_before"]
+    # Windows of 2.5 s still hold some of the traffic before; the demo's own hold less of it.
+    assert shift["max_over_mean_after"] >= 1.2 > shift["max_over_mean_before"]
     assert shift["max_over_mean_recovered"] < shift["max_over_mean_after"]
     assert shift["max_over_mean_recovered"] <= 1.2
-    assert shift["intervals_to_recover"] is not None
+    assert shift["intervals_to_recover"] <= 3
     assert any(switch["span"][1] > shift["at_s"] for switch in figures["switches"])
     assert figures["balancedness_recovered"] > figures["balancedness_after_shift"]
 

@@ -24,10 +24,10 @@ def test_frequencies_are_those_of_transformers(rope):
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-    from equipoise_model.config import _rope_to_dict
+    from equipoise_model.config_parts import rope_to_dict
 
     theirs = DeepseekV3RotaryEmbedding(
-        DeepseekV3Config(qk_rope_head_dim=64, rope_parameters=_rope_to_dict(rope))
+        DeepseekV3Config(qk_rope_head_dim=64, rope_parameters=rope_to_dict(rope))
     )
     inv_freq, factor = frequencies(rope, dim=64)
     torch.testing.assert_close(torch.tensor(inv_freq), theirs.inv_freq, rtol=1e-5, atol=0)

@@ -38,6 +38,7 @@ def main() -> NoReturn:
     try:
         app()
     except KeyboardInterrupt:
+        print("equipoise: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         words = _words_for_users(error)
