@@ -9,7 +9,6 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
-from equipoise.planning.weighted import place_weighted
 
 
 def warm_up() -> None:
@@ -28,8 +27,6 @@ def warm_up() -> None:
             generation=1, num_experts=8, num_ranks=4, expert_of_slot=made.expert_of_slot
         )
         plan(load[:, ::-1], model=model, topology=topology, current=layout, algorithm=algorithm)
-    # Six experts in eight slots of four ranks: too few redundant slots for an even split.
-    place_weighted(load[:, :6], num_slots=8, num_ranks=4)
 
 
 if __name__ == "__main__":
