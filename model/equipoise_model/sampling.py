@@ -9,40 +9,17 @@ The order is that of Hugging Face: penalties, temperature, top-k, top-p, min-p.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from equipoise_model.sampling_draws import uniforms
-from equipoise_model.sampling_params import SamplingError, SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingRow:
-    """The request that a row of logits belongs to, and its tokens so far."""
-
-    params: SamplingParams
-    prompt: Sequence[int]
-    output: Sequence[int]
-
-    @property
-    def position(self) -> int:
-        """Place of the token to come, the same if output is fed again as prompt."""
-        return len(self.prompt) + len(self.output)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledToken:
-    """A token, the log of its probability, and the most likely tokens with theirs.
-
-    Logarithms are natural and of the model's own distribution, before penalties and temperature.
-    `top` is empty unless `logprobs` asks for it; it falls, the lower token first among equals.
-    """
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+from equipoise_model.sampling_params import (
+    SampledToken,
+    SamplingError,
+    SamplingParams,
+    SamplingRow,
+)
 
 
 @torch.no_grad()

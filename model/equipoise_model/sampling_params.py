@@ -1,13 +1,13 @@
-"""`SamplingParams`: how a request's tokens are chosen and when they end, checked as it is built."""
+"""`SamplingParams`: how a request's tokens are chosen, checked as it is built; and what is chosen.
+
+Owns the values that go into and out of `sampling`. Needs no torch, so schedulers can hold them.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 MAX_LOGPROBS = 20
-MAX_STOPS = 16
-
-Finish = Literal["stop", "length"]
 
 
 class SamplingError(ValueError):
@@ -31,9 +31,6 @@ class SamplingParams:
         frequency_penalty: the same, for every time that the output has them.
         seed: 64 bits. The same seed and position draw the same, whatever else is in the batch;
             whoever wants another text each time chooses another seed.
-        max_tokens: tokens of the output at most.
-        stop_tokens: tokens that end the output and are part of it.
-        stop: texts that end the output and are not part of it; see `sampling_stops`.
         logprobs: None, or how many of the most likely tokens are told with each token, from 0.
 
     Raises:
@@ -48,9 +45,6 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
-    max_tokens: int = 16
-    stop_tokens: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -69,8 +63,9 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2")
         _require(0 <= self.seed < 1 << 64, "seed", self.seed, "from 0 to 2^64 - 1")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        self._check_ends()
+        if self.logprobs is not None:
+            good = type(self.logprobs) is int and 0 <= self.logprobs <= MAX_LOGPROBS
+            _require(good, "logprobs", self.logprobs, f"null or from 0 to {MAX_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:
@@ -83,23 +78,32 @@ class SamplingParams:
         changes = self.presence_penalty != 0 or self.frequency_penalty != 0
         return changes or self.repetition_penalty != 1
 
-    def finish(self, token: int, *, num_tokens: int) -> Finish | None:
-        """Why the output ends with a token that is its `num_tokens`-th, or None."""
-        if token in self.stop_tokens:
-            return "stop"
-        return "length" if num_tokens >= self.max_tokens else None
 
-    def _check_ends(self) -> None:
-        tokens = self.stop_tokens
-        good = isinstance(tokens, tuple) and all(type(t) is int and t >= 0 for t in tokens)
-        _require(good, "stop_tokens", tokens, "a tuple of token numbers")
-        texts = self.stop
-        good = isinstance(texts, tuple) and all(isinstance(t, str) and t for t in texts)
-        _require(good, "stop", texts, "a tuple of texts that are not empty")
-        _require(len(texts) <= MAX_STOPS, "stop", texts, f"at most {MAX_STOPS} texts")
-        if self.logprobs is not None:
-            good = type(self.logprobs) is int and 0 <= self.logprobs <= MAX_LOGPROBS
-            _require(good, "logprobs", self.logprobs, f"null or from 0 to {MAX_LOGPROBS}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRow:
+    """The request that a row of logits belongs to, and its tokens so far."""
+
+    params: SamplingParams
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Place of the token to come, the same if output is fed again as prompt."""
+        return len(self.prompt) + len(self.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """A token, the log of its probability, and the most likely tokens with theirs.
+
+    Logarithms are natural and of the model's own distribution, before penalties and temperature.
+    `top` is empty unless `logprobs` asks for it; it falls, the lower token first among equals.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 _FLOATS = (
@@ -110,7 +114,7 @@ _FLOATS = (
     "presence_penalty",
     "frequency_penalty",
 )
-_INTS = ("top_k", "seed", "max_tokens")
+_INTS = ("top_k", "seed")
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:

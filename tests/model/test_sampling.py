@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from equipoise_model.sampling import SamplingRow, draw, penalize, probabilities, sample
-from equipoise_model.sampling_params import SamplingError, SamplingParams
+from equipoise_model.sampling import draw, penalize, probabilities, sample
+from equipoise_model.sampling_params import SamplingError, SamplingParams, SamplingRow
 
 VOCABULARY = 131  # not a multiple of any vector's width
 

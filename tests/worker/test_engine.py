@@ -7,7 +7,7 @@ import pytest
 
 from equipoise.worker.applier import placement_of
 from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_WAIT_S, Engine
-from equipoise.worker.errors import GroupError, QueueFullError
+from equipoise.worker.errors import GroupError, QueueFullError, WorkerError
 from equipoise.worker.group import RankGroup
 from equipoise.worker.header import StepHeader
 from equipoise.worker.scheduler import FinishReason, Request, Scheduler
@@ -326,3 +326,12 @@ def test_an_idle_rank_looks_for_work_less_often_with_time_and_at_once_for_its_ow
     engine._wake = Wake()
     engine.run()
     assert waits == [IDLE_WAIT_S] * 100 + [LONG_IDLE_WAIT_S] * 50 + [IDLE_WAIT_S]
+
+
+def test_logits_that_are_no_numbers_end_the_rank_and_say_so(rank_of_one):
+    core, held = rank_of_one()
+    core.model.norm.weight.data.fill_(float("nan"))
+    engine = engine_of(core, held, Client())
+    engine.submit(request(1))
+    with pytest.raises(WorkerError, match="step 1: logits of row 0 are NaN"):
+        engine.run()

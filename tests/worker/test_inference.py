@@ -93,8 +93,14 @@ async def bench(rank_of_one):
         await asyncio.wait_for(stepping, 60)
 
 
-def request(prompt=PROMPT, max_tokens=8, stop_tokens=()):
-    return pb.GenerateRequest(prompt=prompt, max_tokens=max_tokens, stop_tokens=stop_tokens)
+def request(prompt=PROMPT, max_tokens=8, stop_tokens=(), sampling=None, num_replayed=0):
+    return pb.GenerateRequest(
+        prompt=prompt,
+        max_tokens=max_tokens,
+        stop_tokens=stop_tokens,
+        sampling=sampling,
+        num_replayed=num_replayed,
+    )
 
 
 async def generated(call):
@@ -148,6 +154,12 @@ async def test_many_clients_at_once_get_their_own_tokens(bench, solo):
         (request(max_tokens=92), "make 97, and this worker's context is 96"),
         (request(prompt=(1, 64)), "token 64 is out of the vocabulary: tokens are 0 to 63"),
         (request(stop_tokens=(99,)), "token 99 is out of the vocabulary"),
+        (request(num_replayed=5), "num_replayed is 5"),
+        (request(sampling=pb.Sampling(temperature=-1)), "sampling.temperature = -1.0 is out of"),
+        (request(sampling=pb.Sampling(top_p=0)), "sampling.top_p = 0.0 is out of range"),
+        (request(sampling=pb.Sampling(min_p=float("nan"))), "sampling.min_p = nan"),
+        (request(sampling=pb.Sampling(repetition_penalty=0)), "sampling.repetition_penalty"),
+        (request(sampling=pb.Sampling(logprobs=21)), "sampling.logprobs = 21 is out of range"),
     ],
 )
 async def test_a_request_that_cannot_be_served_names_the_limit(bench, bad, words):
@@ -155,6 +167,42 @@ async def test_a_request_that_cannot_be_served_names_the_limit(bench, bad, words
         await generated(bench.stub.Generate(bad, timeout=60))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert words in caught.value.details()
+
+
+VARIED = [
+    pb.Sampling(temperature=1.0, seed=1),
+    pb.Sampling(temperature=0.8, top_p=0.9, seed=2, presence_penalty=0.7),
+    pb.Sampling(temperature=1.3, top_k=9, min_p=0.01, seed=3, frequency_penalty=0.5),
+    pb.Sampling(repetition_penalty=1.5),
+]
+
+
+async def test_a_sampled_request_is_the_same_alone_together_and_gone_on_elsewhere(bench):
+    alone = [await generated(bench.stub.Generate(request(sampling=one))) for one in VARIED]
+    tokens = [made for made, _ in alone]
+    assert len({tuple(made) for made in tokens}) == len(VARIED)
+    # Two rows run at a time, a third stands in line: no more at once.
+    calls = [bench.stub.Generate(request(sampling=one)) for one in VARIED[:3]]
+    assert [made for made, _ in await asyncio.gather(*map(generated, calls))] == tokens[:3]
+    for sampling, made in zip(VARIED, tokens, strict=True):
+        rest = request((*PROMPT, *made[:3]), max_tokens=5, sampling=sampling, num_replayed=3)
+        assert (await generated(bench.stub.Generate(rest)))[0] == made[3:]
+
+
+async def test_probabilities_come_with_their_tokens_when_asked(bench, solo):
+    _, silent = await generated(bench.stub.Generate(request()))
+    assert not any(response.logprobs for response in silent)
+    tokens, told = await generated(
+        bench.stub.Generate(request(sampling=pb.Sampling(logprobs=3)), timeout=60)
+    )
+    logprobs = [one for response in told for one in response.logprobs]
+    assert tokens == solo(PROMPT, 8)
+    # Greedy: the token is the likeliest of those told.
+    assert [one.top_tokens[0] for one in logprobs] == tokens
+    for one in logprobs:
+        assert one.logprob == one.top_logprobs[0] < 0
+        assert list(one.top_logprobs) == sorted(one.top_logprobs, reverse=True)
+        assert len(one.top_tokens) == len(one.top_logprobs) == 3
 
 
 def test_a_request_that_fills_the_context_to_the_last_token_is_served():

@@ -6,11 +6,16 @@ from hypothesis import strategies as st
 
 from equipoise.worker.errors import QueueFullError
 from equipoise.worker.scheduler import FinishReason, Request, Scheduler
+from equipoise_model.sampling_params import SampledToken, SamplingParams
 
 
 def next_token(tokens):
     """A stand-in for the model: the next token is a function of all tokens before it."""
     return (sum(tokens) * 31 + len(tokens)) % 50
+
+
+def told(token):
+    return SampledToken(token=token, logprob=-1.0)
 
 
 class Model:
@@ -27,7 +32,7 @@ class Model:
             assert len(row) == chunk.start
             row.extend(chunk.tokens)
             if chunk.samples:
-                sampled.append(next_token(row))
+                sampled.append(told(next_token(row)))
         return sampled
 
 
@@ -121,12 +126,12 @@ def test_first_tokens_come_in_the_order_of_arrival_when_prompts_are_equal(rows, 
 def test_generating_requests_run_in_every_step_while_a_long_prompt_is_read():
     scheduler = Scheduler(max_requests=2, max_queued=2, max_step_tokens=4)
     scheduler.submit(Request(key=0, prompt=(1,), max_tokens=20))
-    scheduler.commit(scheduler.plan(), [7])
+    scheduler.commit(scheduler.plan(), [told(7)])
     scheduler.submit(Request(key=1, prompt=tuple(range(9)), max_tokens=2))
     for expected in (3, 3, 3):
         plan = scheduler.plan()
         assert [(chunk.key, len(chunk.tokens)) for chunk in plan.chunks] == [(0, 1), (1, expected)]
-        scheduler.commit(plan, [7] * sum(chunk.samples for chunk in plan.chunks))
+        scheduler.commit(plan, [told(7)] * sum(chunk.samples for chunk in plan.chunks))
 
 
 def test_a_full_line_refuses_and_takes_again_when_somebody_leaves():
@@ -135,7 +140,7 @@ def test_a_full_line_refuses_and_takes_again_when_somebody_leaves():
         scheduler.submit(Request(key=key, prompt=(1,), max_tokens=1))
     with pytest.raises(QueueFullError, match="bound"):
         scheduler.submit(Request(key=2, prompt=(1,), max_tokens=1))
-    scheduler.commit(scheduler.plan(), [3])
+    scheduler.commit(scheduler.plan(), [told(3)])
     scheduler.submit(Request(key=2, prompt=(1,), max_tokens=1))
     assert scheduler.num_queued == 2
 
@@ -148,3 +153,18 @@ def test_clearing_names_everybody_and_frees_all_rows():
     assert sorted(scheduler.clear()) == [0, 1, 2]
     assert scheduler.plan().num_tokens == 0
     assert scheduler.num_active == scheduler.num_queued == 0
+
+
+def test_rows_to_sample_tell_output_from_prompt_also_where_another_rank_made_it():
+    scheduler = Scheduler(max_requests=2, max_queued=0, max_step_tokens=9)
+    params = SamplingParams(seed=5)
+    whole = Request(key=0, prompt=(1, 2, 3), max_tokens=4, sampling=params)
+    rest = Request(key=1, prompt=(1, 2, 3, 4), max_tokens=3, sampling=params, num_replayed=1)
+    scheduler.submit(whole)
+    first = scheduler.plan()
+    assert [list(chunk.sampling.output) for chunk in first.chunks] == [[]]
+    scheduler.commit(first, [told(4)])
+    scheduler.submit(rest)
+    goes_on, replayed = (chunk.sampling for chunk in scheduler.plan().chunks)
+    assert goes_on == replayed
+    assert (list(replayed.prompt), list(replayed.output)) == ([1, 2, 3], [4])

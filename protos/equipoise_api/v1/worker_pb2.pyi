@@ -105,10 +105,16 @@ class GenerateRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    NUM_REPLAYED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client; appears in logs."""
     max_tokens: _builtins.int
     """Tokens to generate, at least 1; prompt and output together must fit the worker's context."""
+    num_replayed: _builtins.int
+    """So many tokens at the prompt's end were made by another rank, less than all: a request that goes
+    on here makes the tokens that it would have made there, draws and penalties included.
+    """
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt; at least one."""
@@ -117,6 +123,10 @@ class GenerateRequest(_message.Message):
     def stop_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End early when one of these tokens is made; it is part of the output."""
 
+    @_builtins.property
+    def sampling(self) -> Global___Sampling:
+        """How tokens are chosen; unset is greedy."""
+
     def __init__(
         self,
         *,
@@ -124,14 +134,85 @@ class GenerateRequest(_message.Message):
         prompt: _abc.Iterable[_builtins.int] | None = ...,
         max_tokens: _builtins.int = ...,
         stop_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        sampling: Global___Sampling | None = ...,
+        num_replayed: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "prompt", b"prompt", "request_id", b"request_id", "stop_tokens", b"stop_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "num_replayed", b"num_replayed", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop_tokens", b"stop_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Sampling(_message.Message):
+    """Sampling says how each token is chosen. The order is penalties, temperature, top_k, top_p, min_p."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    temperature: _builtins.float
+    """Divides the logits; 0 is greedy: the most likely token, the lowest of several."""
+    top_p: _builtins.float
+    """Share of probability, above 0, that the likeliest tokens which may be drawn reach together; unset
+    is 1, all tokens.
+    """
+    top_k: _builtins.int
+    """So many likeliest tokens may be drawn; 0 is all."""
+    min_p: _builtins.float
+    """Least probability of a token that may be drawn, as a share of the likeliest one's; 0 is all."""
+    repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of tokens in prompt or output; unset is 1."""
+    presence_penalty: _builtins.float
+    """Subtracted from the logits of tokens in the output, from -2 to 2."""
+    frequency_penalty: _builtins.float
+    """The same for every time that the output has them."""
+    seed: _builtins.int
+    """A draw is a function of this and of the token's position, so that the same request makes the same
+    tokens at any time on any rank.
+    """
+    logprobs: _builtins.int
+    """Tell each token's probability, and those of so many likeliest tokens (0 to 20); unset tells none."""
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float = ...,
+        top_p: _builtins.float | None = ...,
+        top_k: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        seed: _builtins.int = ...,
+        logprobs: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_repetition_penalty", b"_repetition_penalty", "_top_p", b"_top_p", "logprobs", b"logprobs", "repetition_penalty", b"repetition_penalty", "top_p", b"top_p"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_repetition_penalty", b"_repetition_penalty", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+
+Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -144,6 +225,7 @@ class GenerateResponse(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Set on the last message."""
     generation: _builtins.int
@@ -156,6 +238,10 @@ class GenerateResponse(_message.Message):
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids; usually one."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One for each of the tokens if the request asked for logprobs."""
+
     def __init__(
         self,
         *,
@@ -164,11 +250,48 @@ class GenerateResponse(_message.Message):
         generation: _builtins.int = ...,
         step: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finish_reason", b"finish_reason", "generation", b"generation", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finish_reason", b"finish_reason", "generation", b"generation", "logprobs", b"logprobs", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class TokenLogprob(_message.Message):
+    """TokenLogprob is how likely a token was: natural logarithms of the model's own distribution, before
+    penalties and temperature.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """Of the token itself."""
+    @_builtins.property
+    def top_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The likeliest tokens, falling, the lower token first among equals."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Theirs, in the same order."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015

@@ -123,7 +123,8 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Generate streams tokens as they are made, greedy.
+        """Generate streams tokens as they are made. What cannot be served is INVALID_ARGUMENT and names the
+        field; RESOURCE_EXHAUSTED has no place in line, UNAVAILABLE is to be asked of another rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -65,7 +65,9 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]
-    """Generate streams tokens as they are made, greedy."""
+    """Generate streams tokens as they are made. What cannot be served is INVALID_ARGUMENT and names the
+    field; RESOURCE_EXHAUSTED has no place in line, UNAVAILABLE is to be asked of another rank.
+    """
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -73,7 +75,9 @@ class InferenceAsyncStub(InferenceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate streams tokens as they are made, greedy."""
+    """Generate streams tokens as they are made. What cannot be served is INVALID_ARGUMENT and names the
+    field; RESOURCE_EXHAUSTED has no place in line, UNAVAILABLE is to be asked of another rank.
+    """
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Inference generates tokens on one rank."""
@@ -84,6 +88,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GenerateResponse], _abc.AsyncIterator[_worker_pb2.GenerateResponse]]:
-        """Generate streams tokens as they are made, greedy."""
+        """Generate streams tokens as they are made. What cannot be served is INVALID_ARGUMENT and names the
+        field; RESOURCE_EXHAUSTED has no place in line, UNAVAILABLE is to be asked of another rank.
+        """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

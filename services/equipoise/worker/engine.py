@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from equipoise.wire.messages import Checksums, RankStats
-from equipoise.worker.errors import GroupError
+from equipoise.worker.errors import GroupError, WorkerError
 from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.header import StepHeader, agreed_generation, check_group
 from equipoise.worker.held import HeldExperts, StagedGeneration
@@ -23,6 +23,8 @@ from equipoise.worker.scheduler import Emission, Request, Scheduler, StepPlan
 from equipoise_model.dispatch import ExpertParallel, SlotLoad
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.latent_cache import LatentCache
+from equipoise_model.sampling import sample
+from equipoise_model.sampling_params import SamplingError
 from equipoise_model.transformer import StepBatch, Transformer
 
 IDLE_WAIT_S = 0.005
@@ -195,6 +197,7 @@ class Engine:
 
         Raises:
             GroupError: a peer failed, left or disagrees; no further step is possible.
+            WorkerError: a step made logits that are no numbers.
         """
         while self._turn():
             pass
@@ -272,7 +275,10 @@ class Engine:
             logits_SV = self._model.step(_batch(plan), self._cache, self._experts)
         except ExchangeError as error:
             raise GroupError(collective_failed(error)) from error
-        sampled: list[int] = logits_SV.argmax(dim=-1).tolist()
+        try:
+            sampled = sample(logits_SV, [c.sampling for c in plan.chunks if c.sampling is not None])
+        except SamplingError as error:
+            raise WorkerError(f"step {self._num_steps + 1}: {error}") from error
         with self._lock:
             emissions = self._scheduler.commit(plan, sampled)
             self._num_steps += 1

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -15,6 +16,7 @@ from equipoise.worker.errors import InvalidRequestError, QueueFullError
 from equipoise.worker.scheduler import Emission, FinishReason, Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
+from equipoise_model.sampling_params import SampledToken, SamplingError, SamplingParams
 
 _FINISH = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -97,6 +99,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         """Stream a request's tokens as steps make them."""
         try:
             check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
+            sampling = sampling_params(request.sampling)
         except InvalidRequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         engine = self._engine
@@ -113,6 +116,8 @@ class InferenceService(pb_grpc.InferenceServicer):
                     prompt=tuple(request.prompt),
                     max_tokens=request.max_tokens,
                     stop_tokens=frozenset(request.stop_tokens),
+                    sampling=sampling,
+                    num_replayed=request.num_replayed,
                 )
             )
             # Tells the client at once that its request stands in line: what breaks from here on
@@ -122,7 +127,9 @@ class InferenceService(pb_grpc.InferenceServicer):
             while not finished:
                 tokens = await _all_waiting(stream)
                 if tokens:
-                    await context.write(_response(tokens))
+                    await context.write(
+                        _response(tokens, with_logprobs=sampling.logprobs is not None)
+                    )
                     finished = tokens[-1].emission.finish is not None
                 else:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, self._closed)
@@ -155,11 +162,32 @@ def check_request(request: pb.GenerateRequest, *, vocab_size: int, context_lengt
             f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} make "
             f"{total}, and this worker's context is {context_length} tokens"
         )
+    if request.num_replayed >= len(request.prompt):
+        raise InvalidRequestError(
+            f"num_replayed is {request.num_replayed}, but the {len(request.prompt)} tokens of the "
+            f"prompt must begin with one that was asked"
+        )
     for token in itertools.chain(request.prompt, request.stop_tokens):
         if token >= vocab_size:
             raise InvalidRequestError(
                 f"token {token} is out of the vocabulary: tokens are 0 to {vocab_size - 1}"
             )
+
+
+def sampling_params(sampling: pb.Sampling) -> SamplingParams:
+    """How a request's tokens are chosen.
+
+    Raises:
+        InvalidRequestError: a value is out of range; names the field.
+    """
+    # What is not set has the default of the model's own type.
+    unset = {n for n in ("top_p", "repetition_penalty", "logprobs") if not sampling.HasField(n)}
+    names = (field.name for field in pb.Sampling.DESCRIPTOR.fields)
+    given: dict[str, Any] = {name: getattr(sampling, name) for name in names if name not in unset}
+    try:
+        return SamplingParams(**given)
+    except SamplingError as error:
+        raise InvalidRequestError(f"sampling.{error}") from None
 
 
 async def _all_waiting(stream: asyncio.Queue[_Token | None]) -> list[_Token]:
@@ -176,12 +204,22 @@ async def _all_waiting(stream: asyncio.Queue[_Token | None]) -> list[_Token]:
     return tokens
 
 
-def _response(tokens: list[_Token]) -> pb.GenerateResponse:
+def _response(tokens: list[_Token], *, with_logprobs: bool) -> pb.GenerateResponse:
     last = tokens[-1]
+    sampled = [token.emission.sampled for token in tokens]
     return pb.GenerateResponse(
-        tokens=[token.emission.token for token in tokens],
+        tokens=[one.token for one in sampled],
         finish_reason=_FINISH[last.emission.finish],
         generation=last.generation,
         step=last.step,
         epoch=last.epoch,
+        logprobs=[_logprob(one) for one in sampled] if with_logprobs else (),
+    )
+
+
+def _logprob(sampled: SampledToken) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        logprob=sampled.logprob,
+        top_tokens=[token for token, _ in sampled.top],
+        top_logprobs=[logprob for _, logprob in sampled.top],
     )

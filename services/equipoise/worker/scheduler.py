@@ -7,10 +7,14 @@ are first come, first served, so nothing starves.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from equipoise.worker.errors import QueueFullError
+from equipoise_model.sampling_params import SampledToken, SamplingParams, SamplingRow
+
+GREEDY = SamplingParams(temperature=0)
 
 
 class FinishReason(Enum):
@@ -25,27 +29,35 @@ class Request:
     """One request: at least one prompt token, at least one token to generate.
 
     `key` is unique on this worker. Generation ends after `max_tokens`, or with the first of
-    `stop_tokens`, which is part of the output.
+    `stop_tokens`, which is part of the output. The last `num_replayed` tokens of the prompt are
+    output that another rank made: penalties count them as such.
     """
 
     key: int
     prompt: tuple[int, ...]
     max_tokens: int
     stop_tokens: frozenset[int] = frozenset()
+    sampling: SamplingParams = GREEDY
+    num_replayed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Consecutive tokens of one request: `tokens[i]` stands at `start + i` in cache row `row`.
 
-    `samples` says that the last of them is the newest token known, so its logits give the next.
+    If the last of them is the newest token known, its logits give the next, by `sampling`.
     """
 
     key: int
     row: int
     start: int
     tokens: tuple[int, ...]
-    samples: bool
+    sampling: SamplingRow | None
+
+    @property
+    def samples(self) -> bool:
+        """Whether this chunk gives a token."""
+        return self.sampling is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +77,13 @@ class Emission:
     """One generated token; `finish` is set on the last of its request."""
 
     key: int
-    token: int
+    sampled: SampledToken
     finish: FinishReason | None
+
+    @property
+    def token(self) -> int:
+        """The token itself."""
+        return self.sampled.token
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -135,6 +152,7 @@ class Scheduler:
         """
         assert request.prompt
         assert request.max_tokens >= 1
+        assert request.num_replayed < len(request.prompt)
         # Requests that the next plan will admit do not stand in line.
         if len(self._queue) >= self._max_queued + len(self._free_rows):
             raise QueueFullError(
@@ -176,7 +194,7 @@ class Scheduler:
             budget -= num_tokens
         return StepPlan(chunks=tuple(chunks))
 
-    def commit(self, plan: StepPlan, sampled: list[int]) -> list[Emission]:
+    def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[Emission]:
         """Record that a plan has run; `sampled` has a token for each sampling chunk, in order.
 
         Requests that were cancelled while the step ran are passed over.
@@ -203,26 +221,37 @@ class Scheduler:
         self._queue.clear()
         return keys
 
-    def _extend(self, sequence: _Sequence, token: int) -> Emission:
-        sequence.tokens.append(token)
+    def _extend(self, sequence: _Sequence, sampled: SampledToken) -> Emission:
+        sequence.tokens.append(sampled.token)
         request = sequence.request
         finish = None
-        if token in request.stop_tokens:
+        if sampled.token in request.stop_tokens:
             finish = FinishReason.STOP
         elif sequence.num_generated == request.max_tokens:
             finish = FinishReason.LENGTH
         if finish is not None:
             self._free_rows.append(self._active.pop(request.key).row)
-        return Emission(key=request.key, token=token, finish=finish)
+        return Emission(key=request.key, sampled=sampled, finish=finish)
 
 
 def _chunk(sequence: _Sequence, *, num_tokens: int) -> Chunk:
     start = sequence.num_run
     tokens = tuple(sequence.tokens[start : start + num_tokens])
+    samples = start + num_tokens == len(sequence.tokens)
     return Chunk(
         key=sequence.request.key,
         row=sequence.row,
         start=start,
         tokens=tokens,
-        samples=start + num_tokens == len(sequence.tokens),
+        sampling=_sampling_row(sequence) if samples else None,
+    )
+
+
+def _sampling_row(sequence: _Sequence) -> SamplingRow:
+    request = sequence.request
+    num_prompt = len(request.prompt) - request.num_replayed
+    return SamplingRow(
+        params=request.sampling,
+        prompt=sequence.tokens[:num_prompt],
+        output=sequence.tokens[num_prompt:],
     )
