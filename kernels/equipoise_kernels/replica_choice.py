@@ -1,9 +1,10 @@
-"""Choose one of an expert's replicas for each token, evenly and without random state.
+"""Choose one of an expert's replicas for each token, by their shares and without random state.
 
 A Weyl sequence: token n takes the fraction of n * phi + offset, and the replica whose share of
-[0, 1) that falls into. Its shares are even to about log(n) / n, in every arithmetic sub-sequence of
-tokens too, where hashes are even only to 1 / sqrt(n). The offset is a hash of layer and expert, so
-that a token's experts, and an expert's layers, do not all take their first replica together.
+[0, 1) that falls into. What replicas get is right to about log(n) / n, in every arithmetic
+sub-sequence of tokens too, where hashes are right only to 1 / sqrt(n). The offset is a hash of
+layer and expert, so that a token's experts, and an expert's layers, do not all take their first
+replica together.
 """
 
 from torch import Tensor
@@ -12,9 +13,17 @@ _MASK = 0xFFFFFFFF
 # The fraction of the golden ratio in 32 bits (Knuth, volume 3, section 6.4).
 _GOLDEN = 0x9E3779B1
 
+SHARE_BITS = 15
+"""Shares count 1/2^15ths of an expert's tokens."""
+
 
 def choose_replicas(
-    expert_ids_TK: Tensor, token_ids_T: Tensor, replica_count_E: Tensor, *, layer: int
+    expert_ids_TK: Tensor,
+    token_ids_T: Tensor,
+    replica_count_E: Tensor,
+    *,
+    layer: int,
+    share_ends_ER: Tensor | None = None,
 ) -> Tensor:
     """Index of the replica for every choice, int64 [T, K], in [0, replica count of the expert).
 
@@ -23,10 +32,15 @@ def choose_replicas(
         token_ids_T: a running number of each token, int64, at least 0.
         replica_count_E: replicas of each logical expert, int64, at least 1, below 2**31.
         layer: index of the MoE layer.
+        share_ends_ER: where each replica's share of its expert's tokens ends, int64, growing up to
+            2**SHARE_BITS, which the last replica and unused places have; None: all shares alike.
     """
     offset_TK = _mix(expert_ids_TK + (layer << 16))
     fraction_TK = (token_ids_T.unsqueeze(1) * _GOLDEN + offset_TK) & _MASK
-    return (fraction_TK * replica_count_E[expert_ids_TK]) >> 32
+    if share_ends_ER is None:
+        return (fraction_TK * replica_count_E[expert_ids_TK]) >> 32
+    position_TK = fraction_TK >> (32 - SHARE_BITS)
+    return (position_TK.unsqueeze(-1) >= share_ends_ER[expert_ids_TK]).sum(-1)
 
 
 def _mix(values: Tensor) -> Tensor:

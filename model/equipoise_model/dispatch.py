@@ -158,11 +158,13 @@ class ExpertStep:
         return _combine(y_ND, routing.weights_TK).to(x_TD.dtype)
 
     def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
+        share_ends = self._placement.share_ends
         replicas_TK = choose_replicas(
             expert_ids_TK,
             self._token_ids_T,
             self._placement.replica_count[layer],
             layer=layer,
+            share_ends_ER=None if share_ends is None else share_ends[layer],
         )
         return self._placement.slots_of_expert[layer][expert_ids_TK, replicas_TK]
 

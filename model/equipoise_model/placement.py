@@ -11,13 +11,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from equipoise_kernels.replica_choice import SHARE_BITS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placement:
     """Where every logical expert's replicas are, and nothing else of a layout.
 
     `slots_of_expert` is int64 [layers, experts, most replicas], ascending, unused places -1;
-    `replica_count` is int64 [layers, experts], at least 1. Rank r owns the physical slots
+    `replica_count` is int64 [layers, experts], at least 1. `share_ends`, of the shape of
+    `slots_of_expert`, says where each replica's share of its expert's tokens ends, as
+    `choose_replicas` wants it; None if all split evenly. Rank r owns the physical slots
     [r * slots_per_rank, (r + 1) * slots_per_rank). Tables must not be written to.
     """
 
@@ -26,6 +30,7 @@ class Placement:
     num_slots: int
     slots_of_expert: Tensor
     replica_count: Tensor
+    share_ends: Tensor | None = None
 
     @property
     def num_layers(self) -> int:
@@ -45,11 +50,14 @@ class Placement:
         num_experts: int,
         num_ranks: int = 1,
         generation: int = 1,
+        share_of_slot: npt.ArrayLike | None = None,
     ) -> Self:
         """Build from the logical expert of every physical slot, integers [layers, slots].
 
-        The layout is one that the control plane or a test has validated: every expert is present
-        in every layer, and slots divide over ranks.
+        `share_of_slot`, of the same shape, is the part of its expert's tokens that each slot
+        serves, in 1/2^SHARE_BITS; None: even parts. The layout is one that the control plane or a
+        test has validated: every expert is present in every layer, shares sum up, and slots divide
+        over ranks.
         """
         table_LP = np.asarray(expert_of_slot, dtype=np.int64)
         num_layers, num_slots = table_LP.shape
@@ -63,12 +71,19 @@ class Placement:
         place = np.arange(len(flat)) - (np.cumsum(count) - count)[experts]
         slots = np.full((num_layers * num_experts, int(count.max())), -1, dtype=np.int64)
         slots[experts, place] = order % num_slots
+        ends = None
+        if share_of_slot is not None:
+            shares = np.zeros_like(slots)
+            shares[experts, place] = np.asarray(share_of_slot, dtype=np.int64).ravel()[order]
+            ends = torch.from_numpy(shares.cumsum(axis=1).reshape(num_layers, num_experts, -1))
+            assert ends[..., -1].eq(1 << SHARE_BITS).all()
         return cls(
             generation=generation,
             num_ranks=num_ranks,
             num_slots=num_slots,
             slots_of_expert=torch.from_numpy(slots.reshape(num_layers, num_experts, -1)),
             replica_count=torch.from_numpy(count.reshape(num_layers, num_experts)),
+            share_ends=ends,
         )
 
     @classmethod

@@ -25,6 +25,7 @@ from equipoise.balancer.store import (
     TermOverError,
 )
 from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.shares import WHOLE
 
 TERM = 1
 
@@ -51,6 +52,15 @@ def layout_of(generation, *, shift=0):
     )
     relabelled = (first.expert_of_slot + shift) % first.num_experts
     return first.with_placement(relabelled, generation=generation)
+
+
+def weighted(layout):
+    """The same placement, with the first slot of each layer serving almost nothing."""
+    shares = layout.shares().copy()
+    for row, experts in zip(shares, layout.expert_of_slot, strict=True):
+        other = int(np.flatnonzero(experts == experts[0])[-1])
+        row[[0, other]] = [7, WHOLE - 7]
+    return replace(layout, share_of_slot=shares)
 
 
 def same(a, b):
@@ -110,6 +120,22 @@ async def test_everything_put_is_there_after_a_restart(open_store):
     assert average.tokens.dtype == np.float64
     assert await second.decisions("p", limit=9) == (replace(A_DECISION, sequence=1),)
     assert await second.next_generation("p") == 3
+    await second.close()
+
+
+async def test_shares_are_kept_to_the_last_token(open_store):
+    first = open_store()
+    await first.adopt("p", weighted(layout_of(1)), term=TERM)
+    await first.put_proposed("p", layout_of(2), term=TERM)
+    await first.put_proposed("p", weighted(layout_of(3)), term=TERM)
+    await first.put_proposed("p", weighted(layout_of(3)), term=TERM)
+    with pytest.raises(StoreConflictError, match="generation 3 was used before"):
+        await first.put_proposed("p", layout_of(3), term=TERM)
+    await first.close()
+    second = open_store()
+    assert same(await second.committed("p"), weighted(layout_of(1)))
+    assert same(await second.layout("p", 2), layout_of(2))
+    assert same(await second.proposed("p"), weighted(layout_of(3)))
     await second.close()
 
 
@@ -291,8 +317,24 @@ def test_another_programs_database_is_left_alone(tmp_path):
 async def test_another_schema_version_is_refused_with_the_remedy(tmp_path):
     await SqliteStore(tmp_path / "state").close()
     poke(tmp_path / "state", f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    with pytest.raises(StoreError, match="has schema version 2, this release reads 1: use the"):
+    with pytest.raises(StoreError, match="has schema version 3, this release reads 2: use the"):
         SqliteStore(tmp_path / "state")
+
+
+async def test_a_file_from_before_there_were_shares_is_read_as_even_and_goes_on(tmp_path):
+    path = tmp_path / "state"
+    first = SqliteStore(path)
+    await first.adopt("p", layout_of(1), term=TERM)
+    await first.close()
+    poke(path, "ALTER TABLE layouts DROP COLUMN share_of_slot")
+    poke(path, "PRAGMA user_version = 1")
+    second = SqliteStore(path)
+    assert same(await second.committed("p"), layout_of(1))
+    await second.adopt("p", weighted(layout_of(2)), term=TERM)
+    await second.close()
+    third = SqliteStore(path)
+    assert same(await third.committed("p"), weighted(layout_of(2)))
+    await third.close()
 
 
 async def test_pages_that_were_overwritten_are_found_at_the_start(tmp_path):
@@ -314,6 +356,8 @@ async def test_pages_that_were_overwritten_are_found_at_the_start(tmp_path):
         "UPDATE layouts SET expert_of_slot = x'00'",
         "UPDATE layouts SET expert_of_slot = zeroblob(length(expert_of_slot))",
         "UPDATE layouts SET num_layers = 3",
+        "UPDATE layouts SET share_of_slot = x'0001'",
+        "UPDATE layouts SET share_of_slot = zeroblob(2 * 2 * 8)",
         "UPDATE layouts SET num_ranks = 0",
         "UPDATE layouts SET num_experts = 'six'",
         "DELETE FROM layouts",

@@ -17,6 +17,41 @@ def test_a_layout_says_all_that_is_known(tmp_path, placement):
     }
 
 
+SHARED = {"num_experts": 2, "num_ranks": 3, "expert_of_slot": [[0, 1, 0], [1, 0, 1]]}
+
+
+def test_shares_survive_a_round_trip(write, tmp_path):
+    document = {**SHARED, "share_of_slot": [[1, 32768, 32767], [0, 32768, 32768]]}
+    placement = read_placement(write(json.dumps(document)))
+    assert placement.share_of_slot.tolist() == document["share_of_slot"]
+    write_placement(placement, tmp_path / "again.json", form=Format.EQUIPOISE)
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again == {**document, "first_moe_layer": None}
+
+
+@pytest.mark.parametrize("form", [form for form in Format if form is not Format.EQUIPOISE])
+def test_a_format_without_shares_does_not_drop_them(write, tmp_path, form):
+    document = {**SHARED, "share_of_slot": [[1, 32768, 32767], [0, 32768, 32768]]}
+    placement = read_placement(write(json.dumps(document)))
+    with pytest.raises(FormatError, match=f"{form} has no place for shares"):
+        write_placement(placement, tmp_path / "theirs", form=form)
+    assert not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ([[1, 32768, 32767], [0, 32768, 32767]], "layer 1: the shares of expert 1 sum to 32767"),
+        ([[1, 32768, 32767]], r"shares are of shape \(1, 3\), slots of \(2, 3\)"),
+        ([[0.5, 1, 0.5], [1, 1, 0]], "share_of_slot: layer 0, slot 0"),
+        ("even", "share_of_slot: "),
+    ],
+)
+def test_faulty_shares_are_refused(write, shares, words):
+    with pytest.raises(FormatError, match=words):
+        read_placement(write(json.dumps({**SHARED, "share_of_slot": shares})))
+
+
 @pytest.mark.parametrize(
     ("document", "words"),
     [

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from equipoise_kernels.replica_choice import choose_replicas
+from equipoise_kernels.replica_choice import SHARE_BITS, choose_replicas
 
 NUM_TOKENS = 100_000
 
@@ -11,6 +11,15 @@ def choices(expert, count, *, tokens, layer=0):
     counts[expert] = count
     ids = torch.full((len(tokens), 1), expert)
     return choose_replicas(ids, tokens, counts, layer=layer).flatten()
+
+
+def choices_by_share(expert, shares, *, tokens, layer=0):
+    counts = torch.ones(64, dtype=torch.int64)
+    counts[expert] = len(shares)
+    ends = torch.full((64, len(shares)), 1 << SHARE_BITS)
+    ends[expert] = torch.tensor(shares).cumsum(0)
+    ids = torch.full((len(tokens), 1), expert)
+    return choose_replicas(ids, tokens, counts, layer=layer, share_ends_ER=ends).flatten()
 
 
 def shares(chosen, count):
@@ -37,6 +46,30 @@ def test_replicas_share_evenly_among_tokens_that_come_at_random(count):
 def test_a_few_tokens_in_a_row_use_every_replica():
     chosen = choices(2, 4, tokens=torch.arange(1_000, 1_008))
     assert set(chosen.tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("wanted", [(30_000, 2_768), (1, 32_767), (20_000, 0, 12_768), (32_768,)])
+@pytest.mark.parametrize("stride", [1, 2, 7, 64])
+def test_replicas_get_the_shares_that_were_asked_for(wanted, stride):
+    tokens = torch.arange(NUM_TOKENS) * stride
+    got = torch.bincount(choices_by_share(5, wanted, tokens=tokens), minlength=len(wanted))
+    expected = torch.tensor(wanted) * (NUM_TOKENS / (1 << SHARE_BITS))
+    # The bound of the sequence: off by a few tokens, not by their root.
+    assert (got - expected).abs().max() < 40
+
+
+def test_even_shares_choose_as_no_shares_do():
+    tokens = torch.arange(NUM_TOKENS)
+    for count in (1, 2, 4, 8):
+        even = (((1 << SHARE_BITS) // count),) * count
+        assert choices_by_share(3, even, tokens=tokens).equal(choices(3, count, tokens=tokens))
+
+
+def test_a_share_decides_by_the_token_alone():
+    tokens = torch.arange(50)
+    together = choices_by_share(4, (9_000, 20_000, 3_768), tokens=tokens)
+    apart = [choices_by_share(4, (9_000, 20_000, 3_768), tokens=token.view(1)) for token in tokens]
+    assert together.equal(torch.cat(apart))
 
 
 def test_two_experts_of_a_token_choose_independently():

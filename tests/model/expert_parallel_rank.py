@@ -50,6 +50,19 @@ def layout_of(generation):
     return np.array(rows)
 
 
+def shares_of(generation):
+    """Even for the first generation; then an expert's first slot serves all but an eighth."""
+    if generation == 1:
+        return None
+    shares = np.zeros((CONFIG.num_moe_layers, NUM_SLOTS), dtype=np.int64)
+    for row, experts in zip(shares, layout_of(generation), strict=True):
+        for expert in range(CONFIG.n_routed_experts):
+            first, *others = np.flatnonzero(experts == expert)
+            row[others[:1]] = 1 << 12
+            row[first] = (1 << 15) - row[others[:1]].sum()
+    return shares
+
+
 def expert_payload(layer, expert):
     generator = torch.Generator().manual_seed(1000 * layer + expert)
     values = torch.randn(CONFIG.expert_bytes // 2, generator=generator) / 6
@@ -85,6 +98,7 @@ class RankModel:
             num_experts=CONFIG.n_routed_experts,
             num_ranks=self.num_ranks,
             generation=generation,
+            share_of_slot=shares_of(generation),
         )
 
     def own_layout(self, generation):

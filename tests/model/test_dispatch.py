@@ -115,6 +115,27 @@ def test_any_layout_gives_the_bits_of_the_identity_layout_in_row_blocks(payloads
     assert torch.equal(seen, expected)
 
 
+def test_slots_get_the_shares_of_their_expert_and_no_bit_changes(payloads):
+    layout = np.tile(np.r_[np.arange(NUM_EXPERTS), [0, 0, 1]], (NUM_LAYERS, 1))
+    shares = np.full(layout.shape, 1 << 15)
+    shares[:, [0, 16, 17]], shares[:, [1, 18]] = [20_000, 0, 12_768], [32_000, 768]
+    placement = Placement.from_layout(
+        layout, num_experts=NUM_EXPERTS, generation=2, share_of_slot=shares
+    )
+    weighted = ExpertParallel.local(CONFIG, placement)
+    layers = make_layers(payloads, layout, row_block=16)
+    plain_layers = make_layers(payloads, identity(), row_block=16)
+    for seed in range(40):
+        x, routing = make_rows(25), make_routing(25, seed=seed, experts=[0, 1, 2, 3])
+        plain = run(ExpertParallel.local(CONFIG), plain_layers, x, routing)
+        assert torch.equal(run(weighted, layers, x, routing), plain)
+    rows = weighted.loads()[0].rows_LS
+    for layer in range(NUM_LAYERS):
+        # 1,000 tokens; the sequence is off by a few of them, whatever the batches were.
+        np.testing.assert_allclose(rows[layer, [0, 16, 17]], [610, 0, 390], atol=8)
+        np.testing.assert_allclose(rows[layer, [1, 18]], [977, 23], atol=8)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_layout_is_close_to_the_identity_layout_in_fast_mode(payloads, seed):
     x, routing = make_rows(33), make_routing(33)

@@ -50,3 +50,22 @@ def test_later_changes_of_the_callers_table_do_not_reach_the_placement():
 def test_a_layout_without_one_of_the_experts_is_a_programmers_fault():
     with pytest.raises(AssertionError):
         Placement.from_layout([[0, 1, 1, 3]], num_experts=4)
+
+
+def test_shares_end_where_they_sum_up_to_in_the_order_of_slots():
+    placement = Placement.from_layout(
+        [[1, 0, 1, 2, 1]],
+        num_experts=3,
+        share_of_slot=[[10_000, 32_768, 0, 32_768, 22_768]],
+    )
+    assert placement.slots_of_expert[0, 1].tolist() == [0, 2, 4]
+    assert placement.share_ends[0].tolist() == [
+        [32_768, 32_768, 32_768],
+        [10_000, 10_000, 32_768],
+        [32_768, 32_768, 32_768],
+    ]
+
+
+def test_shares_that_do_not_sum_up_are_a_programmers_fault():
+    with pytest.raises(AssertionError):
+        Placement.from_layout([[0, 1]], num_experts=2, share_of_slot=[[32_768, 32_767]])

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.shares import whole_shares
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.checks import MAX_COUNT
 from equipoise.wire.convert import from_worker, to_balancer, to_worker
@@ -42,6 +43,12 @@ def test_any_layout_and_any_counters_arrive_as_they_were_sent(
     )
     relabel = np.array(data.draw(st.permutations(range(num_experts))), dtype=np.int32)
     layout = layout.with_placement(relabel[layout.expert_of_slot], generation=generation)
+    if data.draw(st.booleans()):
+        parts = np.random.default_rng(generation).random(layout.expert_of_slot.shape)
+        for layer, experts in enumerate(layout.expert_of_slot):
+            parts[layer] /= np.bincount(experts, weights=parts[layer])[experts]
+        shares = whole_shares(parts, layout.expert_of_slot, num_experts=num_experts)
+        layout = replace(layout, share_of_slot=shares)
     model = ModelShape(num_layers=num_layers, num_experts=num_experts, num_groups=1, expert_bytes=1)
     hello = replace(good.hello, model=model, slots_per_rank=slots_per_rank, num_ranks=num_ranks)
     checksums = np.zeros((num_layers, slots_per_rank, 16), dtype=np.uint8)

@@ -118,6 +118,7 @@ WIDE = st.one_of(NUMBERS, st.sampled_from([2**53, 2**53 + 1, 2**63, 2**64 - 1]))
         num_experts=NUMBERS,
         num_ranks=NUMBERS,
         expert_of_slot=st.binary(max_size=160),
+        share_of_slot=st.one_of(st.none(), st.binary(max_size=80)),
     ),
     epoch=WIDE,
     base_generation=WIDE,

@@ -36,6 +36,13 @@ def table(*, at, holds):
     return cells.astype("<i4").tobytes()
 
 
+def shares(*, at, holds):
+    """Shares of that table with one wrong cell; right, slots 0, 1, 8 and 9 have halves."""
+    cells = np.tile([2**14] * 2 + [2**15] * 6 + [2**14] * 2, (3, 1))
+    cells[at] = holds
+    return cells.astype("<u2").tobytes()
+
+
 HELLO_FAULTS = [
     (dict(protocol_version=2), "hello_protocol_version", "speaks protocol version 2, the balancer"),
     (dict(pool=""), "hello_name", "pool must be 1 to 253 printable"),
@@ -68,6 +75,18 @@ HELLO_FAULTS = [
     (dict(running__layout__num_ranks=0), "running_layout", "do not divide over 0 ranks"),
     (dict(running__layout__num_ranks=5), "running_shape", r"has \(layers, experts, slots per"),
     (dict(running__layout__num_experts=9), "running_layout", "no slot for expert 8"),
+    (dict(running__layout__share_of_slot=b""), "running_shape", r"share_of_slot must be <u2 of"),
+    (dict(running__layout__share_of_slot=bytes(59)), "running_shape", "= 60 bytes, not 59"),
+    (
+        dict(running__layout__share_of_slot=shares(at=(2, 9), holds=2**14 - 1)),
+        "running_layout",
+        "layer 2: the shares of expert 1 sum to 32767, not 32768",
+    ),
+    (
+        dict(running__layout__share_of_slot=shares(at=(0, 3), holds=2**16 - 1)),
+        "running_layout",
+        "layer 0, slot 3 has a share of 65535",
+    ),
     (dict(running__layout__generation=0), "running_range", "generation must be from 1"),
     (
         dict(running__layout__expert_of_slot=table(at=(1, 9), holds=8)),

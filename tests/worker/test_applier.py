@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from equipoise.planning.moves import CHECKSUM_BYTES
+from equipoise.planning.shares import WHOLE
 from equipoise.wire.messages import Abort, Refused, Staged
 from equipoise.worker.applier import Applier, check_stage
 from equipoise.worker.errors import StageRefusedError
@@ -132,6 +133,22 @@ async def test_a_stage_without_moves_is_staged_at_once(bench, stage_to):
     answer = await bench.answer()
     assert isinstance(answer, Staged)
     assert bench.engine.staged_generation == 2
+
+
+async def test_other_shares_are_a_generation_that_pulls_nothing(bench, stage_to):
+    shares = bench.running.shares().copy()
+    (expert, *_) = np.flatnonzero(bench.running.replica_counts()[0] > 1)
+    replicas = np.flatnonzero(bench.running.expert_of_slot[0] == expert)
+    shares[0, replicas] = 0
+    shares[0, replicas[-1]] = WHOLE
+    other = dataclasses.replace(bench.running, generation=2, share_of_slot=shares)
+    bench.applier.stage(stage_to(bench.running, other))
+    answer = await bench.answer()
+    assert isinstance(answer, Staged)
+    assert (answer.peer_bytes, answer.checkpoint_bytes) == (0, 0)
+    assert bench.engine.staged.placement.share_ends is not None
+    bench.engine.switch()
+    assert bench.running.same_placement(other)
 
 
 async def test_a_repeated_stage_is_answered_again_and_pulls_nothing(bench, random_layout, stage_to):

@@ -358,6 +358,7 @@ class Layout(_message.Message):
     NUM_EXPERTS_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     EXPERT_OF_SLOT_FIELD_NUMBER: _builtins.int
+    SHARE_OF_SLOT_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Number of the layout within its pool; grows by one, never reused."""
     num_layers: _builtins.int
@@ -370,6 +371,11 @@ class Layout(_message.Message):
     """Ranks; slots are divided evenly, rank r owns columns [r*s, (r+1)*s)."""
     expert_of_slot: _builtins.bytes
     """int32 little-endian [num_layers, num_slots], row-major: logical expert of each slot."""
+    share_of_slot: _builtins.bytes
+    """uint16 little-endian, same shape: part of its expert's tokens that each slot serves, in
+    1/32768ths; an expert's parts sum to 32768, so that all ranks divide alike to the last token.
+    Absent when every expert is split evenly over its slots.
+    """
     def __init__(
         self,
         *,
@@ -379,12 +385,15 @@ class Layout(_message.Message):
         num_experts: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
         expert_of_slot: _builtins.bytes = ...,
+        share_of_slot: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_share_of_slot", b"_share_of_slot", "share_of_slot", b"share_of_slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_of_slot", b"expert_of_slot", "generation", b"generation", "num_experts", b"num_experts", "num_layers", b"num_layers", "num_ranks", b"num_ranks", "num_slots", b"num_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_share_of_slot", b"_share_of_slot", "expert_of_slot", b"expert_of_slot", "generation", b"generation", "num_experts", b"num_experts", "num_layers", b"num_layers", "num_ranks", b"num_ranks", "num_slots", b"num_slots", "share_of_slot", b"share_of_slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__share_of_slot: _TypeAlias = _typing.Literal["share_of_slot"]  # noqa: Y015
+    _WhichOneofArgType__share_of_slot: _TypeAlias = _typing.Literal["_share_of_slot", b"_share_of_slot"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__share_of_slot) -> _WhichOneofReturnType__share_of_slot | None: ...
 
 Global___Layout: _TypeAlias = Layout  # noqa: Y015
 

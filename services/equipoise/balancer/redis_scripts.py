@@ -33,13 +33,15 @@ Answers that any script may give: {'lost'}, {'over', highest term}.
 """
 
 OPEN = """
-local meta, incarnation, schema = KEYS[1], ARGV[1], ARGV[2]
+local meta, incarnation, schema, upgradable = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 if redis.call('EXISTS', meta) == 0 then
   redis.call('HSET', meta, 'incarnation', incarnation, 'schema', schema, 'term', '0')
+elseif redis.call('HGET', meta, 'schema') == upgradable then
+  redis.call('HSET', meta, 'schema', schema)
 end
 return redis.call('HMGET', meta, 'schema', 'incarnation')
 """
-"""Make the store if there is none; whose it is."""
+"""Make the store if there is none, mark what older releases must not read; whose it is."""
 
 HIGHEST_TERM = "return {'ok', highest_term}"
 

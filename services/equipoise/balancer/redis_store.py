@@ -35,8 +35,11 @@ from equipoise.balancer.store import (
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised with every change of keys or records; other versions are refused, never guessed at."""
+
+UPGRADABLE_VERSION = 1
+"""Its records are read as they are: layouts without shares, so even splits."""
 
 HASH_TAG = "{equipoise}"
 """Begins every key. Two fleets share a server by using two databases of it."""
@@ -218,7 +221,9 @@ class RedisStore:
         async with self._opening:
             if self._incarnation is None:
                 schema, found = await self._run(
-                    scripts.OPEN, _keys("")[:1], (secrets.token_hex(8), SCHEMA_VERSION)
+                    scripts.OPEN,
+                    _keys("")[:1],
+                    (secrets.token_hex(8), SCHEMA_VERSION, UPGRADABLE_VERSION),
                 )
                 if schema != str(SCHEMA_VERSION).encode() or found is None:
                     raise StoreError(
@@ -287,24 +292,34 @@ def _unpack(packed: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _pack_layout(layout: Layout) -> bytes:
-    header = {
+    header: dict[str, Any] = {
         "num_layers": layout.num_layers,
         "num_experts": layout.num_experts,
         "num_ranks": layout.num_ranks,
         "slots_of_rank": layout.slots_of_rank,
     }
-    return _pack(header, layout.expert_of_slot.astype("<i4", copy=False).tobytes())
+    table = layout.expert_of_slot.astype("<i4", copy=False).tobytes()
+    if layout.share_of_slot is None:
+        return _pack(header, table)
+    # Behind the table, by the number of its bytes, so that a record without shares has none.
+    header["table_bytes"] = len(table)
+    return _pack(header, table + layout.share_of_slot.astype("<u2").tobytes())
 
 
 def _unpack_layout(generation: int, packed: bytes) -> Layout:
     header, cells = _unpack(packed)
-    table = np.frombuffer(cells, dtype="<i4").reshape(header["num_layers"], -1)
+    end = header.get("table_bytes", len(cells))
+    table = np.frombuffer(cells[:end], dtype="<i4").reshape(header["num_layers"], -1)
+    shares = None
+    if end < len(cells):
+        shares = np.frombuffer(cells[end:], dtype="<u2").reshape(table.shape).astype(np.int32)
     return Layout(
         generation=generation,
         num_experts=header["num_experts"],
         num_ranks=header["num_ranks"],
         slots_of_rank=tuple(header["slots_of_rank"]),
         expert_of_slot=table.astype(np.int32),
+        share_of_slot=shares,
     )
 
 

@@ -14,8 +14,9 @@ from typing import TypeVar
 from equipoise.balancer.store import StoreError, StoreFault, TermOverError
 from equipoise.planning.errors import InvalidLayoutError
 
-SCHEMA_VERSION = 1
-"""Raised with every change of the tables below; other versions are refused, never guessed at."""
+SCHEMA_VERSION = 2
+"""Raised with every change of the tables below; versions without an upgrade are refused, never
+guessed at."""
 
 _APPLICATION_ID = 0x45515053  # "EQPS": tells our files from other programs' SQLite files
 
@@ -40,6 +41,7 @@ CREATE TABLE layouts (
     num_experts INTEGER NOT NULL,
     num_ranks INTEGER NOT NULL,
     expert_of_slot BLOB NOT NULL,          -- int32 little-endian [layers, slots]
+    share_of_slot BLOB,                    -- uint16 little-endian, same shape; null: even splits
     PRIMARY KEY (pool, generation)
 ) WITHOUT ROWID;
 CREATE TABLE averages (
@@ -60,6 +62,9 @@ CREATE TABLE decisions (
     PRIMARY KEY (pool, sequence)
 ) WITHOUT ROWID;
 """
+
+_UPGRADES = {1: "ALTER TABLE layouts ADD COLUMN share_of_slot BLOB;"}
+"""What brings a file of an older version to the next one."""
 
 _Result = TypeVar("_Result")
 
@@ -151,6 +156,7 @@ class SqliteFile:
         self.db.execute("COMMIT")
         if not is_new:
             self._check_is_ours()
+            self._upgrade()
         self.db.execute("PRAGMA journal_mode = WAL")
         # A generation must survive a power cut before anybody stages it.
         self.db.execute("PRAGMA synchronous = FULL")
@@ -168,7 +174,7 @@ class SqliteFile:
                 f"{self._path} is an SQLite file of another program: name another state file",
                 fault=StoreFault.FOREIGN,
             )
-        if version != SCHEMA_VERSION:
+        if version != SCHEMA_VERSION and version not in _UPGRADES:
             raise StoreError(
                 f"{self._path} has schema version {version}, this release reads {SCHEMA_VERSION}: "
                 "use the release that wrote it, or move the file away to start anew from what the "
@@ -178,6 +184,13 @@ class SqliteFile:
         (finding,) = self.db.execute("PRAGMA quick_check(1)").fetchone()
         if finding != "ok":
             raise self.damaged(finding)
+
+    def _upgrade(self) -> None:
+        (version,) = self.db.execute("PRAGMA user_version").fetchone()
+        for older in range(version, SCHEMA_VERSION):
+            self.db.executescript(
+                f"BEGIN; {_UPGRADES[older]} PRAGMA user_version = {older + 1}; COMMIT;"
+            )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

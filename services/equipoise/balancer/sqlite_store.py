@@ -245,8 +245,9 @@ class SqliteStore:
     def _put_layout(self, pool: str, layout: Layout) -> None:
         self._know(pool)
         cells = layout.expert_of_slot.astype("<i4", copy=False).tobytes()
+        shares = layout.share_of_slot
         self._db.execute(
-            "INSERT OR REPLACE INTO layouts VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO layouts VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
                 pool,
                 layout.generation,
@@ -254,6 +255,7 @@ class SqliteStore:
                 layout.num_experts,
                 layout.num_ranks,
                 cells,
+                None if shares is None else shares.astype("<u2").tobytes(),
             ),
         )
         highest = max(layout.generation, self._pool_value(pool, "highest"))
@@ -268,19 +270,23 @@ class SqliteStore:
 
     def _layout(self, pool: str, generation: int) -> Layout | None:
         row = self._db.execute(
-            "SELECT num_layers, num_experts, num_ranks, expert_of_slot FROM layouts"
-            " WHERE pool = ? AND generation = ?",
+            "SELECT num_layers, num_experts, num_ranks, expert_of_slot, share_of_slot"
+            " FROM layouts WHERE pool = ? AND generation = ?",
             (pool, generation),
         ).fetchone()
         if row is None:
             return None
-        num_layers, num_experts, num_ranks, cells = row
+        num_layers, num_experts, num_ranks, cells, parts = row
         table = np.frombuffer(cells, dtype="<i4").reshape(num_layers, -1)
+        shares = None
+        if parts is not None:
+            shares = np.frombuffer(parts, dtype="<u2").reshape(table.shape).astype(np.int32)
         return Layout(
             generation=generation,
             num_experts=num_experts,
             num_ranks=num_ranks,
             expert_of_slot=table.astype(np.int32),
+            share_of_slot=shares,
         )
 
     def _average(self, what: str, row: tuple[Any, ...]) -> AverageRecord:

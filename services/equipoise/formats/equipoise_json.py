@@ -3,7 +3,9 @@
 Loads: {"domains": {name: [windows][layers][experts]}}, or, where windows are not in order of
 domains, {"windows": {name: [layers][experts]}}; and "first_moe_layer" and "top_k" where they are
 known. Windows are in order of time.
-Layouts: {"num_experts", "num_ranks", "first_moe_layer", "expert_of_slot": [layers][slots]}.
+Layouts: {"num_experts", "num_ranks", "first_moe_layer", "expert_of_slot": [layers][slots]}, and
+"share_of_slot", of the same shape, where experts are not split evenly over their slots: the part of
+its expert's tokens that each slot serves, in 1/32768ths.
 """
 
 import json
@@ -19,10 +21,13 @@ from equipoise.formats.placement import Placement
 from equipoise.formats.recording import Recording
 from equipoise.formats.tables import Numbers, ids_2d, loads_3d, member, shown, whole
 from equipoise.formats.text import number_rows
+from equipoise.planning.layout import ExpertTable
+from equipoise.planning.shares import ShareTable
 
 DOMAINS_KEY = "domains"
 WINDOWS_KEY = "windows"
 LAYOUT_KEY = "expert_of_slot"
+SHARES_KEY = "share_of_slot"
 
 
 def has_recording(document: Any) -> bool:
@@ -98,6 +103,7 @@ def placement(document: Any, expected: Expected) -> Placement:
         num_experts=whole(member(document, "num_experts"), "num_experts", least=1),
         num_ranks=_optional(document, "num_ranks", least=1),
         first_moe_layer=first,
+        share_of_slot=_shares(document, first_layer=first or 0),
     )
 
 
@@ -109,10 +115,24 @@ def placement_json(placement: Placement) -> bytes:
         "first_moe_layer": placement.first_moe_layer,
     }
     head = "".join(f'"{key}": {json.dumps(value)}, ' for key, value in facts.items())
-    rows = ",\n".join(
-        json.dumps(row, separators=(",", ":")) for row in placement.expert_of_slot.tolist()
-    )
-    return f'{{{head}"{LAYOUT_KEY}": [\n{rows}]}}\n'.encode()
+    tables = {LAYOUT_KEY: placement.expert_of_slot}
+    if placement.share_of_slot is not None:
+        tables[SHARES_KEY] = placement.share_of_slot
+    body = ",\n".join(f'"{key}": [\n{_rows(table)}]' for key, table in tables.items())
+    return f"{{{head}{body}}}\n".encode()
+
+
+def _rows(table: ExpertTable) -> str:
+    return ",\n".join(json.dumps(row, separators=(",", ":")) for row in table.tolist())
+
+
+def _shares(document: dict[str, Any], *, first_layer: int) -> ShareTable | None:
+    if document.get(SHARES_KEY) is None:
+        return None
+    try:
+        return ids_2d(document[SHARES_KEY], first_layer=first_layer)
+    except FormatError as error:
+        raise FormatError(f"{SHARES_KEY}: {error}") from None
 
 
 def _domains(names: tuple[str, ...]) -> dict[str, int] | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from equipoise.formats.errors import FormatError
 from equipoise.formats.placement import Placement
 from equipoise.planning.layout import ExpertTable
+from equipoise.planning.shares import ShareTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Expected:
         num_experts: int | None = None,
         num_ranks: int | None = None,
         first_moe_layer: int | None = None,
+        share_of_slot: ShareTable | None = None,
     ) -> Placement:
         """What a file says, [layers, slots], completed by what is expected, and held against it.
 
@@ -45,6 +47,7 @@ class Expected:
             num_experts=experts,
             num_ranks=num_ranks or self.num_ranks,
             first_moe_layer=self.first_moe_layer if first_moe_layer is None else first_moe_layer,
+            share_of_slot=share_of_slot,
         )
         if self.num_layers is not None and placement.num_layers != self.num_layers:
             raise FormatError(

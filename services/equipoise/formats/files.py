@@ -96,9 +96,15 @@ def write_placement(placement: Placement, path: Path, *, form: Format) -> None:
     """Write a layout.
 
     Raises:
-        FormatError: the format needs what is not known, or the file cannot be written.
+        FormatError: the format needs what is not known or cannot say all there is, or the file
+            cannot be written.
     """
     with _naming(path):
+        if placement.share_of_slot is not None and form is not Format.EQUIPOISE:
+            raise FormatError(
+                f"{form} has no place for shares, and would split each expert evenly: write "
+                f"{Format.EQUIPOISE}, or plan without weights"
+            )
         _write(path, _PLACEMENT_WRITERS[form](placement))
 
 

@@ -6,25 +6,28 @@ import numpy as np
 
 from equipoise.formats.errors import FormatError
 from equipoise.planning.layout import ExpertTable, count_replicas
+from equipoise.planning.shares import ShareTable, fault_in_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placement:
     """A table of experts, covering all of them; peers' files may hold one twice on a rank.
 
-    `expert_of_slot` is int32 [layers, slots], MoE layers only, and is made read-only. `num_ranks`
+    `expert_of_slot` is int32 [layers, slots], MoE layers only, and is made read-only;
+    `share_of_slot`, of the same shape, as in `Layout`, or None for even splits. `num_ranks`
     and `first_moe_layer` (the layer of the model that row 0 belongs to) are None in formats that do
     not say.
 
     Raises:
-        FormatError: an expert is out of range or missing, or slots do not divide over ranks; it
-            names the layer by the file's own counting.
+        FormatError: an expert is out of range or missing, slots do not divide over ranks, or shares
+            do not sum up; it names the layer by the file's own counting.
     """
 
     expert_of_slot: ExpertTable
     num_experts: int
     num_ranks: int | None = None
     first_moe_layer: int | None = None
+    share_of_slot: ShareTable | None = None
 
     def __post_init__(self) -> None:
         table = np.array(self.expert_of_slot, dtype=np.int32)
@@ -32,6 +35,10 @@ class Placement:
         object.__setattr__(self, "expert_of_slot", table)
         assert table.ndim == 2, "a placement is [layers, slots]"
         _check(self)
+        if self.share_of_slot is not None:
+            fault = fault_in_shares(self.share_of_slot, table, num_experts=self.num_experts)
+            if fault is not None:
+                raise FormatError(f"{fault}, counting layers from 0")
 
     @property
     def num_layers(self) -> int:

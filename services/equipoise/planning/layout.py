@@ -1,4 +1,7 @@
-"""`Layout`: which logical expert each physical slot holds. An invalid one cannot exist."""
+"""`Layout`: which logical expert each physical slot holds, and how much of it each serves.
+
+An invalid one cannot exist.
+"""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -8,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.shares import ShareTable, even_shares, fault_in_shares
 
 ExpertTable = npt.NDArray[np.int32]
 
@@ -21,9 +25,14 @@ class Layout:
     each rank has; rank r owns the columns from first_slot[r] to first_slot[r + 1]. `generation`
     numbers the layouts of a pool from 1; it grows and is never reused.
 
+    `share_of_slot` is int32 [layers, slots]: the part of its expert's tokens that each slot serves,
+    in `shares.WHOLE`ths; 0 is allowed, so that a replica may wait in reserve. It is made read-only.
+    None is the even split, and a table that says the same becomes None: equal layouts look equal.
+
     Raises:
         InvalidLayoutError: an expert is missing or out of range in a layer, a rank holds an expert
-            twice although it need not, or slots do not divide over ranks.
+            twice although it need not, slots do not divide over ranks, or the shares of an expert
+            do not sum to the whole.
     """
 
     generation: int
@@ -31,6 +40,7 @@ class Layout:
     num_ranks: int
     expert_of_slot: ExpertTable
     slots_of_rank: tuple[int, ...] = ()
+    share_of_slot: ShareTable | None = None
 
     def __post_init__(self) -> None:
         table = np.ascontiguousarray(self.expert_of_slot, dtype=np.int32)
@@ -43,6 +53,8 @@ class Layout:
             even = (self.num_slots // self.num_ranks,) * self.num_ranks
             object.__setattr__(self, "slots_of_rank", even)
         _check(self)
+        if self.share_of_slot is not None:
+            object.__setattr__(self, "share_of_slot", _uneven(self, self.share_of_slot))
 
     @property
     def num_layers(self) -> int:
@@ -79,20 +91,38 @@ class Layout:
         first_slot = self.first_slot
         return tuple(dict.fromkeys(bisect_right(first_slot, slot) - 1 for slot in slots))
 
+    def shares(self) -> ShareTable:
+        """The shares of slots, int32 [layers, slots], those of even splits too."""
+        if self.share_of_slot is not None:
+            return self.share_of_slot
+        return even_shares(self.expert_of_slot, num_experts=self.num_experts)
+
     def same_placement(self, other: "Layout") -> bool:
-        """Whether both hold the same experts in the same slots, whatever their generations."""
-        return self.slots_of_rank == other.slots_of_rank and np.array_equal(
-            self.expert_of_slot, other.expert_of_slot
+        """Whether both hold the same experts in the same slots and serve the same shares of them.
+
+        Generations may differ.
+        """
+        return (
+            self.slots_of_rank == other.slots_of_rank
+            and np.array_equal(self.expert_of_slot, other.expert_of_slot)
+            and _same_shares(self.share_of_slot, other.share_of_slot)
         )
 
-    def with_placement(self, expert_of_slot: ExpertTable, *, generation: int) -> "Layout":
-        """A layout of the same pool with another table and number."""
+    def with_placement(
+        self,
+        expert_of_slot: ExpertTable,
+        *,
+        generation: int,
+        share_of_slot: ShareTable | None = None,
+    ) -> "Layout":
+        """A layout of the same pool with another number and other tables; no shares: even ones."""
         return Layout(
             generation=generation,
             num_experts=self.num_experts,
             num_ranks=self.num_ranks,
             expert_of_slot=expert_of_slot,
             slots_of_rank=self.slots_of_rank,
+            share_of_slot=share_of_slot,
         )
 
 
@@ -183,3 +213,22 @@ def _check_no_needless_twins(layout: Layout) -> None:
             f"layer {layer}: rank {rank} holds expert {expert} "
             f"more than {allowed} time(s); a second copy on one rank carries no extra load"
         )
+
+
+def _uneven(layout: Layout, shares: ShareTable) -> ShareTable | None:
+    """The shares, checked and read-only, or None if they are those of even splits."""
+    table, num_experts = layout.expert_of_slot, layout.num_experts
+    fault = fault_in_shares(shares, table, num_experts=num_experts)
+    if fault is not None:
+        raise InvalidLayoutError(fault)
+    if np.array_equal(shares, even_shares(table, num_experts=num_experts)):
+        return None
+    own = np.array(shares, dtype=np.int32)
+    own.flags.writeable = False
+    return own
+
+
+def _same_shares(one: ShareTable | None, other: ShareTable | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)

@@ -14,6 +14,7 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 
 def layout_to_proto(layout: Layout) -> pb.Layout:
     """The layout as its message."""
+    shares = layout.share_of_slot
     return pb.Layout(
         generation=layout.generation,
         num_layers=layout.num_layers,
@@ -21,6 +22,7 @@ def layout_to_proto(layout: Layout) -> pb.Layout:
         num_experts=layout.num_experts,
         num_ranks=layout.num_ranks,
         expert_of_slot=layout.expert_of_slot.astype("<i4", copy=False).tobytes(),
+        share_of_slot=None if shares is None else shares.astype("<u2").tobytes(),
     )
 
 
@@ -28,7 +30,7 @@ def layout_from_proto(message: pb.Layout, *, kind: str = "layout") -> Layout:
     """The layout in a message; whether it suits a pool is `check_layout_suits`.
 
     Raises:
-        InvalidMessageError: "_shape" when the table has another size than the message says,
+        InvalidMessageError: "_shape" when a table has another size than the message says,
             "_layout" when it is not a layout that any pool may run.
     """
     shape = (message.num_layers, message.num_slots)
@@ -44,12 +46,17 @@ def layout_from_proto(message: pb.Layout, *, kind: str = "layout") -> Layout:
             f"{kind}: {message.num_slots} slots cannot hold {message.num_experts} experts",
         )
     cells = checks.table(kind, "expert_of_slot", message.expert_of_slot, dtype="<i4", shape=shape)
+    shares = None
+    if message.HasField("share_of_slot"):
+        parts = checks.table(kind, "share_of_slot", message.share_of_slot, dtype="<u2", shape=shape)
+        shares = parts.astype(np.int32)
     try:
         return Layout(
             generation=checks.count(kind, "generation", message.generation, least=1),
             num_experts=message.num_experts,
             num_ranks=message.num_ranks,
             expert_of_slot=cells.astype(np.int32),
+            share_of_slot=shares,
         )
     except InvalidLayoutError as error:
         raise InvalidMessageError(f"{kind}_layout", f"{kind}: {error}") from error

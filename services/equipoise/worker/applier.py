@@ -187,6 +187,7 @@ def placement_of(layout: Layout) -> Placement:
         num_experts=layout.num_experts,
         num_ranks=layout.num_ranks,
         generation=layout.generation,
+        share_of_slot=layout.share_of_slot,
     )
 
 

@@ -1,0 +1,84 @@
+"""Shares: which part of its expert's tokens each slot serves, in whole numbers.
+
+A share counts 1/32768ths, so that shares are equal or not, sum up exactly and survive every file.
+`None` instead of a table stands for even splits. What shares a load asks for is not decided here.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+ShareTable = npt.NDArray[np.int32]
+"""Shares of slots, [layers, slots]; those of an expert sum to WHOLE."""
+
+WHOLE = 1 << 15
+"""All of an expert's tokens. What fits two bytes a slot is far finer than loads are known."""
+
+_Table = npt.NDArray[np.int32]
+_Indices = npt.NDArray[np.int64]
+
+
+def even_shares(expert_of_slot: _Table, *, num_experts: int) -> ShareTable:
+    """The even split as a table: as near to 1/n each as whole numbers go, [layers, slots]."""
+    order, place, count = _by_expert(expert_of_slot, num_experts)
+    ends = (place + 1) * WHOLE // count
+    begins = place * WHOLE // count
+    return _in_slot_order(ends - begins, order, expert_of_slot.shape)
+
+
+def whole_shares(
+    parts: npt.NDArray[np.float64], expert_of_slot: _Table, *, num_experts: int
+) -> ShareTable:
+    """Parts from 0 to 1, [layers, slots], as shares that sum up exactly.
+
+    Ends of an expert's parts are rounded rather than the parts, so none is off by more than one.
+    """
+    order, place, count = _by_expert(expert_of_slot, num_experts)
+    running = np.cumsum(parts.ravel()[order])
+    first = np.arange(len(order)) - place
+    before = np.where(first > 0, running[first - 1], 0.0)
+    ends = np.clip(np.rint((running - before) * WHOLE), 0, WHOLE).astype(np.int64)
+    ends[place == count - 1] = WHOLE
+    begins = np.where(place > 0, np.roll(ends, 1), 0)
+    return _in_slot_order(ends - begins, order, expert_of_slot.shape)
+
+
+def fault_in_shares(shares: ShareTable, expert_of_slot: _Table, *, num_experts: int) -> str | None:
+    """What is wrong with a table of shares, in words, or None."""
+    if shares.shape != expert_of_slot.shape:
+        return f"shares are of shape {shares.shape}, slots of {expert_of_slot.shape}"
+    outside = (shares < 0) | (shares > WHOLE)
+    if outside.any():
+        layer, slot = (int(index) for index in np.argwhere(outside)[0])
+        return (
+            f"layer {layer}, slot {slot} has a share of {int(shares[layer, slot])}, "
+            f"but shares are from 0 to {WHOLE}"
+        )
+    keys = expert_of_slot + np.arange(len(shares))[:, None] * num_experts
+    sums = np.bincount(
+        keys.ravel(), weights=shares.ravel(), minlength=len(shares) * num_experts
+    ).reshape(len(shares), num_experts)
+    wrong = sums != WHOLE
+    if wrong.any():
+        layer, expert = (int(index) for index in np.argwhere(wrong)[0])
+        return (
+            f"layer {layer}: the shares of expert {expert} sum to {int(sums[layer, expert])}, "
+            f"not {WHOLE}"
+        )
+    return None
+
+
+def _by_expert(expert_of_slot: _Table, num_experts: int) -> tuple[_Indices, _Indices, _Indices]:
+    """All slots by layer, expert and slot; the place of each among its expert's, and how many."""
+    num_layers = len(expert_of_slot)
+    keys = (expert_of_slot + np.arange(num_layers)[:, None] * num_experts).ravel()
+    order = np.argsort(keys, kind="stable")
+    count = np.bincount(keys, minlength=num_layers * num_experts)
+    sorted_keys = keys[order]
+    place = np.arange(len(keys)) - (np.cumsum(count) - count)[sorted_keys]
+    return order, place, count[sorted_keys]
+
+
+def _in_slot_order(shares: _Indices, order: _Indices, shape: tuple[int, ...]) -> ShareTable:
+    table = np.empty(len(order), dtype=np.int32)
+    table[order] = shares
+    return table.reshape(shape)
