@@ -24,7 +24,8 @@ from equipoise.wire.messages import (
 )
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import RejectedError, WorkerError
-from equipoise.worker.lifecycle import Worker, serve
+from equipoise.worker.lifecycle import LIVE, Worker, serve
+from equipoise.worker.place import find_place
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_kernels.row_invariance import RowVarianceError
@@ -41,7 +42,7 @@ class Bench:
 @asynccontextmanager
 async def running(settings):
     stop = asyncio.Event()
-    worker = Worker(settings, core=ModelCore.load(settings))
+    worker = Worker(settings, core=ModelCore.load(settings), place=await find_place(settings))
     task = asyncio.create_task(worker.run(stop))
     try:
         yield Bench(worker, stop, task)
@@ -65,10 +66,10 @@ async def generate(address, max_tokens=8, prompt=PROMPT):
         return [token async for response in call for token in response.tokens]
 
 
-async def health_of(address):
+async def health_of(address, service=""):
     async with grpc.aio.insecure_channel(address) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(), timeout=60
+            health_pb2.HealthCheckRequest(service=service), timeout=60
         )
         return answer.status
 
@@ -85,6 +86,7 @@ async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
         assert hello.checkpoint_fingerprint == checkpoint.fingerprint
         assert hello.model.expert_bytes == checkpoint.config.expert_bytes
         assert await health_of(hello.address) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await health_of(hello.address, LIVE) == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="no rank yet"):
             await generate(hello.address)
         link.say(assignment([hello], layout))

@@ -19,6 +19,8 @@ def test_the_defaults_serve_the_checkpoint_that_comes_with_the_package():
         ({"worker": ""}, "worker must not be empty"),
         ({"balancer": "nowhere"}, "balancer must be host:port, not 'nowhere'"),
         ({"listen": "127.0.0.1:99999"}, "listen must be host:port"),
+        ({"host": ""}, "host must not be empty"),
+        ({"rendezvous_port": 65536}, "rendezvous must be host:port, not '127.0.0.1:65536'"),
         ({"num_ranks": 0}, "num_ranks must be at least 1, not 0"),
         ({"slots_per_rank": -1}, "slots_per_rank must be at least 1, not -1"),
         ({"max_queued_requests": -1}, "max_queued_requests must be at least 0, not -1"),

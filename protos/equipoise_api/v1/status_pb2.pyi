@@ -72,6 +72,8 @@ class RankStatus(_message.Message):
     QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
     LOAD_SHARE_FIELD_NUMBER: _builtins.int
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank in the current epoch."""
     worker: _builtins.str
@@ -100,6 +102,10 @@ class RankStatus(_message.Message):
     """Share of the pool's load this rank received in the latest window, 0 to 1."""
     tokens_generated: _builtins.int
     """Tokens generated since boot."""
+    host: _builtins.str
+    """Machine of the worker; empty when it did not tell."""
+    zone: _builtins.str
+    """Zone of that machine; empty where there are none."""
     def __init__(
         self,
         *,
@@ -117,10 +123,12 @@ class RankStatus(_message.Message):
         queued_requests: _builtins.int = ...,
         load_share: _builtins.float = ...,
         tokens_generated: _builtins.int = ...,
+        host: _builtins.str = ...,
+        zone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "generation", b"generation", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "queued_requests", b"queued_requests", "rank", b"rank", "silent_s", b"silent_s", "staged_generation", b"staged_generation", "state", b"state", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "generation", b"generation", "host", b"host", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "queued_requests", b"queued_requests", "rank", b"rank", "silent_s", b"silent_s", "staged_generation", b"staged_generation", "state", b"state", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -233,6 +233,8 @@ class Hello(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     HIGHEST_TERM_FIELD_NUMBER: _builtins.int
     GROUP_LOST_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool the worker wants to serve in; the balancer knows pools by this name."""
     worker: _builtins.str
@@ -257,6 +259,10 @@ class Hello(_message.Message):
     """Highest term of a balancer that this worker heard of; 0 if none. A balancer of a lower term
     does not lead, or must lead in a higher one.
     """
+    host: _builtins.str
+    """Machine the worker runs on, which `node` is unless several share a fast domain; may be empty."""
+    zone: _builtins.str
+    """Zone of that machine; empty where there are none."""
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
@@ -286,10 +292,12 @@ class Hello(_message.Message):
         running: Global___RunningState | None = ...,
         highest_term: _builtins.int = ...,
         group_lost: Global___GroupLost | None = ...,
+        host: _builtins.str = ...,
+        zone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "group_lost", b"group_lost", "highest_term", b"highest_term", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "group_lost", b"group_lost", "highest_term", b"highest_term", "host", b"host", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
     _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015

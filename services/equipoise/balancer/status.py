@@ -140,6 +140,8 @@ def _rank_status(pool: Pool, member: Member, *, now: float) -> pb.RankStatus:
         rank=member.rank,
         worker=member.name,
         node=member.hello.node,
+        host=member.hello.host,
+        zone=member.hello.zone,
         address=member.hello.address,
         state=_rank_state(pool, member),
         generation=member.generation,

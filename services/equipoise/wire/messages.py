@@ -49,7 +49,8 @@ class RunningState:
 class Hello:
     """First message of a stream: who the worker is and what it has memory for.
 
-    It also fixes the shapes of everything else on the stream, so both sides keep it.
+    It also fixes the shapes of everything else on the stream, so both sides keep it. `node` is the
+    fast domain that plans go by; the machine `host` and its `zone` are for people.
     `highest_term` is that of any balancer the worker heard of; 0 if there was none. `group_lost`
     is set, in place of `running`, while the worker waits for a new group.
     """
@@ -67,6 +68,8 @@ class Hello:
     running: RunningState | None = None
     highest_term: int = 0
     group_lost: "GroupLost | None" = None
+    host: str = ""
+    zone: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -50,6 +50,8 @@ def hello_to_proto(hello: Hello) -> pb.Hello:
         running=None if hello.running is None else _running_to_proto(hello.running),
         highest_term=hello.highest_term,
         group_lost=None if hello.group_lost is None else group_lost_to_proto(hello.group_lost),
+        host=hello.host,
+        zone=hello.zone,
     )
 
 
@@ -84,6 +86,8 @@ def hello_from_proto(message: pb.Hello) -> Hello:
             "hello", "checkpoint_fingerprint", message.checkpoint_fingerprint
         ),
         highest_term=checks.count("hello", "highest_term", message.highest_term),
+        host=message.host and checks.name("hello", "host", message.host),
+        zone=message.zone and checks.name("hello", "zone", message.zone),
     )
     if message.HasField("group_lost"):
         return replace(hello, group_lost=group_lost_from_proto(message.group_lost, hello=hello))

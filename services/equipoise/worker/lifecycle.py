@@ -30,6 +30,7 @@ from equipoise.worker.epochs import Epochs
 from equipoise.worker.errors import RejectedError, WorkerError
 from equipoise.worker.group import Rendezvous
 from equipoise.worker.inference import InferenceService
+from equipoise.worker.place import Place, find_place
 from equipoise.worker.rank import Rank
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertTransferService
@@ -37,6 +38,9 @@ from equipoise_api.v1 import worker_link_pb2, worker_pb2, worker_pb2_grpc
 
 STOP_GRACE_S = 0.5
 """Open calls get this long to hear their end."""
+
+LIVE = "live"
+"""Name under which health says that the worker runs, whether it has a rank or not."""
 
 _SERVICES = ("", "equipoise_api.v1.ExpertTransfer", "equipoise_api.v1.Inference")
 _SERVER_OPTIONS = (
@@ -53,21 +57,23 @@ async def serve(settings: WorkerSettings, *, stop: asyncio.Event) -> None:
     Raises:
         WorkerError: it cannot start, is rejected, or cannot load its experts.
     """
+    place = await find_place(settings)
     core = await asyncio.to_thread(ModelCore.load, settings)
     if stop.is_set():
         return
-    await Worker(settings, core=core).run(stop)
+    await Worker(settings, core=core, place=place).run(stop)
 
 
 class Worker:
     """A worker process; used from the event loop only."""
 
-    def __init__(self, settings: WorkerSettings, *, core: ModelCore) -> None:
+    def __init__(self, settings: WorkerSettings, *, core: ModelCore, place: Place) -> None:
         self._settings = settings
         self._core = core
+        self._place = place
         self._boot_id = uuid.uuid4().hex
         self._address = ""
-        listener = socket.create_server((_host(settings.listen), 0))
+        listener = _listener(_host(settings.listen), settings.rendezvous_port)
         self._rendezvous_address = f"{settings.advertise_host}:{listener.getsockname()[1]}"
         self._rendezvous = Rendezvous(listener)
         self._rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -159,6 +165,7 @@ class Worker:
                 f"cannot listen on {self._settings.listen}: is the port taken, the host ours?"
             ) from error
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         await server.start()
         self._address = f"{self._settings.advertise_host}:{port}"
         _log.info("%s listens at %s", self._settings.worker, self._address)
@@ -210,7 +217,9 @@ class Worker:
             pool=self._settings.pool,
             worker=self._settings.worker,
             boot_id=self._boot_id,
-            node=self._settings.node,
+            node=self._place.node,
+            host=self._place.host,
+            zone=self._place.zone,
             address=self._address,
             rendezvous_address=self._rendezvous_address,
             model=self._core.shape,
@@ -236,6 +245,15 @@ class Worker:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in _SERVICES:
             await self._health.set(service, status)
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise WorkerError(
+            f"cannot meet ranks at {host}:{port}: is the port taken, the host ours?"
+        ) from error
 
 
 def _host(address: str) -> str:

@@ -50,14 +50,31 @@ class WorkerSettings:
     worker: str = "worker-0"
     """Name of this worker, unique in its pool; after a restart it gets its rank back by it."""
 
-    node: str = field(default_factory=socket.gethostname)
-    """Fast domain this worker runs on; ranks of one node are near to each other."""
+    node: str = ""
+    """Fast domain this worker runs on: ranks of one node are near to each other, and plans keep
+    expert groups within one. The host unless given."""
+
+    host: str = field(default_factory=socket.gethostname)
+    """Machine this worker runs on."""
+
+    zone: str = ""
+    """Zone of that machine, for people."""
+
+    node_label: str = ""
+    """Label of the Kubernetes Node named by host that has the node, read at the start; for example
+    nvidia.com/gpu.clique, whose machines NVLink joins."""
+
+    zone_label: str = ""
+    """Label of that Node that has the zone."""
 
     listen: str = "127.0.0.1:0"
     """host:port that peers and clients are served on; port 0 takes a free one."""
 
     advertise_host: str = "127.0.0.1"
     """Host by which peers and clients reach this worker."""
+
+    rendezvous_port: int = 0
+    """Port at which ranks meet when this one is rank 0; 0 takes a free one."""
 
     checkpoint: Path = field(default_factory=packaged_checkpoint)
     """Folder of config.json and model.safetensors; the tiny model that comes with the package
@@ -101,12 +118,13 @@ class WorkerSettings:
     and steps meanwhile suffer less; give one where both share a core or a network."""
 
     def __post_init__(self) -> None:
-        for name in ("balancer", "pool", "worker", "node", "listen", "advertise_host"):
+        for name in ("balancer", "pool", "worker", "host", "listen", "advertise_host"):
             if not getattr(self, name):
                 raise InvalidSettingsError(f"{name} must not be empty")
         for address in self.balancer.split(","):
             _check_address("balancer", address)
         _check_address("listen", self.listen)
+        _check_address("rendezvous", f"{self.advertise_host}:{self.rendezvous_port}")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise InvalidSettingsError(
