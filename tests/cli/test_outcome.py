@@ -114,11 +114,16 @@ def test_a_shift_without_windows_is_not_recovered_and_not_measured():
 def test_tokens_are_compared_one_by_one_at_their_place():
     references = {PROMPT: (7, 8, 9)}
     assert compare_tokens([completion((7, 8, 9))], references) == (3, 3)
-    assert compare_tokens([completion((7, 9, 9)), completion((7,))], references) == (4, 3)
+    broken = completion((7,), failure="its rank died")
+    assert compare_tokens([completion((7, 9, 9)), broken], references) == (4, 3)
 
 
 def test_a_token_beyond_the_reference_is_a_difference():
     assert compare_tokens([completion((7, 8, 9, 1))], {PROMPT: (7, 8, 9)}) == (4, 3)
+
+
+def test_a_token_that_never_came_is_a_difference():
+    assert compare_tokens([completion((7, 8))], {PROMPT: (7, 8, 9)}) == (3, 2)
 
 
 def test_a_step_that_two_ranks_report_with_different_generations_is_found():
@@ -154,6 +159,7 @@ def test_a_good_run_has_no_faults():
         ({"tokens_identical": 299}, "1 of 300 tokens differ"),
         ({"tokens_compared": 0, "tokens_identical": 0}, "no token was compared"),
         ({"steps_of_two_generations": 2}, "2 steps ran in two generations"),
+        ({"rollouts": 0}, "no layout was rolled out"),
         ({"shifts": (shift(1.1, 1.1, 1.7, 1.5),)}, "did not recover from code to arithmetic"),
     ],
 )

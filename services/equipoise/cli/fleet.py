@@ -95,7 +95,8 @@ class Fleet:
         """
         self._expected_ends.add(name)
         try:
-            status = await asyncio.wait_for(self._processes[name].wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                status = await self._processes[name].wait()
         except TimeoutError:
             raise FleetError(
                 f"{name} was not done after {timeout_s:g} s\n{self.log_tail(name)}"
@@ -234,7 +235,8 @@ async def _end(process: Process, *, with_signal: signal.Signals) -> int:
     with suppress(ProcessLookupError):
         process.send_signal(with_signal)
     try:
-        return await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            return await process.wait()
     except TimeoutError:
         with suppress(ProcessLookupError):
             process.kill()

@@ -120,6 +120,8 @@ class Outcome:
             )
         if not self.tokens_compared:
             faults.append("no token was compared: the traffic was too short")
+        if self.shifts and not self.rollouts:
+            faults.append("no layout was rolled out, though the traffic shifted")
         if self.steps_of_two_generations:
             faults.append(f"{self.steps_of_two_generations} steps ran in two generations")
         faults += [
@@ -210,14 +212,18 @@ def shift_outcome(
 def compare_tokens(
     completions: Iterable[Completion], references: Mapping[Prompt, Sequence[int]]
 ) -> tuple[int, int]:
-    """How many tokens came and how many of them equal the reference at their place."""
+    """How many tokens came and how many of them equal the reference at their place.
+
+    A request that did not fail is compared to its reference's end: a token that never came, or one
+    too many, differs.
+    """
     compared = identical = 0
     for completion in completions:
-        reference = references[completion.prompt]
-        compared += len(completion.tokens)
-        identical += sum(
-            ours == theirs for ours, theirs in zip(completion.tokens, reference, strict=False)
-        )
+        ours, theirs = completion.tokens, tuple(references[completion.prompt])
+        if completion.failure is not None:
+            theirs = theirs[: len(ours)]
+        compared += max(len(ours), len(theirs))
+        identical += sum(our == their for our, their in zip(ours, theirs, strict=False))
     return compared, identical
 
 

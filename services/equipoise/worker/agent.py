@@ -135,7 +135,8 @@ class Agent:
             return
         self.send(Leaving(reason=reason))
         try:
-            await asyncio.wait_for(self._ended.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
         except TimeoutError:
             _log.warning("the balancer did not take the goodbye in %g s", timeout_s)
 
