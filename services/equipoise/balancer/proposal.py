@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from equipoise.planning.balance import balancedness_per_layer, rank_loads
+from equipoise.planning.balance import balancedness_per_layer, layout_loads
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, Shift
 from equipoise.planning.moves import waves
@@ -57,10 +57,12 @@ def propose(request: ProposalRequest) -> Proposal:
         algorithm=policy.algorithm,
         locality=policy.locality if is_local else None,
         target_balancedness=policy.target_balancedness if is_incremental else None,
+        weighted=policy.weighted,
     )
     verdict = judge(
         current=request.current,
         proposed=planned.expert_of_slot,
+        proposed_shares=planned.share_of_slot,
         algorithm=planned.algorithm,
         average=request.average,
         window=request.window,
@@ -80,15 +82,19 @@ def propose(request: ProposalRequest) -> Proposal:
 
 def _waves(request: ProposalRequest, planned: Plan) -> tuple[Layout, ...]:
     """The layers that gain most on the latest window go first."""
+    target = request.current.with_placement(
+        planned.expert_of_slot,
+        generation=request.first_generation,
+        share_of_slot=planned.share_of_slot,
+    )
     before, after = (
-        balancedness_per_layer(
-            rank_loads(table, load=request.window, num_ranks=request.current.num_ranks)
-        )
-        for table in (request.current.expert_of_slot, planned.expert_of_slot)
+        balancedness_per_layer(layout_loads(layout, request.window))
+        for layout in (request.current, target)
     )
     return waves(
         request.current,
         planned.expert_of_slot,
+        proposed_shares=planned.share_of_slot,
         first_generation=request.first_generation,
         expert_bytes=request.model.expert_bytes,
         max_wave_bytes=request.policy.max_wave_bytes,

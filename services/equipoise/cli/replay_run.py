@@ -11,7 +11,7 @@ import numpy as np
 
 from equipoise.balancer.proposal import Proposal, ProposalRequest, propose
 from equipoise.formats.recording import Recording
-from equipoise.planning.balance import balancedness, rank_loads
+from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, LoadAverage, Shift, detect_shift, tokens_per_layer
 from equipoise.planning.policy import Policy
@@ -103,7 +103,9 @@ def replay(
         taken = layout
         if proposal is not None and proposal.verdict.accepted:
             taken = layout.with_placement(
-                proposal.plan.expert_of_slot, generation=layout.generation + 1
+                proposal.plan.expert_of_slot,
+                generation=layout.generation + 1,
+                share_of_slot=proposal.plan.share_of_slot,
             )
         following = None if index + 1 == recording.num_windows else recording.windows[index + 1]
         steps.append(
@@ -198,4 +200,4 @@ def _step(
 
 
 def _balancedness(layout: Layout, load: Load) -> float:
-    return balancedness(rank_loads(layout.expert_of_slot, load=load, num_ranks=layout.num_ranks))
+    return balancedness(layout_loads(layout, load))

@@ -73,7 +73,13 @@ def evaluate(
     window_s: float,
 ) -> Choice:
     """What one pool would give and cost."""
-    made = plan(recording.total(), model=model, topology=topology, algorithm=algorithm)
+    made = plan(
+        recording.total(),
+        model=model,
+        topology=topology,
+        algorithm=algorithm,
+        weighted=policy.weighted,
+    )
     balance, moves_per_hour = None, None
     if recording.num_windows > 1:
         start = Layout(
@@ -81,6 +87,7 @@ def evaluate(
             num_experts=model.num_experts,
             num_ranks=topology.num_ranks,
             expert_of_slot=made.expert_of_slot,
+            share_of_slot=made.share_of_slot,
         )
         run = replay(
             recording,

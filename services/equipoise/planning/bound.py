@@ -10,7 +10,7 @@ Weights = npt.NDArray[np.float64]
 
 
 def upper_bounds(load: Load, *, num_slots: int, num_ranks: int) -> Load:
-    """A balancedness that no placement with even splits exceeds, [layers]; 1.0 without traffic.
+    """A balancedness that no placement exceeds, however experts are split; [layers], 1.0 if idle.
 
     `load` is [layers, experts]. With a busiest rank of M, expert e needs at least ceil(load_e / M)
     replicas, each on another rank, and together they need slots. The least M for which they fit is

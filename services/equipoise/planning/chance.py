@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.problem import Problem
-from equipoise.planning.tally import sum_by_rank
+from equipoise.planning.shares import WHOLE
+from equipoise.planning.tally import sum_by_rank, sum_slots_by_rank
 
 
 def gains_beyond_chance(
@@ -29,11 +30,7 @@ def gains_beyond_chance(
         return busy, "there is no traffic"
     num_ranks = problem.topology.num_ranks
     total = np.where(busy, load.sum(axis=1), 1.0)
-    # Of n_e counts an expert with c replicas brings n_e / c, with variance n_e / c^2, to a rank.
-    replicas = np.maximum(problem.replicas(problem.held), 1)
-    variance = sum_by_rank(
-        problem.held, load / replicas.astype(np.float64) ** 2, problem.rank_of_slot
-    )
+    variance = _variance_of_rank_loads(problem)
     sigma = np.sqrt(variance.max(axis=1) * total / samples) / (total / num_ranks)
     chance = math.sqrt(2.0) * sigma * math.sqrt(2.0 * math.log(max(num_ranks, 2)))
     num_cells = num_ranks * int(busy.sum())
@@ -45,3 +42,13 @@ def gains_beyond_chance(
         f"chance alone, with {samples:.3g} assignments a layer, explains {mean_chance:.2%}"
     )
     return beyond, words
+
+
+def _variance_of_rank_loads(problem: Problem) -> npt.NDArray[np.float64]:
+    """Of Poisson counts, [layers, ranks]: of n, a slot with the share s gets s n with s^2 n."""
+    if problem.held_shares is not None:
+        of_slot = problem.load_of_slot(problem.held, problem.held_shares)
+        return sum_slots_by_rank(of_slot * (problem.held_shares / WHOLE), problem.first_slot)
+    replicas = np.maximum(problem.replicas(problem.held), 1)
+    of_replica = problem.load / replicas.astype(np.float64) ** 2
+    return sum_by_rank(problem.held, of_replica, problem.rank_of_slot)

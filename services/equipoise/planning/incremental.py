@@ -11,6 +11,7 @@ from equipoise.planning.bound import upper_bounds
 from equipoise.planning.cover import cover
 from equipoise.planning.frontier import LayerPath, Point, hull_along, hull_of, take_steepest
 from equipoise.planning.layout import ExpertTable
+from equipoise.planning.load import Load
 from equipoise.planning.problem import Problem
 from equipoise.planning.relieve import Ground, relieve
 
@@ -59,6 +60,7 @@ def improve(
     *,
     layers: Bools,
     fresh: ExpertTable,
+    standing: Load,
     least_gain: float,
     target: float | None = None,
     max_moves: int | None = None,
@@ -69,11 +71,14 @@ def improve(
     what does not fit into `max_moves` (moves that bring back lost experts always do), and with
     neither goes as far as it can. `fresh` is a placement from scratch, int32 [layers, slots]: the
     way out for layers where it is more balanced by `least_gain` than what small steps reach.
+    `standing`, [layers], is what covered layers reach with the shares they may have: steps split
+    evenly, so those that start in a layer with shares must come out above that.
     """
     start = cover(problem)
-    busy, reached = problem.is_busy, problem.balancedness_of_layer(start)
+    busy = problem.is_busy
+    reached = np.where(problem.is_covered, standing, problem.balancedness_of_layer(start))
     paths = [
-        _paths(problem, start, layer, target=target)
+        _paths(problem, start, layer, reached=reached[layer], target=target)
         if layers[layer] and busy[layer]
         else [_standstill(reached[layer])]
         for layer in range(len(start))
@@ -96,7 +101,7 @@ def improve(
 
 
 def _paths(
-    problem: Problem, start: ExpertTable, layer: int, *, target: float | None
+    problem: Problem, start: ExpertTable, layer: int, *, reached: float, target: float | None
 ) -> list[LayerPath]:
     """Paths that relieve ranks above several thresholds; the common start is the first point."""
     load, num_ranks = problem.load[layer], problem.topology.num_ranks
@@ -121,7 +126,9 @@ def _paths(
             (step[0::2][step[0::2] >= 0], step[1::2][step[0::2] >= 0].astype(np.int32))
             for step in made.steps
         ]
-        paths.append(LayerPath(changes=changes, moves=made.moves, balancedness=mean / made.busiest))
+        balancedness = mean / made.busiest
+        balancedness[0] = reached
+        paths.append(LayerPath(changes=changes, moves=made.moves, balancedness=balancedness))
     return paths
 
 

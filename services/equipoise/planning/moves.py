@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
+from equipoise.planning.shares import ShareTable
 from equipoise.planning.topology import Topology
 
 CHECKSUM_BYTES = 16
@@ -100,30 +101,34 @@ def waves(
     expert_bytes: int,
     max_wave_bytes: int,
     gain_of_layer: Load | None = None,
+    proposed_shares: ShareTable | None = None,
 ) -> tuple[Layout, ...]:
     """Cut a change into layouts, each valid and complete, that differ in a few layers only.
 
     A wave takes whole layers as long as no rank stages more than `max_wave_bytes`, but at least
-    one. Layers that do not change are in no wave. The first layers are those that gain most by
-    `gain_of_layer`, [layers] in any unit, or else those with the lowest index. Generations count
-    from `first_generation`; the last layout places experts as `proposed`.
+    one. Layers that do not change are in no wave; a change of shares is one, though it stages
+    nothing. The first layers are those that gain most by `gain_of_layer`, [layers] in any unit, or
+    else those with the lowest index. Generations count from `first_generation`; the last layout
+    places experts as `proposed`.
 
     Raises:
         InvalidLayoutError: `proposed` is not a valid table for the pool of `current`.
     """
-    target = current.with_placement(proposed, generation=first_generation)
-    changed = current.expert_of_slot != target.expert_of_slot
-    moves_of_rank = np.add.reduceat(changed.astype(np.int64), current.first_slot[:-1], axis=1)
+    target = current.with_placement(
+        proposed, generation=first_generation, share_of_slot=proposed_shares
+    )
+    moved = current.expert_of_slot != target.expert_of_slot
+    changes = (moved | (current.shares() != target.shares())).any(axis=1)
+    moves_of_rank = np.add.reduceat(moved.astype(np.int64), current.first_slot[:-1], axis=1)
     priority = np.zeros(current.num_layers) if gain_of_layer is None else -gain_of_layer
-    layers = [
-        layer for layer in np.argsort(priority, kind="stable").tolist() if changed[layer].any()
-    ]
+    layers = [layer for layer in np.argsort(priority, kind="stable").tolist() if changes[layer]]
     most_moves = max_wave_bytes // expert_bytes
-    table = current.expert_of_slot.copy()
+    table, shares = current.expert_of_slot.copy(), current.shares().copy()
     steps: list[Layout] = []
     for wave in _batches(layers, moves_of_rank, most_moves=most_moves):
-        table[wave] = target.expert_of_slot[wave]
-        steps.append(current.with_placement(table, generation=first_generation + len(steps)))
+        table[wave], shares[wave] = target.expert_of_slot[wave], target.shares()[wave]
+        generation = first_generation + len(steps)
+        steps.append(current.with_placement(table, generation=generation, share_of_slot=shares))
     return tuple(steps)
 
 

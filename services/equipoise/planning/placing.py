@@ -25,8 +25,14 @@ def place_globally(problem: Problem) -> ExpertTable:
     """
     groups = np.zeros((len(problem.load), 1), dtype=np.int64)
     greedy = _greedy(problem, groups=groups, num_nodes=1)
-    table = _refined_apart(problem, greedy)
-    # Whole nodes change places, or none: others would bring replicas together again.
+    return stay_near(problem, _refined_apart(problem, greedy))
+
+
+def stay_near(problem: Problem, table: ExpertTable) -> ExpertTable:
+    """The same sets of experts, given to ranks so that few experts move; int32 [layers, slots].
+
+    Whole nodes change places, or none: others would bring replicas of an expert together again.
+    """
     if problem.has_equal_nodes or problem.num_nodes == 1:
         return _near(problem, table, num_nodes=problem.num_nodes)
     return align(table, problem.held, first_slot=problem.first_slot)

@@ -28,6 +28,19 @@ class Algorithm(StrEnum):
     """From the placement in use, the moves that gain most: to a target, or within a budget."""
 
 
+class Weighting(StrEnum):
+    """Whether an expert's replicas may serve unequal shares of its tokens."""
+
+    OFF = "off"
+    """Plans split evenly; a layer that has shares keeps them until it is better off without."""
+
+    AUTO = "auto"
+    """Shares differ where that relieves a layer's busiest rank by more than loads jitter."""
+
+    ON = "on"
+    """Shares differ wherever that relieves the busiest rank at all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """How often a pool is planned, what a plan must gain, and the bound of every wait.
@@ -81,6 +94,11 @@ class Policy:
     locality: float = 0.25
     """For the algorithm `local`: 0 is hierarchical, 1 global. A quarter lets a fifth of the load
     leave its home node, which balances recorded loads of a 256-expert model to 0.97 and more."""
+
+    weighted: Weighting = Weighting.OFF
+    """Whether replicas may serve unequal shares. Worth most where few slots are redundant, and it
+    lets a pool follow its traffic without copying; but only workers that know shares honour them,
+    and layouts with shares go into no other engine's files."""
 
     target_balancedness: float = 0.98
     """For the algorithm `incremental`: the balancedness at which moving stops. The last two
@@ -138,13 +156,14 @@ class Policy:
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
                 raise InvalidPolicyError(f"{name} must be from {low:g} to {high:g}, not {value}")
-        try:
-            object.__setattr__(self, "algorithm", Algorithm(self.algorithm))
-        except ValueError:
-            choices = ", ".join(Algorithm)
-            raise InvalidPolicyError(
-                f"algorithm must be one of {choices}, not {self.algorithm!r}"
-            ) from None
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, choices(value))
+            except ValueError:
+                raise InvalidPolicyError(
+                    f"{name} must be one of {', '.join(choices)}, not {value!r}"
+                ) from None
         if self.fast_half_life_s >= self.slow_half_life_s:
             raise InvalidPolicyError(
                 f"fast_half_life_s must be below slow_half_life_s ({self.slow_half_life_s:g}), "
@@ -185,4 +204,5 @@ _RANGES: dict[str, tuple[float, float]] = {
     "start_timeout_s": (0.0, _HOUR_S),
     "join_settle_s": (0.0, _HOUR_S),
 }
-assert _RANGES.keys() | {"algorithm"} == {field.name for field in fields(Policy)}
+_CHOICES: dict[str, type[StrEnum]] = {"algorithm": Algorithm, "weighted": Weighting}
+assert _RANGES.keys() | _CHOICES.keys() == {field.name for field in fields(Policy)}

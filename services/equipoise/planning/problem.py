@@ -10,7 +10,14 @@ from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
-from equipoise.planning.tally import count_replicas_of, sum_by_group_and_node, sum_by_rank
+from equipoise.planning.policy import Weighting
+from equipoise.planning.shares import WHOLE, ShareTable
+from equipoise.planning.tally import (
+    count_replicas_of,
+    sum_by_group_and_node,
+    sum_by_rank,
+    sum_slots_by_rank,
+)
 from equipoise.planning.topology import ModelShape, Topology
 
 Indices = npt.NDArray[np.int64]
@@ -31,8 +38,12 @@ class Problem:
     model: ModelShape
     topology: Topology
     held: ExpertTable
+    held_shares: ShareTable | None = None
+    """The shares of what is held, int32 [layers, slots]; None: even splits."""
     is_new: bool = False
     """Whether the ranks hold nothing yet, so that any placement is as near as any other."""
+    weighted: Weighting = Weighting.OFF
+    """Whether the shares of an expert's slots may differ."""
 
     def __post_init__(self) -> None:
         model, topology = self.model, self.topology
@@ -54,13 +65,16 @@ class Problem:
         topology: Topology,
         current: Layout | None,
         ranks: tuple[int, ...],
+        weighted: Weighting = Weighting.OFF,
     ) -> "Problem":
         """The problem for some `ranks` of a topology.
 
         Without a current layout they hold what a pool starts with: experts in order, and once
-        more from the first on in the redundant slots.
+        more from the first on in the redundant slots. Shares are even again where ranks are left
+        out: who served the rest is gone.
         """
         live = topology.only(ranks)
+        shares = None
         if current is None:
             row = np.arange(live.num_slots, dtype=np.int32) % model.num_experts
             held: ExpertTable = np.tile(row, (model.num_layers, 1))
@@ -71,12 +85,15 @@ class Problem:
                 slot for rank in ranks for slot in range(first_slot[rank], first_slot[rank + 1])
             ]
             held = np.ascontiguousarray(current.expert_of_slot[:, columns])
+            shares = current.share_of_slot if len(ranks) == topology.num_ranks else None
         return cls(
             load=np.array(load, dtype=np.float64, order="C"),
             model=model,
             topology=live,
             held=held,
+            held_shares=shares,
             is_new=current is None,
+            weighted=weighted,
         )
 
     @cached_property
@@ -116,17 +133,30 @@ class Problem:
         busy: npt.NDArray[np.bool_] = np.any(self.load > 0, axis=1)
         return busy
 
-    def rank_loads(self, table: ExpertTable) -> Load:
+    def rank_loads(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
         """What each rank carries under a placement, [layers, ranks]."""
-        return sum_by_rank(table, self._of_replica(table), self.rank_of_slot)
+        if shares is None:
+            return sum_by_rank(table, self._of_replica(table), self.rank_of_slot)
+        return sum_slots_by_rank(self.load_of_slot(table, shares), self.first_slot)
 
-    def balancedness_of_layer(self, table: ExpertTable) -> Load:
+    def balancedness_of_layer(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
         """Mean / max rank load under a placement, [layers]."""
-        return balancedness_per_layer(self.rank_loads(table))
+        return balancedness_per_layer(self.rank_loads(table, shares))
 
-    def load_of_group_on_node(self, table: ExpertTable) -> Load:
+    def load_of_slot(self, table: ExpertTable, shares: ShareTable) -> Load:
+        """What each slot serves, [layers, slots]."""
+        served: Load = np.take_along_axis(self.load, table, axis=1) * (shares / WHOLE)
+        return served
+
+    def load_of_group_on_node(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
         """How much of each expert group's load each node serves, [layers, groups, nodes]."""
         node_of_slot = self.node_of_rank[self.rank_of_slot]
+        if shares is not None:
+            size = self.model.num_experts // self.model.num_groups
+            served = np.zeros((len(table), self.model.num_groups, self.num_nodes))
+            places = (np.arange(len(table))[:, None], table // size, node_of_slot)
+            np.add.at(served, places, self.load_of_slot(table, shares))
+            return served
         return sum_by_group_and_node(
             table, self._of_replica(table), node_of_slot, self.model.num_groups
         )

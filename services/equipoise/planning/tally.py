@@ -30,6 +30,11 @@ def sum_by_rank(table: ExpertTable, of_replica: Load, rank_of_slot: Indices) -> 
     return sums
 
 
+def sum_slots_by_rank(of_slot: Load, first_slot: Indices) -> Load:
+    """Sum a value that each slot has, [layers, slots], over slots of a rank; [layers, ranks]."""
+    return np.add.reduceat(of_slot, first_slot[:-1], axis=1)
+
+
 @compiled
 def sum_by_group_and_node(
     table: ExpertTable, of_replica: Load, node_of_slot: Indices, num_groups: int

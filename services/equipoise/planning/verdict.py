@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.planning.balance import balancedness, rank_loads
+from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load, Shift, tokens_per_layer
 from equipoise.planning.policy import Algorithm, Policy
+from equipoise.planning.shares import ShareTable
 from equipoise.planning.topology import ModelShape
 
 
@@ -17,7 +18,8 @@ class Verdict:
     """Yes or no to a plan, and why.
 
     Both balancednesses are what the latest window's load makes of a layout. `moves` counts the
-    slots that change, over all layers; `bytes` is what they cost, and `pull_s` the seconds in which
+    slots that change their expert, over all layers, `reshared` those that keep it and serve another
+    share of it; `bytes` is what the moves cost, and `pull_s` the seconds in which
     the rank with most of them pulls its own. `lost_s` estimates the seconds of serving that this
     and the switches take away, `payback_s` after how many seconds the gain has earned them back;
     infinite if there is no gain.
@@ -32,12 +34,14 @@ class Verdict:
     pull_s: float
     lost_s: float
     payback_s: float
+    reshared: int = 0
 
 
 def judge(
     *,
     current: Layout,
     proposed: ExpertTable,
+    proposed_shares: ShareTable | None = None,
     algorithm: Algorithm,
     average: Load,
     window: Load,
@@ -54,24 +58,28 @@ def judge(
     so a plan that is worse on it is refused however good it looks on the average. What a plan saves
     is estimated as if the experts of the busiest rank were the whole of a step: the best case.
     """
-    before = _balancedness(current, current.expert_of_slot, window)
-    after = _balancedness(current, proposed, window)
-    cost = _cost(current, proposed, model=model, policy=policy, speedup=1.0 - before / after)
+    target = current.with_placement(
+        proposed, generation=current.generation + 1, share_of_slot=proposed_shares
+    )
+    (before, after), (usual_before, usual_after) = (
+        [balancedness(layout_loads(layout, load)) for layout in (current, target)]
+        for load in (window, average)
+    )
+    cost = _cost(current, target, model=model, policy=policy, speedup=1.0 - before / after)
     refusal = (
         _too_few_tokens(window, policy)
         or _cooling_down(policy, shift, now=now, last_switch_s=last_switch_s)
         or _balanced_enough(before, policy)
-        or _nothing_to_move(cost.moves, before)
+        or _nothing_to_change(cost, before)
         or _gains_too_little(before, after, policy)
         or _never_pays(cost, policy)
     )
+    shares = f" and other shares in {cost.reshared} slots" if cost.reshared else ""
     accepted = (
         f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
-        f"{after:.3f} (on the average from "
-        f"{_balancedness(current, current.expert_of_slot, average):.3f} to "
-        f"{_balancedness(current, proposed, average):.3f}) for {cost.moves} moves of "
-        f"{cost.bytes / 2**20:.1f} MiB together, which cost {cost.lost_s:.3g} s of serving and pay "
-        f"after {cost.payback_s:.3g} s; {shift.reason}"
+        f"{after:.3f} (on the average from {usual_before:.3f} to {usual_after:.3f}) for "
+        f"{cost.moves} moves of {cost.bytes / 2**20:.1f} MiB together{shares}, which cost "
+        f"{cost.lost_s:.3g} s of serving and pay after {cost.payback_s:.3g} s; {shift.reason}"
     )
     return Verdict(
         accepted=refusal is None,
@@ -83,12 +91,14 @@ def judge(
         pull_s=cost.pull_s,
         lost_s=cost.lost_s,
         payback_s=cost.payback_s,
+        reshared=cost.reshared,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cost:
     moves: int
+    reshared: int
     bytes: int
     pull_s: float
     lost_s: float
@@ -96,36 +106,28 @@ class _Cost:
 
 
 def _cost(
-    current: Layout, proposed: ExpertTable, *, model: ModelShape, policy: Policy, speedup: float
+    current: Layout, target: Layout, *, model: ModelShape, policy: Policy, speedup: float
 ) -> _Cost:
     """What a plan costs; `speedup` is the part of a step's time that it saves.
 
     Ranks pull at the same time, so the one with most moves says how long. Its bytes also say how
-    many generations they come in, because a generation stages a limited number.
+    many generations they come in, because a generation stages a limited number; shares alone take
+    one that stages nothing.
     """
-    changed = (proposed != current.expert_of_slot).sum(axis=0)
-    moves_of_rank = np.add.reduceat(changed, current.first_slot[:-1])
+    moved = target.expert_of_slot != current.expert_of_slot
+    reshared = int(((target.shares() != current.shares()) & ~moved).sum())
+    moves_of_rank = np.add.reduceat(moved.sum(axis=0), current.first_slot[:-1])
     most_bytes = int(moves_of_rank.max()) * model.expert_bytes
     pull_s = most_bytes / policy.bandwidth_bytes_per_s
-    num_switches = -(-most_bytes // policy.max_wave_bytes)
+    num_switches = max(-(-most_bytes // policy.max_wave_bytes), 1 if reshared else 0)
     lost_s = pull_s * policy.pull_slowdown + num_switches * policy.switch_stall_s
     return _Cost(
-        moves=int(changed.sum()),
-        bytes=int(changed.sum()) * model.expert_bytes,
+        moves=int(moved.sum()),
+        reshared=reshared,
+        bytes=int(moved.sum()) * model.expert_bytes,
         pull_s=pull_s,
         lost_s=lost_s,
         payback_s=lost_s / speedup if speedup > 0 else math.inf,
-    )
-
-
-def _balancedness(current: Layout, expert_of_slot: ExpertTable, load: Load) -> float:
-    return balancedness(
-        rank_loads(
-            expert_of_slot,
-            load=load,
-            num_ranks=current.num_ranks,
-            first_slot=current.first_slot,
-        )
     )
 
 
@@ -159,8 +161,8 @@ def _balanced_enough(before: float, policy: Policy) -> str | None:
     )
 
 
-def _nothing_to_move(moves: int, before: float) -> str | None:
-    if moves:
+def _nothing_to_change(cost: _Cost, before: float) -> str | None:
+    if cost.moves or cost.reshared:
         return None
     return f"nothing to move: no better layout was found than the current one, at {before:.3f}"
 

@@ -3,11 +3,14 @@
 Run as a program, `python -m equipoise.planning.warm_up`, it fills the cache for later processes.
 """
 
+from functools import partial
+from itertools import product
+
 import numpy as np
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.planner import plan
-from equipoise.planning.policy import Algorithm
+from equipoise.planning.policy import Algorithm, Weighting
 from equipoise.planning.topology import ModelShape, Topology
 
 
@@ -21,12 +24,19 @@ def warm_up() -> None:
     model = ModelShape(num_layers=1, num_experts=8, num_groups=4, expert_bytes=1)
     topology = Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=3)
     load = np.array([[9.0, 1.0, 1.0, 1.0, 5.0, 4.0, 1.0, 2.0]])
-    for algorithm in Algorithm:
-        made = plan(load, model=model, topology=topology, algorithm=algorithm)
+    few_slots = Topology(node_of_rank=("a", "a", "b", "b", "b"), slots_per_rank=2)
+    plan(load, model=model, topology=few_slots, algorithm=Algorithm.GLOBAL, weighted=Weighting.ON)
+    for algorithm, weighted in product(Algorithm, (Weighting.OFF, Weighting.ON)):
+        place = partial(plan, model=model, topology=topology, algorithm=algorithm)
+        made = place(load, weighted=weighted)
         layout = Layout(
-            generation=1, num_experts=8, num_ranks=4, expert_of_slot=made.expert_of_slot
+            generation=1,
+            num_experts=8,
+            num_ranks=4,
+            expert_of_slot=made.expert_of_slot,
+            share_of_slot=made.share_of_slot,
         )
-        plan(load[:, ::-1], model=model, topology=topology, current=layout, algorithm=algorithm)
+        place(load[:, ::-1], current=layout, weighted=weighted)
 
 
 if __name__ == "__main__":

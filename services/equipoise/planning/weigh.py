@@ -1,0 +1,135 @@
+"""`weigh`: uneven shares for a placement, or a placement made for them, where that relieves ranks.
+
+Owns the choice between even and uneven, layer by layer. Shares are judged as the whole numbers that
+a layout carries, not as the fractions they come from.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.layout import ExpertTable
+from equipoise.planning.placing import stay_near
+from equipoise.planning.policy import Weighting
+from equipoise.planning.problem import Problem
+from equipoise.planning.shares import ShareTable, even_shares, whole_shares
+from equipoise.planning.split import split
+from equipoise.planning.weighted import needs_weights, place_weighted
+
+Bools = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.int64]
+
+LEAST_GAIN = 0.002
+"""Balancedness that `auto` wants from the shares of a layer: less is within the jitter of loads."""
+
+
+class Placed(NamedTuple):
+    """Experts of slots and their shares, both int32 [layers, slots]; no shares: even ones."""
+
+    table: ExpertTable
+    shares: ShareTable | None = None
+
+
+def weigh(problem: Problem, table: ExpertTable, *, may_chain: bool) -> Placed:
+    """The placement with shares where they help, or chains where those help more.
+
+    Never less balanced than `table` with even splits. With `may_chain`, layers may also be placed
+    anew for uneven shares, in chains of ranks; see `place_weighted`.
+    """
+    even = Placed(table)
+    if problem.weighted is Weighting.OFF:
+        return even
+    least = LEAST_GAIN if problem.weighted is Weighting.AUTO else 0.0
+    topology, num_experts = problem.topology, problem.model.num_experts
+    reached = problem.balancedness_of_layer(table)
+    hopeful = problem.is_busy & (reached + least < 1.0)
+    if not hopeful.any():
+        return even
+    best = Placed(table, _shares_for(problem, table, hopeful))
+    if (
+        may_chain
+        and topology.has_equal_slots
+        and needs_weights(
+            num_slots=topology.num_slots, num_experts=num_experts, num_ranks=topology.num_ranks
+        )
+    ):
+        best = better(problem, best, _chained(problem))
+    gains = problem.balancedness_of_layer(*best) - reached
+    return mixed(problem, gains > least, even, best)
+
+
+def better(problem: Problem, one: Placed, other: Placed) -> Placed:
+    """The other placement in layers where it is more balanced."""
+    of_one, of_other = (problem.balancedness_of_layer(*placed) for placed in (one, other))
+    return mixed(problem, of_other > of_one, one, other)
+
+
+def mixed(problem: Problem, takes_other: Bools, one: Placed, other: Placed) -> Placed:
+    """The other placement in the layers that take it, bool [layers], and one in the rest."""
+    rows = takes_other[:, None]
+    table = np.where(rows, other.table, one.table)
+    if one.shares is None and other.shares is None:
+        return Placed(table)
+    even = even_shares(table, num_experts=problem.model.num_experts)
+    of_one, of_other = (even if placed.shares is None else placed.shares for placed in (one, other))
+    shares = np.where(rows, of_other, of_one)
+    return Placed(table, None if np.array_equal(shares, even) else shares)
+
+
+def _shares_for(problem: Problem, table: ExpertTable, layers: Bools) -> ShareTable:
+    """The best shares in some layers, even ones in the others."""
+    num_experts = problem.model.num_experts
+    shares = even_shares(table, num_experts=num_experts)
+    parts = split(table[layers], load=problem.load[layers], rank_of_slot=problem.rank_of_slot)
+    shares[layers] = whole_shares(parts, table[layers], num_experts=num_experts)
+    return shares
+
+
+def _chained(problem: Problem) -> Placed:
+    """Chains of ranks, those of a chain on different nodes, near to what the ranks hold."""
+    topology = problem.topology
+    made = place_weighted(problem.load, num_slots=topology.num_slots, num_ranks=topology.num_ranks)
+    shares = whole_shares(
+        made.share_of_slot, made.expert_of_slot, num_experts=problem.model.num_experts
+    )
+    size = topology.slots_per_rank
+    slots = (_place_in_chains(problem)[:, None] * size + np.arange(size)).ravel()
+    chained = Placed(made.expert_of_slot[:, slots], shares[:, slots])
+    table = stay_near(problem, chained.table)
+    return Placed(table, _carried(chained.table, shares[:, slots], table, size=size))
+
+
+def _place_in_chains(problem: Problem) -> Indices:
+    """Which place in the row of all chains each rank takes, [ranks]: neighbours share no node."""
+    node = problem.node_of_rank
+    by_node = np.argsort(node, kind="stable")
+    first_of_node = np.searchsorted(node[by_node], np.arange(problem.num_nodes))
+    index = np.empty_like(node)
+    index[by_node] = np.arange(len(node)) - first_of_node[node[by_node]]
+    place = np.empty_like(node)
+    place[np.lexsort((node, index))] = np.arange(len(node))
+    return place
+
+
+def _carried(
+    before: ExpertTable, shares: ShareTable, after: ExpertTable, *, size: int
+) -> ShareTable:
+    """Shares of a table whose ranks, and slots within ranks, changed places; [layers, slots].
+
+    Ranks of `size` slots each keep their experts, so sorted by these both tables are the same.
+    """
+    shape = (len(before), -1, size)
+    old, new = (
+        np.argsort(table.reshape(shape), axis=2, kind="stable") for table in (before, after)
+    )
+    carried = np.empty_like(shares).reshape(shape)
+    for layer in range(len(before)):
+        old_rank, new_rank = (
+            np.lexsort(np.take_along_axis(table[layer].reshape(-1, size), order[layer], 1).T)
+            for table, order in ((before, old), (after, new))
+        )
+        carried[layer, new_rank[:, None], new[layer, new_rank]] = shares[layer].reshape(-1, size)[
+            old_rank[:, None], old[layer, old_rank]
+        ]
+    return carried.reshape(shares.shape)
