@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -270,3 +271,49 @@ def test_a_plan_is_the_same_every_time():
     first, second = planned(*POOL), planned(*POOL)
     del first["plan_ms"], second["plan_ms"]
     assert first == second
+
+
+def test_the_shared_expert_is_planned_as_one_routed_more():
+    pool = ["--loads", LOADS, "--ranks", "40", "--shared-expert", "--experts-per-token", "4"]
+    told = planned(*pool)
+    assert (told["num_experts"], told["num_slots"], told["num_groups"]) == (33, 40, 1)
+    assert told["balancedness"] == pytest.approx(told["bound"], rel=1e-6)
+    assert len(told["shared_replicas"]) == 4
+    assert min(told["shared_replicas"]) >= 1
+    fixed = planned(*pool, "--shared-ranks", "3")
+    assert fixed["shared_replicas"] == [3, 3, 3, 3]
+    assert fixed["balancedness"] <= told["balancedness"]
+    assert "shared expert" in equipoise(*pool)
+
+
+def test_without_a_shared_expert_nothing_is_said_of_one():
+    assert planned(*POOL)["shared_replicas"] is None
+    assert "shared expert" not in equipoise(*POOL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--shared-expert", "--groups", "8"], "goes without --groups"),
+        (["--shared-ranks", "2"], "with --shared-expert"),
+        (["--shared-expert", "--shared-ranks", "40"], "leave no rank"),
+        (["--shared-expert", "--shared-ranks", "2", "--max-moves", "1"], "without limits"),
+        (["--shared-expert", "--slots", "80", "--shared-ranks", "2"], "1 slot a rank"),
+        (["--slots-of-rank", "1x40", "--slots", "40"], "without --slots"),
+        (["--slots-of-rank", "1x39"], "each of --ranks 40"),
+        (["--slots-of-rank", "1x39,0"], "each of --ranks 40"),
+        (["--slots-of-rank", "1xx40"], "not '1xx40'"),
+    ],
+)
+def test_contradictions_about_slots_are_refused(arguments, words):
+    with pytest.raises(ToolInputError, match=re.escape(words)):
+        equipoise("--loads", LOADS, "--ranks", "40", "--experts-per-token", "4", *arguments)
+
+
+def test_ranks_may_have_unequal_slots():
+    pool = ["--loads", LOADS, "--nodes", "2", "--ranks", "4"]
+    told = planned(*pool, "--slots-of-rank", "8x2,12x2")
+    assert (told["num_slots"], told["num_ranks"]) == (40, 4)
+    assert told["balancedness"] > max(0.95, told["balancedness_current"])
+    with pytest.raises(ToolInputError, match="31 slots, too few for 32 experts"):
+        equipoise(*pool, "--slots-of-rank", "8x3,7")

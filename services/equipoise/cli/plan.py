@@ -5,7 +5,7 @@ Makes one plan by the balancer's own planning code and shows it. Decides nothing
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from equipoise.cli.tool_inputs import (
     pool_topology,
     read_case,
     read_current,
+    unequal_topology,
 )
 from equipoise.cli.tool_settings import ToolInputError
 from equipoise.cli.words import bytes_words, console
@@ -30,6 +31,7 @@ from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load, tokens_per_layer
 from equipoise.planning.planner import Plan, plan
+from equipoise.planning.shared_expert import plan_with_shared_ranks
 from equipoise.planning.topology import Topology
 
 MAX_CURVE_POINTS = 200
@@ -81,7 +83,18 @@ class _Outcome:
         return balancedness(self._rank_loads_now())
 
     def _rank_loads_now(self) -> Load:
-        return rank_loads(self.held, load=self.load, num_ranks=len(self.plan.ranks))
+        live = self.topology.only(self.plan.ranks)
+        return rank_loads(
+            self.held, load=self.load, num_ranks=live.num_ranks, first_slot=live.first_slot
+        )
+
+    @property
+    def shared_replicas(self) -> list[int] | None:
+        """Replicas of the shared expert in each layer, if it is planned like a routed one."""
+        if not self.case.has_shared_expert:
+            return None
+        shared = self.case.model.num_experts - 1
+        return [int(count) for count in (self.plan.expert_of_slot == shared).sum(axis=1)]
 
     @property
     def placement(self) -> Placement:
@@ -96,24 +109,35 @@ class _Outcome:
 def _make(settings: PlanSettings) -> _Outcome:
     case = read_case(settings.source)
     load = case.recording.total()
-    topology = pool_topology(settings.pool, case.model)
+    topology = (
+        unequal_topology(settings.pool, case.model, slots_of_rank=settings.slots_of_rank)
+        if settings.slots_of_rank
+        else pool_topology(settings.pool, case.model)
+    )
     current = read_current(settings.pool, case=case, topology=topology)
     arguments: dict[str, Any] = {
         "model": case.model,
         "topology": topology,
         "current": current.layout if current else None,
         "algorithm": settings.algorithm,
-        "locality": settings.locality,
-        "max_moves": settings.max_moves,
-        "target_balancedness": settings.target_balancedness,
         "exclude_ranks": _excluded(settings, topology),
         "samples": _samples(load) if current else None,
     }
+    if settings.shared_ranks is None:
+        planner: Callable[..., Plan] = plan
+        arguments["locality"] = settings.locality
+        arguments["max_moves"] = settings.max_moves
+        arguments["target_balancedness"] = settings.target_balancedness
+    else:
+        planner = plan_with_shared_ranks
+        arguments["num_shared_ranks"] = settings.shared_ranks
     try:
         # The first call loads or compiles the planner's machine code, which is no part of a plan.
-        plan(load[:1], **{**arguments, "model": replace(case.model, num_layers=1), "current": None})
+        planner(
+            load[:1], **{**arguments, "model": replace(case.model, num_layers=1), "current": None}
+        )
         started_s = time.perf_counter()
-        made = plan(load, **arguments)
+        made = planner(load, **arguments)
         plan_ms = (time.perf_counter() - started_s) * 1000
     except InvalidLayoutError as error:
         raise ToolInputError(str(error)) from None
@@ -140,6 +164,10 @@ def _excluded(settings: PlanSettings, topology: Topology) -> frozenset[int]:
     if unknown:
         raise ToolInputError(
             f"--exclude-ranks {unknown[0]}: ranks are 0 to {topology.num_ranks - 1}"
+        )
+    if settings.shared_ranks and settings.shared_ranks >= topology.num_ranks - len(ranks):
+        raise ToolInputError(
+            f"--shared-ranks {settings.shared_ranks} leave no rank for routed experts"
         )
     return frozenset(ranks)
 
@@ -173,6 +201,7 @@ def _document(outcome: _Outcome, settings: PlanSettings) -> dict[str, Any]:
         "algorithm": made.algorithm.value,
         "curve": _thinned(made.curve, MAX_CURVE_POINTS),
         "moves_from": "current" if outcome.current else "contiguous",
+        "shared_replicas": outcome.shared_replicas,
         "twins_in_current": outcome.current.num_twins if outcome.current else 0,
         "num_layers": model.num_layers,
         "num_experts": model.num_experts,
@@ -223,6 +252,10 @@ def _show(outcome: _Outcome, settings: PlanSettings) -> None:
         f"{made.off_node_share:.1%}",
         "of the load, away from its group's node",
     )
+    if outcome.shared_replicas is not None:
+        fewest, most = min(outcome.shared_replicas), max(outcome.shared_replicas)
+        count = str(most) if fewest == most else f"{fewest} to {most}"
+        table.add_row("shared expert", "", count, "replicas")
     table.add_row("time to plan", "", f"{outcome.plan_ms:.1f} ms", "")
     out.print(table)
     if made.curve:

@@ -35,6 +35,14 @@ class PlanSettings:
     target_balancedness: float | None = None
     """Stop as soon as this is reached, with the fewest moves."""
 
+    shared_ranks: int | None = None
+    """Ranks, the last ones, that hold the shared expert and nothing else, where slots are of two
+    kinds: with --shared-expert and one slot a rank. Otherwise the plan chooses its replicas."""
+
+    slots_of_rank: tuple[str, ...] = ()
+    """Slots of each rank, in place of --slots, where ranks have unequal memory: 9x16,10x16 are 16
+    ranks with 9 and 16 with 10. No engine's file can hold such a layout, so none is written."""
+
     exclude_ranks: tuple[str, ...] = ()
     """Ranks to plan without, such as 3,7 or 8-15: they are lost, or go away."""
 
@@ -49,6 +57,7 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         is_limited = self.max_moves is not None or self.target_balancedness is not None
+        self._check_ranks(is_limited=is_limited)
         if self.max_moves is not None and self.target_balancedness is not None:
             raise ToolInputError("say --max-moves or --target-balancedness, not both")
         if self.max_moves is not None and self.max_moves < 0:
@@ -66,3 +75,14 @@ class PlanSettings:
             raise ToolInputError(
                 f"--algorithm {self.algorithm} plans anew: only incremental plans stop early"
             )
+
+    def _check_ranks(self, *, is_limited: bool) -> None:
+        """Check what is said of single ranks and their slots."""
+        contrary = (self.pool.slots, self.pool.current, self.out)
+        if self.slots_of_rank and any(one is not None for one in contrary):
+            raise ToolInputError("--slots-of-rank goes without --slots, --current and --out")
+        if self.shared_ranks is not None:
+            if self.shared_ranks < 1 or not self.source.shared_expert:
+                raise ToolInputError("--shared-ranks must be at least 1, with --shared-expert")
+            if is_limited or self.locality is not None:
+                raise ToolInputError("--shared-ranks goes without limits and --locality")

@@ -4,7 +4,7 @@ Reads files by `equipoise.formats`, and says in words what does not fit together
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from equipoise.formats.files import read_placement, read_recording
 from equipoise.formats.model_config import ModelConfig, read_model_config
 from equipoise.formats.recording import Recording, joined
 from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.shared_expert import shape_with_shared_expert, with_shared_expert
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.twins import repair_twins
 
@@ -28,11 +29,15 @@ DEEPSEEK_V3_EXPERT_BYTES = 3 * (7168 * 2048 + 4 * 56 * 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """Loads and the model they are of; `expert_bytes_origin` says where that size comes from."""
+    """Loads and the model they are of; `expert_bytes_origin` says where that size comes from.
+
+    With `has_shared_expert`, the last expert is the one that every token loads.
+    """
 
     recording: Recording
     model: ModelShape
     expert_bytes_origin: str
+    has_shared_expert: bool = False
 
     @property
     def expected(self) -> Expected:
@@ -92,7 +97,21 @@ def read_case(settings: LoadsSettings) -> Case:
         num_groups=groups,
         expert_bytes=expert_bytes,
     )
-    return Case(recording=recording, model=model, expert_bytes_origin=origin)
+    if settings.shared_expert:
+        top_k = settings.experts_per_token or recording.top_k or (config.top_k if config else None)
+        if top_k is None:
+            raise ToolInputError(
+                "--shared-expert: say how many routed experts a token chooses: --experts-per-token"
+            )
+        windows = with_shared_expert(recording.windows, top_k=top_k)
+        recording = replace(recording, windows=windows)
+        model = shape_with_shared_expert(model)
+    return Case(
+        recording=recording,
+        model=model,
+        expert_bytes_origin=origin,
+        has_shared_expert=settings.shared_expert,
+    )
 
 
 def topology_of(
@@ -138,6 +157,33 @@ def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
     return topology_of(
         model, num_nodes=settings.nodes, num_ranks=settings.ranks, num_slots=settings.slots
     )
+
+
+def unequal_topology(
+    settings: PoolSettings, model: ModelShape, *, slots_of_rank: Sequence[str]
+) -> Topology:
+    """The ranks that a pool's settings name, with the slots that words such as 9x16 say.
+
+    Raises:
+        ToolInputError: a word is none, or they name another number of ranks or too few slots.
+    """
+    assert settings.ranks is not None, "settings check it"
+    slots: list[int] = []
+    for word in slots_of_rank:
+        size, _, count = word.partition("x")
+        if not (size.isdecimal() and (count or "1").isdecimal()) or len(word) > 20:
+            raise ToolInputError(f"--slots-of-rank must be such as 9 or 9x16, not {word!r}")
+        slots += [int(size)] * min(int(count or 1), settings.ranks + 1)
+    if len(slots) != settings.ranks or min(slots) < 1:
+        raise ToolInputError(
+            f"--slots-of-rank must give each of --ranks {settings.ranks} at least 1 slot"
+        )
+    if sum(slots) < model.num_experts:
+        raise ToolInputError(
+            f"--slots-of-rank has {sum(slots)} slots, too few for {model.num_experts} experts"
+        )
+    even = topology_of(model, num_nodes=settings.nodes, num_ranks=settings.ranks, num_slots=None)
+    return replace(even, slots_per_rank=max(slots), slots_of_rank=tuple(slots))
 
 
 def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> CurrentLayout | None:

@@ -34,6 +34,14 @@ class LoadsSettings:
     groups: int | None = None
     """Expert groups of the router, 8 in DeepSeek-V3; 1 unless this or the config says."""
 
+    shared_expert: bool = False
+    """Plan the shared expert as one routed more, numbered behind the others: every token loads it.
+    It is taken to be as large as a routed one."""
+
+    experts_per_token: int | None = None
+    """Routed experts that a token chooses, 8 in DeepSeek-V3: says how many tokens load the shared
+    expert, where neither the loads nor the config do."""
+
     first_moe_layer: int | None = None
     """Layer of the model that its first MoE layer is, 3 in DeepSeek-V3. Files that count all layers
     are understood by it, and it is needed to write them."""
@@ -46,6 +54,11 @@ class LoadsSettings:
         if not self.loads:
             raise ToolInputError("say which loads: --loads FILE")
         _check_least("--groups", self.groups, 1)
+        _check_least("--experts-per-token", self.experts_per_token, 1)
+        if self.shared_expert and (self.groups or 1) > 1:
+            raise ToolInputError(
+                "--shared-expert goes without --groups: the shared expert belongs to none"
+            )
         _check_least("--first-moe-layer", self.first_moe_layer, 0)
         _check_least("--expert-bytes", self.expert_bytes, 1)
 

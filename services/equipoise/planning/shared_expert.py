@@ -1,0 +1,106 @@
+"""The shared expert as one routed more: counted, planned with the others, or on ranks of its own.
+
+Source of the idea: the decode unit of the DeepSeek-V3 technical report, section 3.4.2, in which 320
+GPUs hold one expert each, and 64 of them replicas of hot experts and of the shared one, which each
+token chooses besides its routed ones.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from equipoise.planning.balance import balancedness
+from equipoise.planning.bound import upper_bounds
+from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import Layout
+from equipoise.planning.load import Load
+from equipoise.planning.planner import Plan, plan
+from equipoise.planning.policy import Algorithm
+from equipoise.planning.problem import Problem
+from equipoise.planning.topology import ModelShape, Topology
+
+
+def with_shared_expert(load: Load, *, top_k: int) -> Load:
+    """Append the shared expert's load, [..., layers, experts] to [..., layers, experts + 1].
+
+    `load` counts routed assignments, `top_k` for each token; the shared expert has one a token.
+    """
+    assert top_k >= 1, "a token chooses an expert at least"
+    return np.concatenate([load, load.sum(axis=-1, keepdims=True) / top_k], axis=-1)
+
+
+def shape_with_shared_expert(model: ModelShape) -> ModelShape:
+    """The model with one expert more, which belongs to no group, so that there is one group only.
+
+    The shared expert is taken to be as large as a routed one: then any slot can hold it.
+    """
+    return replace(model, num_experts=model.num_experts + 1, num_groups=1)
+
+
+def plan_with_shared_ranks(
+    load: Load,
+    *,
+    model: ModelShape,
+    topology: Topology,
+    num_shared_ranks: int,
+    current: Layout | None = None,
+    algorithm: Algorithm = Algorithm.AUTO,
+    exclude_ranks: frozenset[int] = frozenset(),
+    samples: float | None = None,
+) -> Plan:
+    """Plan with the last `num_shared_ranks` ranks for the shared expert, and for nothing else.
+
+    For pools whose slots are of two kinds, so that a plan may not choose how many replicas the
+    shared expert has; where it may, `plan` does at least as well. `load` is [layers, experts] and
+    `model` of the same experts, the shared one last; ranks have one slot each. The arguments are
+    otherwise those of `plan`.
+
+    Raises:
+        InvalidLayoutError: ranks have more than one slot, or too few are left for routed experts.
+    """
+    if topology.slots_per_rank != 1:
+        raise InvalidLayoutError(
+            f"ranks for the shared expert alone need pools of 1 slot a rank, not "
+            f"{topology.slots_per_rank}: let the plan choose its replicas"
+        )
+    live = [rank for rank in range(topology.num_ranks) if rank not in exclude_ranks]
+    assert 1 <= num_shared_ranks < len(live), "ranks for both"
+    shared = model.num_experts - 1
+    of_routed = plan(
+        load[:, :shared],
+        model=replace(model, num_experts=shared),
+        topology=topology,
+        current=None if current is None else _routed_only(current, shared),
+        algorithm=algorithm,
+        exclude_ranks=exclude_ranks | frozenset(live[-num_shared_ranks:]),
+        samples=samples,
+    )
+    shared_slots = np.full((model.num_layers, num_shared_ranks), shared, dtype=np.int32)
+    table = np.concatenate([of_routed.expert_of_slot, shared_slots], axis=1)
+    problem = Problem.of(load, model=model, topology=topology, current=current, ranks=tuple(live))
+    bounds = upper_bounds(problem.load, num_slots=len(live), num_ranks=len(live))
+    reached = balancedness(problem.rank_loads(table))
+    return replace(
+        of_routed,
+        expert_of_slot=table,
+        ranks=tuple(live),
+        balancedness=reached,
+        balancedness_of_layer=problem.balancedness_of_layer(table),
+        bound=float(bounds[problem.is_busy].mean()) if problem.is_busy.any() else 1.0,
+        moves=int(np.count_nonzero(table != problem.held)),
+        reason=f"{reached:.3f} with {num_shared_ranks} ranks for the shared expert; the others: "
+        f"{of_routed.reason}",
+        steps=(),
+        curve=(),
+    )
+
+
+def _routed_only(layout: Layout, shared: int) -> Layout:
+    """What is in use without the shared expert: its slots count as if they held another."""
+    table = layout.expert_of_slot
+    return Layout(
+        generation=layout.generation,
+        num_experts=shared,
+        num_ranks=layout.num_ranks,
+        expert_of_slot=np.where(table == shared, np.int32(0), table),
+    )
