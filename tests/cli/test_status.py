@@ -10,7 +10,7 @@ import grpc
 import pytest
 from rich.console import Console
 
-from equipoise.cli.status import ExitStatus, Picture, StatusError, as_json, run
+from equipoise.cli.status import LEADER_METADATA, ExitStatus, Picture, StatusError, as_json, run
 from equipoise.cli.status_settings import InvalidSettingsError, StatusSettings
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
@@ -23,6 +23,7 @@ class Balancer(status_pb2_grpc.StatusServicer):
 
     def __init__(self):
         self.pools = {}
+        self.leader = ""
         self.changed = asyncio.Condition()
 
     async def tell(self, status):
@@ -31,6 +32,8 @@ class Balancer(status_pb2_grpc.StatusServicer):
             self.changed.notify_all()
 
     async def ListPools(self, request, context):  # noqa: N802 - gRPC's name
+        if self.leader:
+            context.set_trailing_metadata(((LEADER_METADATA, self.leader),))
         return pb.ListPoolsResponse(
             pools=[
                 pb.PoolSummary(pool=name, health=status.health, ranks_serving=3, num_ranks=4)
@@ -118,6 +121,17 @@ async def test_many_pools_are_listed_and_one_can_be_chosen(balancer, address, ca
         ("decode", "serving"),
         ("prefill", "waiting"),
     ]
+
+
+async def test_a_follower_is_asked_only_who_leads(balancer, address):
+    await balancer.tell(a_pool())
+    follower = Balancer()
+    follower.leader = address
+    server, follower_address = await start(follower)
+    assert await look(follower_address) == ExitStatus.ALL_SERVE
+    follower.leader = "127.0.0.1:1"  # A leader out of reach leaves the follower's own word.
+    assert await look(follower_address, timeout_s=0.5) == ExitStatus.NOT_ALL_SERVE
+    await server.stop(None)
 
 
 async def test_no_pool_yet_is_said(address, capsys):

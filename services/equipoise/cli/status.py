@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, NoReturn
 
@@ -22,6 +23,9 @@ from rich.text import Text
 from equipoise.cli.status_settings import StatusSettings
 from equipoise.cli.view import RateMeter, pool_view, pools_view, status_line
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
+
+LEADER_METADATA = "equipoise-leader"
+"""Trailing metadata in which a follower names the balancer that leads."""
 
 _RETRY_S = 1.0
 _STALE_AFTER_S = 3.0
@@ -45,6 +49,7 @@ def run(settings: StatusSettings) -> int:
         StatusError: the balancer cannot be asked, or does not know the pool.
     """
     console = Console(highlight=False)
+    settings = _at_the_leader(settings)
     with grpc.insecure_channel(settings.address) as channel:
         client = _Client(channel, settings)
         if settings.watch:
@@ -67,6 +72,25 @@ def as_json(message: Message) -> dict[str, Any]:
     Absent optional messages are None. (protobuf's own JSON writes 64-bit numbers as strings.)
     """
     return {field.name: _field_as_json(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _at_the_leader(settings: StatusSettings) -> StatusSettings:
+    """The address of the balancer that leads, where the one given follows and names it.
+
+    A follower knows the past only. Where its leader cannot be reached from here, and where nobody
+    answers, the given one has the word.
+    """
+    try:
+        with grpc.insecure_channel(settings.address) as channel:
+            _, call = status_pb2_grpc.StatusStub(channel).ListPools.with_call(
+                status_pb2.ListPoolsRequest(), timeout=settings.timeout_s
+            )
+        leader = str(dict(call.trailing_metadata()).get(LEADER_METADATA, settings.address))
+        with grpc.insecure_channel(leader) as channel:
+            grpc.channel_ready_future(channel).result(timeout=settings.timeout_s)
+    except (grpc.RpcError, grpc.FutureTimeoutError):
+        return settings
+    return replace(settings, address=leader)
 
 
 class _Client:
