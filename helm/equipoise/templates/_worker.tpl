@@ -1,0 +1,147 @@
+{{/* The pod of a rank, whatever runs it. Takes (dict "root" $ "component" "worker"). */}}
+{{- define "equipoise.workerPod" -}}
+{{- $root := .root }}
+{{- $worker := .root.Values.worker }}
+{{- $topology := $worker.topology }}
+metadata:
+  labels:
+    {{- include "equipoise.labels" . | nindent 4 }}
+    {{- with $worker.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $worker.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "equipoise.serviceAccountName" (merge (dict "account" $worker.serviceAccount) .) }}
+  automountServiceAccountToken: {{ eq $topology.source "nodeLabels" }}
+  enableServiceLinks: false
+  # It drains first: no new requests, then those it has, then it leaves the epoch.
+  terminationGracePeriodSeconds: {{ add $worker.drainTimeoutSeconds 20 }}
+  securityContext:
+    {{- include "equipoise.podSecurityContext" $root | nindent 4 }}
+  containers:
+    - name: worker
+      image: {{ include "equipoise.image" (dict "root" $root "image" $root.Values.image.worker) }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command: {{ toJson $worker.command }}
+      args:
+        - worker
+        - --balancer={{ include "equipoise.balancerAddress" $root }}
+        - --pool={{ $root.Values.pool }}
+        - --worker=$(POD_NAME)
+        - --listen=0.0.0.0:{{ $worker.port }}
+        - --advertise-host=$(POD_IP)
+        - --rendezvous-port={{ $worker.rendezvousPort }}
+        - --host=$(NODE_NAME)
+        {{- if eq $topology.source "podLabels" }}
+        - --node=$(FAST_DOMAIN)
+        - --zone=$(ZONE)
+        {{- else if eq $topology.source "nodeLabels" }}
+        - --node-label={{ $topology.fastDomainLabel }}
+        - --zone-label={{ $topology.zoneLabel }}
+        {{- end }}
+        {{- with $worker.checkpoint.path }}
+        - --checkpoint={{ . }}
+        {{- end }}
+        - --num-ranks={{ $worker.replicas }}
+        - --slots-per-rank={{ $worker.slotsPerRank }}
+        - --max-requests={{ $worker.maxRequests }}
+        - --max-queued-requests={{ $worker.maxQueuedRequests }}
+        - --context-length={{ $worker.contextLength }}
+        - --max-step-tokens={{ $worker.maxStepTokens }}
+        - --step-timeout-s={{ $worker.stepTimeoutSeconds }}
+        - --outage-timeout-s={{ $worker.outageTimeoutSeconds }}
+        - --drain-timeout-s={{ $worker.drainTimeoutSeconds }}
+        {{- range $worker.extraArgs }}
+        - {{ . | quote }}
+        {{- end }}
+      env:
+        - name: POD_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        - name: NODE_NAME
+          valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+        {{- if eq $topology.source "podLabels" }}
+        - name: ZONE
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ $topology.zoneLabel }}']"}}
+        - name: FAST_DOMAIN
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ $topology.fastDomainLabel }}']"}}
+        {{- end }}
+        - {name: HOME, value: /tmp}
+        {{- with $worker.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        - {name: grpc, containerPort: {{ $worker.port }}}
+        - {name: rendezvous, containerPort: {{ $worker.rendezvousPort }}}
+      # `live` is served from the moment the checkpoint is loaded; the rest only in an epoch.
+      startupProbe:
+        grpc: {port: {{ $worker.port }}, service: live}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: {{ div (add $worker.startupTimeoutSeconds 4) 5 }}
+      readinessProbe:
+        grpc: {port: {{ $worker.port }}, service: equipoise_api.v1.Inference}
+        periodSeconds: 2
+        timeoutSeconds: 2
+        failureThreshold: 2
+      # Patient: a restart costs two epochs, and peers notice a rank that hangs by themselves.
+      livenessProbe:
+        grpc: {port: {{ $worker.port }}, service: live}
+        periodSeconds: 10
+        timeoutSeconds: 10
+        failureThreshold: 6
+      resources:
+        {{- include "equipoise.workerResources" $worker | nindent 8 }}
+      securityContext:
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
+        capabilities:
+          drop: [ALL]
+          {{- if $worker.rdma.resourceName }}
+          add: [IPC_LOCK]
+          {{- end }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: shm, mountPath: /dev/shm}
+        {{- if $worker.checkpoint.volume }}
+        - {name: checkpoint, mountPath: {{ $worker.checkpoint.mountPath }}, readOnly: true}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir: {}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $worker.sharedMemorySize }}}
+    {{- with $worker.checkpoint.volume }}
+    - name: checkpoint
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+  {{- with $worker.topologySpread }}
+  {{- if .enabled }}
+  topologySpreadConstraints:
+    - topologyKey: {{ .topologyKey }}
+      maxSkew: {{ .maxSkew }}
+      whenUnsatisfiable: {{ .whenUnsatisfiable }}
+      labelSelector:
+        matchLabels:
+          {{- include "equipoise.selector" $ | nindent 10 }}
+  {{- end }}
+  {{- end }}
+  {{- include "equipoise.scheduling" (merge (dict "pod" $worker) .) | nindent 2 }}
+{{- end -}}
+
+{{/* CPU and memory with GPU and RDMA, whose requests are their limits. Takes .Values.worker. */}}
+{{- define "equipoise.workerResources" -}}
+{{- $devices := dict -}}
+{{- if .gpu.count -}}{{- $_ := set $devices .gpu.resourceName .gpu.count -}}{{- end -}}
+{{- if .rdma.resourceName -}}{{- $_ := set $devices .rdma.resourceName .rdma.count -}}{{- end -}}
+{{- $resources := deepCopy .resources -}}
+{{- if $devices -}}
+{{- $_ := set $resources "limits" (merge (deepCopy (default dict $resources.limits)) $devices) -}}
+{{- $_ := set $resources "requests" (merge (deepCopy (default dict $resources.requests)) $devices) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}

@@ -1,0 +1,55 @@
+"""What the chart calls is what the program has: every flag in the templates is an option."""
+
+import subprocess
+import sys
+
+import pytest
+from helm_chart import FULL, containers, render
+
+VARIANTS = [
+    {},
+    FULL,
+    {"worker": {"topology": {"source": "podLabels"}}, "redis": {"url": "redis://r:6379/0"}},
+]
+
+
+@pytest.fixture(scope="module")
+def options():
+    """Options of a subcommand, as the program itself lists them."""
+    found = {}
+
+    def of(command):
+        if command not in found:
+            done = subprocess.run(
+                [sys.executable, "-m", "equipoise.cli.main", command, "--help"],
+                capture_output=True,
+                text=True,
+                env={"COLUMNS": "200", "PATH": "/usr/bin", "PYTHONPATH": ":".join(sys.path)},
+                check=True,
+            )
+            found[command] = {word for word in done.stdout.split() if word.startswith("--")}
+        return found[command]
+
+    return of
+
+
+@pytest.mark.parametrize("values", VARIANTS, ids=["defaults", "full", "labels"])
+def test_every_flag_of_the_chart_is_an_option_of_the_program(values, options):
+    called = {}
+    for name, container in containers(render(values)).items():
+        if container["command"] == ["equipoise"]:
+            subcommand, *arguments = container["args"]
+            called.setdefault(subcommand, set())
+            flags = {argument.partition("=")[0] for argument in arguments}
+            assert flags <= options(subcommand), name
+            called[subcommand] |= flags
+    assert set(called) == {"balancer", "worker", "gateway", "status"}
+
+
+def test_variables_in_arguments_are_set():
+    for values in VARIANTS:
+        for name, container in containers(render(values)).items():
+            known = {variable["name"] for variable in container.get("env", [])}
+            text = " ".join(container.get("args", []))
+            used = {part.partition(")")[0] for part in text.split("$(")[1:]}
+            assert used <= known, name

@@ -1,0 +1,238 @@
+"""What the chart makes: objects a strict server takes, and processes that may do little."""
+
+import re
+import subprocess
+
+import kubernetes_validate
+import pytest
+from helm_chart import CHART, FULL, RenderError, containers, helm, one_of, pod_specs, render
+
+KUBERNETES = "1.35"
+VARIANTS = {
+    "defaults": {},
+    "everything": FULL,
+    "a file in a volume": {"balancer": {"storage": {"persistent": True, "storageClass": "fast"}}},
+    "labels of the pods": {"worker": {"topology": {"source": "podLabels"}}},
+    "a Redis with a secret": {
+        "balancer": {"replicas": 3, "lease": "store"},
+        "redis": {"existingSecret": {"name": "redis"}},
+    },
+    "workers of another balancer": {
+        "pool": "decode",
+        "balancer": {"enabled": False, "externalAddress": "eq-balancer.other.svc:7070"},
+    },
+    "a balancer for an engine that is there": {
+        "worker": {"kind": "None"},
+        "gateway": {"enabled": False},
+    },
+}
+LEADER_WORKER_SET = {"worker": {"kind": "LeaderWorkerSet"}}
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_every_object_passes_the_strict_schemas_of_kubernetes(values):
+    for one in render(values):
+        if "." in one["apiVersion"] and "k8s.io" not in one["apiVersion"]:
+            continue  # Custom resources, whose schemas are not Kubernetes' own.
+        kubernetes_validate.validate(one, KUBERNETES, strict=True)
+
+
+def test_helm_lints_the_chart_without_a_word_beyond_the_missing_icon():
+    done = subprocess.run(
+        [helm(), "lint", "--strict", CHART], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.findall(r"^\[\w+\] .*", done.stdout, re.MULTILINE)
+    assert told == ["[INFO] Chart.yaml: icon is recommended"]
+
+
+@pytest.mark.parametrize("values", [{}, FULL, LEADER_WORKER_SET], ids=["", "full", "lws"])
+def test_nobody_is_root_writes_to_the_image_or_gains_rights(values):
+    objects = render(values)
+    for pod, spec in pod_specs(objects).items():
+        security = spec["securityContext"]
+        assert security["runAsNonRoot"], pod
+        assert security["runAsUser"] > 0, pod
+        assert security["runAsGroup"] > 0, pod
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, pod
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec), pod
+        assert spec["enableServiceLinks"] is False, pod
+    for name, container in containers(objects).items():
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] is True, name
+        assert security["allowPrivilegeEscalation"] is False, name
+        assert security["capabilities"]["drop"] == ["ALL"], name
+        assert not {"runAsUser", "privileged"} & set(security), name
+        assert {"requests", "limits"} <= set(container["resources"]), name
+
+
+def test_only_rdma_gets_a_capability_and_it_is_the_one_for_pinned_memory():
+    for name, container in containers(render(FULL)).items():
+        added = container["securityContext"]["capabilities"].get("add")
+        assert added == (
+            ["IPC_LOCK"] if name.startswith("StatefulSet/eq-equipoise-worker/") else None
+        )
+
+
+def test_who_asks_the_cluster_for_nothing_gets_no_token_and_no_role():
+    objects = render({})
+    assert not [one for one in objects if "Role" in one["kind"]]
+    assert all(
+        spec["automountServiceAccountToken"] is False for spec in pod_specs(objects).values()
+    )
+
+
+def test_rights_are_exactly_these():
+    objects = render(FULL)
+    rules = {
+        (one["kind"], one["metadata"]["name"]): one["rules"]
+        for one in objects
+        if one["kind"] in {"Role", "ClusterRole"}
+    }
+    assert rules == {
+        ("Role", "eq-equipoise-balancer"): [
+            {
+                "apiGroups": ["coordination.k8s.io"],
+                "resources": ["leases"],
+                "resourceNames": ["eq-equipoise"],
+                "verbs": ["get", "update"],
+            },
+            {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
+        ],
+        ("ClusterRole", "moe-eq-equipoise-worker"): [
+            {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}
+        ],
+    }
+    mounted = {
+        pod for pod, spec in pod_specs(objects).items() if spec["automountServiceAccountToken"]
+    }
+    assert mounted == {"Deployment/eq-equipoise-balancer", "StatefulSet/eq-equipoise-worker"}
+
+
+def test_the_network_admits_exactly_who_needs_what():
+    admitted = {}
+    for one in render(FULL):
+        if one["kind"] == "NetworkPolicy":
+            target = one["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+            admitted[target] = [
+                (_components(rule["from"]), [_port(port) for port in rule["ports"]])
+                for rule in one["spec"]["ingress"]
+            ]
+    assert admitted == {
+        "balancer": [(["worker", "gateway", "balancer", "test"], ["grpc"])],
+        "worker": [
+            (["worker", "gateway"], ["grpc"]),
+            (["worker"], ["rendezvous", "32768-60999"]),
+        ],
+        "gateway": [(["test", {"namespaceSelector": {}}], ["http"])],
+        "redis": [(["balancer"], ["redis"])],
+    }
+
+
+def test_every_port_that_a_service_or_a_policy_names_is_one_of_its_pods():
+    objects = render(FULL)
+    ports = {}
+    for one in objects:
+        template = one.get("spec", {}).get("template")
+        if template:
+            labels = template["metadata"]["labels"]["app.kubernetes.io/component"]
+            ports[labels] = {
+                port["name"] for c in template["spec"]["containers"] for port in c["ports"]
+            }
+    for one in objects:
+        if one["kind"] == "Service":
+            component = one["spec"]["selector"]["app.kubernetes.io/component"]
+            assert {port["targetPort"] for port in one["spec"]["ports"]} <= ports[component]
+        if one["kind"] == "NetworkPolicy":
+            component = one["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+            named = {port["port"] for rule in one["spec"]["ingress"] for port in rule["ports"]}
+            assert {name for name in named if isinstance(name, str)} <= ports[component]
+
+
+def test_selectors_never_change_with_the_version_and_match_their_pods():
+    for one in render(FULL):
+        if "template" in one.get("spec", {}):
+            selector = one["spec"]["selector"]["matchLabels"]
+            assert set(selector) == {
+                f"app.kubernetes.io/{word}" for word in ("name", "instance", "component")
+            }
+            assert selector.items() <= one["spec"]["template"]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slots", "spare", "strategy"),
+    [(4, 12, 1, "RollingUpdate"), (4, 8, 0, "OnDelete"), (8, 16, 6, "RollingUpdate")],
+)
+def test_upgrades_and_disruptions_follow_from_how_many_ranks_are_spare(
+    ranks, slots, spare, strategy
+):
+    objects = render({"worker": {"replicas": ranks, "slotsPerRank": slots, "numExperts": 32}})
+    budget = one_of(objects, "PodDisruptionBudget", "eq-equipoise-worker")
+    assert budget["spec"]["maxUnavailable"] == spare
+    ranks_of = one_of(objects, "StatefulSet", "eq-equipoise-worker")
+    assert ranks_of["spec"]["updateStrategy"] == {"type": strategy}
+    assert ranks_of["spec"]["podManagementPolicy"] == "Parallel"
+
+
+def test_gpus_and_network_cards_are_requests_and_limits():
+    worker = containers(render(FULL))["StatefulSet/eq-equipoise-worker/worker"]
+    devices = {"nvidia.com/gpu": 1, "rdma/ib": 1}
+    assert devices.items() <= worker["resources"]["limits"].items()
+    assert devices.items() <= worker["resources"]["requests"].items()
+    plain = containers(render({}))["StatefulSet/eq-equipoise-worker/worker"]
+    assert set(plain["resources"]["limits"]) == {"memory"}
+
+
+def test_a_group_of_leader_and_workers_is_one_pool_of_the_same_pods():
+    objects = render(LEADER_WORKER_SET)
+    group = one_of(objects, "LeaderWorkerSet", "eq-equipoise-worker")
+    assert group["spec"]["replicas"] == 1
+    assert group["spec"]["leaderWorkerTemplate"]["size"] == 4
+    assert (
+        group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+        == pod_specs(render({}))["StatefulSet/eq-equipoise-worker"]
+    )
+    assert not [one for one in objects if one["kind"] == "StatefulSet"]
+
+
+CONTRADICTIONS = {
+    "several balancers need a store they share": {"balancer": {"replicas": 2}},
+    "a single balancer with a file leads alone": {"balancer": {"lease": "kubernetes"}},
+    "exclude each other: give one": {
+        "redis": {"url": "redis://r:6379/0", "trial": {"enabled": True}}
+    },
+    "is for a balancer without Redis": {
+        "balancer": {"storage": {"persistent": True}},
+        "redis": {"url": "redis://r:6379/0"},
+    },
+    r"worker.replicas \(2\) x worker.slotsPerRank \(12\) cannot hold worker.numExperts \(32\)": {
+        "worker": {"replicas": 2}
+    },
+    "must differ": {"worker": {"port": 7000, "rendezvousPort": 7000}},
+    "minReplicas must be at most maxReplicas": {
+        "gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}
+    },
+    "externalAddress must name": {"balancer": {"enabled": False}},
+    "does not say where in it the checkpoint is": {
+        "worker": {"checkpoint": {"volume": {"emptyDir": {}}}}
+    },
+}
+
+
+@pytest.mark.parametrize(("words", "values"), CONTRADICTIONS.items())
+def test_values_that_contradict_each_other_are_refused_with_the_remedy(words, values):
+    with pytest.raises(RenderError, match=words):
+        render(values)
+
+
+def _components(peers):
+    return [
+        peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+        if "podSelector" in peer
+        else peer
+        for peer in peers
+    ]
+
+
+def _port(port):
+    return f"{port['port']}-{port['endPort']}" if "endPort" in port else port["port"]

@@ -1,0 +1,123 @@
+"""Values: each explained, each known to the schema, and wrong ones refused by name."""
+
+import itertools
+import json
+import re
+
+import pytest
+import yaml
+from helm_chart import CHART, RenderError, render
+
+VALUES = (CHART / "values.yaml").read_text()
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+
+WRONG = {
+    "a typo in a name": ({"balancer": {"replica": 2}}, "'replica' not allowed"),
+    "a typo at the top": ({"balancr": {}}, "'balancr' not allowed"),
+    "no balancer": ({"balancer": {"replicas": 0}}, "/balancer/replicas"),
+    "a number as a word": ({"balancer": {"replicas": "2"}}, "/balancer/replicas"),
+    "an unknown lease": ({"balancer": {"lease": "etcd"}}, "/balancer/lease"),
+    "a lease too short": ({"balancer": {"leaseDurationSeconds": 0.5}}, "leaseDurationSeconds"),
+    "a port too high": ({"balancer": {"port": 70000}}, "/balancer/port"),
+    "an unknown log level": ({"balancer": {"logLevel": "loud"}}, "/balancer/logLevel"),
+    "an address without a port": ({"balancer": {"externalAddress": "b"}}, "externalAddress"),
+    "an empty command": ({"balancer": {"command": []}}, "/balancer/command"),
+    "flags that are no list": ({"worker": {"extraArgs": "--x"}}, "/worker/extraArgs"),
+    "environment as a map": ({"worker": {"extraEnv": {"A": "b"}}}, "/worker/extraEnv"),
+    "environment without a name": ({"worker": {"extraEnv": [{"value": "b"}]}}, "extraEnv"),
+    "an unknown kind": ({"worker": {"kind": "Deployment"}}, "/worker/kind"),
+    "no slots": ({"worker": {"slotsPerRank": 0}}, "/worker/slotsPerRank"),
+    "two GPUs a rank": ({"worker": {"gpu": {"count": 2}}}, "/worker/gpu/count"),
+    "memory without a unit": ({"worker": {"sharedMemorySize": "2 GB"}}, "sharedMemorySize"),
+    "resources of another kind": ({"gateway": {"resources": {"request": {}}}}, "'request'"),
+    "a budget that is no map": ({"worker": {"podDisruptionBudget": True}}, "podDisruptionBudget"),
+    "an unknown source of labels": ({"worker": {"topology": {"source": "aws"}}}, "source"),
+    "an unknown update strategy": ({"worker": {"updateStrategy": "Recreate"}}, "updateStrategy"),
+    "a Redis of another scheme": ({"redis": {"url": "http://redis"}}, "/redis/url"),
+    "root": ({"runAsUser": 0}, "/runAsUser"),
+    "a digest that is none": ({"image": {"worker": {"digest": "latest"}}}, "digest"),
+    "an unknown pull policy": ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
+    "a peer of no kind": ({"networkPolicy": {"balancerFrom": [{"pod": {}}]}}, "balancerFrom"),
+    "a pool without a name": ({"pool": ""}, "/pool"),
+}
+
+
+@pytest.mark.parametrize(("values", "words"), WRONG.values(), ids=WRONG)
+def test_a_wrong_value_is_refused_by_its_place(values, words):
+    with pytest.raises(RenderError, match="values don't meet the specifications") as refused:
+        render(values)
+    assert words in str(refused.value)
+
+
+def test_every_value_is_explained_above_it():
+    lines = VALUES.splitlines()
+    unexplained = [
+        line
+        for above, line in itertools.pairwise(lines)
+        if re.match(r" *[a-zA-Z]+: *[^&\s]", line)  # a leaf
+        and not above.lstrip().startswith("#")
+        and not _within_an_explained_value(lines, line)
+    ]
+    assert not unexplained
+
+
+def test_values_and_schema_name_the_same():
+    assert _names(yaml.safe_load(VALUES), SCHEMA) == []
+
+
+def test_every_map_of_the_schema_refuses_what_it_does_not_know():
+    loose = {path for path, one in _maps(SCHEMA) if one.get("additionalProperties") is not False}
+    free = {"labels", "properties", "peers", "environment", "resources"}
+    assert {path for path in loose if not free & set(path.split("/"))} == {
+        f"/{path}"
+        for path in (
+            # Kubernetes' own objects, which its server checks, and what others own.
+            "global",
+            "balancer/affinity", "balancer/tolerations/[]",
+            "gateway/affinity", "gateway/tolerations/[]",
+            "gateway/autoscaling/behavior", "gateway/autoscaling/metrics/[]",
+            "gateway/readinessProbe",
+            "policy/defaults", "policy/pools",
+            "worker/affinity", "worker/tolerations/[]", "worker/checkpoint/volume",
+        )
+    }  # fmt: skip
+
+
+def _within_an_explained_value(lines, line):
+    """Whether it is a line of a value of several lines, such as resources."""
+    number = lines.index(line)
+    indent = len(line) - len(line.lstrip())
+    for above in reversed(lines[:number]):
+        if above.strip() and len(above) - len(above.lstrip()) < indent:
+            return lines[lines.index(above) - 1].lstrip().startswith("#") and "resources" in above
+    return False
+
+
+def _resolved(schema):
+    if "$ref" in schema:
+        return SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+    return schema
+
+
+def _names(values, schema, path=""):
+    """Where one has a name that the other has not."""
+    schema = _resolved(schema)
+    known = schema.get("properties")
+    if known is None or not isinstance(values, dict) or "resources" in path:
+        return []
+    odd = [f"{path}/{name}" for name in set(known) ^ set(values)]
+    for name in set(known) & set(values):
+        odd += _names(values[name], known[name], f"{path}/{name}")
+    return odd
+
+
+def _maps(schema, path=""):
+    """Every schema of a map, with where it stands."""
+    if "$ref" in schema:
+        return
+    if schema.get("type") == "object":
+        yield path, schema
+    for name, one in schema.get("properties", {}).items():
+        yield from _maps(one, f"{path}/{name}")
+    if isinstance(schema.get("items"), dict):
+        yield from _maps(schema["items"], f"{path}/[]")
