@@ -20,6 +20,8 @@ from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.balancer.sqlite_store import SqliteStore
 from equipoise.balancer.store import Store, StoreError
 from equipoise.planning.warm_up import warm_up
+from equipoise.telemetry.errors import TelemetryError
+from equipoise.telemetry.logs import configure_logs
 
 _QUICK_S = 3.0
 """Loading the compiled planner takes less; compiling it more, and then it is worth a word."""
@@ -29,14 +31,10 @@ _log = logging.getLogger("equipoise.balancer")
 
 def run(settings: BalancerSettings) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit status: 0, or 1 after one clear line."""
-    logging.basicConfig(
-        level=settings.log_level.value.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    configure_logs(settings.log_format, level=logging.getLevelName(settings.log_level.upper()))
     try:
         asyncio.run(_serve(settings))
-    except (BalancerError, RegisterError, StoreError) as error:
+    except (BalancerError, RegisterError, StoreError, TelemetryError) as error:
         print(f"equipoise balancer: {error}", file=sys.stderr)  # noqa: T201 - for a person
         return 1
     return 0
@@ -62,6 +60,7 @@ async def _serve(settings: BalancerSettings) -> None:
             advertise=settings.advertise,
             policy=settings.policy,
             stop_grace_s=settings.stop_grace_s,
+            metrics_listen=settings.metrics_listen,
             register=register,
             timing=_timing(settings) if settings.is_shared else ALONE,
         ):

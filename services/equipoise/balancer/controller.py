@@ -317,6 +317,7 @@ class PoolController:
                 return ()
             case Staged():
                 member.staged_generation = generation
+                pool.tally.pulled(value)
                 noted = pool.roll(RankStaged(rank=rank, generation=generation), now=now)
                 return (*noted, *self._drop_stray(member))
             case Refused():

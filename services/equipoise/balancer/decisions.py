@@ -19,6 +19,7 @@ def close_due_window(pool: Pool, *, now: float) -> Chain:
     pool.revision += 1
     window = loads.close_window(number=pool.windows_closed, generation=current.generation, now=now)
     pool.windows.append(window)
+    pool.tally.shifts += window.shift.detected
     effects: list[Effect] = []
     if window.tokens and pool.can_plan and not pool.is_proposing:
         pool.is_proposing = True
@@ -61,6 +62,7 @@ def decide(pool: Pool, proposal: Proposal, *, plan_ms: float, now: float) -> Cha
         plan_ms=plan_ms,
         shift_detected=request.shift.detected,
     )
+    pool.tally.decided(accepted=accepted, plan_s=plan_ms / 1000)
     if not accepted:
         return (WriteDecision(record=decision),)
     pool.verdict = decision

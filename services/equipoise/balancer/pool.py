@@ -19,6 +19,7 @@ from equipoise.balancer.refusals import Refusals
 from equipoise.balancer.rollouts import Rollouts
 from equipoise.balancer.roster import Member, Roster
 from equipoise.balancer.store import AverageRecord, DecisionRecord
+from equipoise.balancer.tally import Tally
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load
 from equipoise.planning.membership import Opening
@@ -55,6 +56,7 @@ class Pool:
     averages: Mapping[str, AverageRecord]
     last_decision: DecisionRecord | None
     verdict: DecisionRecord | None = None
+    tally: Tally = field(default_factory=Tally)
     refusals: Refusals = field(default_factory=Refusals)
     windows: deque[ClosedWindow] = field(default_factory=lambda: deque(maxlen=MAX_WINDOWS))
     windows_closed: int = 0
@@ -79,12 +81,14 @@ class Pool:
     @classmethod
     def remembered(cls, name: str, *, policy: Policy, memory: PoolMemory) -> "Pool":
         """A pool as the store knew it; nobody is in it yet."""
+        tally = Tally()
         pool = cls(
             name=name,
             policy=policy,
             roster=Roster(name),
             layouts=PoolLayouts(next_generation=memory.next_generation),
-            rollouts=Rollouts(policy),
+            rollouts=Rollouts(policy, tally=tally),
+            tally=tally,
             bounds=Bounds(policy),
             averages=memory.averages,
             last_decision=memory.last_decision,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from equipoise.balancer.tally import Tally
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import Commands, Event, Rollout, State
@@ -55,8 +56,9 @@ class Rollouts:
     `completed` and `aborted` count plans, not waves, since the balancer started.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, tally: Tally | None = None) -> None:
         self._policy = policy
+        self._tally = tally or Tally()
         self._wave: _Wave | None = None
         self._waiting: deque[Layout] = deque()
         self.completed = 0
@@ -112,6 +114,8 @@ class Rollouts:
         before = wave.rollout
         wave.rollout, commands = before.step(event, now=now)
         after = wave.rollout
+        if before.state is not after.state:
+            self._tally.left(before.state, after_s=now - before.entered_s)
         if before.state is State.PLANNED and after.state is not State.PLANNED:
             wave.began_s = now
         if wave.staged_s is None and len(after.staged_ranks) == after.num_ranks:
@@ -144,6 +148,9 @@ class Rollouts:
         slowest = max(wave.switches.values(), key=lambda switch: switch.stall_us)
         staged_s = now if wave.staged_s is None else wave.staged_s
         self.last_switch_s = now
+        self._tally.switched(
+            moves=wave.moves, wave_s=now - wave.began_s, stall_s=slowest.stall_us / 1e6
+        )
         self.switches.appendleft(
             SwitchRecord(
                 generation=switched.generation,

@@ -44,6 +44,11 @@ class Seat:
         return self._led if self._elector.leads() else None
 
     @property
+    def highest_term(self) -> int:
+        """Highest term of a leader that was heard of."""
+        return self._elector.standing.highest_term
+
+    @property
     def leader_address(self) -> str | None:
         """Where the other balancer that leads is, as far as is known."""
         return self._elector.standing.leader_address or None

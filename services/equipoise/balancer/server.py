@@ -4,8 +4,13 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from typing import Any
 
 import grpc
@@ -16,12 +21,14 @@ from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership import Candidate, LeaseTiming
 from equipoise.balancer.lease_elector import Elector
 from equipoise.balancer.lease_register import ALONE, LeaseRegister, SoleRegister
+from equipoise.balancer.metrics import BalancerCollector
 from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.status_service import StatusService
 from equipoise.balancer.store import Store
 from equipoise.balancer.worker_link import WorkerLinkService
 from equipoise.planning.policy import Policy
+from equipoise.telemetry.exposition import metrics_route, registry_of, serving_http
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2, worker_link_pb2_grpc
 
 _WORKER_LINK = worker_link_pb2.DESCRIPTOR.services_by_name["WorkerLink"].full_name
@@ -52,6 +59,8 @@ async def serving(
     policy: Policy,
     stop_grace_s: float,
     advertise: str = "",
+    metrics_listen: str = "",
+    metrics_heard: Callable[[str], None] | None = None,
     register: LeaseRegister | None = None,
     timing: LeaseTiming = ALONE,
 ) -> AsyncIterator[int]:
@@ -59,10 +68,12 @@ async def serving(
 
     Among balancers that share `register` one leads at a time, which the others know by `advertise`
     (host:port, that of `listen` if empty). Without a register this one leads. When the block
-    begins it is clear whether it does.
+    begins it is clear whether it does. Metrics are told at `metrics_listen`, if that is given;
+    `metrics_heard` is told the host:port.
 
     Raises:
         BalancerError: the port cannot be listened on.
+        TelemetryError: that of the metrics cannot.
         StoreError: the store cannot be read.
     """
     clock = steady_clock()
@@ -93,12 +104,24 @@ async def serving(
         await server.start()
         await watched.set(_STATUS, health_pb2.HealthCheckResponse.SERVING)
         _log.info("listening on %s:%d", host, port)
-        async with _background(_show_leadership(elector, watched)):
+        async with (
+            _background(_show_leadership(elector, watched)),
+            _metrics(BalancerCollector(seat, clock=clock), listen=metrics_listen) as metrics_at,
+        ):
+            if metrics_heard is not None:
+                metrics_heard(metrics_at)
             try:
                 yield port
             finally:
                 # Shielded, because a second Ctrl-C must not leave the stop half done.
                 await asyncio.shield(_stop(server, seat, watched, stop_grace_s))
+
+
+def _metrics(collector: BalancerCollector, *, listen: str) -> AbstractAsyncContextManager[str]:
+    """The HTTP server of metrics, if one is wanted."""
+    if not listen:
+        return nullcontext("")
+    return serving_http([metrics_route(registry_of(collector))], listen=listen)
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from equipoise.planning.policy import Policy
+from equipoise.telemetry.logs import LogFormat
 
 _ANY_HOST = {"0.0.0.0", "[::]", "::"}
 
@@ -62,6 +63,14 @@ class BalancerSettings:
     """Seconds after which another balancer takes over from one that went silent. The silent one
     stops by itself after two thirds of them."""
 
+    metrics_listen: str = ""
+    """host:port of an HTTP server that tells metrics at /metrics; none unless given. Port 0 takes
+    a free one, which a log line names."""
+
+    log_format: LogFormat = LogFormat.TEXT
+    """How log lines look: `text` for people, or `json`, an object a line with pool, rank, epoch
+    and generation where they apply."""
+
     log_level: LogLevel = LogLevel.INFO
     """Least severe messages that are written to stderr. `info` is one line a decision."""
 
@@ -73,9 +82,7 @@ class BalancerSettings:
     """How loads become layouts: intervals, half-lives, thresholds, bounds of every wait."""
 
     def __post_init__(self) -> None:
-        host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise InvalidSettingsError(f"listen must be host:port, not {self.listen!r}")
+        host = check_listen("listen", self.listen)
         advertised_host, _, advertised_port = self.advertise.rpartition(":")
         if self.advertise and not (advertised_host and advertised_port.isdigit()):
             raise InvalidSettingsError(f"advertise must be host:port, not {self.advertise!r}")
@@ -83,6 +90,8 @@ class BalancerSettings:
             raise InvalidSettingsError(
                 f"advertise must be given, because listening on {host} tells nobody where to go"
             )
+        if self.metrics_listen:
+            check_listen("metrics_listen", self.metrics_listen)
         if not self.store:
             raise InvalidSettingsError("store must be a file or redis://host:port/db")
         if self.lease is LeaseKind.KUBERNETES and not self.is_shared:
@@ -102,3 +111,15 @@ class BalancerSettings:
     def is_shared(self) -> bool:
         """Whether several balancers can use the store."""
         return self.store.startswith(("redis://", "rediss://"))
+
+
+def check_listen(name: str, address: str) -> str:
+    """The host of an address to listen on.
+
+    Raises:
+        InvalidSettingsError: it is not host:port.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise InvalidSettingsError(f"{name} must be host:port, not {address!r}")
+    return host

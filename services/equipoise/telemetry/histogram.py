@@ -1,0 +1,39 @@
+"""`Histogram`: durations counted into buckets, without a global registry."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+SHORT_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+"""Bounds, in seconds, for what happens within a step."""
+
+LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Bounds, in seconds, for what a fleet does together."""
+
+
+class Histogram:
+    """Cumulative counts of values up to each of `bounds`, which are ascending, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        assert list(bounds) == sorted(set(bounds))
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        """Values so far."""
+        return sum(self._counts)
+
+    def observe(self, value: float) -> None:
+        """Count a finite value."""
+        assert math.isfinite(value)
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Values up to each bound, as Prometheus writes them; the last bound is infinite."""
+        names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        totals = accumulate(self._counts)
+        return [(name, float(total)) for name, total in zip(names, totals, strict=True)]

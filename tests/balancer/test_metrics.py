@@ -1,0 +1,164 @@
+"""The balancer's metrics: what they say, how many there are, and that docs know each of them."""
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from scrapes import documented, ours, scrape, value_of
+
+from equipoise.balancer.bounds import Bound
+from equipoise.balancer.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
+from equipoise.balancer.refusals import MAX_KINDS
+from equipoise.balancer.server import serving
+from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.planning.topology import ModelShape
+from equipoise.telemetry.errors import TelemetryError
+from equipoise.telemetry.histogram import Histogram
+
+
+class OnePool:
+    """A collector of one pool at a time that stands still."""
+
+    def __init__(self, pool, *, now):
+        self._pool, self._now = pool, now
+
+    def collect(self):
+        metrics = PoolMetrics(now=self._now)
+        metrics.add(self._pool)
+        return metrics.families()
+
+
+def told_of(bench):
+    registry = CollectorRegistry()
+    registry.register(OnePool(bench.pool, now=bench.now))
+    text = generate_latest(registry).decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_a_pool_tells_its_balance_as_receivers_measured_it(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=10)
+    told, window = told_of(bench), bench.pool.windows[-1]
+    per_layer = window.load_of_rank.mean(axis=1) / window.load_of_rank.max(axis=1)
+    labels = {"pool": "tiny", "phase": "mixed"}
+    assert value_of(told, "equipoise_balancedness", **labels) == pytest.approx(per_layer.mean())
+    worst = value_of(told, "equipoise_balancedness_worst_layer", **labels)
+    assert worst == pytest.approx(per_layer.min())
+    p5 = value_of(told, "equipoise_balancedness_p5_layer", **labels)
+    assert worst <= p5 <= np.median(per_layer)
+    ratios = [
+        value_of(told, "equipoise_rank_load_ratio", pool="tiny", rank=str(rank))
+        for rank in range(4)
+    ]
+    assert np.mean(ratios) == pytest.approx(1.0)
+    assert max(ratios) > 1.01
+
+
+def test_a_pool_counts_decisions_waves_moves_and_the_time_they_took(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=20)
+    told, pool = told_of(bench), bench.pool
+    waves = value_of(told, "equipoise_waves_total", pool="tiny")
+    assert waves == len(pool.rollouts.switches) > 0
+    assert value_of(told, "equipoise_moves_total", pool="tiny") == sum(
+        switch.moves for switch in pool.rollouts.switches
+    )
+    yes = value_of(told, "equipoise_decisions_total", pool="tiny", verdict="yes")
+    no = value_of(told, "equipoise_decisions_total", pool="tiny", verdict="no")
+    assert (yes, no) == (1, 1)
+    assert value_of(told, "equipoise_switch_stall_seconds_count", pool="tiny") == waves
+    assert value_of(told, "equipoise_wave_state_seconds_count", pool="tiny", state="staging")
+    assert value_of(told, "equipoise_generation", pool="tiny") == pool.layouts.stored_generation
+
+
+def test_ranks_are_counted_by_what_they_do(serving_bench):
+    bench = serving_bench
+    bench.lose(bench.ranks[3])
+    told = told_of(bench)
+    counts = {
+        state: value_of(told, "equipoise_ranks", pool="tiny", state=state)
+        for state in ("serving", "loading", "silent", "gone")
+    }
+    assert counts == {"serving": 3, "loading": 0, "silent": 0, "gone": 1}
+    assert value_of(told, "equipoise_pool_health", pool="tiny", health="degraded") == 1
+
+
+def test_a_large_pool_has_at_most_2000_series(make_bench, hello_of):
+    # 61 layers x 320 ranks, and every kind of refusal and of bound that there can be.
+    model = ModelShape(num_layers=61, num_experts=256, num_groups=8, expert_bytes=1000)
+    series = _series_of_a_pool(make_bench, hello_of, model=model, num_ranks=320)
+    assert 1000 < series <= 2000
+
+
+def test_ranks_beyond_a_bound_have_no_series_of_their_own(make_bench, hello_of):
+    model = ModelShape(num_layers=2, num_experts=256, num_groups=8, expert_bytes=1000)
+    few = _series_of_a_pool(make_bench, hello_of, model=model, num_ranks=MAX_RANKS_LISTED)
+    many = _series_of_a_pool(make_bench, hello_of, model=model, num_ranks=MAX_RANKS_LISTED + 1)
+    assert few <= 2000
+    assert many < 600
+
+
+async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
+    serving_bench, skewed, tmp_path
+):
+    bench = serving_bench
+    store = SqliteStore(tmp_path / "state.sqlite")
+    seen = []
+    async with serving(
+        store,
+        listen="127.0.0.1:0",
+        policy=bench.pool.policy,
+        stop_grace_s=0.0,
+        metrics_listen="127.0.0.1:0",
+        metrics_heard=seen.append,
+    ):
+        families = await scrape(seen[0])
+    await store.close()
+    assert value_of(families, "equipoise_leader") == 1
+    assert "process_resident_memory_bytes" in families
+    bench.run_traffic(skewed(1), seconds=20)
+    bench.pool.refusals.count("report_shape", "worker worker-0: ...")
+    told = {**ours(families), **ours(told_of(bench))}
+    assert told == documented("Balancer")
+
+
+async def test_a_metrics_port_that_is_taken_is_said_in_one_line(tmp_path, policy):
+    store = SqliteStore(tmp_path / "state.sqlite")
+    seen = []
+
+    def balancer(metrics_listen):
+        return serving(
+            store,
+            listen="127.0.0.1:0",
+            policy=policy,
+            stop_grace_s=0.0,
+            metrics_listen=metrics_listen,
+            metrics_heard=seen.append,
+        )
+
+    async with balancer("127.0.0.1:0"):
+        with pytest.raises(TelemetryError, match="cannot serve metrics on 127"):
+            async with balancer(seen[0]):
+                pass
+    await store.close()
+
+
+def test_a_histogram_counts_a_value_on_its_bound_below_it():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 7.0):
+        histogram.observe(value)
+    assert histogram.buckets() == [("1", 2.0), ("2", 3.0), ("+Inf", 4.0)]
+    assert (histogram.sum, histogram.count) == (10.0, 4)
+
+
+def _series_of_a_pool(make_bench, hello_of, *, model, num_ranks):
+    bench = make_bench(num_ranks=num_ranks)
+    for name, worker in bench.workers.items():
+        worker.hello = hello_of(name, num_ranks=num_ranks, model=model, slots_per_rank=2)
+    bench.serve()
+    even = np.full((model.num_layers, model.num_experts), 10_000.0)
+    bench.run_traffic(even, seconds=11)
+    for kind in range(2 * MAX_KINDS):
+        bench.pool.refusals.count(f"kind_{kind}", "text")
+    assert all(isinstance(bound, Bound) for bound in bench.pool.bounds.all())
+    return sum(len(family.samples) for family in told_of(bench).values())

@@ -1,0 +1,65 @@
+"""What a process tells at /metrics, and what docs/metrics.md says that it tells."""
+
+import asyncio
+import re
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+_ROW = re.compile(r"\| `(equipoise_\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \| [^|]+ \|")
+_OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """A metric by what its users rest on."""
+
+    kind: str
+    labels: frozenset[str]
+
+
+async def scrape(address):
+    """Families of metrics by name, as a Prometheus server reads them."""
+    text = await asyncio.to_thread(_get, f"http://{address}/metrics")
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def ours(families):
+    """Our own metrics by the name that queries use, those that have no series left out."""
+    told = {}
+    for family in families.values():
+        if not family.name.startswith("equipoise_") or not family.samples:
+            continue
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        told[name] = Told(kind=family.type, labels=frozenset(labels))
+    return told
+
+
+def documented(heading):
+    """Metrics of the section of docs/metrics.md below a heading."""
+    (section,) = (
+        part for part in DOCS.read_text().split("\n## ") if part.startswith(f"{heading}\n")
+    )
+    return {
+        name: Told(kind=kind, labels=frozenset(re.findall(r"`(\w+)`", labels)))
+        for name, kind, _unit, labels in _ROW.findall(section)
+    }
+
+
+def value_of(families, name, **labels):
+    """The value of one series."""
+    for family in families.values():
+        for sample in family.samples:
+            if sample.name == name and sample.labels == labels:
+                return sample.value
+    raise AssertionError(f"there is no {name} with {labels}")
+
+
+def _get(url):
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
