@@ -1,14 +1,19 @@
 """The balancer's metrics: what they say, how many there are, and that docs know each of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from scrapes import documented, ours, scrape, value_of
 
-from equipoise.balancer.bounds import Bound
+from equipoise.balancer.loads import PoolLoads
+from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.pool import Pool
 from equipoise.balancer.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
 from equipoise.balancer.refusals import MAX_KINDS
+from equipoise.balancer.roster import Member
 from equipoise.balancer.server import serving
 from equipoise.balancer.sqlite_store import SqliteStore
 from equipoise.planning.topology import ModelShape
@@ -28,9 +33,9 @@ class OnePool:
         return metrics.families()
 
 
-def told_of(bench):
+def told_of(pool, *, now):
     registry = CollectorRegistry()
-    registry.register(OnePool(bench.pool, now=bench.now))
+    registry.register(OnePool(pool, now=now))
     text = generate_latest(registry).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -38,7 +43,7 @@ def told_of(bench):
 def test_a_pool_tells_its_balance_as_receivers_measured_it(serving_bench, skewed):
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=10)
-    told, window = told_of(bench), bench.pool.windows[-1]
+    told, window = told_of(bench.pool, now=bench.now), bench.pool.windows[-1]
     per_layer = window.load_of_rank.mean(axis=1) / window.load_of_rank.max(axis=1)
     labels = {"pool": "tiny", "phase": "mixed"}
     assert value_of(told, "equipoise_balancedness", **labels) == pytest.approx(per_layer.mean())
@@ -57,7 +62,7 @@ def test_a_pool_tells_its_balance_as_receivers_measured_it(serving_bench, skewed
 def test_a_pool_counts_decisions_waves_moves_and_the_time_they_took(serving_bench, skewed):
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=20)
-    told, pool = told_of(bench), bench.pool
+    told, pool = told_of(bench.pool, now=bench.now), bench.pool
     waves = value_of(told, "equipoise_waves_total", pool="tiny")
     assert waves == len(pool.rollouts.switches) > 0
     assert value_of(told, "equipoise_moves_total", pool="tiny") == sum(
@@ -74,7 +79,7 @@ def test_a_pool_counts_decisions_waves_moves_and_the_time_they_took(serving_benc
 def test_ranks_are_counted_by_what_they_do(serving_bench):
     bench = serving_bench
     bench.lose(bench.ranks[3])
-    told = told_of(bench)
+    told = told_of(bench.pool, now=bench.now)
     counts = {
         state: value_of(told, "equipoise_ranks", pool="tiny", state=state)
         for state in ("serving", "loading", "silent", "gone")
@@ -83,19 +88,17 @@ def test_ranks_are_counted_by_what_they_do(serving_bench):
     assert value_of(told, "equipoise_pool_health", pool="tiny", health="degraded") == 1
 
 
-def test_a_large_pool_has_at_most_2000_series(make_bench, hello_of):
+def test_a_large_pool_has_at_most_2000_series(hello_of, policy):
     # 61 layers x 320 ranks, and every kind of refusal and of bound that there can be.
-    model = ModelShape(num_layers=61, num_experts=256, num_groups=8, expert_bytes=1000)
-    series = _series_of_a_pool(make_bench, hello_of, model=model, num_ranks=320)
-    assert 1000 < series <= 2000
+    series = _series_of_a_pool(hello_of, policy, num_layers=61, num_ranks=320)
+    assert 640 < series <= 2000
 
 
-def test_ranks_beyond_a_bound_have_no_series_of_their_own(make_bench, hello_of):
-    model = ModelShape(num_layers=2, num_experts=256, num_groups=8, expert_bytes=1000)
-    few = _series_of_a_pool(make_bench, hello_of, model=model, num_ranks=MAX_RANKS_LISTED)
-    many = _series_of_a_pool(make_bench, hello_of, model=model, num_ranks=MAX_RANKS_LISTED + 1)
+def test_ranks_beyond_a_bound_have_no_series_of_their_own(hello_of, policy):
+    few = _series_of_a_pool(hello_of, policy, num_layers=2, num_ranks=MAX_RANKS_LISTED)
+    many = _series_of_a_pool(hello_of, policy, num_layers=2, num_ranks=MAX_RANKS_LISTED + 1)
     assert few <= 2000
-    assert many < 600
+    assert many < 500
 
 
 async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
@@ -118,7 +121,7 @@ async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
     assert "process_resident_memory_bytes" in families
     bench.run_traffic(skewed(1), seconds=20)
     bench.pool.refusals.count("report_shape", "worker worker-0: ...")
-    told = {**ours(families), **ours(told_of(bench))}
+    told = {**ours(families), **ours(told_of(bench.pool, now=bench.now))}
     assert told == documented("Balancer")
 
 
@@ -151,14 +154,25 @@ def test_a_histogram_counts_a_value_on_its_bound_below_it():
     assert (histogram.sum, histogram.count) == (10.0, 4)
 
 
-def _series_of_a_pool(make_bench, hello_of, *, model, num_ranks):
-    bench = make_bench(num_ranks=num_ranks)
-    for name, worker in bench.workers.items():
-        worker.hello = hello_of(name, num_ranks=num_ranks, model=model, slots_per_rank=2)
-    bench.serve()
-    even = np.full((model.num_layers, model.num_experts), 10_000.0)
-    bench.run_traffic(even, seconds=11)
+def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
+    pool = Pool.remembered("big", policy=policy, memory=PoolMemory())
+    for rank in range(num_ranks):
+        hello = hello_of(f"worker-{rank}", num_ranks=num_ranks)
+        pool.roster.members[hello.worker] = Member(
+            hello=hello, last_heard_s=0.0, since_s=0.0, rank=rank, serving=True
+        )
+    loads = PoolLoads(
+        epoch=1,
+        model=ModelShape(num_layers=num_layers, num_experts=256, num_groups=8, expert_bytes=1),
+        num_ranks=num_ranks,
+        policy=policy,
+        remembered={},
+        counted_from=1,
+        now=0.0,
+    )
+    window = loads.close_window(number=1, generation=1, now=10.0)
+    load_of_rank = np.random.default_rng(0).gamma(9.0, size=(num_layers, num_ranks))
+    pool.windows.append(replace(window, load_of_rank=load_of_rank, tokens=load_of_rank.sum()))
     for kind in range(2 * MAX_KINDS):
-        bench.pool.refusals.count(f"kind_{kind}", "text")
-    assert all(isinstance(bound, Bound) for bound in bench.pool.bounds.all())
-    return sum(len(family.samples) for family in told_of(bench).values())
+        pool.refusals.count(f"kind_{kind}", "text")
+    return sum(len(family.samples) for family in told_of(pool, now=10.0).values())

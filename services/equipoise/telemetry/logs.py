@@ -35,10 +35,10 @@ def configure_logs(
     context: Context | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Send this process's logs to `stream` (stderr unless given), in place of earlier handlers."""
+    """Send this process's logs to `stream` (stderr unless given), if they go nowhere yet."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Json(context or dict) if log_format is LogFormat.JSON else _text())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def about(**fields: str | int | None) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""Logs that programs can read."""
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from contextlib import contextmanager
+
+from equipoise.telemetry.logs import LogFormat, about, configure_logs
+
+
+@contextmanager
+def logging_anew():
+    """The root logger as in a process that has just started."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        yield
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+
+
+def test_a_json_line_says_what_it_is_about():
+    stream = io.StringIO()
+    with logging_anew():
+        configure_logs(LogFormat.JSON, context=lambda: {"pool": "tiny", "rank": 3}, stream=stream)
+        logging.getLogger("equipoise.test").info(
+            "generation %d is staged", 7, extra=about(generation=7, epoch=None)
+        )
+    line = json.loads(stream.getvalue())
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "info",
+        "logger": "equipoise.test",
+        "message": "generation 7 is staged",
+        "pool": "tiny",
+        "rank": 3,
+        "generation": 7,
+    }
+
+
+def test_a_traceback_stays_on_its_line():
+    stream = io.StringIO()
+    with logging_anew():
+        configure_logs(LogFormat.JSON, stream=stream)
+        error = ValueError("two\nlines")
+        logging.getLogger("equipoise.test").error("it failed", exc_info=error)
+    (line,) = stream.getvalue().splitlines()
+    assert "ValueError: two\nlines" in json.loads(line)["exception"]
+
+
+def test_text_is_for_people():
+    stream = io.StringIO()
+    with logging_anew():
+        configure_logs(LogFormat.TEXT, stream=stream)
+        logging.getLogger("equipoise.test").warning("look", extra=about(pool="tiny"))
+    assert stream.getvalue().endswith(" WARNING equipoise.test: look\n")
+
+
+def test_a_balancer_told_to_log_json_writes_nothing_else(tmp_path):
+    command = [sys.executable, "-m", "equipoise.cli.main", "balancer", "--log-format", "json"]
+    arguments = ["--listen", "256.0.0.1:0", "--store", str(tmp_path / "state.sqlite")]
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    *lines, last = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert last.startswith("equipoise balancer: cannot listen on 256.0.0.1:0")
+    assert all(json.loads(line)["message"] for line in lines)
