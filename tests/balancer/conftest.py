@@ -233,7 +233,11 @@ class Bench:
                         self.workers[effect.worker].take(effect.message)
                 case Propose():
                     proposal = propose(effect.request)
-                    self.perform(self.controller.proposed(proposal, plan_ms=1.0, now=self.now))
+                    self.perform(
+                        self.controller.proposed(
+                            proposal, plan_ms=1.0, now=self.now, asked=effect.asked
+                        )
+                    )
                 case _ if self.store_fault:
                     self.controller.write_failed(effect, reason=self.store_fault)
                     return

@@ -158,22 +158,22 @@ async def test_a_replica_is_refused_by_name(redis_server, tmp_path, open_at):
 async def test_another_schema_version_is_refused_and_left_alone(redis_url, open_at):
     await open_at(redis_url).put_proposed("p", layout_of(1), term=1)
     with Redis.from_url(redis_url) as operator:
-        operator.hset(f"{HASH_TAG}:meta", "schema", 3)
+        operator.hset(f"{HASH_TAG}:meta", "schema", 4)
         before = operator.hgetall(f"{HASH_TAG}:meta")
         for call in (open_at(redis_url).pools(), open_at(redis_url).fence(term=9)):
             error = await fault_of(call)
             assert error.fault is StoreFault.FOREIGN
-            assert "has schema version 3, this release reads 2: use the release" in str(error)
+            assert "has schema version 4, this release reads 3: use the release" in str(error)
         assert operator.hgetall(f"{HASH_TAG}:meta") == before
 
 
-async def test_records_from_before_there_were_shares_are_read_and_marked(redis_url, open_at):
+async def test_records_of_the_first_version_are_read_and_marked(redis_url, open_at):
     await open_at(redis_url).adopt("p", layout_of(1), term=1)
     with Redis.from_url(redis_url) as operator:
         operator.hset(f"{HASH_TAG}:meta", "schema", 1)
         committed = await open_at(redis_url).committed("p")
         assert committed.same_placement(layout_of(1))
-        assert operator.hget(f"{HASH_TAG}:meta", "schema") == b"2"
+        assert operator.hget(f"{HASH_TAG}:meta", "schema") == b"3"
 
 
 async def test_keys_of_another_program_are_refused_and_left_alone(redis_url, open_at):

@@ -10,12 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from equipoise.balancer.hold import Hold
 from equipoise.balancer.redis_store import RedisStore
 from equipoise.balancer.sqlite_file import SCHEMA_VERSION
 from equipoise.balancer.sqlite_store import SqliteStore
 from equipoise.balancer.store import (
+    MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
+    AuditRecord,
     AverageRecord,
     DecisionRecord,
     Membership,
@@ -154,6 +157,64 @@ async def test_saying_the_same_proposal_or_commit_again_is_no_conflict(store):
     for _ in range(2):
         await store.commit("p", 1, previous=None, term=TERM)
     assert same(await store.committed("p"), layout_of(1))
+
+
+AN_ORDER = AuditRecord(
+    time_unix_s=1.5e9, who="ann", what="pause (for the night)", accepted=True, outcome="paused"
+)
+
+
+async def test_orders_and_what_they_hold_the_pool_to_are_there_after_a_restart(open_store):
+    first = open_store()
+    assert await first.audit("p", limit=9) == ()
+    assert (await first.hold("p")).reason == ""
+    pin = Hold(paused="ann", pinned="bob: a test", pin=layout_of(4, shift=1), pinned_generation=4)
+    entry = await first.add_audit("p", AN_ORDER, hold=pin, term=TERM)
+    assert entry == replace(AN_ORDER, sequence=1)
+    await first.add_audit("p", replace(AN_ORDER, what="look"), hold=None, term=TERM)
+    await first.close()
+
+    second = open_store()
+    assert await second.pools() == ("p",)
+    assert [(one.sequence, one.what) for one in await second.audit("p", limit=9)] == [
+        (2, "look"),
+        (1, "pause (for the night)"),
+    ]
+    hold = await second.hold("p")
+    assert (hold.paused, hold.pinned, hold.pinned_generation) == ("ann", "bob: a test", 4)
+    assert hold.pin.same_placement(pin.pin)
+    await second.add_audit("p", AN_ORDER, hold=Hold(), term=TERM)
+    assert not (await second.hold("p")).reason
+    with pytest.raises(TermOverError):
+        await second.add_audit("p", AN_ORDER, hold=pin, term=TERM - 1)
+    assert not (await second.hold("p")).reason
+    await second.close()
+
+
+async def test_only_the_newest_orders_are_kept(store):
+    await asyncio.gather(
+        *(
+            store.add_audit("p", AN_ORDER, hold=None, term=TERM)
+            for _ in range(MAX_AUDIT_ENTRIES + 3)
+        )
+    )
+    kept = await store.audit("p", limit=2 * MAX_AUDIT_ENTRIES)
+    assert len(kept) == MAX_AUDIT_ENTRIES
+    assert kept[0].sequence == MAX_AUDIT_ENTRIES + 3
+
+
+async def test_it_is_known_which_generations_were_committed_as_long_as_they_are_kept(store):
+    assert await store.commits("p") == ()
+    await store.put_proposed("p", layout_of(1), term=TERM)
+    await store.commit("p", 1, previous=None, term=TERM)
+    await store.put_proposed("p", layout_of(2), term=TERM)
+    await store.adopt("p", layout_of(3), term=TERM)
+    assert await store.commits("p") == (1, 3)
+    for generation in range(4, 5 + MAX_LAYOUTS):
+        await store.adopt("p", layout_of(generation), term=TERM)
+    kept = await store.commits("p")
+    assert 1 not in kept
+    assert kept[-1] == 4 + MAX_LAYOUTS
 
 
 async def test_a_commit_happens_only_if_the_previous_one_still_stands(store):
@@ -317,19 +378,28 @@ def test_another_programs_database_is_left_alone(tmp_path):
 async def test_another_schema_version_is_refused_with_the_remedy(tmp_path):
     await SqliteStore(tmp_path / "state").close()
     poke(tmp_path / "state", f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    with pytest.raises(StoreError, match="has schema version 3, this release reads 2: use the"):
+    with pytest.raises(StoreError, match="has schema version 4, this release reads 3: use the"):
         SqliteStore(tmp_path / "state")
 
 
-async def test_a_file_from_before_there_were_shares_is_read_as_even_and_goes_on(tmp_path):
+async def test_a_file_of_the_first_version_is_read_as_it_was_meant_and_goes_on(tmp_path):
     path = tmp_path / "state"
     first = SqliteStore(path)
     await first.adopt("p", layout_of(1), term=TERM)
     await first.close()
-    poke(path, "ALTER TABLE layouts DROP COLUMN share_of_slot")
-    poke(path, "PRAGMA user_version = 1")
+    for statement in (
+        "ALTER TABLE layouts DROP COLUMN share_of_slot",
+        "ALTER TABLE pools DROP COLUMN num_audit",
+        "ALTER TABLE pools DROP COLUMN hold",
+        "DROP TABLE audit",
+        "DROP TABLE commits",
+        "PRAGMA user_version = 1",
+    ):
+        poke(path, statement)
     second = SqliteStore(path)
     assert same(await second.committed("p"), layout_of(1))
+    assert await second.commits("p") == (1,)
+    await second.add_audit("p", AN_ORDER, hold=Hold(paused="ann"), term=TERM)
     await second.adopt("p", weighted(layout_of(2)), term=TERM)
     await second.close()
     third = SqliteStore(path)

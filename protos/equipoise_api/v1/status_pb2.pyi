@@ -366,6 +366,8 @@ class PoolStatus(_message.Message):
     WINDOWS_FIELD_NUMBER: _builtins.int
     BOUNDS_FIELD_NUMBER: _builtins.int
     EPOCHS_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    AUDIT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool name."""
     health: Global___PoolHealth.ValueType
@@ -428,6 +430,14 @@ class PoolStatus(_message.Message):
     def epochs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStatus]:
         """The latest changes of membership that this balancer made, newest first, at most 16."""
 
+    @_builtins.property
+    def hold(self) -> Global___HoldStatus:
+        """What an operator holds the pool to; absent when nothing."""
+
+    @_builtins.property
+    def audit(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEntry]:
+        """The latest orders of operators, newest first, at most 16."""
+
     def __init__(
         self,
         *,
@@ -453,21 +463,103 @@ class PoolStatus(_message.Message):
         windows: _abc.Iterable[Global___WindowStatus] | None = ...,
         bounds: _abc.Iterable[Global___BoundStatus] | None = ...,
         epochs: _abc.Iterable[Global___EpochStatus] | None = ...,
+        hold: Global___HoldStatus | None = ...,
+        audit: _abc.Iterable[Global___AuditEntry] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision", "_rollout", b"_rollout", "last_decision", b"last_decision", "model", b"model", "rollout", b"rollout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision", "_rollout", b"_rollout", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "pool", b"pool", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "pool", b"pool", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
+    _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015
     _WhichOneofReturnType__last_decision: _TypeAlias = _typing.Literal["last_decision"]  # noqa: Y015
     _WhichOneofArgType__last_decision: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision"]  # noqa: Y015
     _WhichOneofReturnType__rollout: _TypeAlias = _typing.Literal["rollout"]  # noqa: Y015
     _WhichOneofArgType__rollout: _TypeAlias = _typing.Literal["_rollout", b"_rollout"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hold) -> _WhichOneofReturnType__hold | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_decision) -> _WhichOneofReturnType__last_decision | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rollout) -> _WhichOneofReturnType__rollout | None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class HoldStatus(_message.Message):
+    """HoldStatus is what an operator holds a pool to until he takes it back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSED_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    PINNED_GENERATION_FIELD_NUMBER: _builtins.int
+    AT_PIN_FIELD_NUMBER: _builtins.int
+    paused: _builtins.str
+    """Who paused planning and why, in words; empty when it is not paused."""
+    pinned: _builtins.str
+    """Who pinned the pool and why, in words; empty when it is not pinned."""
+    pinned_generation: _builtins.int
+    """Generation that had the pinned placement when it was pinned; 0 for a layout that was given."""
+    at_pin: _builtins.bool
+    """True when the pool runs the pinned placement now."""
+    def __init__(
+        self,
+        *,
+        paused: _builtins.str = ...,
+        pinned: _builtins.str = ...,
+        pinned_generation: _builtins.int = ...,
+        at_pin: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_pin", b"at_pin", "paused", b"paused", "pinned", b"pinned", "pinned_generation", b"pinned_generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldStatus: _TypeAlias = HoldStatus  # noqa: Y015
+
+@_typing.final
+class AuditEntry(_message.Message):
+    """AuditEntry is one order of an operator, and what became of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TIME_UNIX_S_FIELD_NUMBER: _builtins.int
+    WHO_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Number within the pool, from 1."""
+    time_unix_s: _builtins.float
+    """Unix time, seconds."""
+    who: _builtins.str
+    """Who ordered, as the balancer knows the caller."""
+    what: _builtins.str
+    """What was ordered, with its arguments and the caller's reason, in words."""
+    accepted: _builtins.bool
+    """Whether it was carried out."""
+    outcome: _builtins.str
+    """What happened, in words."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        time_unix_s: _builtins.float = ...,
+        who: _builtins.str = ...,
+        what: _builtins.str = ...,
+        accepted: _builtins.bool = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "outcome", b"outcome", "sequence", b"sequence", "time_unix_s", b"time_unix_s", "what", b"what", "who", b"who"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditEntry: _TypeAlias = AuditEntry  # noqa: Y015
 
 @_typing.final
 class WindowStatus(_message.Message):

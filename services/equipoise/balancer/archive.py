@@ -87,11 +87,12 @@ class Archive:
             pool.close()
 
 
-def _contents(pool: Pool) -> tuple[int | None, int, int, str]:
+def _contents(pool: Pool) -> tuple[int | None, int, int, int, str]:
     decision = pool.last_decision.sequence if pool.last_decision is not None else 0
     return (
         pool.layouts.stored_generation,
         pool.layouts.next_generation,
         decision,
+        pool.audit[0].sequence if pool.audit else 0,
         pool.elsewhere,
     )

@@ -5,6 +5,8 @@ all ranks on one layout, learns the load, has plans made and rolls the accepted 
 is what workers report: whatever it missed, it reconciles with the next word it hears.
 """
 
+from equipoise.balancer.admin_requests import AdminRequest, Preview
+from equipoise.balancer.administration import administer, held, judged, keep_to_pin, not_planned
 from equipoise.balancer.decisions import close_due_window, decide
 from equipoise.balancer.effects import (
     Chain,
@@ -12,6 +14,7 @@ from equipoise.balancer.effects import (
     Send,
     Write,
     WriteAdopted,
+    WriteAudit,
     WriteCommitted,
     WriteDecision,
     WriteMembership,
@@ -151,16 +154,33 @@ class PoolController:
         effects += self.pool.roll(Ticked(), now=now)
         effects += open_if_due(self.pool, now=now)
         effects += settle(self.pool, now=now)
+        closed = self.pool.windows_closed
         effects += close_due_window(self.pool, now=now)
+        if self.pool.windows_closed > closed and not self.pool.hold.paused:
+            effects += keep_to_pin(self.pool, now=now)
         return tuple(effects)
 
-    def proposed(self, proposal: Proposal, *, plan_ms: float, now: float) -> Chain:
-        """A proposal is ready."""
+    def administer(self, request: AdminRequest, *, now: float) -> Chain:
+        """An operator wants something; the answer is in the audit that follows from it."""
+        self.pool.revision += 1
+        return administer(self.pool, request, now=now)
+
+    def proposed(
+        self, proposal: Proposal, *, plan_ms: float, now: float, asked: AdminRequest | None = None
+    ) -> Chain:
+        """A proposal is ready, which an operator may have `asked` for."""
+        if asked is not None:
+            return judged(self.pool, asked, proposal, plan_ms=plan_ms, now=now)
         return decide(self.pool, proposal, plan_ms=plan_ms, now=now)
 
-    def proposal_failed(self) -> None:
+    def proposal_failed(self, *, now: float, asked: AdminRequest | None = None) -> Chain:
         """The planner broke down; the next window tries again."""
-        self.pool.is_proposing = False
+        if asked is None:
+            self.pool.is_proposing = False
+            return ()
+        if not isinstance(asked.wish, Preview):
+            self.pool.is_proposing = False
+        return not_planned(asked, now=now)
 
     def written(self, write: Write, *, now: float) -> Chain:
         """The store holds a write; a decision comes back with its number."""
@@ -181,6 +201,8 @@ class PoolController:
                 return assign_returned(pool)
             case WriteDecision():
                 pool.last_decision = write.record
+            case WriteAudit():
+                return held(pool, write, now=now)
             case _:
                 pass
         return ()

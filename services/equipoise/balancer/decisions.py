@@ -1,9 +1,11 @@
 """From a closed window to a verdict: what is asked of the planner, and what becomes of it."""
 
 from equipoise.balancer.effects import Chain, Effect, Propose, WriteAverage, WriteDecision
+from equipoise.balancer.loads import ClosedWindow
 from equipoise.balancer.pool import Pool
 from equipoise.balancer.proposal import Proposal, ProposalRequest
 from equipoise.balancer.store import DecisionRecord
+from equipoise.planning.policy import Policy
 
 
 def close_due_window(pool: Pool, *, now: float) -> Chain:
@@ -21,34 +23,51 @@ def close_due_window(pool: Pool, *, now: float) -> Chain:
     pool.windows.append(window)
     pool.tally.shifts += window.shift.detected
     effects: list[Effect] = []
-    if window.tokens and pool.can_plan and not pool.is_proposing:
+    if window.tokens and pool.can_plan and not pool.is_proposing and not pool.hold.reason:
         pool.is_proposing = True
-        assert pool.roster.shape is not None
-        request = ProposalRequest(
-            current=current,
-            average=loads.slow.at_risk(pool.policy.risk_z),
-            window=window.load,
-            shift=window.shift,
-            model=pool.roster.shape.model,
-            topology=pool.roster.topology(),
-            policy=pool.policy,
-            first_generation=pool.layouts.next_generation,
-            now=now,
-            last_switch_s=pool.rollouts.last_switch_s,
-        )
+        request = proposal_request(pool, window, policy=pool.policy, now=now)
         effects.append(Propose(request=request))
     records = loads.records(now=now)
     effects += [WriteAverage(name=name, record=record) for name, record in records.items()]
     return tuple(effects)
 
 
-def decide(pool: Pool, proposal: Proposal, *, plan_ms: float, now: float) -> Chain:
-    """Record the verdict on a proposal, and roll it out if it is yes and still fits."""
+def proposal_request(
+    pool: Pool, window: ClosedWindow, *, policy: Policy, now: float
+) -> ProposalRequest:
+    """What is asked of the planner about a window, by `policy`."""
+    loads, current, shape = pool.loads, pool.layouts.current, pool.roster.shape
+    assert loads is not None, "a window was closed"
+    assert current is not None, "a window was closed"
+    assert shape is not None, "a window was closed"
+    return ProposalRequest(
+        current=current,
+        average=loads.slow.at_risk(policy.risk_z),
+        window=window.load,
+        shift=window.shift,
+        model=shape.model,
+        topology=pool.roster.topology(),
+        policy=policy,
+        first_generation=pool.layouts.next_generation,
+        now=now,
+        last_switch_s=pool.rollouts.last_switch_s,
+    )
+
+
+def decide(
+    pool: Pool, proposal: Proposal, *, plan_ms: float, now: float, was_asked_for: bool = False
+) -> Chain:
+    """Record the verdict on a proposal, and roll it out if it is yes and still fits.
+
+    One that an operator asked for is adopted although the pool is held meanwhile.
+    """
     pool.is_proposing = False
     request, verdict = proposal.request, proposal.verdict
     accepted, reason = verdict.accepted, verdict.reason
     if accepted and not (pool.can_plan and pool.layouts.current is request.current):
         accepted, reason = False, f"the pool changed while this was planned: {reason}"
+    if accepted and pool.hold.reason and not was_asked_for:
+        accepted, reason = False, f"{pool.hold.reason} while this was planned: {reason}"
     decision = DecisionRecord(
         time_unix_s=now,
         accepted=accepted,

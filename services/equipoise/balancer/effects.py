@@ -6,8 +6,10 @@ happen; a write that fails cuts its chain, so whatever stands behind a write res
 
 from dataclasses import dataclass
 
+from equipoise.balancer.admin_requests import AdminRequest, Outcome
+from equipoise.balancer.hold import Hold
 from equipoise.balancer.proposal import ProposalRequest
-from equipoise.balancer.store import AverageRecord, DecisionRecord, Membership
+from equipoise.balancer.store import AuditRecord, AverageRecord, DecisionRecord, Membership
 from equipoise.planning.layout import Layout
 from equipoise.wire.messages import BalancerMessage
 
@@ -65,14 +67,34 @@ class WriteDecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WriteAudit:
+    """Append an operator's order; whoever gave the `request` then gets the `answer`.
+
+    In the same step set what the pool is held to from now on, unless `hold` is None.
+    """
+
+    record: AuditRecord
+    hold: Hold | None
+    request: AdminRequest
+    answer: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Propose:
-    """Compute a plan and its verdict off the event loop."""
+    """Compute a plan and its verdict off the event loop, because an operator `asked` or not."""
 
     request: ProposalRequest
+    asked: AdminRequest | None = None
 
 
 Write = (
-    WriteProposed | WriteCommitted | WriteAdopted | WriteMembership | WriteAverage | WriteDecision
+    WriteProposed
+    | WriteCommitted
+    | WriteAdopted
+    | WriteMembership
+    | WriteAverage
+    | WriteDecision
+    | WriteAudit
 )
 Effect = Send | Propose | Write
 Chain = tuple[Effect, ...]

@@ -15,3 +15,7 @@ class UnknownPoolError(LookupError):
 
 class BalancerError(RuntimeError):
     """The balancer cannot start; the message is the one line that a person reads."""
+
+
+class UnansweredError(RuntimeError):
+    """What became of an operator's request is not known; the message says why."""

@@ -3,11 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from equipoise.balancer.store import AverageRecord, DecisionRecord, Membership, Store
+from equipoise.balancer.hold import Hold
+from equipoise.balancer.store import (
+    AuditRecord,
+    AverageRecord,
+    DecisionRecord,
+    Membership,
+    Store,
+)
 from equipoise.planning.layout import Layout
 
 FAST = "fast"
 SLOW = "slow"
+
+MAX_AUDIT = 16
+"""Orders of operators kept for people to read; the store has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +30,8 @@ class PoolMemory:
     membership: Membership | None = None
     averages: Mapping[str, AverageRecord] = field(default_factory=dict)
     last_decision: DecisionRecord | None = None
+    hold: Hold = field(default_factory=Hold)
+    audit: tuple[AuditRecord, ...] = ()
 
 
 async def recall(store: Store, pool: str) -> PoolMemory:
@@ -37,4 +49,6 @@ async def recall(store: Store, pool: str) -> PoolMemory:
         membership=await store.membership(pool),
         averages={name: record for name, record in averages.items() if record is not None},
         last_decision=decisions[0] if decisions else None,
+        hold=await store.hold(pool),
+        audit=await store.audit(pool, limit=MAX_AUDIT),
     )

@@ -11,14 +11,15 @@ from equipoise.balancer.checksums import ChecksumTable
 from equipoise.balancer.effects import Chain, WriteDecision
 from equipoise.balancer.epoch_log import EpochLog, Unwritten
 from equipoise.balancer.health import Diagnosis, Health, diagnose
+from equipoise.balancer.hold import Hold
 from equipoise.balancer.layouts import PoolLayouts
 from equipoise.balancer.loads import ClosedWindow, PoolLoads
-from equipoise.balancer.memory import SLOW, PoolMemory
+from equipoise.balancer.memory import MAX_AUDIT, SLOW, PoolMemory
 from equipoise.balancer.orders import orders
 from equipoise.balancer.refusals import Refusals
 from equipoise.balancer.rollouts import Rollouts
 from equipoise.balancer.roster import Member, Roster
-from equipoise.balancer.store import AverageRecord, DecisionRecord
+from equipoise.balancer.store import AuditRecord, AverageRecord, DecisionRecord
 from equipoise.balancer.tally import Tally
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load
@@ -44,7 +45,8 @@ class Pool:
     heard of. `verdict` is the one that is being rolled out or was last. `elsewhere` says why its
     ranks are not here, for a balancer that does not lead; else it is empty. `opened_here` tells an
     epoch that this balancer opened from one that it found. `adopting` is a generation on its way to
-    the store. `revision` grows with every change.
+    the store. `hold` is what an operator holds it to, `audit` are the latest orders, newest first.
+    `revision` grows with every change.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Pool:
     epochs: EpochLog = field(default_factory=EpochLog)
     silent: Mapping[int, str] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
+    hold: Hold = field(default_factory=Hold)
+    audit: deque[AuditRecord] = field(default_factory=lambda: deque(maxlen=MAX_AUDIT))
     elsewhere: str = ""
     store_fault: str = ""
     opened_here: bool = False
@@ -92,6 +96,8 @@ class Pool:
             bounds=Bounds(policy),
             averages=memory.averages,
             last_decision=memory.last_decision,
+            hold=memory.hold,
+            audit=deque(memory.audit, maxlen=MAX_AUDIT),
         )
         if memory.membership is not None:
             pool.roster.highest_epoch = memory.membership.epoch

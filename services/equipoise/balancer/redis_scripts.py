@@ -6,7 +6,7 @@ words of a refusal are chosen by `redis_store.py`.
 """
 
 PRELUDE = """
-local meta, pools, pool, layouts, averages, decisions = unpack(KEYS)
+local meta, pools, pool, layouts, averages, decisions, commits, audit = unpack(KEYS)
 local incarnation, term, name = ARGV[1], ARGV[2], ARGV[3]
 local kept, highest_term = unpack(redis.call('HMGET', meta, 'incarnation', 'term'))
 if kept ~= incarnation then return {'lost'} end
@@ -26,6 +26,12 @@ local function keep(generation, layout, num_kept)
     if generations[place] ~= committed then redis.call('HDEL', layouts, generations[place]) end
   end
 end
+local function note_commit(generation)
+  redis.call('SADD', commits, generation)
+  for _, known in ipairs(redis.call('SMEMBERS', commits)) do
+    if redis.call('HEXISTS', layouts, known) == 0 then redis.call('SREM', commits, known) end
+  end
+end
 """
 """Stands before every script but OPEN. ARGV: incarnation, term ('' for a read), pool name.
 
@@ -33,11 +39,14 @@ Answers that any script may give: {'lost'}, {'over', highest term}.
 """
 
 OPEN = """
-local meta, incarnation, schema, upgradable = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
+local meta, incarnation, schema, oldest = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 if redis.call('EXISTS', meta) == 0 then
   redis.call('HSET', meta, 'incarnation', incarnation, 'schema', schema, 'term', '0')
-elseif redis.call('HGET', meta, 'schema') == upgradable then
-  redis.call('HSET', meta, 'schema', schema)
+else
+  local found = tonumber(redis.call('HGET', meta, 'schema'))
+  if found and found >= tonumber(oldest) and found < tonumber(schema) then
+    redis.call('HSET', meta, 'schema', schema)
+  end
 end
 return redis.call('HMGET', meta, 'schema', 'incarnation')
 """
@@ -65,6 +74,7 @@ if committed == generation then return {'ok'} end
 if committed ~= previous then return {'other', committed} end
 if redis.call('HEXISTS', layouts, generation) == 0 then return {'unknown'} end
 redis.call('HSET', pool, 'committed', generation)
+note_commit(generation)
 return {'ok'}
 """
 
@@ -72,7 +82,16 @@ ADOPT = """
 local generation, layout, num_kept = ARGV[4], ARGV[5], tonumber(ARGV[6])
 redis.call('HSET', pool, 'committed', generation)
 keep(generation, layout, num_kept)
+note_commit(generation)
 return {'ok'}
+"""
+
+COMMITS = """
+local kept = {}
+for _, generation in ipairs(redis.call('SMEMBERS', commits)) do
+  if redis.call('HEXISTS', layouts, generation) == 1 then table.insert(kept, generation) end
+end
+return {'ok', kept}
 """
 
 COMMITTED = """
@@ -125,3 +144,15 @@ return {'ok', sequence}
 """
 
 DECISIONS = "return {'ok', redis.call('XREVRANGE', decisions, '+', '-', 'COUNT', ARGV[4])}"
+
+ADD_AUDIT = """
+local sequence = redis.call('HINCRBY', pool, 'num_audit', 1)
+redis.call('XADD', audit, 'MAXLEN', ARGV[5], sequence .. '-0', 'record', ARGV[4])
+if ARGV[6] ~= '' then redis.call('HSET', pool, 'hold', ARGV[6]) end
+redis.call('SADD', pools, name)
+return {'ok', sequence}
+"""
+
+AUDIT = "return {'ok', redis.call('XREVRANGE', audit, '+', '-', 'COUNT', ARGV[4])}"
+
+HOLD = "return {'ok', redis.call('HGET', pool, 'hold')}"

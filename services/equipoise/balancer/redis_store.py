@@ -20,10 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from equipoise.balancer import redis_scripts as scripts
+from equipoise.balancer.hold import Hold, pack_hold, unpack_hold
 from equipoise.balancer.redis_link import RedisLink
 from equipoise.balancer.store import (
+    MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
+    AuditRecord,
     AverageRecord,
     DecisionRecord,
     Membership,
@@ -35,11 +38,12 @@ from equipoise.balancer.store import (
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised with every change of keys or records; other versions are refused, never guessed at."""
 
-UPGRADABLE_VERSION = 1
-"""Its records are read as they are: layouts without shares, so even splits."""
+OLDEST_VERSION = 1
+"""Records from this version on are read as they are: layouts without shares are even splits, and
+nobody ordered anything before orders were kept."""
 
 HASH_TAG = "{equipoise}"
 """Begins every key. Two fleets share a server by using two databases of it."""
@@ -179,8 +183,47 @@ class RedisStore:
         (entries,) = await self._read(pool, scripts.DECISIONS, max(0, limit))
         return self._sense(
             f"decisions of pool {pool}",
-            lambda: tuple(_unpack_decision(number, fields) for number, fields in entries or ()),
+            lambda: tuple(
+                DecisionRecord(**_unpack_entry(number, fields)) for number, fields in entries or ()
+            ),
         )
+
+    async def commits(self, pool: str) -> tuple[int, ...]:
+        """Generations that were committed and whose layouts are still kept, ascending."""
+        (generations,) = await self._read(pool, scripts.COMMITS)
+        return tuple(sorted(int(generation) for generation in generations))
+
+    async def add_audit(
+        self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
+    ) -> AuditRecord:
+        """Append an order and set what the pool is held to, in one step; see `Store`."""
+        fields = {key: value for key, value in asdict(record).items() if key != "sequence"}
+        (sequence,) = await self._write(
+            pool,
+            scripts.ADD_AUDIT,
+            json.dumps(fields),
+            MAX_AUDIT_ENTRIES,
+            "" if hold is None else pack_hold(hold),
+            term=term,
+        )
+        return replace(record, sequence=int(sequence))
+
+    async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
+        """The newest orders, newest first."""
+        (entries,) = await self._read(pool, scripts.AUDIT, max(0, limit))
+        return self._sense(
+            f"audit of pool {pool}",
+            lambda: tuple(
+                AuditRecord(**_unpack_entry(number, fields)) for number, fields in entries or ()
+            ),
+        )
+
+    async def hold(self, pool: str) -> Hold:
+        """What operators hold the pool to."""
+        (packed,) = await self._read(pool, scripts.HOLD)
+        if packed is None:
+            return Hold()
+        return self._sense(f"hold of pool {pool}", lambda: unpack_hold(packed))
 
     async def close(self) -> None:
         """Close the connections; no method may be called after."""
@@ -223,7 +266,7 @@ class RedisStore:
                 schema, found = await self._run(
                     scripts.OPEN,
                     _keys("")[:1],
-                    (secrets.token_hex(8), SCHEMA_VERSION, UPGRADABLE_VERSION),
+                    (secrets.token_hex(8), SCHEMA_VERSION, OLDEST_VERSION),
                 )
                 if schema != str(SCHEMA_VERSION).encode() or found is None:
                     raise StoreError(
@@ -276,6 +319,8 @@ def _keys(pool: str) -> tuple[str, ...]:
         f"{own}:layouts",
         f"{own}:averages",
         f"{own}:decisions",
+        f"{own}:commits",
+        f"{own}:audit",
     )
 
 
@@ -350,7 +395,7 @@ def _unpack_average(packed: bytes) -> AverageRecord:
     )
 
 
-def _unpack_decision(number: bytes, fields: list[bytes]) -> DecisionRecord:
+def _unpack_entry(number: bytes, fields: list[bytes]) -> dict[str, Any]:
+    """The fields of a numbered record of a stream."""
     record = dict(zip(fields[::2], fields[1::2], strict=True))
-    sequence = int(number.partition(b"-")[0])
-    return DecisionRecord(sequence=sequence, **json.loads(record[b"record"]))
+    return {"sequence": int(number.partition(b"-")[0]), **json.loads(record[b"record"])}

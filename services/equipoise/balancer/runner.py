@@ -11,6 +11,8 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
 
+from equipoise.balancer.admin_requests import AdminRequest, Outcome, Wish
+from equipoise.balancer.answers import Answers
 from equipoise.balancer.controller import PoolController
 from equipoise.balancer.effects import (
     Chain,
@@ -18,6 +20,7 @@ from equipoise.balancer.effects import (
     Send,
     Write,
     WriteAdopted,
+    WriteAudit,
     WriteAverage,
     WriteCommitted,
     WriteDecision,
@@ -27,7 +30,7 @@ from equipoise.balancer.effects import (
 from equipoise.balancer.lease_elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pool import Pool
-from equipoise.balancer.proposal import ProposalRequest, propose
+from equipoise.balancer.proposal import propose
 from equipoise.balancer.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.wire.messages import (
     Abort,
@@ -46,6 +49,9 @@ WRITE_TIMEOUT_S = 10.0
 
 PLAN_TIMEOUT_S = 60.0
 """Seconds a plan may take; its window is long over by then."""
+
+ANSWER_TIMEOUT_S = PLAN_TIMEOUT_S + 2 * WRITE_TIMEOUT_S
+"""Seconds an operator may wait for an answer: a plan, what is written before it, and its record."""
 
 Clock = Callable[[], float]
 
@@ -76,6 +82,7 @@ class PoolRunner:
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
         self._changed = asyncio.Event()
+        self._answers = Answers()
         self.closed = False
 
     @property
@@ -128,9 +135,21 @@ class PoolRunner:
         _log.info("%s: worker %s is gone: %s", self.pool.name, worker, reason)
         self._submit(self._controller.lost(worker, reason=reason, now=self._clock()))
 
+    async def administer(self, wish: Wish, *, who: str, reason: str, what: str) -> Outcome:
+        """Do what an operator wants, once it is recorded; `what` is the wish in words.
+
+        Raises:
+            UnansweredError: the store did not take it, or this balancer ceased to lead.
+        """
+        async with self._answers.asked(timeout_s=ANSWER_TIMEOUT_S) as (ticket, answer):
+            request = AdminRequest(ticket=ticket, who=who, reason=reason, what=what, wish=wish)
+            self._submit(self._controller.administer(request, now=self._clock()))
+            return await answer
+
     def close_streams(self) -> None:
-        """The balancer stops: workers and watchers are let go."""
+        """The balancer stops: workers, watchers and operators are let go."""
         self.closed = True
+        self._answers.fail_all("this balancer ceased to lead: ask the next leader for the status")
         for mailbox in self._mailboxes.values():
             mailbox.close()
         self._notify()
@@ -189,7 +208,7 @@ class PoolRunner:
                 case Send():
                     self._post(effect)
                 case Propose():
-                    tasks.create_task(self._propose(effect.request))
+                    tasks.create_task(self._propose(effect))
                 case _:
                     if not await self._write(effect):
                         return
@@ -204,20 +223,25 @@ class PoolRunner:
             case message:
                 mailbox.post(message)
 
-    async def _propose(self, request: ProposalRequest) -> None:
+    async def _propose(self, effect: Propose) -> None:
         loop = asyncio.get_running_loop()
         started_s = time.perf_counter()
         proposal = None
         with self._surviving("planning"):
             proposal = await asyncio.wait_for(
-                loop.run_in_executor(self._executor, propose, request), PLAN_TIMEOUT_S
+                loop.run_in_executor(self._executor, propose, effect.request), PLAN_TIMEOUT_S
             )
         if proposal is None:
-            self._controller.proposal_failed()
+            failed = self._controller.proposal_failed(now=self._clock(), asked=effect.asked)
+            self._submit(failed)
             return
         plan_ms = 1000 * (time.perf_counter() - started_s)
         with self._surviving("adopting a plan"):
-            self._submit(self._controller.proposed(proposal, plan_ms=plan_ms, now=self._clock()))
+            self._submit(
+                self._controller.proposed(
+                    proposal, plan_ms=plan_ms, now=self._clock(), asked=effect.asked
+                )
+            )
 
     async def _write(self, write: Write) -> bool:
         """Write and report back; False if the store did not take it."""
@@ -238,6 +262,9 @@ class PoolRunner:
             self._note_failure(write, f"the store failed: {error}")
             return False
         self._submit(self._controller.written(written, now=self._clock()))
+        if isinstance(written, WriteAudit):
+            answer = replace(written.answer, sequence=written.record.sequence)
+            self._answers.give(written.request.ticket, answer)
         return True
 
     def _question_tenure(self, error: StoreError) -> None:
@@ -250,6 +277,8 @@ class PoolRunner:
     def _note_failure(self, write: Write, reason: str) -> None:
         _log.error("%s: %s", self.pool.name, reason)
         self._controller.write_failed(write, reason=reason)
+        if isinstance(write, WriteAudit):
+            self._answers.fail(write.request.ticket, f"nothing was done: {reason}")
         self._notify()
 
     async def _store_write(self, write: Write) -> Write:
@@ -279,7 +308,19 @@ class PoolRunner:
                     "%s: decision %d: %s: %s", name, numbered.sequence, verdict, numbered.reason
                 )
                 return replace(write, record=numbered)
+            case WriteAudit():
+                return await self._store_audit(write)
         return write
+
+    async def _store_audit(self, write: WriteAudit) -> WriteAudit:
+        name, term = self.pool.name, self._tenure.term
+        entry = await self._store.add_audit(name, write.record, hold=write.hold, term=term)
+        _log.info(
+            "%s: order %d of %s: %s: %s: %s",
+            *(name, entry.sequence, entry.who, entry.what),
+            *("done" if entry.accepted else "refused", entry.outcome),
+        )
+        return replace(write, record=entry)
 
 
 def steady_clock() -> Clock:

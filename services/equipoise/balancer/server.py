@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from equipoise.balancer.admin_service import AdminService
 from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership import Candidate, LeaseTiming
 from equipoise.balancer.lease_elector import Elector
@@ -29,10 +30,18 @@ from equipoise.balancer.store import Store
 from equipoise.balancer.worker_link import WorkerLinkService
 from equipoise.planning.policy import Policy
 from equipoise.telemetry.exposition import metrics_route, registry_of, serving_http
-from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2, worker_link_pb2_grpc
+from equipoise_api.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    worker_link_pb2,
+    worker_link_pb2_grpc,
+)
 
 _WORKER_LINK = worker_link_pb2.DESCRIPTOR.services_by_name["WorkerLink"].full_name
 _STATUS = status_pb2.DESCRIPTOR.services_by_name["Status"].full_name
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 _OPTIONS = (
     # Two balancers on one port would share its workers by chance; the second must fail instead.
@@ -93,10 +102,14 @@ async def serving(
     status_pb2_grpc.add_StatusServicer_to_server(
         StatusService(seat, store=store, clock=clock), server
     )
+    admin_pb2_grpc.add_AdminServicer_to_server(
+        AdminService(seat, store=store, caller=lambda context: f"somebody at {context.peer()}"),
+        server,
+    )
     watched = _HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(watched, server)
     reflection.enable_server_reflection(
-        (_WORKER_LINK, _STATUS, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        (_WORKER_LINK, _STATUS, _ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     await seat.open()
     async with elector.running(), _background(seat.run()):

@@ -14,7 +14,7 @@ from typing import TypeVar
 from equipoise.balancer.store import StoreError, StoreFault, TermOverError
 from equipoise.planning.errors import InvalidLayoutError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised with every change of the tables below; versions without an upgrade are refused, never
 guessed at."""
 
@@ -23,7 +23,22 @@ _APPLICATION_ID = 0x45515053  # "EQPS": tells our files from other programs' SQL
 _LOCK_TIMEOUT_S = 2.0
 """How long a file that another process holds is waited for: a predecessor that is just ending."""
 
-_SCHEMA = """
+_ORDERS = """
+CREATE TABLE commits (
+    pool TEXT NOT NULL,
+    generation INTEGER NOT NULL,           -- of a layout that all ranks ran once
+    PRIMARY KEY (pool, generation)
+) WITHOUT ROWID;
+CREATE TABLE audit (
+    pool TEXT NOT NULL,
+    sequence INTEGER NOT NULL,
+    record TEXT NOT NULL,                  -- JSON of the rest of an AuditRecord
+    PRIMARY KEY (pool, sequence)
+) WITHOUT ROWID;
+"""
+"""What operators ordered, and what they may go back to."""
+
+_SCHEMA = f"""{_ORDERS}
 CREATE TABLE fence (term INTEGER NOT NULL);
 INSERT INTO fence VALUES (0);
 CREATE TABLE pools (
@@ -32,7 +47,9 @@ CREATE TABLE pools (
     highest INTEGER NOT NULL DEFAULT 0,    -- highest generation ever used
     epoch INTEGER,
     workers TEXT,                          -- JSON list of worker names in rank order
-    num_decisions INTEGER NOT NULL DEFAULT 0
+    num_decisions INTEGER NOT NULL DEFAULT 0,
+    num_audit INTEGER NOT NULL DEFAULT 0,
+    hold TEXT                              -- what operators hold it to, as `hold.py` packs it
 ) WITHOUT ROWID;
 CREATE TABLE layouts (
     pool TEXT NOT NULL,
@@ -61,9 +78,16 @@ CREATE TABLE decisions (
     record TEXT NOT NULL,                  -- JSON of the rest of a DecisionRecord
     PRIMARY KEY (pool, sequence)
 ) WITHOUT ROWID;
-"""
+"""  # noqa: S608 - all of it is ours
 
-_UPGRADES = {1: "ALTER TABLE layouts ADD COLUMN share_of_slot BLOB;"}
+_UPGRADES = {
+    1: "ALTER TABLE layouts ADD COLUMN share_of_slot BLOB;",
+    2: f"""{_ORDERS}
+ALTER TABLE pools ADD COLUMN num_audit INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE pools ADD COLUMN hold TEXT;
+INSERT INTO commits SELECT pool, committed FROM pools WHERE committed IS NOT NULL;
+""",  # noqa: S608 - all of it is ours
+}
 """What brings a file of an older version to the next one."""
 
 _Result = TypeVar("_Result")
@@ -209,7 +233,7 @@ class SqliteFile:
                 "written and has room",
                 fault=StoreFault.FULL if is_full else StoreFault.UNREACHABLE,
             ) from error
-        except (sqlite3.Error, InvalidLayoutError, TypeError, ValueError) as error:
+        except (sqlite3.Error, InvalidLayoutError, LookupError, TypeError, ValueError) as error:
             raise self.damaged(str(error)) from error
 
     def _fence(self, term: int) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.balancer.hold import Hold, pack_hold, unpack_hold
 from equipoise.balancer.sqlite_file import SqliteFile
 from equipoise.balancer.store import (
+    MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
+    AuditRecord,
     AverageRecord,
     DecisionRecord,
     Membership,
@@ -82,7 +85,7 @@ class SqliteStore:
                 )
             if self._layout(pool, generation) is None:
                 raise StoreConflictError(f"pool {pool}: generation {generation} was never proposed")
-            self._set_pool(pool, committed=generation)
+            self._set_committed(pool, generation)
 
         await self._file.write(write, term=term)
 
@@ -91,7 +94,7 @@ class SqliteStore:
 
         def write() -> None:
             self._put_layout(pool, layout)
-            self._set_pool(pool, committed=layout.generation)
+            self._set_committed(pool, layout.generation)
 
         await self._file.write(write, term=term)
 
@@ -220,6 +223,65 @@ class SqliteStore:
 
         return await self._file.read(read)
 
+    async def commits(self, pool: str) -> tuple[int, ...]:
+        """Generations that were committed and whose layouts are still kept, ascending."""
+
+        def read() -> tuple[int, ...]:
+            rows = self._db.execute(
+                "SELECT generation FROM commits JOIN layouts USING (pool, generation)"
+                " WHERE pool = ? ORDER BY generation",
+                (pool,),
+            )
+            return tuple(generation for (generation,) in rows)
+
+        return await self._file.read(read)
+
+    async def add_audit(
+        self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
+    ) -> AuditRecord:
+        """Append an order and set what the pool is held to, in one step; see `Store`."""
+
+        def write() -> AuditRecord:
+            self._know(pool)
+            sequence = self._pool_value(pool, "num_audit") + 1
+            self._set_pool(pool, num_audit=sequence)
+            if hold is not None:
+                self._set_pool(pool, hold=pack_hold(hold))
+            fields = {key: value for key, value in asdict(record).items() if key != "sequence"}
+            self._db.execute(
+                "INSERT INTO audit VALUES (?, ?, ?)", (pool, sequence, json.dumps(fields))
+            )
+            self._db.execute(
+                "DELETE FROM audit WHERE pool = ? AND sequence <= ?",
+                (pool, sequence - MAX_AUDIT_ENTRIES),
+            )
+            return replace(record, sequence=sequence)
+
+        return await self._file.write(write, term=term)
+
+    async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
+        """The newest orders, newest first."""
+
+        def read() -> tuple[AuditRecord, ...]:
+            rows = self._db.execute(
+                "SELECT sequence, record FROM audit WHERE pool = ? ORDER BY sequence DESC LIMIT ?",
+                (pool, max(0, limit)),
+            )
+            return tuple(
+                AuditRecord(sequence=sequence, **json.loads(record)) for sequence, record in rows
+            )
+
+        return await self._file.read(read)
+
+    async def hold(self, pool: str) -> Hold:
+        """What operators hold the pool to."""
+
+        def read() -> Hold:
+            packed = self._pool_value(pool, "hold")
+            return Hold() if packed is None else unpack_hold(packed)
+
+        return await self._file.read(read)
+
     async def close(self) -> None:
         """Release the file; no method may be called after."""
         await self._file.close()
@@ -240,6 +302,16 @@ class SqliteStore:
         self._db.execute(
             f"UPDATE pools SET {assignments} WHERE pool = ?",  # noqa: S608 - columns are ours
             (*columns.values(), pool),
+        )
+
+    def _set_committed(self, pool: str, generation: int) -> None:
+        self._set_pool(pool, committed=generation)
+        self._db.execute("INSERT OR IGNORE INTO commits VALUES (?, ?)", (pool, generation))
+        # Of layouts that are dropped nothing is remembered.
+        self._db.execute(
+            "DELETE FROM commits WHERE pool = :pool AND generation NOT IN"
+            " (SELECT generation FROM layouts WHERE pool = :pool)",
+            {"pool": pool},
         )
 
     def _put_layout(self, pool: str, layout: Layout) -> None:

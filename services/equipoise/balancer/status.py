@@ -4,7 +4,7 @@ from equipoise.balancer.health import Health
 from equipoise.balancer.loads import ClosedWindow
 from equipoise.balancer.pool import Pool
 from equipoise.balancer.roster import Member
-from equipoise.balancer.store import DecisionRecord
+from equipoise.balancer.store import AuditRecord, DecisionRecord
 from equipoise.planning.layout import Layout
 from equipoise.wire.layouts import layout_to_proto
 from equipoise_api.v1 import status_pb2 as pb
@@ -50,6 +50,7 @@ def pool_status(pool: Pool, *, now: float) -> pb.PoolStatus:
             )
             for record in pool.epochs.newest_first()
         ],
+        audit=[audit_to_proto(record) for record in pool.audit],
     )
     if pool.roster.shape is not None:
         model = pool.roster.shape.model
@@ -71,6 +72,8 @@ def pool_status(pool: Pool, *, now: float) -> pb.PoolStatus:
         status.rollout.CopyFrom(rollout)
     if pool.last_decision is not None:
         status.last_decision.CopyFrom(decision_to_proto(pool.last_decision))
+    if pool.hold.reason:
+        status.hold.CopyFrom(_hold_status(pool))
     return status
 
 
@@ -104,6 +107,18 @@ def decision_to_proto(decision: DecisionRecord) -> pb.Decision:
         algorithm=decision.algorithm,
         plan_ms=decision.plan_ms,
         shift_detected=decision.shift_detected,
+    )
+
+
+def audit_to_proto(record: AuditRecord) -> pb.AuditEntry:
+    """An operator's order as it was recorded."""
+    return pb.AuditEntry(
+        sequence=record.sequence,
+        time_unix_s=record.time_unix_s,
+        who=record.who,
+        what=record.what,
+        accepted=record.accepted,
+        outcome=record.outcome,
     )
 
 
@@ -188,6 +203,16 @@ def _rollout_status(pool: Pool, *, now: float) -> pb.RolloutStatus | None:
         staged_ranks=sorted(rollout.staged_ranks),
         switched_ranks=sorted(rollout.switched_ranks),
         state_age_s=max(0.0, now - rollout.entered_s),
+    )
+
+
+def _hold_status(pool: Pool) -> pb.HoldStatus:
+    hold, current = pool.hold, pool.layouts.current
+    return pb.HoldStatus(
+        paused=hold.paused,
+        pinned=hold.pinned,
+        pinned_generation=hold.pinned_generation,
+        at_pin=hold.pin is not None and current is not None and current.same_placement(hold.pin),
     )
 
 

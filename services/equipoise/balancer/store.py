@@ -1,20 +1,25 @@
 """What the balancer must not forget, and the promise every store of it keeps.
 
 A store holds, for each pool: layouts (proposed before anybody stages them, committed once all ranks
-run them), the highest generation ever used, membership, moving averages and decisions. It decides
-nothing. `term` is the fencing number of the balancer that writes: once a store saw a higher term,
-it refuses the lower one, so that a balancer that lost its leadership cannot undo its successor.
+run them), the highest generation ever used, membership, moving averages, decisions, and what
+operators ordered and hold the pool to. It decides nothing. `term` is the fencing number of the
+balancer that writes: once a store saw a higher term, it refuses the lower one, so that a balancer
+that lost its leadership cannot undo its successor.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from equipoise.balancer.hold import Hold
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load
 
 MAX_DECISIONS = 1000
 """Decisions kept for each pool; older ones are dropped."""
+
+MAX_AUDIT_ENTRIES = 1000
+"""Operators' orders kept for each pool; older ones are dropped."""
 
 MAX_LAYOUTS = 64
 """Layouts kept for each pool besides the committed one; older ones are dropped."""
@@ -113,6 +118,21 @@ class DecisionRecord:
     shift_detected: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRecord:
+    """An operator's order and what became of it. `sequence` is given by the store, from 1.
+
+    `who` is the caller as we know it, `what` the order with its arguments, `outcome` the answer.
+    """
+
+    sequence: int = 0
+    time_unix_s: float
+    who: str
+    what: str
+    accepted: bool
+    outcome: str
+
+
 class Store(Protocol):
     """Memory of the balancer. Every method may raise `StoreError`; writes are durable on return.
 
@@ -181,6 +201,23 @@ class Store(Protocol):
 
     async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
         """The newest decisions, newest first, at most `limit` of at most MAX_DECISIONS."""
+
+    async def commits(self, pool: str) -> tuple[int, ...]:
+        """Generations that were committed and whose layouts are still kept, ascending."""
+
+    async def add_audit(
+        self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
+    ) -> AuditRecord:
+        """Append an order and, in the same step, set what the pool is held to (None: as before).
+
+        Returns it with its sequence number.
+        """
+
+    async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
+        """The newest orders, newest first, at most `limit` of at most MAX_AUDIT_ENTRIES."""
+
+    async def hold(self, pool: str) -> Hold:
+        """What operators hold the pool to; nothing for a new pool."""
 
     async def close(self) -> None:
         """Release the store; no method may be called after."""

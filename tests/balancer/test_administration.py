@@ -1,0 +1,312 @@
+"""What operators order, and what becomes of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from equipoise.balancer.admin_requests import (
+    AdminRequest,
+    Pause,
+    Pin,
+    Preview,
+    Rebalance,
+    Resume,
+    RollBack,
+    Unpin,
+)
+from equipoise.balancer.effects import WriteAudit, WriteProposed
+from equipoise.balancer.memory import PoolMemory
+from equipoise.planning.layout import contiguous_layout
+
+
+class Operator:
+    """Asks a bench's controller; the answer is that of the audit."""
+
+    def __init__(self, bench) -> None:
+        self.bench = bench
+        self.tickets = 0
+
+    def ask(self, wish, *, reason="because"):
+        self.tickets += 1
+        request = AdminRequest(
+            ticket=self.tickets, who="ann", reason=reason, what=type(wish).__name__, wish=wish
+        )
+        self.bench.perform(self.bench.controller.administer(request, now=self.bench.now))
+        answers = [
+            write
+            for write in self.bench.writes
+            if isinstance(write, WriteAudit) and write.request.ticket == self.tickets
+        ]
+        (write,) = answers
+        assert write.record.accepted == write.answer.accepted
+        assert write.record.who == "ann"
+        return write.answer
+
+
+@pytest.fixture
+def operator(serving_bench):
+    return Operator(serving_bench)
+
+
+@pytest.fixture
+def balanced(serving_bench, skewed):
+    """A bench that adopted a plan: generation 2 runs."""
+    serving_bench.run_traffic(skewed(1), seconds=10)
+    assert serving_bench.pool.layouts.stored_generation == 2
+    return serving_bench
+
+
+def rearranged(layout, *, generation=1):
+    """Another valid placement for the same ranks."""
+    table = (layout.expert_of_slot + 1) % layout.num_experts
+    return layout.with_placement(table, generation=generation)
+
+
+def running(bench):
+    return bench.pool.layouts.current
+
+
+def test_a_paused_pool_closes_windows_and_adopts_nothing_until_it_is_resumed(
+    serving_bench, operator, skewed
+):
+    assert operator.ask(Pause()).accepted
+    serving_bench.run_traffic(skewed(1), seconds=30)
+    assert serving_bench.pool.windows_closed == 3
+    assert running(serving_bench).generation == 1
+    assert serving_bench.decisions() == []
+    assert operator.ask(Resume()).accepted
+    serving_bench.run_traffic(skewed(1), seconds=10)
+    assert running(serving_bench).generation == 2
+
+
+def test_who_paused_and_why_is_told_to_whoever_pauses_again(operator):
+    operator.ask(Pause(), reason="the network is being mended")
+    again = operator.ask(Pause())
+    assert not again.accepted
+    assert again.reason == "it is paused already, by ann: the network is being mended"
+
+
+def test_pausing_lets_the_rollout_under_way_come_to_its_end(serving_bench, operator, skewed):
+    serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    answer = operator.ask(Pause())
+    assert "generation 2 comes to its end" in answer.reason
+    serving_bench.carry_out_rollout()
+    assert running(serving_bench).generation == 2
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (Resume(), "it is not paused"),
+        (Unpin(), "it is not pinned"),
+        (Rebalance(), "no window with traffic has closed yet"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_recorded(operator, wish, words):
+    answer = operator.ask(wish)
+    assert not answer.accepted
+    assert words in answer.reason
+    assert not operator.bench.pool.audit[0].accepted
+
+
+def test_a_rollback_is_an_ordinary_rollout_to_an_old_placement_under_a_new_number(
+    balanced, operator
+):
+    start = contiguous_layout(num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=10)
+    answer = operator.ask(RollBack(layout=start))
+    assert answer.accepted
+    assert answer.generation == 3
+    kinds = [type(write) for write in balanced.writes]
+    assert kinds.index(WriteAudit) < max(
+        place for place, kind in enumerate(kinds) if kind is WriteProposed
+    ), "recorded before anything happens"
+    stages = [worker.staged for worker in balanced.ranks]
+    assert all(stage.base_generation == 2 for stage in stages)
+    assert any(move.checksum for stage in stages for move in stage.moves)
+    balanced.carry_out_rollout()
+    assert running(balanced).generation == 3
+    assert running(balanced).same_placement(start)
+    decision = balanced.decisions()[-1]
+    assert decision.algorithm == "rollback"
+    assert "generation 1, by ann: because" in decision.reason
+
+
+def test_a_rollback_pauses_planning_so_that_it_is_not_undone(balanced, operator, skewed):
+    start = contiguous_layout(num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=10)
+    answer = operator.ask(RollBack(layout=start))
+    assert "planning is paused" in answer.reason
+    balanced.carry_out_rollout()
+    balanced.run_traffic(skewed(1), seconds=30)
+    assert running(balanced).same_placement(start)
+
+
+def test_a_rollback_may_leave_planning_on(balanced, operator, skewed):
+    start = contiguous_layout(num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=10)
+    operator.ask(RollBack(layout=start, keep_planning=True))
+    balanced.carry_out_rollout()
+    assert not balanced.pool.hold.reason
+    balanced.run_traffic(skewed(1), seconds=10)
+    assert not running(balanced).same_placement(start)
+
+
+def test_a_rollback_to_what_runs_or_while_something_rolls_is_refused(
+    serving_bench, operator, skewed
+):
+    start = running(serving_bench)
+    same = operator.ask(RollBack(layout=start))
+    assert not same.accepted
+    assert "which runs, places experts just so" in same.reason
+    serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    busy = operator.ask(RollBack(layout=rearranged(start)))
+    assert not busy.accepted
+    assert "generation 2 is being rolled out (staging)" in busy.reason
+
+
+def test_a_layout_of_other_ranks_is_refused(balanced, operator):
+    other = contiguous_layout(num_layers=3, num_experts=32, num_ranks=5, slots_per_rank=10)
+    for wish in (RollBack(layout=other), Pin(layout=other)):
+        answer = operator.ask(wish)
+        assert not answer.accepted
+        assert "is for other ranks or another model" in answer.reason
+
+
+def test_a_pinned_pool_stays_whatever_traffic_says_until_it_is_unpinned(
+    serving_bench, operator, skewed
+):
+    assert operator.ask(Pin()).accepted
+    serving_bench.run_traffic(skewed(1), seconds=30)
+    assert running(serving_bench).generation == 1
+    refused = operator.ask(Rebalance())
+    assert "pinned by ann: because" in refused.reason
+    assert operator.ask(Unpin()).accepted
+    serving_bench.run_traffic(skewed(1), seconds=10)
+    assert running(serving_bench).generation == 2
+
+
+def test_a_pool_goes_to_a_pinned_placement_at_once_although_it_is_paused(serving_bench, operator):
+    operator.ask(Pause())
+    target = rearranged(running(serving_bench))
+    assert operator.ask(Pin(layout=target)).accepted
+    serving_bench.carry_out_rollout()
+    assert running(serving_bench).same_placement(target)
+    assert serving_bench.decisions()[-1].algorithm == "pin"
+
+
+def test_a_pool_that_missed_its_pin_goes_there_at_the_end_of_the_interval(
+    serving_bench, operator, skewed
+):
+    serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    target = rearranged(running(serving_bench))
+    answer = operator.ask(Pin(layout=target))
+    assert "as soon as it can (generation 2 is being rolled out" in answer.reason
+    serving_bench.carry_out_rollout()
+    assert running(serving_bench).generation == 2
+    serving_bench.run_traffic(skewed(1), seconds=10)
+    assert running(serving_bench).same_placement(target)
+
+
+def test_a_pin_outlives_a_change_of_ranks_and_waits_while_it_does_not_fit(
+    serving_bench, operator, skewed
+):
+    target = rearranged(running(serving_bench))
+    operator.ask(Pin(layout=target))
+    serving_bench.carry_out_rollout()
+    pool = serving_bench.pool
+    pool.layouts.run(
+        contiguous_layout(
+            num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=10, generation=7
+        )
+    )
+    for worker in serving_bench.ranks:
+        worker.run(pool.layouts.current)
+        serving_bench.say(worker, worker.serving())
+    serving_bench.run_traffic(skewed(1), seconds=10)
+    assert running(serving_bench).same_placement(target)
+    assert running(serving_bench).generation == 8
+
+
+def test_a_rebalance_plans_at_once_and_answers_with_the_verdict(serving_bench, operator, skewed):
+    operator.ask(Pause())
+    serving_bench.run_traffic(skewed(1), seconds=10)
+    operator.ask(Resume())
+    answer = operator.ask(Rebalance())
+    assert answer.accepted, answer.reason
+    assert answer.generation == 2
+    assert "raises balancedness" in answer.reason
+    serving_bench.carry_out_rollout()
+    assert running(serving_bench).generation == 2
+
+
+def test_a_forced_rebalance_adopts_what_gains_too_little(make_bench, skewed):
+    bench = make_bench(policy=replace(make_bench().pool.policy, min_gain=0.9))
+    bench.serve()
+    bench.run_traffic(skewed(1), seconds=10)
+    assert not bench.decisions()[-1].accepted
+    operator = Operator(bench)
+    refused = operator.ask(Rebalance())
+    assert not refused.accepted
+    assert "gains too little" in refused.reason
+    assert operator.ask(Rebalance(force=True)).accepted
+
+
+def test_a_preview_tells_the_plan_and_changes_nothing(serving_bench, operator, skewed):
+    operator.ask(Pause())
+    serving_bench.run_traffic(skewed(1), seconds=10)
+    decisions = len(serving_bench.decisions())
+    policy = replace(serving_bench.pool.policy, target_balancedness=0.9)
+    answer = operator.ask(Preview(policy=policy))
+    assert answer.accepted
+    assert answer.reason.startswith("would be adopted: ")
+    assert answer.proposal.waves
+    assert answer.proposal.request.policy is policy
+    assert len(serving_bench.decisions()) == decisions
+    assert serving_bench.pool.rollouts.current is None
+    assert not serving_bench.pool.is_proposing
+
+
+def test_a_plan_that_was_being_made_when_the_pool_was_paused_is_not_adopted(
+    serving_bench, operator, skewed
+):
+    bench, held_back = serving_bench, []
+    bench.perform, perform = held_back.append, bench.perform
+    for worker in bench.ranks:
+        worker.serve_traffic(skewed(1) * 10)
+        bench.controller.message(worker.hello.worker, worker.report(), now=bench.now + 9)
+    bench.now += 10
+    bench.perform = perform
+    chain = bench.controller.tick(now=bench.now)
+    operator.ask(Pause())
+    bench.perform(chain)
+    assert not bench.decisions()[-1].accepted
+    assert "paused by ann: because while this was planned" in bench.decisions()[-1].reason
+
+
+def test_when_the_planner_breaks_down_the_operator_is_told(serving_bench, operator, skewed):
+    operator.ask(Pause())
+    serving_bench.run_traffic(skewed(1), seconds=10)
+    request = AdminRequest(ticket=99, who="ann", reason="", what="x", wish=Rebalance())
+    serving_bench.pool.is_proposing = True
+    (write,) = serving_bench.controller.proposal_failed(now=serving_bench.now, asked=request)
+    assert not write.answer.accepted
+    assert "the planner failed" in write.answer.reason
+    assert not serving_bench.pool.is_proposing
+
+
+def test_what_the_store_does_not_take_does_not_happen(serving_bench, skewed):
+    serving_bench.store_fault = "the disk is full"
+    request = AdminRequest(ticket=1, who="ann", reason="", what="pause", wish=Pause())
+    serving_bench.perform(serving_bench.controller.administer(request, now=serving_bench.now))
+    assert not serving_bench.pool.hold.reason
+    assert len(serving_bench.pool.audit) == 0
+
+
+def test_a_balancer_that_is_started_anew_knows_what_the_pool_is_held_to(
+    make_bench, operator, skewed
+):
+    operator.ask(Pin())
+    hold, audit = operator.bench.pool.hold, tuple(operator.bench.pool.audit)
+    bench = make_bench(memory=PoolMemory(hold=hold, audit=audit))
+    bench.serve()
+    bench.run_traffic(skewed(1), seconds=20)
+    assert running(bench).generation == 1
+    assert bench.pool.audit[0].what == "Pin"

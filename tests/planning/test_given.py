@@ -1,0 +1,61 @@
+"""The way to a layout that no planner chose."""
+
+import numpy as np
+import pytest
+
+from equipoise.planning.given import fits, propose_given
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.policy import Policy
+from equipoise.planning.topology import ModelShape
+
+MODEL = ModelShape(num_layers=3, num_experts=6, num_groups=2, expert_bytes=1000)
+
+
+def layout_of(generation, *, shift=0, num_ranks=2):
+    first = contiguous_layout(
+        num_layers=3, num_experts=6, num_ranks=num_ranks, slots_per_rank=4, generation=generation
+    )
+    return first.with_placement((first.expert_of_slot + shift) % 6, generation=generation)
+
+
+def given(current, target, *, window=None, max_wave_bytes=2**20):
+    return propose_given(
+        current,
+        target,
+        window=window,
+        model=MODEL,
+        policy=Policy(max_wave_bytes=max_wave_bytes),
+        first_generation=9,
+    )
+
+
+def test_the_last_wave_places_experts_as_the_target_does_under_a_number_of_its_own():
+    target = layout_of(3, shift=1)
+    found = given(layout_of(7), target)
+    assert [wave.generation for wave in found.waves] == [9]
+    assert found.waves[-1].same_placement(target)
+    assert found.moves == 24
+    assert found.bytes == 24_000
+
+
+def test_waves_bound_what_a_rank_stages():
+    found = given(layout_of(7), layout_of(3, shift=1), max_wave_bytes=4000)
+    assert [wave.generation for wave in found.waves] == [9, 10, 11]
+
+
+def test_nothing_moves_to_where_everything_is():
+    found = given(layout_of(7), layout_of(3))
+    assert found.waves == ()
+    assert found.moves == 0
+
+
+def test_the_balance_told_is_that_of_the_window():
+    skewed = np.tile([6.0, 1.0, 1.0, 1.0, 1.0, 1.0], (3, 1))
+    found = given(layout_of(7), layout_of(3, shift=1), window=skewed)
+    assert found.balancedness_current != found.balancedness_proposed
+    assert 0 < found.balancedness_proposed <= 1
+
+
+@pytest.mark.parametrize(("num_ranks", "same"), [(2, True), (3, False)])
+def test_layouts_of_other_ranks_do_not_fit(num_ranks, same):
+    assert fits(layout_of(1), layout_of(2, num_ranks=num_ranks)) is same
