@@ -112,6 +112,7 @@ def _body(prompt):
     return {
         "prompt": bytes(prompt.tokens).decode(),
         "max_tokens": prompt.max_tokens,
+        "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
     }

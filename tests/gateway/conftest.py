@@ -12,6 +12,13 @@ from scripted_ranks import BOUND_S, END_TOKEN, VOCAB_SIZE, FakeRank, Fleet, Gate
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
 
+TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.content == 'forbidden' %}{{ raise_exception('this is not said here') }}{% endif %}
+[{{ message.role }}]{{ message.content }}
+{%- endfor %}
+"""
+
 
 @pytest_asyncio.fixture
 async def fleet():
@@ -28,6 +35,7 @@ def checkpoint(tmp_path):
     folder.mkdir()
     config = {"vocab_size": VOCAB_SIZE, "eos_token_id": END_TOKEN}
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 

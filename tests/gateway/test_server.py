@@ -9,6 +9,7 @@ import pytest
 from scripted_ranks import BOUND_S, Fault, all_events, events, tokens_of, undisturbed
 
 from equipoise.gateway.errors import GatewayError, InvalidSettingsError
+from equipoise.gateway.http_server import MAX_HEADER_BYTES
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
 
@@ -88,7 +89,7 @@ async def test_a_fault_of_ours_is_an_error_in_form_and_the_next_request_is_serve
 ):
     async with run_gateway(workers=tuple(fleet.addresses)) as gateway:
         with monkeypatch.context() as patch:
-            patch.setattr("equipoise.gateway.completions.parse_completion", lambda *_, **__: 1 / 0)
+            patch.setattr("equipoise.gateway.completions.TokenRequest", lambda *_, **__: 1 / 0)
             response = await gateway.post(prompt="hello")
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
@@ -129,3 +130,55 @@ def test_the_packaged_model_has_a_name():
 async def whole_stream(gateway):
     async with gateway.stream(prompt=list(PROMPT), max_tokens=12) as response:
         return await all_events(response)
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/completions HT"])
+async def test_a_header_that_does_not_come_is_not_waited_for(run_gateway, fleet, before, begun):
+    async with run_gateway(
+        workers=tuple(fleet.addresses), client_timeout_s=0.3, idle_timeout_s=1
+    ) as gateway:
+        url = gateway.client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(before)
+        if before:
+            assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"}"), BOUND_S)
+        writer.write(begun)
+        rest = await asyncio.wait_for(reader.read(), BOUND_S)
+        writer.close()
+    assert rest == b""
+
+
+async def test_a_header_that_is_too_long_is_refused(gateway):
+    url = gateway.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    begun = b"GET /healthz HTTP/1.1\r\nx-long: "
+    writer.write(begun + b"x" * (MAX_HEADER_BYTES + 1 - len(begun)))
+    status = await asyncio.wait_for(reader.readline(), BOUND_S)
+    writer.close()
+    assert b" 400 " in status
+
+
+async def test_a_slow_answer_is_no_slow_header(run_gateway, fleet):
+    fleet.ranks[0].gate.clear()
+    fleet.ranks[1].gate.clear()
+    async with run_gateway(workers=tuple(fleet.addresses), client_timeout_s=0.2) as gateway:
+        answer = asyncio.create_task(gateway.post(prompt=list(PROMPT), max_tokens=3))
+        await fleet.until_open()
+        # Longer than a header may take, which is the one thing here that must not matter.
+        await asyncio.sleep(0.5)
+        for rank in fleet.ranks:
+            rank.gate.set()
+        assert (await answer).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "No such file"), ("# nobody\n\n", "it has no key")]
+)
+async def test_keys_that_cannot_be_read_are_one_line(checkpoint, tmp_path, content, words):
+    keys = tmp_path / "keys"
+    if content is not None:
+        keys.write_text(content)
+    settings = GatewaySettings(listen="127.0.0.1:0", checkpoint=checkpoint, api_keys=keys)
+    with pytest.raises(GatewayError, match=f"api_keys: .*keys: {words}"):
+        await serve(settings, stop=asyncio.Event())

@@ -28,6 +28,21 @@ def undisturbed(prompt, max_tokens, stop_tokens=()):
     return tuple(context[len(prompt) :])
 
 
+def told_logprobs(request, tokens):
+    """What ranks tell of a token's probability: a function of the token alone."""
+    if not request.sampling.HasField("logprobs"):
+        return []
+    num_top = request.sampling.logprobs
+    return [
+        pb.TokenLogprob(
+            logprob=-token / 64,
+            top_tokens=range(token, token + num_top),
+            top_logprobs=[-token / 64 - place for place in range(num_top)],
+        )
+        for token in tokens
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """How a rank fails one request, after `after` right tokens."""
@@ -81,7 +96,11 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
             some = tokens[start : start + size]
             is_last = fault is None and start + size >= len(tokens)
             await context.write(
-                pb.GenerateResponse(tokens=some, finish_reason=finish if is_last else 0)
+                pb.GenerateResponse(
+                    tokens=some,
+                    finish_reason=finish if is_last else 0,
+                    logprobs=told_logprobs(request, some),
+                )
             )
         if fault is None:
             return

@@ -5,8 +5,9 @@ fault is `relay`'s business.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 import grpc
@@ -31,33 +32,77 @@ _SAID = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How ranks choose tokens; the fields and their ranges are those of the contract's Sampling.
+
+    `logprobs` is None, or how many of the likeliest tokens are told with each.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRequest:
     """What is asked of the ranks: at most `max_tokens` (>= 1) tokens behind `prompt`.
 
-    The first of `stop_tokens` ends it and is part of the output.
+    The first of `stop_tokens` ends it and is part of the output. The last `num_replayed` tokens of
+    the prompt are output of ranks that broke.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     max_tokens: int
     stop_tokens: frozenset[int] = frozenset()
+    sampling: Sampling = Sampling()
+    num_replayed: int = 0
 
     def after(self, made: tuple[int, ...]) -> "TokenRequest":
-        """What is left to be asked when these tokens are made: greedy goes on the same."""
-        return TokenRequest(
-            request_id=self.request_id,
+        """What is left to be asked when these tokens are made: any rank goes on the same."""
+        return replace(
+            self,
             prompt=self.prompt + made,
             max_tokens=self.max_tokens - len(made),
-            stop_tokens=self.stop_tokens,
+            num_replayed=self.num_replayed + len(made),
+        )
+
+    def message(self) -> pb.GenerateRequest:
+        """The same as ranks are asked."""
+        return pb.GenerateRequest(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            max_tokens=self.max_tokens,
+            stop_tokens=sorted(self.stop_tokens),
+            sampling=pb.Sampling(**asdict(self.sampling)),
+            num_replayed=self.num_replayed,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """The natural logarithm of a token's probability, and the likeliest tokens with theirs."""
+
+    value: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """Tokens in order; `finish` is set on the last of the request."""
+    """Tokens in order; `finish` is set on the last of the request.
+
+    `logprobs` has one for each token, or nothing if they were not asked for.
+    """
 
     tokens: tuple[int, ...]
     finish: Finish | None
+    logprobs: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +132,7 @@ async def attempt(
         RankLostError: it broke, is silent, or says what cannot be.
         InvalidRequestError: it cannot serve such a request at all; its own words.
     """
-    call = stub.Generate(
-        pb.GenerateRequest(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            max_tokens=request.max_tokens,
-            stop_tokens=sorted(request.stop_tokens),
-        )
-    )
+    call = stub.Generate(request.message())
     try:
         await _until_accepted(call, bounds.accept_s)
         accepted()
@@ -166,7 +204,20 @@ def _checked(
     if response.finish_reason and response.finish_reason != _SAID[finish]:
         said = pb.FinishReason.Name(response.finish_reason)
         raise RankLostError(f"it said {said} after {num_made} of {request.max_tokens} tokens")
-    return Made(tokens=tuple(response.tokens), finish=finish)
+    logprobs = tuple(_logprob(one, vocab_size=vocab_size) for one in response.logprobs)
+    if len(logprobs) != (len(response.tokens) if request.sampling.logprobs is not None else 0):
+        raise RankLostError(f"it told {len(logprobs)} logprobs of {len(response.tokens)} tokens")
+    return Made(tokens=tuple(response.tokens), finish=finish, logprobs=logprobs)
+
+
+def _logprob(told: pb.TokenLogprob, *, vocab_size: int) -> Logprob:
+    top = tuple(zip(told.top_tokens, told.top_logprobs, strict=False))
+    if len(told.top_tokens) != len(told.top_logprobs) or any(t >= vocab_size for t, _ in top):
+        raise RankLostError("it told logprobs of tokens that there are not")
+    values = (told.logprob, *(value for _, value in top))
+    if any(math.isnan(value) for value in values):
+        raise RankLostError("it told a logprob that is no number")
+    return Logprob(value=told.logprob, top=top)
 
 
 def _fault(error: grpc.aio.AioRpcError) -> Exception:

@@ -43,6 +43,13 @@ class UnknownModelError(InvalidRequestError):
     code = "model_not_found"
 
 
+class UnauthorizedError(InvalidRequestError):
+    """The request has no API key, or none of those that are let in."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
 class BodyTooLargeError(InvalidRequestError):
     """The body is above the limit."""
 
@@ -55,6 +62,15 @@ class BodyTooSlowError(InvalidRequestError):
 
     status = 408
     code = "body_timeout"
+
+
+class TooManyRequestsError(RequestError):
+    """As many requests are open as this gateway answers at a time."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "too_many_requests"
+    retry_after_s = QUEUE_RETRY_AFTER_S
 
 
 class QueueFullError(RequestError):

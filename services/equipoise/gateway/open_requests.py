@@ -9,16 +9,17 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import suppress
 from typing import Any
 
-from equipoise.gateway.errors import ClientGoneError, StoppingError
+from equipoise.gateway.errors import ClientGoneError, StoppingError, TooManyRequestsError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class OpenRequests:
-    """Used from one event loop only."""
+    """At most `max_open` at a time; used from one event loop only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_open: int) -> None:
         self.stopping = False
+        self._max_open = max_open
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -30,9 +31,19 @@ class OpenRequests:
         return self._num_open
 
     def check(self) -> None:
-        """Raises StoppingError: no new request is taken."""
+        """See that a new request is taken.
+
+        Raises:
+            StoppingError: none is any more.
+            TooManyRequestsError: as many as may be are open.
+        """
         if self.stopping:
             raise StoppingError("this gateway is stopping: ask another one")
+        if self._num_open >= self._max_open:
+            raise TooManyRequestsError(
+                f"{self._num_open} requests are being answered, which is this gateway's bound: "
+                f"try again later"
+            )
 
     async def run(self, work: Coroutine[Any, Any, None], *, receive: Receive) -> None:
         """Do the work unless something ends it first; then it is cancelled, and has ended.

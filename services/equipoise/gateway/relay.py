@@ -1,7 +1,7 @@
 """`Relay`: one request's life: a place at a rank, its tokens, another rank when that one breaks.
 
 Whoever reads the tokens sees one stream. What was made before a break is never made again: the next
-rank gets the prompt with the tokens so far, and greedy generation goes on as if nothing had been.
+rank gets the prompt with the tokens so far, and goes on as if nothing had been, sampling too.
 """
 
 import logging

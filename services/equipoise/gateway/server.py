@@ -5,29 +5,34 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
+from starlette.routing import Route, request_response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from equipoise.gateway.access import ApiKeys
+from equipoise.gateway.answers import ChatForm, CompletionForm, error_object, model_object
+from equipoise.gateway.asked import Limits, Reader
 from equipoise.gateway.attempt import Bounds
-from equipoise.gateway.completions import Completions, HttpLimits
-from equipoise.gateway.errors import GatewayError, InvalidRequestError, RequestError
+from equipoise.gateway.chat_template import ChatTemplate
+from equipoise.gateway.completions import Completions, HttpLimits, Service
+from equipoise.gateway.errors import (
+    GatewayError,
+    InvalidRequestError,
+    RequestError,
+    UnknownModelError,
+)
+from equipoise.gateway.http_server import http_server
 from equipoise.gateway.open_requests import OpenRequests
-from equipoise.gateway.openai import Limits, error_object, models
 from equipoise.gateway.ranks import Ranks, ToldRank
 from equipoise.gateway.relay import Relay, RelayPolicy
 from equipoise.gateway.routing import Standing
 from equipoise.gateway.settings import GatewaySettings
-from equipoise.gateway.tokenizer import ByteTokenizer
+from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.gateway.watch import follow
-
-_LAST_WORDS_S = 5
-"""What was ended at the end of the grace has this long to tell its client."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,14 +46,16 @@ async def serve(
     """Serve until `stop` is set, then let open requests end; `listening` is told host:port.
 
     Raises:
-        GatewayError: the port cannot be listened on, or the checkpoint's config cannot be read.
+        GatewayError: the port cannot be listened on, or a file cannot be read.
     """
-    tokenizer = await asyncio.to_thread(ByteTokenizer.of_checkpoint, settings.checkpoint)
+    model = await asyncio.to_thread(_Model, settings)
     listener = _listen(settings.listen)
     ranks = Ranks(max_queued=settings.max_queued_requests, clock=time.monotonic)
-    open_requests = OpenRequests()
-    server = _server(
-        application(settings, tokenizer=tokenizer, ranks=ranks, open_requests=open_requests)
+    open_requests = OpenRequests(max_open=settings.max_open_requests)
+    server = http_server(
+        _application(settings, model=model, ranks=ranks, open_requests=open_requests),
+        idle_s=settings.idle_timeout_s,
+        header_s=settings.client_timeout_s,
     )
     stopped = asyncio.create_task(stop.wait())
     telling = asyncio.create_task(_tell(ranks, settings, stop=stop))
@@ -74,28 +81,55 @@ async def serve(
         await asyncio.gather(stopped, telling, return_exceptions=True)
 
 
-def application(
-    settings: GatewaySettings,
-    *,
-    tokenizer: ByteTokenizer,
-    ranks: Ranks,
-    open_requests: OpenRequests,
+class _Model:
+    """What the checkpoint's folder says of the model, and the keys of those who may ask it."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.name = settings.model_name
+        self.tokenizer = Tokenizer.of_checkpoint(settings.checkpoint)
+        self.template = ChatTemplate.of_checkpoint(settings.checkpoint)
+        self.keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
+
+
+def _application(
+    settings: GatewaySettings, *, model: _Model, ranks: Ranks, open_requests: OpenRequests
 ) -> Starlette:
     """All that HTTP clients may ask."""
-    model, started_s = settings.model_name, int(time.time())
-    completions = Completions(
-        Relay(ranks, vocab_size=tokenizer.vocab_size, policy=_relay_policy(settings)),
-        tokenizer=tokenizer,
-        model=model,
-        limits=Limits(max_prompt_tokens=settings.max_prompt_tokens, max_tokens=settings.max_tokens),
+    started_s = int(time.time())
+    reader = Reader(
+        model=model.name,
+        tokenizer=model.tokenizer,
+        template=model.template,
+        limits=Limits(
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_tokens=settings.max_tokens,
+            context_length=settings.context_length,
+        ),
+    )
+    service = Service(
+        relay=Relay(ranks, vocab_size=model.tokenizer.vocab_size, policy=_relay_policy(settings)),
+        tokenizer=model.tokenizer,
+        model=model.name,
         http_limits=HttpLimits(
             max_body_bytes=settings.max_body_bytes, client_timeout_s=settings.client_timeout_s
         ),
         open_requests=open_requests,
     )
 
+    def behind_key(app: ASGIApp) -> ASGIApp:
+        return _BehindKey(app, model.keys)
+
     async def list_models(_: Request) -> JSONResponse:
-        return JSONResponse(models(model, created_s=started_s))
+        entry = model_object(model.name, created_s=started_s)
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def tell_model(request: Request) -> JSONResponse:
+        if (wanted := request.path_params["name"]) != model.name:
+            raise UnknownModelError(f"the model {wanted} is not served here, {model.name} is")
+        return JSONResponse(model_object(model.name, created_s=started_s))
+
+    completions = Completions(service, read=reader.completion, form=CompletionForm())
+    chats = Completions(service, read=reader.chat, form=ChatForm())
 
     async def tell_alive(_: Request) -> JSONResponse:
         return JSONResponse({"status": "alive"})
@@ -108,8 +142,14 @@ def application(
 
     return Starlette(
         routes=[
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/models", list_models),
+            Route("/v1/completions", behind_key(completions), methods=["POST"]),
+            Route("/v1/chat/completions", behind_key(chats), methods=["POST"]),
+            Route("/v1/models", behind_key(request_response(list_models)), methods=["GET"]),
+            Route(
+                "/v1/models/{name:path}",
+                behind_key(request_response(tell_model)),
+                methods=["GET"],
+            ),
             Route("/healthz", tell_alive),
             Route("/readyz", tell_ready),
         ],
@@ -121,27 +161,18 @@ def application(
     )
 
 
-class _Server(uvicorn.Server):
-    """uvicorn whose stop is ours to order: signals are the process's business."""
+class _BehindKey:
+    """An ASGI application that wants an API key; from everybody who comes if there are none."""
 
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
+        self._app = app
+        self._keys = keys
 
-
-def _server(app: Starlette) -> _Server:
-    return _Server(
-        uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=_LAST_WORDS_S,
-        )
-    )
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or raise UnauthorizedError."""
+        if self._keys is not None:
+            self._keys.check(Request(scope).headers.get("authorization"))
+        await self._app(scope, receive, send)
 
 
 async def _tell(ranks: Ranks, settings: GatewaySettings, *, stop: asyncio.Event) -> None:
@@ -182,7 +213,7 @@ def _listen(address: str) -> socket.socket:
 
 async def _answer_request_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
-    headers = {}
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     return JSONResponse(error_object(error), status_code=error.status, headers=headers)

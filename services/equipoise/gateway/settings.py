@@ -51,6 +51,10 @@ class GatewaySettings:
     model: str = ""
     """Name by which clients ask for the model; the checkpoint folder's name unless given."""
 
+    api_keys: Path | None = None
+    """File of the API keys that clients may have, one a line; it is read again when it changes.
+    Unless given, everybody who reaches this gateway is served."""
+
     max_body_bytes: int = 2**20
     """Longest body of a request."""
 
@@ -59,6 +63,13 @@ class GatewaySettings:
 
     max_tokens: int = 8192
     """Most tokens that one request may ask for."""
+
+    context_length: int = 256
+    """Tokens of prompt and output together, as the workers have it: a chat that does not say how
+    long its answer may be gets what the prompt leaves of them."""
+
+    max_open_requests: int = 1024
+    """Requests that are answered at a time; more hear 429."""
 
     max_queued_requests: int = 256
     """Requests that may wait for a rank; more are turned away."""
@@ -80,7 +91,11 @@ class GatewaySettings:
     step_timeout_s, so that they can say first what is wrong."""
 
     client_timeout_s: float = 30.0
-    """Seconds that a client may take to send its request, or to read what is sent to it."""
+    """Seconds that a client may take for a request's header, for its body, and to read what is
+    sent to it."""
+
+    idle_timeout_s: float = 60.0
+    """Seconds that a client may keep a connection open between two requests."""
 
     stop_grace_s: float = 10.0
     """Seconds that open requests have to end after Ctrl-C or SIGTERM."""
@@ -108,6 +123,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_body_bytes", 1, 2**30),
     ("max_prompt_tokens", 1, 2**20),
     ("max_tokens", 1, 2**20),
+    ("context_length", 2, 2**20),
+    ("max_open_requests", 1, 2**20),
     ("max_queued_requests", 0, 2**20),
     ("max_attempts", 1, 1000),
     ("queue_timeout_s", _LEAST_WAIT_S, _LONGEST_WAIT_S),
@@ -115,6 +132,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("first_token_timeout_s", _LEAST_WAIT_S, _LONGEST_WAIT_S),
     ("silence_timeout_s", _LEAST_WAIT_S, _LONGEST_WAIT_S),
     ("client_timeout_s", _LEAST_WAIT_S, _LONGEST_WAIT_S),
+    ("idle_timeout_s", 1, _LONGEST_WAIT_S),
     ("stop_grace_s", 0, _LONGEST_WAIT_S),
 )
 

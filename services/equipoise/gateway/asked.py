@@ -1,0 +1,333 @@
+"""`Reader`: what a client asks, from a request's body. Pure; decides what is served and refused.
+
+Both of OpenAI's forms become one `Asked`. A field that would change the answer, and that cannot be
+honoured, is refused with its name: a client must not believe that it was heeded.
+"""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from equipoise.gateway.attempt import Sampling
+from equipoise.gateway.chat_template import ChatTemplate, Messages
+from equipoise.gateway.errors import InvalidRequestError, UnknownModelError
+from equipoise.gateway.fields import Fields, is_whole, shown
+from equipoise.gateway.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+"""Tokens of a completion that does not say how many: OpenAI's figure."""
+
+MAX_STOPS = 4
+"""Stop strings a request may have: OpenAI's figure."""
+
+MAX_CHOICES = 16
+"""Answers to one prompt; each is a request of its own to the ranks."""
+
+MAX_LOGPROBS = 20
+"""Likeliest tokens told with each token: OpenAI's figure for chats, and the ranks' bound."""
+
+_EITHER = frozenset(
+    {
+        *("model", "max_tokens", "stop", "stream", "stream_options", "n", "logprobs", "seed"),
+        *("temperature", "top_p", "presence_penalty", "frequency_penalty"),
+        # Not OpenAI's, but usual among servers of open models.
+        *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),
+        "return_token_ids",
+        # Say nothing about the answer.
+        *("user", "metadata", "safety_identifier", "prompt_cache_key"),
+    }
+)
+_OF_COMPLETIONS = _EITHER | {"prompt", "echo"}
+_OF_CHATS = _EITHER | {"messages", "max_completion_tokens", "top_logprobs"}
+
+# Field → values that ask for what is done anyway. All others are refused.
+_COMPLETIONS_CANNOT: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+}
+_CHATS_CANNOT: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+}
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a request may ask for at most.
+
+    `context_length` is prompt and output together, for those that leave the output's length open.
+    """
+
+    max_prompt_tokens: int
+    max_tokens: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is to be made: `num_choices` answers to one prompt.
+
+    Choice i draws by `sampling.seed + i`. `echo` is text that goes before each answer. `stops` are
+    strings; `include_usage` is about streams only.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    num_choices: int
+    sampling: Sampling
+    echo: str
+    stops: tuple[str, ...]
+    stop_tokens: frozenset[int]
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+
+class Reader:
+    """Reads requests for one model."""
+
+    def __init__(
+        self, *, model: str, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._template = template
+        self._limits = limits
+
+    def completion(self, body: bytes) -> Asked:
+        """Read the body of `POST /v1/completions`.
+
+        Raises:
+            InvalidRequestError: it cannot be served; names the field and what is allowed.
+            UnknownModelError: it is for another model.
+        """
+        fields = Fields.of_body(body)
+        self._check(fields, known=_OF_COMPLETIONS, cannot=_COMPLETIONS_CANNOT)
+        prompt = self._prompt(fields)
+        most, default = self._limits.max_tokens, DEFAULT_MAX_TOKENS
+        logprobs = None
+        if "logprobs" in fields:
+            logprobs = fields.whole("logprobs", least=0, most=MAX_LOGPROBS, default=0)
+        echo = fields.flag("echo")
+        if echo and logprobs is not None:
+            raise fields.refuse("echo", "cannot be had with logprobs: prompts have none here")
+        return self._asked(
+            fields,
+            prompt=prompt,
+            max_tokens=fields.whole("max_tokens", least=1, most=most, default=min(default, most)),
+            logprobs=logprobs,
+            echo=self._tokenizer.spell(prompt) if echo else "",
+        )
+
+    def chat(self, body: bytes) -> Asked:
+        """Read the body of `POST /v1/chat/completions`.
+
+        Raises:
+            InvalidRequestError: it cannot be served; names the field and what is allowed.
+            UnknownModelError: it is for another model.
+        """
+        fields = Fields.of_body(body)
+        self._check(fields, known=_OF_CHATS, cannot=_CHATS_CANNOT)
+        if self._template is None:
+            raise InvalidRequestError(
+                f"{self._model} has no chat template: its checkpoint folder has neither "
+                f"chat_template.jinja nor one in tokenizer_config.json; use /v1/completions"
+            )
+        text = self._template.render(_messages(fields))
+        prompt = self._encoded(fields, "messages", text, begins=False)
+        logprobs = None
+        if fields.flag("logprobs"):
+            logprobs = fields.whole("top_logprobs", least=0, most=MAX_LOGPROBS, default=0)
+        elif "top_logprobs" in fields:
+            raise fields.refuse("top_logprobs", "needs logprobs: true")
+        return self._asked(
+            fields,
+            prompt=prompt,
+            max_tokens=self._chat_tokens(fields, num_prompt=len(prompt)),
+            logprobs=logprobs,
+        )
+
+    def _check(
+        self, fields: Fields, *, known: frozenset[str], cannot: dict[str, tuple[Any, ...]]
+    ) -> None:
+        fields.only({*known, *cannot})
+        for name, allowed in cannot.items():
+            if name in fields and fields.get(name) not in allowed:
+                raise fields.refuse(name, f"{shown(fields.get(name))} is not supported")
+        wanted = fields.get("model")
+        if wanted not in {None, self._model}:
+            raise UnknownModelError(
+                f"the model {shown(wanted)} is not served here, {self._model} is", param="model"
+            )
+
+    def _asked(
+        self,
+        fields: Fields,
+        *,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        logprobs: int | None,
+        echo: str = "",
+    ) -> Asked:
+        stream = fields.flag("stream")
+        stop_tokens = frozenset(_tokens(fields, "stop_token_ids", self._tokenizer.vocab_size))
+        if not fields.flag("ignore_eos"):
+            stop_tokens |= self._tokenizer.end_tokens
+        return Asked(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            num_choices=fields.whole("n", least=1, most=MAX_CHOICES, default=1),
+            sampling=_sampling(fields, logprobs=logprobs),
+            echo=echo,
+            stops=_stops(fields),
+            stop_tokens=stop_tokens,
+            stream=stream,
+            include_usage=_include_usage(fields, stream=stream),
+            return_token_ids=fields.flag("return_token_ids"),
+        )
+
+    def _prompt(self, fields: Fields) -> tuple[int, ...]:
+        value = fields.get("prompt")
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+            (value,) = value
+        if isinstance(value, str):
+            return self._encoded(fields, "prompt", value, begins=True)
+        if not isinstance(value, list) or not all(is_whole(token) for token in value):
+            raise fields.refuse(
+                "prompt", "must be a string or a list of token ids (one prompt a request)"
+            )
+        self._check_length(fields, "prompt", len(value))
+        return _tokens(Fields({"prompt": value}), "prompt", self._tokenizer.vocab_size)
+
+    def _encoded(self, fields: Fields, name: str, text: str, *, begins: bool) -> tuple[int, ...]:
+        try:
+            tokens = self._tokenizer.encode(text, begins=begins)
+        except UnicodeEncodeError:
+            raise fields.refuse(
+                name, "has half of a surrogate pair, which is no character"
+            ) from None
+        self._check_length(fields, name, len(tokens))
+        return tokens
+
+    def _check_length(self, fields: Fields, name: str, num_tokens: int) -> None:
+        most = self._limits.max_prompt_tokens
+        if not 1 <= num_tokens <= most:
+            raise fields.refuse(name, f"must have 1 to {most} tokens, not {num_tokens}")
+
+    def _chat_tokens(self, fields: Fields, *, num_prompt: int) -> int:
+        """The answer's length: as asked by either name, or what the context leaves."""
+        names = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
+        most = self._limits.max_tokens
+        if len(names) == 2:
+            raise fields.refuse("max_tokens", "and max_completion_tokens are two names of one")
+        left = max(1, min(most, self._limits.context_length - num_prompt))
+        return fields.whole(names[0] if names else "max_tokens", least=1, most=most, default=left)
+
+
+def _sampling(fields: Fields, *, logprobs: int | None) -> Sampling:
+    number: Callable[..., float] = fields.number
+    if "top_p" in fields and fields.get("top_p") == 0:
+        raise fields.refuse("top_p", "must be above 0: for greedy tokens send temperature: 0")
+    if "repetition_penalty" in fields and fields.get("repetition_penalty") == 0:
+        raise fields.refuse("repetition_penalty", "must be above 0; 1 is none")
+    seed = fields.whole("seed", least=-(2**63), most=2**64 - 1, default=secrets.randbits(63))
+    return Sampling(
+        temperature=number("temperature", least=0, most=2, default=1),
+        top_p=number("top_p", least=0, most=1, default=1),
+        # Some clients say -1 for all.
+        top_k=max(0, fields.whole("top_k", least=-1, most=2**31, default=0)),
+        min_p=number("min_p", least=0, most=1, default=0),
+        repetition_penalty=number("repetition_penalty", least=0, most=100, default=1),
+        presence_penalty=number("presence_penalty", least=-2, most=2, default=0),
+        frequency_penalty=number("frequency_penalty", least=-2, most=2, default=0),
+        seed=seed % 2**64,
+        logprobs=logprobs,
+    )
+
+
+def _messages(fields: Fields) -> Messages:
+    value = fields.get("messages")
+    if not isinstance(value, list) or not value:
+        raise fields.refuse("messages", "must be a list of at least one message")
+    return [_message(one, path=f"messages[{place}]") for place, one in enumerate(value)]
+
+
+def _message(value: Any, *, path: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{path} must be an object", param=path)
+    message = Fields(value, path=f"{path}.")
+    message.only({"role", "content", "name"})
+    role = message.get("role")
+    if role not in _ROLES:
+        raise message.refuse("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
+    # What OpenAI calls developer, the templates of open models call system.
+    made = {"role": "system" if role == "developer" else role, "content": _content(message)}
+    name = message.get("name")
+    if isinstance(name, str):
+        made["name"] = name
+    elif name is not None:
+        raise message.refuse("name", "must be a string")
+    return made
+
+
+def _content(message: Fields) -> str:
+    """A message's text, which may come in parts."""
+    value = message.get("content")
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        raise message.refuse("content", "must be a string or a list of parts of text")
+    texts = []
+    for part in parts:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        text = part["text"] if is_text and "text" in part else part
+        if not isinstance(text, str):
+            raise message.refuse("content", "may have parts of type text only")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tokens(fields: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
+    value = [] if fields.get(name) is None else fields.get(name)
+    if not isinstance(value, list):
+        raise fields.refuse(name, "must be a list of token ids")
+    for token in value:
+        if not is_whole(token) or not 0 <= token < vocab_size:
+            raise fields.refuse(name, f"has tokens 0 to {vocab_size - 1}, not {shown(token)}")
+    return tuple(value)
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.get("stop")
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    good = isinstance(stops, list) and len(stops) <= MAX_STOPS
+    if not good or not all(isinstance(stop, str) and stop for stop in stops):
+        raise fields.refuse(
+            "stop", f"must be a string or up to {MAX_STOPS} of them, none of them empty"
+        )
+    return tuple(stops)
+
+
+def _include_usage(fields: Fields, *, stream: bool) -> bool:
+    value = fields.get("stream_options")
+    if value is None:
+        return False
+    if not isinstance(value, dict):
+        raise fields.refuse("stream_options", "must be an object")
+    options = Fields(value, path="stream_options.")
+    options.only({"include_usage", "include_obfuscation"})
+    if not stream:
+        raise fields.refuse("stream_options", "needs stream: true")
+    return options.flag("include_usage")

@@ -1,0 +1,97 @@
+"""`Client`: whom one request is answered to over HTTP; every wait for it is bounded."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from equipoise.gateway.errors import BodyTooLargeError, BodyTooSlowError, ClientGoneError
+
+
+class Client:
+    """One that does not send or read within `timeout_s` is gone."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, timeout_s: float) -> None:
+        self.is_streaming = False
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._timeout_s = timeout_s
+
+    async def body(self, *, max_bytes: int) -> bytes:
+        """What the client sends.
+
+        Raises:
+            BodyTooLargeError, BodyTooSlowError: it is above a bound.
+            ClientGoneError: the client hung up.
+        """
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for chunk in Request(self._scope, self._receive).stream():
+                    body += chunk
+                    if len(body) > max_bytes:
+                        raise BodyTooLargeError(f"the body may have {max_bytes} bytes")
+        except TimeoutError:
+            raise BodyTooSlowError(
+                f"the body did not arrive within {self._timeout_s:g} s"
+            ) from None
+        except ClientDisconnect:
+            raise ClientGoneError("the client hung up before its request was complete") from None
+        return bytes(body)
+
+    async def send_json(self, document: dict[str, Any]) -> None:
+        """The whole answer."""
+        async with self._bounded():
+            await JSONResponse(document)(self._scope, self._receive, self._send)
+
+    async def send_event(self, data: dict[str, Any] | str) -> None:
+        """One server-sent event; the first one opens the stream."""
+        await self._write(data, is_last=False)
+
+    async def end_stream(self, data: dict[str, Any] | str) -> None:
+        """The last event."""
+        await self._write(data, is_last=True)
+
+    async def _write(self, data: dict[str, Any] | str, *, is_last: bool) -> None:
+        words = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+        async with self._bounded():
+            if not self.is_streaming:
+                self.is_streaming = True
+                await self._send(_STREAM_START)
+            await self._send(
+                {
+                    "type": "http.response.body",
+                    "body": f"data: {words}\n\n".encode(),
+                    "more_body": not is_last,
+                }
+            )
+
+    @asynccontextmanager
+    async def _bounded(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError:
+            raise ClientGoneError(
+                f"the client did not read for {self._timeout_s:g} s (client)"
+            ) from None
+        except OSError as error:
+            raise ClientGoneError(f"the client hung up: {error}") from None
+
+
+_STREAM_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        # Proxies of nginx's kind keep events to themselves otherwise.
+        (b"x-accel-buffering", b"no"),
+    ],
+}

@@ -1,0 +1,92 @@
+"""`Fields`: a client's JSON object, read field by field; what is wrong is said with its name.
+
+Knows JSON and ranges, nothing of what the fields mean.
+"""
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from equipoise.gateway.errors import InvalidRequestError
+
+
+class Fields:
+    """The fields of an object. One that is null is one that is not there.
+
+    `path` goes before names in messages, as in `messages[2].`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, path: str = "") -> None:
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self._names = tuple(values)
+        self._path = path
+
+    @classmethod
+    def of_body(cls, body: bytes) -> "Fields":
+        """The object that a request's body is.
+
+        Raises:
+            InvalidRequestError: it is none.
+        """
+        try:
+            document = json.loads(body)
+        except (ValueError, RecursionError):
+            raise InvalidRequestError("the body is not JSON") from None
+        if not isinstance(document, dict):
+            raise InvalidRequestError("the body must be a JSON object")
+        return cls(document)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str) -> Any:
+        """The value as it came; None if there is none."""
+        return self._values.get(name)
+
+    def only(self, known: Collection[str]) -> None:
+        """Raises InvalidRequestError: there is a field of another name."""
+        for name in self._names:
+            if name not in known:
+                raise InvalidRequestError(
+                    f"there is no field {shown(self._path + name)}", param=self._path + name
+                )
+
+    def refuse(self, name: str, why: str) -> InvalidRequestError:
+        """What is wrong with a field, to be raised."""
+        return InvalidRequestError(f"{self._path}{name} {why}", param=self._path + name)
+
+    def flag(self, name: str) -> bool:
+        """True or false; false if it is not there."""
+        value = self._values.get(name, False)
+        if not isinstance(value, bool):
+            raise self.refuse(name, f"must be true or false, not {shown(value)}")
+        return value
+
+    def whole(self, name: str, *, least: int, most: int, default: int) -> int:
+        """A whole number of a range."""
+        value = self._values.get(name, default)
+        if not is_whole(value) or not least <= value <= most:
+            raise self.refuse(
+                name, f"must be a whole number from {least} to {most}, not {shown(value)}"
+            )
+        return int(value)
+
+    def number(self, name: str, *, least: float, most: float, default: float) -> float:
+        """A number of a range."""
+        value = self._values.get(name, default)
+        good = isinstance(value, float) or is_whole(value)
+        if not good or not math.isfinite(value) or not least <= value <= most:
+            raise self.refuse(name, f"must be from {least:g} to {most:g}, not {shown(value)}")
+        return float(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a JSON value is a whole number, which true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def shown(value: Any) -> str:
+    """A client's value, short enough for a message."""
+    words = json.dumps(value)
+    return words if len(words) <= 60 else words[:59] + "…"

@@ -1,0 +1,94 @@
+"""`http_server`: uvicorn with a bound for every wait for a client, and a stop that is ours.
+
+uvicorn bounds the pause between two requests of a connection. A client that begins one and never
+ends its header it would wait for as long as the connection lives; that bound is added here.
+"""
+
+import asyncio
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+LAST_WORDS_S = 5
+"""What was ended at the end of the grace has this long to tell its client."""
+
+MAX_HEADER_BYTES = 2**16
+"""Longest header of a request."""
+
+
+def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Server:
+    """A server of this application that has not begun.
+
+    A connection may pause `idle_s` seconds between two requests, and a request's header may take
+    `header_s` seconds from the connection's first byte, or the last request's end.
+    """
+
+    class _Protocol(_BoundedHeader):
+        bound_s = header_s
+
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=max(1, round(idle_s)),
+            timeout_graceful_shutdown=LAST_WORDS_S,
+        )
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn whose stop is ours to order: signals are the process's business."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+class _BoundedHeader(H11Protocol):
+    """Hangs up on a connection that has no request for too long."""
+
+    bound_s: float
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """A connection waits for its first request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Behind the bytes there is a request, or still none."""
+        super().data_received(data)
+        if self._has_request():
+            self._stop_waiting()
+        elif self._waiting is None:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _has_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait(self) -> None:
+        self._waiting = self.loop.call_later(self.bound_s, self._hang_up)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _hang_up(self) -> None:
+        self._waiting = None
+        if not self._has_request():
+            self.transport.close()

@@ -1,0 +1,286 @@
+"""OpenAI's own client is served as it expects, over real HTTP."""
+
+import asyncio
+
+import openai
+import pytest
+import pytest_asyncio
+from scripted_ranks import BOUND_S, Fault, undisturbed
+
+from equipoise_api.v1 import worker_pb2 as pb
+
+PROMPT = "def balance("
+
+
+def text_of(prompt, max_tokens):
+    return bytes(undisturbed(tuple(prompt.encode()), max_tokens)).decode()
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+@pytest_asyncio.fixture
+async def client(gateway):
+    async with openai.AsyncOpenAI(
+        base_url=f"{gateway.client.base_url}/v1", api_key="any", max_retries=0, timeout=BOUND_S
+    ) as client:
+        yield client
+
+
+async def test_models_are_listed_and_found(client):
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).owned_by == "equipoise"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("another")
+
+
+async def test_a_completion_has_text_usage_and_probabilities(client):
+    answer = await client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=5, logprobs=2, echo=False
+    )
+    (choice,) = answer.choices
+    assert choice.text == text_of(PROMPT, 5)
+    assert choice.finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (12, 5)
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert choice.logprobs.token_logprobs == [-ord(letter) / 64 for letter in choice.text]
+    for letter, top in zip(choice.text, choice.logprobs.top_logprobs, strict=True):
+        assert top == {letter: -ord(letter) / 64, chr(ord(letter) + 1): -ord(letter) / 64 - 1}
+
+
+async def test_a_prompt_is_repeated_when_asked(client):
+    answer = await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3, echo=True)
+    assert answer.choices[0].text == PROMPT + text_of(PROMPT, 3)
+    stream = await client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=3, echo=True, stream=True
+    )
+    assert "".join([part.choices[0].text async for part in stream]) == answer.choices[0].text
+
+
+async def test_a_chat_is_rendered_and_answered(client, fleet):
+    answer = await client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [text_part("def "), text_part("f(")]},
+        ],
+        max_completion_tokens=4,
+        logprobs=True,
+        top_logprobs=1,
+    )
+    (choice,) = answer.choices
+    rendered = "[system]be brief[user]def f("
+    assert choice.message.role == "assistant"
+    assert choice.message.content == text_of(rendered, 4)
+    assert [bytes(one.bytes).decode() for one in choice.logprobs.content] == list(
+        choice.message.content
+    )
+    assert [one.top_logprobs[0].token for one in choice.logprobs.content] == list(
+        choice.message.content
+    )
+    assert answer.usage.prompt_tokens == len(rendered)
+
+
+async def test_a_streamed_chat_adds_up_to_the_whole(client):
+    messages = [{"role": "user", "content": "hello"}]
+    stream = await client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=6,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+    )
+    *parts, last = [part async for part in stream]
+    assert parts[0].choices[0].delta.role == "assistant"
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert text == text_of("[user]hello", 6)
+    told = [one.token for part in parts[1:] for one in part.choices[0].logprobs.content]
+    assert "".join(told) == text
+    assert parts[-1].choices[0].finish_reason == "length"
+    assert last.choices == []
+    assert last.usage.completion_tokens == 6
+    assert {part.id for part in [*parts, last]} == {last.id}
+
+
+async def test_a_chat_that_leaves_the_length_open_gets_what_the_context_leaves(client, fleet):
+    await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x" * 240}]
+    )
+    (request,) = [request for rank in fleet.ranks for request in rank.requests]
+    assert request.max_tokens == 256 - len("[user]") - 240
+
+
+async def test_choices_are_told_apart_and_draw_by_seeds_of_their_own(client, fleet):
+    stream = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        n=3,
+        seed=2**64 - 1,
+        temperature=0.7,
+        max_tokens=5,
+        stream=True,
+    )
+    texts = ["", "", ""]
+    async for part in stream:
+        for choice in part.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [text_of("[user]hi", 5)] * 3
+    asked = [request for rank in fleet.ranks for request in rank.requests]
+    assert sorted(request.sampling.seed for request in asked) == [0, 1, 2**64 - 1]
+    assert {request.sampling.temperature for request in asked} == {0.7}
+    whole = await client.completions.create(model="tiny", prompt=PROMPT, n=2, max_tokens=3)
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    assert whole.usage.completion_tokens == 6
+
+
+async def test_sampling_reaches_the_ranks_and_goes_on_behind_a_break(client, fleet):
+    fleet.ranks[0].faults.append(Fault(after=2))
+    fleet.ranks[1].faults.append(Fault(after=2))
+    answer = await client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        seed=7,
+        extra_body={"top_k": 40, "min_p": 0.125, "repetition_penalty": 1.5},
+    )
+    assert answer.choices[0].text == text_of(PROMPT, 5)
+    asked = [request for rank in fleet.ranks for request in rank.requests]
+    assert sorted(request.num_replayed for request in asked) == [0, 2, 4]
+    for request in asked:
+        assert request.sampling == pb.Sampling(
+            temperature=0.5, top_p=0.9, top_k=40, min_p=0.125, repetition_penalty=1.5,
+            presence_penalty=0.25, frequency_penalty=-0.5, seed=7,
+        )  # fmt: skip
+        assert len(request.prompt) == 12 + request.num_replayed
+
+
+async def test_requests_without_a_seed_get_one_each(client, fleet):
+    for _ in range(2):
+        await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1)
+    asked = [request for rank in fleet.ranks for request in rank.requests]
+    assert asked[0].sampling.seed != asked[1].sampling.seed
+    assert asked[0].sampling.temperature == 1
+
+
+async def test_a_stop_string_hides_the_probabilities_of_what_it_cuts_off(client):
+    text = text_of(PROMPT, 30)
+    answer = await client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=30, stop=[text[5:8]], logprobs=0
+    )
+    (choice,) = answer.choices
+    cut = text.index(text[5:8])
+    assert choice.text == text[:cut]
+    assert "".join(choice.logprobs.tokens) == text[:cut]
+    assert choice.finish_reason == "stop"
+    assert answer.usage.completion_tokens == cut + 3
+
+
+async def test_a_stream_that_is_closed_frees_the_rank(client, fleet):
+    fleet.fail(Fault(after=3, hang=True))
+    stream = await client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=99, n=2, stream=True
+    )
+    async for _ in stream:
+        break
+    await stream.close()
+    await fleet.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["hello"]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "id": 1}]}, "messages[0].id"),
+        ({"messages": [{"role": "user", "content": "a", "name": 3}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
+        ({"prompt": "a"}, "prompt"),
+    ],
+)
+async def test_a_chat_that_cannot_be_served_is_named(client, fleet, fields, param):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], **fields}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.post("/chat/completions", body=body, cast_to=object)
+    assert caught.value.param == param
+    assert fleet.num_requests == 0
+
+
+async def test_an_error_within_a_stream_reaches_the_client(run_gateway, fleet):
+    fleet.fail(*[Fault(after=1)] * 9)
+    async with (
+        run_gateway(workers=tuple(fleet.addresses), max_attempts=2) as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.client.base_url}/v1", api_key="any") as client,
+    ):
+        stream = await client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=9, stream=True
+        )
+        with pytest.raises(openai.APIError, match="2 attempts broke"):
+            await asyncio.wait_for(_drained(stream), BOUND_S)
+
+
+async def _drained(stream):
+    return [part async for part in stream]
+
+
+async def test_more_requests_than_may_be_open_are_told_to_come_again(run_gateway, fleet):
+    fleet.fail(Fault(after=1, hang=True))
+    async with run_gateway(workers=tuple(fleet.addresses), max_open_requests=1) as gateway:
+        async with gateway.stream(prompt=PROMPT) as first:
+            assert first.status_code == 200
+            second = await gateway.post(prompt=PROMPT)
+            assert second.status_code == 429
+            assert second.headers["retry-after"] == "1"
+            assert second.json()["error"]["code"] == "too_many_requests"
+        await fleet.until_idle()
+
+
+async def test_only_those_with_a_key_are_served_and_keys_change_while_serving(
+    run_gateway, fleet, tmp_path
+):
+    keys = tmp_path / "keys"
+    keys.write_text("# the first team\nsk-first\n\nsk-second\n")
+    async with run_gateway(workers=tuple(fleet.addresses), api_keys=keys) as gateway:
+
+        async def served(key):
+            async with openai.AsyncOpenAI(
+                base_url=f"{gateway.client.base_url}/v1", api_key=key, max_retries=0
+            ) as client:
+                try:
+                    await client.models.list()
+                    await client.completions.create(model="tiny", prompt="a", max_tokens=1)
+                except openai.AuthenticationError:
+                    return False
+                return True
+
+        assert [await served(key) for key in ("sk-first", "sk-second", "sk-third")] == [
+            True,
+            True,
+            False,
+        ]
+        keyless = await gateway.post(prompt="a")
+        assert keyless.status_code == 401
+        assert keyless.json()["error"]["code"] == "invalid_api_key"
+        assert keyless.headers["www-authenticate"] == "Bearer"
+        assert (await gateway.client.get("/healthz")).status_code == 200
+        keys.write_text("sk-third\n")
+        assert [await served(key) for key in ("sk-first", "sk-third")] == [False, True]
+        keys.unlink()
+        assert await served("sk-third")

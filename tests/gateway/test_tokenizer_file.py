@@ -1,0 +1,118 @@
+"""tokenizer.json is read and spelled as Hugging Face's own library does."""
+
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from equipoise.gateway.errors import GatewayError
+from equipoise.gateway.tokenizer import Tokenizer
+
+CORPUS = ["def balance(layout): return layout", "Ĝis la ☃ 🜁, naïve Straße", "12 + 30 = 42"] * 9
+END, BEGIN, THINK = "<end>", "<begin>", "<think>"
+
+
+def trained():
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=300,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=[END, BEGIN],
+            show_progress=False,
+        ),
+    )
+    tokenizer.add_tokens([THINK])
+    return tokenizer
+
+
+THEIRS = trained()
+VOCAB_SIZE = THEIRS.get_vocab_size() + 5  # models have tokens to spare
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function that writes a checkpoint's small files."""
+
+    def write(*, config=None, tokenizer=None, tokenizer_config=None):
+        config = {"vocab_size": VOCAB_SIZE, "eos_token_id": [0]} | (config or {})
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer.json").write_text(tokenizer or THEIRS.to_str())
+        if tokenizer_config is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "eos_token_id": [0]}))
+    (path / "tokenizer.json").write_text(THEIRS.to_str())
+    return Tokenizer.of_checkpoint(path)
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_text_becomes_the_same_tokens_and_comes_back(ours, text):
+    tokens = ours.encode(text)
+    assert list(tokens) == THEIRS.encode(text).ids
+    if END not in text and BEGIN not in text:
+        assert ours.spell(tokens) == text
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, THEIRS.get_vocab_size() - 1), max_size=40))
+def test_any_tokens_are_spelled_as_the_library_does_and_alike_one_by_one(ours, tokens):
+    assert ours.spell(tokens) == THEIRS.decode(tokens, skip_special_tokens=True)
+    spelling = ours.spelling()
+    one_by_one = [spelling.read((token,), final=False) for token in tokens]
+    assert "".join(one_by_one) + spelling.read((), final=True) == ours.spell(tokens)
+
+
+def test_special_and_spare_tokens_have_no_text_and_added_ones_have_theirs(ours):
+    assert ours.vocab_size == VOCAB_SIZE
+    assert ours.end_tokens == {0}
+    assert ours.spell([0, 1, VOCAB_SIZE - 1]) == ""
+    assert ours.spell([THEIRS.token_to_id(THINK)]) == THINK
+
+
+def test_a_text_begins_as_the_tokenizers_config_says(folder):
+    tokenizer = Tokenizer.of_checkpoint(
+        folder(tokenizer_config={"add_bos_token": True, "bos_token": {"content": BEGIN}})
+    )
+    assert tokenizer.encode("a")[0] == 1
+    assert tokenizer.encode("a", begins=False) == tokenizer.encode("a")[1:]
+    assert tokenizer.encode(BEGIN + "a") == tokenizer.encode("a")
+
+
+def changed(**fields):
+    return json.dumps(json.loads(THEIRS.to_str()) | fields)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"tokenizer": "{"}, "this is no tokenizer"),
+        ({"tokenizer": "[]"}, "this is no tokenizer"),
+        ({"tokenizer": changed(decoder={"type": "Fuse"})}, "decoder 'Fuse' is not supported"),
+        ({"tokenizer": changed(decoder=None)}, "decoder None is not supported"),
+        ({"config": {"vocab_size": 10}}, "there are 10: these are files of two models"),
+        (
+            {"tokenizer_config": {"add_bos_token": True, "bos_token": "<none>"}},
+            "bos_token '<none>' is no token",
+        ),
+        ({"tokenizer_config": {"add_bos_token": True}}, "bos_token None is no token"),
+        ({"tokenizer_config": []}, "tokenizer_config.json: this is no object"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(folder, files, words):
+    with pytest.raises(GatewayError, match=words):
+        Tokenizer.of_checkpoint(folder(**files))
