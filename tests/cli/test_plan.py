@@ -317,3 +317,30 @@ def test_ranks_may_have_unequal_slots():
     assert told["balancedness"] > max(0.95, told["balancedness_current"])
     with pytest.raises(ToolInputError, match="31 slots, too few for 32 experts"):
         equipoise(*pool, "--slots-of-rank", "8x3,7")
+
+
+def test_weights_are_written_and_are_what_the_numbers_are_of(tmp_path):
+    out = tmp_path / "layout.json"
+    sparse = ["--loads", LOADS, "--ranks", "24", "--slots", "48", "--algorithm", "global"]
+    even = planned(*sparse)
+    told = planned(*sparse, "--weighted", "--out", str(out))
+    assert even["uneven_layers"] == 0
+    assert told["uneven_layers"] > 0
+    assert told["balancedness"] > even["balancedness"]
+    placement = read_placement(out)
+    carried = rank_loads(
+        placement.expert_of_slot,
+        load=total_load(),
+        num_ranks=24,
+        share_of_slot=placement.share_of_slot,
+    )
+    assert told["balancedness"] == pytest.approx(balancedness(carried))
+    again = planned(*sparse, "--weighted", "--current", str(out))
+    assert again["balancedness_current"] == pytest.approx(told["balancedness"])
+    assert again["moves"] == 0
+    assert "uneven shares" in equipoise(*sparse, "--weighted")
+
+
+def test_weights_are_refused_for_engines_that_know_none():
+    with pytest.raises(ToolInputError, match="--weighted goes with --format equipoise only: vllm"):
+        equipoise(*POOL, "--weighted", "--out", "x.json", "--format", "vllm")

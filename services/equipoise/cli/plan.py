@@ -31,7 +31,9 @@ from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load, tokens_per_layer
 from equipoise.planning.planner import Plan, plan
+from equipoise.planning.policy import Weighting
 from equipoise.planning.shared_expert import plan_with_shared_ranks
+from equipoise.planning.shares import ShareTable, even_shares
 from equipoise.planning.topology import Topology
 
 MAX_CURVE_POINTS = 200
@@ -66,6 +68,7 @@ class _Outcome:
     plan_ms: float
     load: Load
     held: ExpertTable
+    held_shares: ShareTable | None
 
     @property
     def moves(self) -> int:
@@ -85,7 +88,11 @@ class _Outcome:
     def _rank_loads_now(self) -> Load:
         live = self.topology.only(self.plan.ranks)
         return rank_loads(
-            self.held, load=self.load, num_ranks=live.num_ranks, first_slot=live.first_slot
+            self.held,
+            load=self.load,
+            num_ranks=live.num_ranks,
+            first_slot=live.first_slot,
+            share_of_slot=self.held_shares,
         )
 
     @property
@@ -97,12 +104,22 @@ class _Outcome:
         return [int(count) for count in (self.plan.expert_of_slot == shared).sum(axis=1)]
 
     @property
+    def num_uneven_layers(self) -> int:
+        """Layers in which an expert's slots serve unequal shares."""
+        made = self.plan
+        if made.share_of_slot is None:
+            return 0
+        even = even_shares(made.expert_of_slot, num_experts=self.case.model.num_experts)
+        return int((made.share_of_slot != even).any(axis=1).sum())
+
+    @property
     def placement(self) -> Placement:
         return Placement(
             expert_of_slot=self.plan.expert_of_slot,
             num_experts=self.case.model.num_experts,
             num_ranks=len(self.plan.ranks),
             first_moe_layer=self.case.recording.first_moe_layer,
+            share_of_slot=self.plan.share_of_slot,
         )
 
 
@@ -128,6 +145,7 @@ def _make(settings: PlanSettings) -> _Outcome:
         arguments["locality"] = settings.locality
         arguments["max_moves"] = settings.max_moves
         arguments["target_balancedness"] = settings.target_balancedness
+        arguments["weighted"] = Weighting.AUTO if settings.weighted else Weighting.OFF
     else:
         planner = plan_with_shared_ranks
         arguments["num_shared_ranks"] = settings.shared_ranks
@@ -142,6 +160,7 @@ def _make(settings: PlanSettings) -> _Outcome:
     except InvalidLayoutError as error:
         raise ToolInputError(str(error)) from None
     held = _held(current, case, topology.only(made.ranks), made.ranks)
+    has_all_ranks = len(made.ranks) == topology.num_ranks
     return _Outcome(
         case=case,
         topology=topology,
@@ -150,6 +169,7 @@ def _make(settings: PlanSettings) -> _Outcome:
         plan_ms=plan_ms,
         load=load,
         held=held,
+        held_shares=current.share_of_slot if current and has_all_ranks else None,
     )
 
 
@@ -196,6 +216,7 @@ def _document(outcome: _Outcome, settings: PlanSettings) -> dict[str, Any]:
         "moves": outcome.moves,
         "bytes": outcome.moves * model.expert_bytes,
         "off_node_share": made.off_node_share,
+        "uneven_layers": outcome.num_uneven_layers,
         "plan_ms": outcome.plan_ms,
         "reason": made.reason,
         "algorithm": made.algorithm.value,
@@ -256,6 +277,13 @@ def _show(outcome: _Outcome, settings: PlanSettings) -> None:
         fewest, most = min(outcome.shared_replicas), max(outcome.shared_replicas)
         count = str(most) if fewest == most else f"{fewest} to {most}"
         table.add_row("shared expert", "", count, "replicas")
+    if settings.weighted or outcome.num_uneven_layers:
+        table.add_row(
+            "uneven shares",
+            "",
+            f"{outcome.num_uneven_layers:,}",
+            f"of {model.num_layers} layers split experts unevenly over their replicas",
+        )
     table.add_row("time to plan", "", f"{outcome.plan_ms:.1f} ms", "")
     out.print(table)
     if made.curve:

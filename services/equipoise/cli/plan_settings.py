@@ -35,6 +35,10 @@ class PlanSettings:
     target_balancedness: float | None = None
     """Stop as soon as this is reached, with the fewest moves."""
 
+    weighted: bool = False
+    """Let an expert's replicas serve unequal shares of its tokens where that relieves the busiest
+    rank; only this project's own format and workers know shares."""
+
     shared_ranks: int | None = None
     """Ranks, the last ones, that hold the shared expert and nothing else, where slots are of two
     kinds: with --shared-expert and one slot a rank. Otherwise the plan chooses its replicas."""
@@ -71,6 +75,11 @@ class PlanSettings:
             is_limited or self.algorithm not in {Algorithm.AUTO, Algorithm.LOCAL}
         ):
             raise ToolInputError("--locality goes with --algorithm local only, without limits")
+        if self.weighted and self.out is not None and self.format is not Format.EQUIPOISE:
+            raise ToolInputError(
+                f"--weighted goes with --format {Format.EQUIPOISE} only: {self.format} has no "
+                "place for shares"
+            )
         if is_limited and self.algorithm not in {Algorithm.AUTO, Algorithm.INCREMENTAL}:
             raise ToolInputError(
                 f"--algorithm {self.algorithm} plans anew: only incremental plans stop early"
@@ -84,5 +93,7 @@ class PlanSettings:
         if self.shared_ranks is not None:
             if self.shared_ranks < 1 or not self.source.shared_expert:
                 raise ToolInputError("--shared-ranks must be at least 1, with --shared-expert")
-            if is_limited or self.locality is not None:
-                raise ToolInputError("--shared-ranks goes without limits and --locality")
+            if is_limited or self.locality is not None or self.weighted:
+                raise ToolInputError(
+                    "--shared-ranks goes without limits, --locality and --weighted"
+                )

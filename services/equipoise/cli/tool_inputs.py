@@ -17,6 +17,7 @@ from equipoise.formats.model_config import ModelConfig, read_model_config
 from equipoise.formats.recording import Recording, joined
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.shared_expert import shape_with_shared_expert, with_shared_expert
+from equipoise.planning.shares import ShareTable
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.twins import repair_twins
 
@@ -54,11 +55,13 @@ class CurrentLayout:
     """A layout in use. `expert_of_slot`, [layers, slots], is what the file says.
 
     Peers may hold an expert twice on a rank, which `Layout` never does; then `layout` differs in
-    `num_twins` slots, which every plan has to change anyway.
+    `num_twins` slots, which every plan has to change anyway, and splits evenly.
+    `share_of_slot`, of the same shape, is None for even splits.
     """
 
     layout: Layout
     expert_of_slot: ExpertTable
+    share_of_slot: ShareTable | None
     num_twins: int
 
 
@@ -207,16 +210,19 @@ def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> C
     table = placement.expert_of_slot
     # The load says which twins are cheapest to swap away.
     repaired = repair_twins(table, load=case.recording.total(), num_ranks=topology.num_ranks)
+    num_twins = int(np.count_nonzero(repaired != table))
     layout = Layout(
         generation=1,
         num_experts=placement.num_experts,
         num_ranks=topology.num_ranks,
         expert_of_slot=repaired,
+        share_of_slot=None if num_twins else placement.share_of_slot,
     )
     return CurrentLayout(
         layout=layout,
         expert_of_slot=table,
-        num_twins=int(np.count_nonzero(repaired != table)),
+        share_of_slot=placement.share_of_slot,
+        num_twins=num_twins,
     )
 
 
