@@ -119,7 +119,10 @@ def test_the_network_admits_exactly_who_needs_what():
                 for rule in one["spec"]["ingress"]
             ]
     assert admitted == {
-        "balancer": [(["worker", "gateway", "balancer", "test"], ["grpc"])],
+        "balancer": [
+            (["worker", "gateway", "balancer", "test"], ["grpc"]),
+            ([{"namespaceSelector": {}}], ["metrics"]),
+        ],
         "worker": [
             (["worker", "gateway"], ["grpc"]),
             (["worker"], ["rendezvous", "32768-60999"]),

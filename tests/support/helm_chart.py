@@ -25,7 +25,10 @@ FULL = {
             "volume": {"persistentVolumeClaim": {"claimName": "model"}},
         },
     },
-    "networkPolicy": {"clientFrom": [{"namespaceSelector": {}}]},
+    "networkPolicy": {
+        "clientFrom": [{"namespaceSelector": {}}],
+        "metricsFrom": [{"namespaceSelector": {}}],
+    },
 }
 """Values that turn on as much as goes together."""
 
