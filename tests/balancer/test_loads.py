@@ -1,5 +1,7 @@
 """Windows and averages of one pool."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -18,10 +20,10 @@ FIRST_HALF = np.tile([1000.0] * 4 + [0.0] * 4, (2, 1))
 SECOND_HALF = FIRST_HALF[:, ::-1]
 
 
-def make_loads(*, remembered=None, counted_from=1, now=0.0):
+def make_loads(*, remembered=None, counted_from=1, now=0.0, model=MODEL):
     return PoolLoads(
         epoch=1,
-        model=MODEL,
+        model=model,
         num_ranks=2,
         policy=POLICY,
         remembered=remembered or {},
@@ -33,8 +35,9 @@ def make_loads(*, remembered=None, counted_from=1, now=0.0):
 class Ranks:
     """Two ranks that count what they receive."""
 
-    def __init__(self, loads) -> None:
+    def __init__(self, loads, *, layout=LAYOUT) -> None:
         self.loads = loads
+        self.layout = layout
         self.tokens = np.zeros((2, 8))
         self.steps = 0
 
@@ -59,7 +62,7 @@ class Ranks:
                 active_requests=0,
                 queued_requests=0,
             )
-            self.loads.accept(Report(load=load, stats=stats), LAYOUT)
+            self.loads.accept(Report(load=load, stats=stats), self.layout)
 
 
 def close(loads, *, number=1, now):
@@ -94,6 +97,21 @@ def test_a_window_holds_what_came_in_it_and_no_more():
     assert first.max_over_mean == pytest.approx(2.0)
     assert first.tokens == 8000
     assert not first.switched
+
+
+def test_a_window_tells_how_far_slots_were_from_their_shares():
+    loads = make_loads(model=replace(MODEL, num_experts=6))
+    layout = contiguous_layout(num_layers=2, num_experts=6, num_ranks=2, slots_per_rank=4)
+    assert layout.slots_of_expert(layer=0, expert=0) == (0, 6)
+    ranks = Ranks(loads, layout=layout)
+    tokens = np.full((2, 8), 500.0)
+    tokens[1, [1, 7]] = [600.0, 400.0]
+    ranks.receive(tokens)
+    told = close(loads, now=10.0).shares
+    assert (told.layer, told.expert, told.planned, told.tokens) == (1, 1, 0.5, 1000.0)
+    assert abs(told.realised - 0.5) == pytest.approx(0.1)
+    assert told.misplaced == pytest.approx(100 / 4000)
+    assert close(loads, number=2, now=20.0).shares is None
 
 
 def test_ranks_that_reported_for_different_spans_are_compared_by_the_step():

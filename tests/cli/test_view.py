@@ -76,6 +76,19 @@ def test_a_pool_shows_its_health_balance_and_ranks():
         assert words in text
 
 
+def test_uneven_shares_are_shown_beside_what_became_of_them():
+    status = a_pool()
+    shares = pb.ShareStatus(
+        layer=2, slot=17, expert=9, planned=0.4, realised=0.4125, misplaced=0.004, tokens=900
+    )
+    status.shares.CopyFrom(shares)
+    assert "uneven shares" not in printed(pool_view(status))
+    status.shares.uneven_layers = 3
+    text = " ".join(printed(pool_view(status), width=200).split())
+    assert "uneven shares in 3 layers: 0.4% of replicated experts' tokens went elsewhere" in text
+    assert "layer 2, slot 17 with 0.412 of expert 9 for 0.400" in text
+
+
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_a_pool_fits_the_terminal(width):
     status = a_pool()

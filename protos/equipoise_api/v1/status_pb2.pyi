@@ -368,6 +368,7 @@ class PoolStatus(_message.Message):
     EPOCHS_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
     AUDIT_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool name."""
     health: Global___PoolHealth.ValueType
@@ -438,6 +439,12 @@ class PoolStatus(_message.Message):
     def audit(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEntry]:
         """The latest orders of operators, newest first, at most 16."""
 
+    @_builtins.property
+    def shares(self) -> Global___ShareStatus:
+        """Whether slots served the shares that the layout says, in the latest window; absent when that
+        window had too little traffic for experts with several replicas, or ran two generations.
+        """
+
     def __init__(
         self,
         *,
@@ -465,10 +472,11 @@ class PoolStatus(_message.Message):
         epochs: _abc.Iterable[Global___EpochStatus] | None = ...,
         hold: Global___HoldStatus | None = ...,
         audit: _abc.Iterable[Global___AuditEntry] | None = ...,
+        shares: Global___ShareStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "rollout", b"rollout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "pool", b"pool", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "pool", b"pool", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
     _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015
@@ -476,14 +484,72 @@ class PoolStatus(_message.Message):
     _WhichOneofArgType__last_decision: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision"]  # noqa: Y015
     _WhichOneofReturnType__rollout: _TypeAlias = _typing.Literal["rollout"]  # noqa: Y015
     _WhichOneofArgType__rollout: _TypeAlias = _typing.Literal["_rollout", b"_rollout"]  # noqa: Y015
+    _WhichOneofReturnType__shares: _TypeAlias = _typing.Literal["shares"]  # noqa: Y015
+    _WhichOneofArgType__shares: _TypeAlias = _typing.Literal["_shares", b"_shares"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hold) -> _WhichOneofReturnType__hold | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_decision) -> _WhichOneofReturnType__last_decision | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rollout) -> _WhichOneofReturnType__rollout | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shares) -> _WhichOneofReturnType__shares | None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class ShareStatus(_message.Message):
+    """ShareStatus is what became of planned shares in one window."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    EXPERT_FIELD_NUMBER: _builtins.int
+    PLANNED_FIELD_NUMBER: _builtins.int
+    REALISED_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    MISPLACED_FIELD_NUMBER: _builtins.int
+    UNEVEN_LAYERS_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Generation that ran."""
+    layer: _builtins.int
+    """MoE layer of the slot that was farthest from its share."""
+    slot: _builtins.int
+    """That physical slot."""
+    expert: _builtins.int
+    """Logical expert in it."""
+    planned: _builtins.float
+    """Part of the expert's tokens that the slot was to serve, 0 to 1."""
+    realised: _builtins.float
+    """Part that it served, 0 to 1."""
+    tokens: _builtins.float
+    """Tokens of the expert in the window, which say how much chance there is in that."""
+    misplaced: _builtins.float
+    """Part of the tokens of all experts with several replicas that other slots served than planned."""
+    uneven_layers: _builtins.int
+    """Layers whose experts are not all split evenly over their slots."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        layer: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        expert: _builtins.int = ...,
+        planned: _builtins.float = ...,
+        realised: _builtins.float = ...,
+        tokens: _builtins.float = ...,
+        misplaced: _builtins.float = ...,
+        uneven_layers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert", b"expert", "generation", b"generation", "layer", b"layer", "misplaced", b"misplaced", "planned", b"planned", "realised", b"realised", "slot", b"slot", "tokens", b"tokens", "uneven_layers", b"uneven_layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareStatus: _TypeAlias = ShareStatus  # noqa: Y015
 
 @_typing.final
 class HoldStatus(_message.Message):

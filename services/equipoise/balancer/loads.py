@@ -22,6 +22,7 @@ from equipoise.planning.load import (
     detect_shift,
 )
 from equipoise.planning.policy import Policy
+from equipoise.planning.realised import RealisedShares, SlotWindow
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.messages import Report
 
@@ -32,7 +33,8 @@ class ClosedWindow:
 
     `load` is float64 [layers, experts] in tokens, `load_of_rank` [layers, ranks] by receiver, so
     `balancedness` is what happened and not what a plan promised. `generation` is the one in use
-    when the window closed; `switched` says that another was in use when it opened.
+    when the window closed; `switched` says that another was in use when it opened. `shares` is what
+    became of planned shares, None if that cannot be told of this window.
     """
 
     number: int
@@ -46,6 +48,7 @@ class ClosedWindow:
     generation: int
     switched: bool
     shift: Shift
+    shares: RealisedShares | None
 
 
 class PoolLoads:
@@ -76,6 +79,7 @@ class PoolLoads:
             num_ranks=num_ranks,
             opened_s=now,
         )
+        self._slots = SlotWindow()
         self.fast = self._average(remembered.get(FAST), policy.fast_half_life_s, now=now)
         self.slow = self._average(remembered.get(SLOW), policy.slow_half_life_s, now=now)
         self._steps = np.zeros(num_ranks, dtype=np.int64)
@@ -90,7 +94,9 @@ class PoolLoads:
         Raises:
             InvalidReportError: the report cannot be used; nothing is remembered of it.
         """
-        self._window.add(self._counters.accept(report.load, layout))
+        delta = self._counters.accept(report.load, layout)
+        self._window.add(delta)
+        self._slots.add(delta, layout)
         rank = report.load.rank
         if not self._steps[rank] and not self._heard_from_start:
             # As with its tokens: what came before the first report is no part of this window.
@@ -142,7 +148,8 @@ class PoolLoads:
     def _closed(
         self, load: WindowLoad, shift: Shift, *, number: int, generation: int, now: float
     ) -> ClosedWindow:
-        load_of_rank = load.tokens_of_rank * self._to_common_steps()
+        factor_of_rank = self._to_common_steps()
+        load_of_rank = load.tokens_of_rank * factor_of_rank
         per_layer = balancedness_per_layer(load_of_rank)
         return ClosedWindow(
             number=number,
@@ -156,6 +163,7 @@ class PoolLoads:
             generation=generation,
             switched=self._generation_at_open not in {0, generation},
             shift=shift,
+            shares=self._slots.close(factor_of_rank),
         )
 
     def _to_common_steps(self) -> Load:

@@ -1,5 +1,7 @@
 """A pool's state as the Status service shows it. Reads, never changes."""
 
+from dataclasses import asdict
+
 from equipoise.balancer.health import Health
 from equipoise.balancer.loads import ClosedWindow
 from equipoise.balancer.pool import Pool
@@ -67,6 +69,8 @@ def pool_status(pool: Pool, *, now: float) -> pb.PoolStatus:
         status.balancedness = latest.balancedness
         status.balancedness_min_layer = latest.balancedness_min_layer
         status.window_tokens = round(latest.tokens)
+        if latest.shares is not None:
+            status.shares.CopyFrom(pb.ShareStatus(**asdict(latest.shares)))
     rollout = _rollout_status(pool, now=now)
     if rollout is not None:
         status.rollout.CopyFrom(rollout)

@@ -105,7 +105,19 @@ def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
         (f"  window {status.windows_closed}: {status.window_tokens:,} assignments", "dim"),
         (f" in {status.interval_s:g} s", "dim"),
     )
-    return Group(facts, picture, window_marks(windows))
+    views: list[RenderableType] = [facts, picture, window_marks(windows)]
+    if status.HasField("shares") and status.shares.uneven_layers:
+        views.append(Text(shares_words(status.shares), style="dim"))
+    return Group(*views)
+
+
+def shares_words(shares: status_pb2.ShareStatus) -> str:
+    """Whether slots served the shares that they were to serve, for layouts with uneven ones."""
+    return (
+        f"uneven shares in {shares.uneven_layers} layers: {shares.misplaced:.1%} of replicated "
+        f"experts' tokens went elsewhere; worst is layer {shares.layer}, slot {shares.slot} with "
+        f"{shares.realised:.3f} of expert {shares.expert} for {shares.planned:.3f}"
+    )
 
 
 def ranks_view(

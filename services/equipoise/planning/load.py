@@ -44,12 +44,13 @@ class LoadDelta:
     """What one rank received between two of its reports.
 
     `tokens_of_expert` is [layers, experts], by logical expert; `tokens_of_rank` is [layers], all
-    of the rank's slots together.
+    of the rank's slots together; `tokens_of_slot` is [layers, slots_per_rank].
     """
 
     rank: int
     tokens_of_expert: Load
     tokens_of_rank: Load
+    tokens_of_slot: Load
 
 
 class LoadCounters:
@@ -371,6 +372,7 @@ def _delta(rank: int, tokens_of_slot: Load, layout: Layout) -> LoadDelta:
         rank=rank,
         tokens_of_expert=by_expert.reshape(layout.num_layers, layout.num_experts),
         tokens_of_rank=tokens_of_slot.sum(axis=1),
+        tokens_of_slot=tokens_of_slot,
     )
 
 

@@ -1,0 +1,97 @@
+"""Realised shares: whether slots serve the part of their expert's tokens that the layout says.
+
+What workers do with a layout is not taken on trust: their counters tell it, window by window.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.load import Load, LoadDelta
+from equipoise.planning.shares import WHOLE
+
+LEAST_TOKENS = 256.0
+"""Tokens that an expert must have had in a window: shares of fewer say nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealisedShares:
+    """One window of one generation, over experts with several replicas and enough tokens.
+
+    `layer`, `slot` and `expert` are where the realised share is farthest from the planned one, both
+    from 0 to 1, among `tokens` of that expert. `misplaced` is the part of all these experts' tokens
+    that other slots served than planned. `uneven_layers` counts layers whose shares are not even.
+    """
+
+    generation: int
+    layer: int
+    slot: int
+    expert: int
+    planned: float
+    realised: float
+    tokens: float
+    misplaced: float
+    uneven_layers: int
+
+
+class SlotWindow:
+    """Tokens by slot since the last close, of one generation."""
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._tokens: Load = np.zeros((0, 0))
+        self._is_mixed = False
+
+    def add(self, delta: LoadDelta, layout: Layout) -> None:
+        """Count what a rank's slots received in the generation of `layout`."""
+        if self._layout is None or self._layout.generation != layout.generation:
+            self._is_mixed = self._is_mixed or bool(self._tokens.any())
+            self._layout = layout
+            self._tokens = np.zeros((layout.num_layers, layout.num_slots))
+        first, last = layout.first_slot[delta.rank : delta.rank + 2]
+        self._tokens[:, first:last] += delta.tokens_of_slot
+
+    def close(self, factor_of_rank: Load) -> RealisedShares | None:
+        """What the shares were; None if there was too little traffic, or two generations ran.
+
+        `factor_of_rank`, [ranks], brings ranks that reported for different spans to a common one.
+        """
+        layout, tokens, is_mixed = self._layout, self._tokens, self._is_mixed
+        self._tokens, self._is_mixed = np.zeros_like(tokens), False
+        if layout is None or is_mixed or len(factor_of_rank) != layout.num_ranks:
+            return None
+        return realised_shares(tokens * np.repeat(factor_of_rank, layout.slots_of_rank), layout)
+
+
+def realised_shares(tokens_of_slot: Load, layout: Layout) -> RealisedShares | None:
+    """Compare `tokens_of_slot`, [layers, slots], with the shares of a layout."""
+    table, shares = layout.expert_of_slot, layout.shares()
+    keys = table + np.arange(layout.num_layers)[:, None] * layout.num_experts
+    of_expert = np.bincount(keys.ravel(), weights=tokens_of_slot.ravel())[keys]
+    replicas = np.take_along_axis(layout.replica_counts(), table, axis=1)
+    counts = (replicas > 1) & (of_expert >= LEAST_TOKENS)
+    if not counts.any():
+        return None
+    planned = shares / WHOLE
+    realised = tokens_of_slot / np.maximum(of_expert, 1.0)
+    off = np.where(counts, np.abs(realised - planned), -1.0)
+    layer, slot = (int(index) for index in np.unravel_index(off.argmax(), off.shape))
+    return RealisedShares(
+        generation=layout.generation,
+        layer=layer,
+        slot=slot,
+        expert=int(table[layer, slot]),
+        planned=float(planned[layer, slot]),
+        realised=float(realised[layer, slot]),
+        tokens=float(of_expert[layer, slot]),
+        misplaced=float((off * of_expert)[counts].sum() / 2 / tokens_of_slot[counts].sum()),
+        uneven_layers=_num_uneven_layers(layout),
+    )
+
+
+def _num_uneven_layers(layout: Layout) -> int:
+    if layout.share_of_slot is None:
+        return 0
+    even = layout.with_placement(layout.expert_of_slot, generation=layout.generation).shares()
+    return int((layout.share_of_slot != even).any(axis=1).sum())

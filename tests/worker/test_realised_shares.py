@@ -1,0 +1,93 @@
+"""From a layout's shares through the model's dispatch to the counters that workers report."""
+
+import numpy as np
+import torch
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.realised import realised_shares
+from equipoise.planning.shares import WHOLE, even_shares
+from equipoise.worker.applier import placement_of
+from equipoise_model.config import ModelConfig
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.experts import ExpertSlots
+from equipoise_model.router import Routing
+
+CONFIG = ModelConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=16,
+    moe_intermediate_size=16,
+    num_hidden_layers=2,
+    first_k_dense_replace=0,
+    num_attention_heads=2,
+    q_lora_rank=None,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=2,
+)
+
+
+def layout_with(shares):
+    table = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 0, 6, 1, 5], [7, 6, 5, 4, 3, 2, 1, 0, 7, 3, 1, 2]])
+    return Layout(
+        generation=1,
+        num_experts=8,
+        num_ranks=1,
+        expert_of_slot=table.astype(np.int32),
+        share_of_slot=shares,
+    )
+
+
+def uneven_shares():
+    """Of the two slots of an expert, the second serves three times as much."""
+    table = layout_with(None).expert_of_slot
+    shares = even_shares(table, num_experts=8)
+    for row, experts in zip(shares, table, strict=True):
+        for expert in range(8):
+            slots = np.flatnonzero(experts == expert)
+            parts = 3 ** np.arange(len(slots))
+            row[slots] = parts * WHOLE // parts.sum()
+            row[slots[-1]] += WHOLE - row[slots].sum()
+    return shares
+
+
+def served(layout, *, num_steps=60, num_rows=64):
+    """Rows that each slot received of tokens that choose experts at random; [layers, slots]."""
+    ep = ExpertParallel.local(CONFIG, placement_of(layout))
+    layers = [
+        ExpertSlots(CONFIG.hidden_size, CONFIG.moe_intermediate_size, num_slots=12, row_block=None)
+        for _ in range(CONFIG.num_moe_layers)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(num_steps):
+            scores = torch.rand(num_rows, 8, generator=generator)
+            ids = scores.topk(2).indices
+            routing = Routing(expert_ids_TK=ids, weights_TK=scores.gather(1, ids), scores_TE=scores)
+            step = ep.begin_step(num_tokens=num_rows)
+            for experts in layers:
+                step.run(torch.zeros(num_rows, CONFIG.hidden_size), routing, experts)
+    return ep.loads()[0].rows_LS.astype(np.float64)
+
+
+def test_slots_serve_the_shares_of_the_layout_within_chance():
+    for shares, uneven_layers in ((None, 0), (uneven_shares(), 2)):
+        layout = layout_with(shares)
+        told = realised_shares(served(layout), layout)
+        chance = np.sqrt(told.planned * (1 - told.planned) / told.tokens)
+        assert abs(told.realised - told.planned) < 4 * chance
+        assert told.misplaced < 0.03
+        assert told.uneven_layers == uneven_layers
+
+
+def test_a_worker_that_ignores_shares_is_found_out():
+    layout = layout_with(uneven_shares())
+    told = realised_shares(served(layout_with(None)), layout)
+    assert abs(told.realised - told.planned) > 0.2
+    assert told.misplaced > 0.2
