@@ -11,6 +11,7 @@ from redis_server import RedisServer, require_redis
 from equipoise.balancer.controller import PoolController
 from equipoise.balancer.effects import Propose, Send, WriteDecision
 from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.proposal import propose
 from equipoise.planning.load import LoadReport, Phase
 from equipoise.planning.policy import Policy
@@ -192,7 +193,10 @@ class Bench:
     """Carries out the controller's effects at once; `store_fault` makes writes fail."""
 
     def __init__(self, *, policy=POLICY, memory=None, num_ranks=4) -> None:
-        self.controller = PoolController("tiny", policy=policy, memory=memory or PoolMemory())
+        self.policies = PolicyBook(policy)
+        self.controller = PoolController(
+            "tiny", policies=self.policies, memory=memory or PoolMemory()
+        )
         self.now = 1000.0
         self.store_fault = ""
         self.disconnected = set()

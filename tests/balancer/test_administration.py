@@ -286,7 +286,9 @@ def test_when_the_planner_breaks_down_the_operator_is_told(serving_bench, operat
     serving_bench.run_traffic(skewed(1), seconds=10)
     request = AdminRequest(ticket=99, who="ann", reason="", what="x", wish=Rebalance())
     serving_bench.pool.is_proposing = True
-    (write,) = serving_bench.controller.proposal_failed(now=serving_bench.now, asked=request)
+    (write,) = serving_bench.controller.proposal_failed(
+        "the planner failed: so it goes", timed_out=False, now=serving_bench.now, asked=request
+    )
     assert not write.answer.accepted
     assert "the planner failed" in write.answer.reason
     assert not serving_bench.pool.is_proposing

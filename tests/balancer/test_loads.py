@@ -163,12 +163,17 @@ def test_averages_go_on_after_a_restart_if_they_fit():
     other_shape = AverageRecord(
         half_life_s=60.0, time_unix_s=0.0, weight_s=1.0, tokens=np.ones((2, 9))
     )
-    other_half_life = AverageRecord(
-        half_life_s=61.0, time_unix_s=0.0, weight_s=1.0, tokens=np.ones((2, 8))
+    fresh = make_loads(remembered={"slow": other_shape})
+    assert not fresh.slow.per_second().any()
+
+
+def test_a_half_life_that_changed_keeps_what_is_remembered():
+    record = AverageRecord(
+        half_life_s=61.0, time_unix_s=0.0, weight_s=2.0, tokens=np.full((2, 8), 6.0)
     )
-    for stranger in (other_shape, other_half_life):
-        fresh = make_loads(remembered={"slow": stranger})
-        assert not fresh.slow.per_second().any()
+    resumed = make_loads(remembered={"slow": record})
+    assert resumed.slow.half_life_s == POLICY.slow_half_life_s
+    assert resumed.slow.per_second() == pytest.approx(np.full((2, 8), 3.0))
 
 
 def test_counters_that_began_before_we_listened_are_a_baseline():

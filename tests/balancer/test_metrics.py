@@ -10,6 +10,7 @@ from scrapes import documented, ours, scrape, value_of
 
 from equipoise.balancer.loads import PoolLoads
 from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.pool import Pool
 from equipoise.balancer.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
 from equipoise.balancer.refusals import MAX_KINDS
@@ -110,7 +111,7 @@ async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
     async with serving(
         store,
         listen="127.0.0.1:0",
-        policy=bench.pool.policy,
+        policies=bench.policies,
         stop_grace_s=0.0,
         metrics_listen="127.0.0.1:0",
         metrics_heard=seen.append,
@@ -133,7 +134,7 @@ async def test_a_metrics_port_that_is_taken_is_said_in_one_line(tmp_path, policy
         return serving(
             store,
             listen="127.0.0.1:0",
-            policy=policy,
+            policies=PolicyBook(policy),
             stop_grace_s=0.0,
             metrics_listen=metrics_listen,
             metrics_heard=seen.append,
@@ -155,7 +156,7 @@ def test_a_histogram_counts_a_value_on_its_bound_below_it():
 
 
 def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
-    pool = Pool.remembered("big", policy=policy, memory=PoolMemory())
+    pool = Pool.remembered("big", policies=PolicyBook(policy), memory=PoolMemory())
     for rank in range(num_ranks):
         hello = hello_of(f"worker-{rank}", num_ranks=num_ranks)
         pool.roster.members[hello.worker] = Member(

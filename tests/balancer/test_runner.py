@@ -1,7 +1,6 @@
 """The hands of a pool survive what its store and our own code may do to them."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,6 +9,7 @@ from equipoise.balancer.controller import PoolController
 from equipoise.balancer.health import Health
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.runner import PoolRunner, steady_clock
 from equipoise.balancer.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
@@ -63,18 +63,16 @@ def tenure():
 
 @pytest.fixture
 async def pool_runner(store, tenure):
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        runner = PoolRunner(
-            PoolController("tiny", policy=Policy(), memory=PoolMemory()),
-            store=store,
-            tenure=tenure,
-            clock=steady_clock(),
-            executor=executor,
-        )
-        task = asyncio.create_task(runner.run())
-        yield runner
-        assert not task.done(), "the pool still lives"
-        task.cancel()
+    runner = PoolRunner(
+        PoolController("tiny", policies=PolicyBook(Policy()), memory=PoolMemory()),
+        store=store,
+        tenure=tenure,
+        clock=steady_clock(),
+    )
+    task = asyncio.create_task(runner.run())
+    yield runner
+    assert not task.done(), "the pool still lives"
+    task.cancel()
 
 
 async def first_of(mailbox, kind):

@@ -12,6 +12,8 @@ from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership import Candidate, LeaseTiming
 from equipoise.balancer.lease_elector import Elector
 from equipoise.balancer.lease_register import SoleRegister
+from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.server import serving
@@ -59,7 +61,13 @@ async def elector():
 @asynccontextmanager
 async def seated(store, elector):
     """A seat that is being sat on."""
-    seat = Seat(store=store, policy=Policy(), clock=steady_clock(), elector=elector)
+    seat = Seat(
+        store=store,
+        policies=PolicyBook(Policy()),
+        clock=steady_clock(),
+        elector=elector,
+        readiness=Readiness(),
+    )
     await seat.open()
     async with elector.running():
         task = asyncio.create_task(seat.run())
@@ -108,7 +116,13 @@ async def test_a_store_that_saw_a_higher_term_is_led_in_a_higher_one_still(store
 async def test_a_store_that_cannot_be_read_ends_the_term_until_it_can(
     store, elector, caplog, fault
 ):
-    seat = Seat(store=store, policy=Policy(), clock=steady_clock(), elector=elector)
+    seat = Seat(
+        store=store,
+        policies=PolicyBook(Policy()),
+        clock=steady_clock(),
+        elector=elector,
+        readiness=Readiness(),
+    )
     await seat.open()
     store.fault = fault
     async with elector.running():
@@ -128,7 +142,13 @@ async def test_a_store_that_cannot_be_read_ends_the_term_until_it_can(
 async def test_a_store_that_cannot_be_read_at_the_start_is_said(store, elector):
     store.fault = StoreError("wrong password", fault=StoreFault.DENIED)
     with pytest.raises(StoreError, match="wrong password"):
-        await Seat(store=store, policy=Policy(), clock=steady_clock(), elector=elector).open()
+        await Seat(
+            store=store,
+            policies=PolicyBook(Policy()),
+            clock=steady_clock(),
+            elector=elector,
+            readiness=Readiness(),
+        ).open()
 
 
 async def test_when_a_term_ends_what_was_led_is_still_shown_with_where_to_go(store, elector):
@@ -150,7 +170,7 @@ async def test_when_a_term_ends_what_was_led_is_still_shown_with_where_to_go(sto
 
 
 async def test_an_archive_changes_only_when_the_store_does(store):
-    archive = Archive(store=store, policy=Policy())
+    archive = Archive(store=store, policies=PolicyBook(Policy()))
     with pytest.raises(UnknownPoolError):
         archive.find("")
     await store.adopt("p", layout_of(1), term=0)
@@ -172,7 +192,9 @@ async def test_an_archive_changes_only_when_the_store_does(store):
 
 async def test_a_worker_that_heard_of_a_higher_term_raises_ours(store, worker_of, hello_of):
     worker = worker_of(hello_of(num_ranks=1, slots_per_rank=32))
-    arrangement = serving(store, listen="127.0.0.1:0", policy=Policy(), stop_grace_s=1.0)
+    arrangement = serving(
+        store, listen="127.0.0.1:0", policies=PolicyBook(Policy()), stop_grace_s=1.0
+    )
     async with arrangement as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         hello = replace(worker.hello, highest_term=50)
         first = await first_word(channel, hello)

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from equipoise.balancer.errors import BalancerError
+from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.server import serving
 from equipoise.balancer.sqlite_store import SqliteStore
 from equipoise.planning.layout import contiguous_layout
@@ -34,7 +35,9 @@ POLICY = Policy(interval_s=0.3, min_tokens=100.0, report_interval_s=0.1)
 async def balancer(tmp_path):
     """host:port of a balancer."""
     store = SqliteStore(tmp_path / "state.sqlite")
-    async with serving(store, listen="127.0.0.1:0", policy=POLICY, stop_grace_s=1.0) as port:
+    async with serving(
+        store, listen="127.0.0.1:0", policies=PolicyBook(POLICY), stop_grace_s=1.0
+    ) as port:
         yield f"127.0.0.1:{port}"
     await store.close()
 
@@ -225,7 +228,9 @@ async def test_a_newer_stream_of_a_worker_ends_the_older(channel, status, bench)
 async def test_stopping_lets_go_of_workers_and_watchers_at_once(tmp_path, bench):
     store = SqliteStore(tmp_path / "stopped.sqlite")
     # A grace that no test would survive waiting for.
-    balancer = serving(store, listen="127.0.0.1:0", policy=POLICY, stop_grace_s=3600.0)
+    balancer = serving(
+        store, listen="127.0.0.1:0", policies=PolicyBook(POLICY), stop_grace_s=3600.0
+    )
     port = await balancer.__aenter__()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         status = status_pb2_grpc.StatusStub(channel)
@@ -306,7 +311,7 @@ async def test_reflection_lists_the_services(channel):
 async def test_a_used_port_is_one_clear_sentence(balancer, tmp_path):
     store = SqliteStore(tmp_path / "other.sqlite")
     with pytest.raises(BalancerError, match=f"cannot listen on {balancer}"):
-        async with serving(store, listen=balancer, policy=POLICY, stop_grace_s=1.0):
+        async with serving(store, listen=balancer, policies=PolicyBook(POLICY), stop_grace_s=1.0):
             pass
     await store.close()
 
@@ -448,7 +453,9 @@ async def test_what_operators_ordered_outlives_the_balancer(tmp_path, bench):
     for life in (1, 2):
         store = SqliteStore(path)
         async with (
-            serving(store, listen="127.0.0.1:0", policy=POLICY, stop_grace_s=1.0) as port,
+            serving(
+                store, listen="127.0.0.1:0", policies=PolicyBook(POLICY), stop_grace_s=1.0
+            ) as port,
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):
             status = status_pb2_grpc.StatusStub(channel)

@@ -103,7 +103,7 @@ def test_an_option_may_be_given_several_times_with_commas_in_it():
 
 def test_the_policy_is_part_of_the_balancers_options():
     made, _ = settings_from(BalancerSettings, "--interval-s 4 --algorithm global --store s.sqlite")
-    assert made.policy == Policy(interval_s=4.0, algorithm="global")
+    assert made.defaults == Policy(interval_s=4.0, algorithm="global")
     assert made.store == "s.sqlite"
 
 

@@ -32,7 +32,10 @@ def test_a_file_is_a_policy_by_its_name(tmp_path, name, text):
     ("specs", "words"),
     [
         (["x"], "--policy x: say name=option=value,option=value, or name a .toml or .json file"),
-        (["a=speed=3"], "--policy a=speed=3: there is no option 'speed'; there are interval_s, "),
+        (
+            ["a=speed=3"],
+            "--policy a=speed=3: there is no option 'speed'; there are pause, interval_s, ",
+        ),
         (["a=interval=fast"], "--policy a=interval=fast: interval must be a number, not 'fast'"),
         (["a=interval"], "interval must be a number, not ''"),
         (["a=interval=-1"], "--policy a=interval=-1: interval_s must be from 0.05 to 86400"),

@@ -229,7 +229,7 @@ class BoundStatus(_message.Message):
     REACHED_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """stage, switch, report, reform, meet, start or store."""
+    """plan, stage, switch, report, reform, meet, start or store."""
     bound_s: _builtins.float
     """Longest wait, seconds."""
     reached: _builtins.int
@@ -251,6 +251,52 @@ class BoundStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BoundStatus: _TypeAlias = BoundStatus  # noqa: Y015
+
+@_typing.final
+class PolicyStatus(_message.Message):
+    """PolicyStatus is the policy in force for a pool, and what was refused since."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    LOADED_UNIX_S_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    REFUSED_UNIX_S_FIELD_NUMBER: _builtins.int
+    IS_PAUSED_FIELD_NUMBER: _builtins.int
+    hash: _builtins.str
+    """Names the policy by its values: twelve hexadecimal characters, the same for the same values."""
+    source: _builtins.str
+    """File that it comes from, or "command line"."""
+    loaded_unix_s: _builtins.float
+    """Unix time at which that was read, seconds."""
+    num_refused: _builtins.int
+    """Policies refused since the balancer started, each as a whole; the last good one stays."""
+    refusal: _builtins.str
+    """Why the newest policy was refused, with field and line; empty once a good one was read."""
+    refused_unix_s: _builtins.float
+    """Unix time of that refusal, seconds."""
+    is_paused: _builtins.bool
+    """True while the policy says that nothing is moved."""
+    def __init__(
+        self,
+        *,
+        hash: _builtins.str = ...,
+        source: _builtins.str = ...,
+        loaded_unix_s: _builtins.float = ...,
+        num_refused: _builtins.int = ...,
+        refusal: _builtins.str = ...,
+        refused_unix_s: _builtins.float = ...,
+        is_paused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash", "is_paused", b"is_paused", "loaded_unix_s", b"loaded_unix_s", "num_refused", b"num_refused", "refusal", b"refusal", "refused_unix_s", b"refused_unix_s", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyStatus: _TypeAlias = PolicyStatus  # noqa: Y015
 
 @_typing.final
 class EpochStatus(_message.Message):
@@ -512,6 +558,7 @@ class ShareStatus(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     MISPLACED_FIELD_NUMBER: _builtins.int
     UNEVEN_LAYERS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation that ran."""
     layer: _builtins.int
@@ -530,6 +577,10 @@ class ShareStatus(_message.Message):
     """Part of the tokens of all experts with several replicas that other slots served than planned."""
     uneven_layers: _builtins.int
     """Layers whose experts are not all split evenly over their slots."""
+    @_builtins.property
+    def policy(self) -> Global___PolicyStatus:
+        """The policy in force, and whether a newer one was refused."""
+
     def __init__(
         self,
         *,
@@ -542,10 +593,11 @@ class ShareStatus(_message.Message):
         tokens: _builtins.float = ...,
         misplaced: _builtins.float = ...,
         uneven_layers: _builtins.int = ...,
+        policy: Global___PolicyStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert", b"expert", "generation", b"generation", "layer", b"layer", "misplaced", b"misplaced", "planned", b"planned", "realised", b"realised", "slot", b"slot", "tokens", b"tokens", "uneven_layers", b"uneven_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert", b"expert", "generation", b"generation", "layer", b"layer", "misplaced", b"misplaced", "planned", b"planned", "policy", b"policy", "realised", b"realised", "slot", b"slot", "tokens", b"tokens", "uneven_layers", b"uneven_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -691,6 +743,8 @@ class Decision(_message.Message):
     ALGORITHM_FIELD_NUMBER: _builtins.int
     PLAN_MS_FIELD_NUMBER: _builtins.int
     SHIFT_DETECTED_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    POLICY_HASH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number within the pool, from 1."""
     time_unix_s: _builtins.float
@@ -715,6 +769,10 @@ class Decision(_message.Message):
     """Time the plan took, milliseconds."""
     shift_detected: _builtins.bool
     """True when a traffic shift was detected in this tick."""
+    kind: _builtins.str
+    """What was decided about: plan, or policy when another one came into force."""
+    policy_hash: _builtins.str
+    """The policy that made this decision, or that came into force."""
     def __init__(
         self,
         *,
@@ -730,10 +788,12 @@ class Decision(_message.Message):
         algorithm: _builtins.str = ...,
         plan_ms: _builtins.float = ...,
         shift_detected: _builtins.bool = ...,
+        kind: _builtins.str = ...,
+        policy_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "algorithm", b"algorithm", "balancedness_current", b"balancedness_current", "balancedness_proposed", b"balancedness_proposed", "base_generation", b"base_generation", "bytes", b"bytes", "moves", b"moves", "plan_ms", b"plan_ms", "reason", b"reason", "sequence", b"sequence", "shift_detected", b"shift_detected", "time_unix_s", b"time_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "algorithm", b"algorithm", "balancedness_current", b"balancedness_current", "balancedness_proposed", b"balancedness_proposed", "base_generation", b"base_generation", "bytes", b"bytes", "kind", b"kind", "moves", b"moves", "plan_ms", b"plan_ms", "policy_hash", b"policy_hash", "reason", b"reason", "sequence", b"sequence", "shift_detected", b"shift_detected", "time_unix_s", b"time_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -805,6 +865,9 @@ class ListPoolsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POOLS_FIELD_NUMBER: _builtins.int
+    NOT_READY_FIELD_NUMBER: _builtins.int
+    not_ready: _builtins.str
+    """Why this balancer takes no workers yet, in words; empty when it is ready."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSummary]:
         """Sorted by name."""
@@ -813,10 +876,11 @@ class ListPoolsResponse(_message.Message):
         self,
         *,
         pools: _abc.Iterable[Global___PoolSummary] | None = ...,
+        not_ready: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_ready", b"not_ready", "pools", b"pools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ import importlib
 import logging
 import signal
 import sys
-import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -14,6 +14,7 @@ from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership import LeaseTiming
 from equipoise.balancer.lease_redis import RedisRegister
 from equipoise.balancer.lease_register import ALONE, LeaseRegister, RegisterError
+from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.redis_store import RedisStore
 from equipoise.balancer.server import serving
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
@@ -22,9 +23,6 @@ from equipoise.balancer.store import Store, StoreError
 from equipoise.planning.warm_up import warm_up
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.logs import configure_logs
-
-_QUICK_S = 3.0
-"""Loading the compiled planner takes less; compiling it more, and then it is worth a word."""
 
 _log = logging.getLogger("equipoise.balancer")
 
@@ -45,9 +43,6 @@ async def _serve(settings: BalancerSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    await _until_compiled(stop)
-    if stop.is_set():
-        return
     async with AsyncExitStack() as opened:
         store = _open_store(settings)
         opened.push_async_callback(_closed, store.close)
@@ -58,7 +53,11 @@ async def _serve(settings: BalancerSettings) -> None:
             store,
             listen=settings.listen,
             advertise=settings.advertise,
-            policy=settings.policy,
+            policies=PolicyBook(
+                settings.defaults, needs_file=settings.policy is not None, now=time.time()
+            ),
+            policy_file=settings.policy,
+            warm_up=warm_up,
             stop_grace_s=settings.stop_grace_s,
             metrics_listen=settings.metrics_listen,
             register=register,
@@ -66,32 +65,6 @@ async def _serve(settings: BalancerSettings) -> None:
         ):
             await stop.wait()
             _log.info("stopping; workers serve on without a balancer")
-
-
-async def _until_compiled(stop: asyncio.Event) -> None:
-    """Have the planner compiled, or loaded from the cache, before workers rest on its answers.
-
-    The compiler holds a lock that the event loop would wait for, in the middle of serving.
-    """
-    loop = asyncio.get_running_loop()
-    done = asyncio.Event()
-
-    def compile_planner() -> None:
-        try:
-            warm_up()
-        finally:
-            with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
-                loop.call_soon_threadsafe(done.set)
-
-    # A daemon, because a process that is told to stop must not wait for its compiler.
-    threading.Thread(target=compile_planner, name="compiler", daemon=True).start()
-    waits = [asyncio.create_task(event.wait()) for event in (done, stop)]
-    finished, _ = await asyncio.wait(waits, timeout=_QUICK_S, return_when=asyncio.FIRST_COMPLETED)
-    if not finished:
-        _log.info("compiling the planner, once after an installation: about half a minute")
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
 
 
 def _open_store(settings: BalancerSettings) -> Store:

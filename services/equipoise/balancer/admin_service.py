@@ -36,7 +36,7 @@ from equipoise.balancer.store import (
 )
 from equipoise.planning.errors import InvalidPolicyError
 from equipoise.planning.layout import Layout
-from equipoise.planning.policy import Policy
+from equipoise.planning.policy import RANGES, Policy
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto
@@ -225,7 +225,7 @@ def changed_policy(policy: Policy, changes: Mapping[str, float], algorithm: str)
     Raises:
         InvalidPolicyError: there is no such number, or it is out of its range.
     """
-    numbers = {field.name: field.type for field in fields(Policy) if field.name != "algorithm"}
+    numbers = [field.name for field in fields(Policy) if field.name in RANGES]
     unknown = sorted(set(changes) - set(numbers))
     if unknown:
         raise InvalidPolicyError(

@@ -87,9 +87,9 @@ def judged(
     return (*_answered(request, outcome, now=now), *chain)
 
 
-def not_planned(request: AdminRequest, *, now: float) -> Chain:
-    """The planner broke down on what a wish asked for."""
-    return _refused(request, "the planner failed or took too long: the log says more", now=now)
+def not_planned(request: AdminRequest, *, reason: str, now: float) -> Chain:
+    """The planner broke down, or took too long, on what a wish asked for."""
+    return _refused(request, reason, now=now)
 
 
 # Holding ------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ It answers reads; it has no ranks, no loads and no say.
 import asyncio
 
 from equipoise.balancer.memory import recall
+from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.pool import Pool
 from equipoise.balancer.pools import pick
 from equipoise.balancer.store import Store
-from equipoise.planning.policy import Policy
 
 
 class RememberedPool:
@@ -45,9 +45,9 @@ class RememberedPool:
 class Archive:
     """Pools by name. `refresh` reads them all again."""
 
-    def __init__(self, *, store: Store, policy: Policy) -> None:
+    def __init__(self, *, store: Store, policies: PolicyBook) -> None:
         self._store = store
-        self._policy = policy
+        self._policies = policies
         self._pools: dict[str, RememberedPool] = {}
 
     async def refresh(self, *, elsewhere: str) -> None:
@@ -58,8 +58,9 @@ class Archive:
         """
         for name in await self._store.pools():
             memory = await recall(self._store, name)
-            pool = Pool.remembered(name, policy=self._policy, memory=memory)
+            pool = Pool.remembered(name, policies=self._policies, memory=memory)
             pool.elsewhere = elsewhere
+            pool.policy_revision = self._policies.revision
             known = self._pools.setdefault(name, RememberedPool(pool))
             known.replace(pool)
 
@@ -87,7 +88,7 @@ class Archive:
             pool.close()
 
 
-def _contents(pool: Pool) -> tuple[int | None, int, int, int, str]:
+def _contents(pool: Pool) -> tuple[int | None, int, int, int, str, int]:
     decision = pool.last_decision.sequence if pool.last_decision is not None else 0
     return (
         pool.layouts.stored_generation,
@@ -95,4 +96,5 @@ def _contents(pool: Pool) -> tuple[int | None, int, int, int, str]:
         decision,
         pool.audit[0].sequence if pool.audit else 0,
         pool.elsewhere,
+        pool.policy_revision,
     )

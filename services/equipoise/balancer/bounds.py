@@ -31,8 +31,13 @@ class Bounds:
     _by_name: dict[str, Bound] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        policy = self.policy
+        self.adopt(self.policy)
+
+    def adopt(self, policy: Policy) -> None:
+        """From now on waits have the bounds of `policy`; counts go on."""
+        self.policy = policy
         for name, bound_s in (
+            ("plan", policy.plan_timeout_s),
             ("stage", policy.stage_timeout_s),
             ("switch", policy.switch_timeout_s),
             ("store", policy.stage_timeout_s),
@@ -41,7 +46,8 @@ class Bounds:
             ("meet", policy.meet_timeout_s),
             ("start", policy.start_timeout_s),
         ):
-            self._by_name[name] = Bound(name=name, bound_s=bound_s)
+            known = self._by_name.get(name, Bound(name=name, bound_s=bound_s))
+            self._by_name[name] = replace(known, bound_s=bound_s)
 
     def note(self, name: str, what: str) -> None:
         """A bound was reached; `what` says what was done about it."""

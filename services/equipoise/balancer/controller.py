@@ -24,13 +24,14 @@ from equipoise.balancer.epoch_log import Unwritten
 from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.memory import PoolMemory
 from equipoise.balancer.opening import assign_returned, open_if_due, retry
+from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.policy_change import follow_policy
 from equipoise.balancer.pool import Pool
 from equipoise.balancer.proposal import Proposal
 from equipoise.balancer.roster import Member
 from equipoise.balancer.settling import settle
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.members import alive
-from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import (
     Persisted,
     RankLost,
@@ -64,8 +65,8 @@ class PoolController:
     `proposal_failed`; each may want something in turn.
     """
 
-    def __init__(self, name: str, *, policy: Policy, memory: PoolMemory) -> None:
-        self.pool = Pool.remembered(name, policy=policy, memory=memory)
+    def __init__(self, name: str, *, policies: PolicyBook, memory: PoolMemory) -> None:
+        self.pool = Pool.remembered(name, policies=policies, memory=memory)
 
     # What workers say ----------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class PoolController:
 
     def tick(self, *, now: float) -> Chain:
         """Time passed: look at every bound, settle what is open, close a window that is due."""
-        effects: list[Effect] = [*retry(self.pool)]
+        effects: list[Effect] = [*retry(self.pool), *follow_policy(self.pool, now=now)]
         effects += self._note_silence(now=now)
         effects += self.pool.roll(Ticked(), now=now)
         effects += open_if_due(self.pool, now=now)
@@ -173,14 +174,23 @@ class PoolController:
             return judged(self.pool, asked, proposal, plan_ms=plan_ms, now=now)
         return decide(self.pool, proposal, plan_ms=plan_ms, now=now)
 
-    def proposal_failed(self, *, now: float, asked: AdminRequest | None = None) -> Chain:
-        """The planner broke down; the next window tries again."""
-        if asked is None:
+    def proposal_failed(
+        self,
+        reason: str,
+        *,
+        timed_out: bool,
+        now: float,
+        asked: AdminRequest | None = None,
+    ) -> Chain:
+        """The planner broke down or took too long; the next window tries again."""
+        self.pool.revision += 1
+        if timed_out:
+            self.pool.bounds.note("plan", reason)
+        else:
+            self.pool.refusals.count("plan", reason)
+        if asked is None or not isinstance(asked.wish, Preview):
             self.pool.is_proposing = False
-            return ()
-        if not isinstance(asked.wish, Preview):
-            self.pool.is_proposing = False
-        return not_planned(asked, now=now)
+        return () if asked is None else not_planned(asked, reason=reason, now=now)
 
     def written(self, write: Write, *, now: float) -> Chain:
         """The store holds a write; a decision comes back with its number."""
@@ -259,7 +269,7 @@ class PoolController:
             for member in pool.roster.seated()
             if member.connected and member.rank is not None
         }
-        silent = alive(heard_s, now=now, silent_after_s=pool.policy.silent_after_s).silent
+        silent = alive(heard_s, now=now, silent_after_s=pool.silent_after_s).silent
         fell_silent = [rank for rank in silent if rank not in pool.silent]
         if silent.keys() != pool.silent.keys():
             pool.revision += 1

@@ -6,6 +6,7 @@ from equipoise.balancer.pool import Pool
 from equipoise.balancer.proposal import Proposal, ProposalRequest
 from equipoise.balancer.store import DecisionRecord
 from equipoise.planning.policy import Policy
+from equipoise.policy.digest import digest
 
 
 def close_due_window(pool: Pool, *, now: float) -> Chain:
@@ -48,6 +49,7 @@ def proposal_request(
         model=shape.model,
         topology=pool.roster.topology(),
         policy=policy,
+        policy_hash=digest(policy),
         first_generation=pool.layouts.next_generation,
         now=now,
         last_switch_s=pool.rollouts.last_switch_s,
@@ -68,6 +70,8 @@ def decide(
         accepted, reason = False, f"the pool changed while this was planned: {reason}"
     if accepted and pool.hold.reason and not was_asked_for:
         accepted, reason = False, f"{pool.hold.reason} while this was planned: {reason}"
+    if accepted and pool.in_force.digest != request.policy_hash and not was_asked_for:
+        accepted, reason = False, f"the policy changed while this was planned: {reason}"
     decision = DecisionRecord(
         time_unix_s=now,
         accepted=accepted,
@@ -80,6 +84,7 @@ def decide(
         algorithm=proposal.plan.algorithm.value,
         plan_ms=plan_ms,
         shift_detected=request.shift.detected,
+        policy_hash=request.policy_hash,
     )
     pool.tally.decided(accepted=accepted, plan_s=plan_ms / 1000)
     if not accepted:

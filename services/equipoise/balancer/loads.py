@@ -4,7 +4,7 @@ Owns no decision: it says what the load is and whether it shifted.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,8 +54,9 @@ class ClosedWindow:
 class PoolLoads:
     """Counters, the open window, and a fast and a slow average beside it.
 
-    `remembered` are averages of an earlier life of the pool, used if they fit its shape and
-    half-lives. `counted_from` is the first generation whose counters began while we listen.
+    `remembered` are averages of an earlier life of the pool, used if they fit its shape; a
+    half-life that changed since only says how fast they fade. `counted_from` is the first
+    generation whose counters began while we listen.
     """
 
     def __init__(
@@ -87,6 +88,14 @@ class PoolLoads:
         self._generation_at_open = 0
         self._shifted_before = False
         self._next_close_s = now + policy.interval_s
+
+    def adopt(self, policy: Policy, *, now: float) -> None:
+        """Go on under another policy: averages keep their values, and forget at another pace."""
+        opened_s = self._next_close_s - self._policy.interval_s
+        self._next_close_s = max(now, opened_s + policy.interval_s)
+        self.fast = replace(self.fast, half_life_s=policy.fast_half_life_s)
+        self.slow = replace(self.slow, half_life_s=policy.slow_half_life_s)
+        self._policy = policy
 
     def accept(self, report: Report, layout: Layout) -> None:
         """Count a report; `layout` is that of its generation, or the newest one known.
@@ -194,11 +203,7 @@ class PoolLoads:
             half_life_s=half_life_s,
             now=now,
         )
-        if (
-            record is None
-            or record.tokens.shape != fresh.decayed_tokens.shape
-            or record.half_life_s != half_life_s
-        ):
+        if record is None or record.tokens.shape != fresh.decayed_tokens.shape:
             return fresh
         return LoadAverage(
             half_life_s=half_life_s,

@@ -66,7 +66,7 @@ def silent_workers(pool: Pool, *, now: float) -> frozenset[str]:
     return frozenset(
         member.name
         for member in pool.roster.members.values()
-        if member.connected and now - member.last_heard_s > pool.policy.silent_after_s
+        if member.connected and now - member.last_heard_s > pool.silent_after_s
     )
 
 

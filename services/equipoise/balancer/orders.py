@@ -89,7 +89,7 @@ def assignment(
     member = roster.member_at(rank)
     layout = layouts.get(member.generation) or layouts.current
     assert layout is not None, "an epoch has a layout"
-    member.assigned = True
+    member.assigned, member.heartbeat_s = True, policy.heartbeat_interval_s
     return Send(
         worker=member.name,
         message=Assignment(

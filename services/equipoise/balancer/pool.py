@@ -16,6 +16,7 @@ from equipoise.balancer.layouts import PoolLayouts
 from equipoise.balancer.loads import ClosedWindow, PoolLoads
 from equipoise.balancer.memory import MAX_AUDIT, SLOW, PoolMemory
 from equipoise.balancer.orders import orders
+from equipoise.balancer.policies import PolicyBook, PolicyInForce
 from equipoise.balancer.refusals import Refusals
 from equipoise.balancer.rollouts import Rollouts
 from equipoise.balancer.roster import Member, Roster
@@ -46,11 +47,13 @@ class Pool:
     ranks are not here, for a balancer that does not lead; else it is empty. `opened_here` tells an
     epoch that this balancer opened from one that it found. `adopting` is a generation on its way to
     the store. `hold` is what an operator holds it to, `audit` are the latest orders, newest first.
-    `revision` grows with every change.
+    `policy_revision` is that of `policies` which `in_force` is of, `recorded_policy` the digest
+    that the store knows. `revision` grows with every change.
     """
 
     name: str
-    policy: Policy
+    policies: PolicyBook
+    in_force: PolicyInForce
     roster: Roster
     layouts: PoolLayouts
     rollouts: Rollouts
@@ -80,15 +83,20 @@ class Pool:
     must_reconcile: bool = False
     adopting: int | None = None
     is_proposing: bool = False
+    policy_revision: int = 0
+    recorded_policy: str = ""
     revision: int = 1
 
     @classmethod
-    def remembered(cls, name: str, *, policy: Policy, memory: PoolMemory) -> "Pool":
+    def remembered(cls, name: str, *, policies: PolicyBook, memory: PoolMemory) -> "Pool":
         """A pool as the store knew it; nobody is in it yet."""
         tally = Tally()
+        in_force = policies.of(name)
+        policy = in_force.values
         pool = cls(
             name=name,
-            policy=policy,
+            policies=policies,
+            in_force=in_force,
             roster=Roster(name),
             layouts=PoolLayouts(next_generation=memory.next_generation),
             rollouts=Rollouts(policy, tally=tally),
@@ -99,6 +107,8 @@ class Pool:
             hold=memory.hold,
             audit=deque(memory.audit, maxlen=MAX_AUDIT),
         )
+        if memory.last_decision is not None:
+            pool.recorded_policy = memory.last_decision.policy_hash
         if memory.membership is not None:
             pool.roster.highest_epoch = memory.membership.epoch
             pool.unheard = frozenset(memory.membership.workers)
@@ -109,6 +119,27 @@ class Pool:
             pool.layouts.know(memory.proposed)
             pool.layouts.proposed = memory.proposed
         return pool
+
+    @property
+    def policy(self) -> Policy:
+        """The values in force."""
+        return self.in_force.values
+
+    def adopt_policy(self, in_force: PolicyInForce, *, now: float) -> None:
+        """Go on under another policy; what is under way keeps the bounds it began with."""
+        self.in_force = in_force
+        self.rollouts.adopt(in_force.values)
+        self.bounds.adopt(in_force.values)
+        if self.loads is not None:
+            self.loads.adopt(in_force.values, now=now)
+
+    @property
+    def silent_after_s(self) -> float:
+        """Silence that counts. Workers keep the pace they were told until they get a new rank."""
+        told_s = max((one.heartbeat_s for one in self.roster.members.values()), default=0.0)
+        if told_s <= self.policy.heartbeat_interval_s:
+            return self.policy.silent_after_s
+        return max(self.policy.silent_after_s, 2 * told_s)
 
     @property
     def can_plan(self) -> bool:

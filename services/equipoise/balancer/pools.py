@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -12,9 +11,9 @@ from equipoise.balancer.errors import RefusedWorkerError, UnknownPoolError
 from equipoise.balancer.lease_elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.memory import PoolMemory, recall
+from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.runner import Clock, PoolRunner
 from equipoise.balancer.store import Store
-from equipoise.planning.policy import Policy
 from equipoise.wire.messages import Hello
 
 MAX_POOLS = 256
@@ -28,14 +27,13 @@ _log = logging.getLogger(__name__)
 class Pools:
     """Pools by name, those of the store from the start. Used as an asynchronous context."""
 
-    def __init__(self, *, store: Store, policy: Policy, clock: Clock, tenure: Tenure) -> None:
+    def __init__(self, *, store: Store, policies: PolicyBook, clock: Clock, tenure: Tenure) -> None:
         self._store = store
-        self._policy = policy
+        self._policies = policies
         self._clock = clock
         self._tenure = tenure
         self._runners: dict[str, PoolRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
     async def __aenter__(self) -> Self:
         for name in await self._store.pools():
@@ -52,8 +50,6 @@ class Pools:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # A plan that is being computed ends by itself, and nobody waits for it.
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def admit(self, hello: Hello, mailbox: Mailbox) -> PoolRunner:
         """Let a worker into its pool; the first one that fits makes the pool.
@@ -110,11 +106,10 @@ class Pools:
 
     def _runner(self, name: str, memory: PoolMemory) -> PoolRunner:
         return PoolRunner(
-            PoolController(name, policy=self._policy, memory=memory),
+            PoolController(name, policies=self._policies, memory=memory),
             store=self._store,
             tenure=self._tenure,
             clock=self._clock,
-            executor=self._executor,
         )
 
     def _register(self, name: str, runner: PoolRunner) -> None:

@@ -17,9 +17,9 @@ class ProposalRequest:
     """All that a proposal rests on, frozen at the tick.
 
     `average` is float64 [layers, experts] in tokens per second, what the plan is made for;
-    `window` is the same shape in tokens, what the plan is judged on. `first_generation` numbers the
-    first wave of an accepted plan. `now` and `last_switch_s` are seconds; the latter is None when
-    there was no switch yet.
+    `window` is the same shape in tokens, what the plan is judged on. `policy_hash` names the policy
+    in the decision. `first_generation` numbers the first wave of an accepted plan. `now` and
+    `last_switch_s` are seconds; the latter is None when there was no switch yet.
     """
 
     current: Layout
@@ -29,6 +29,7 @@ class ProposalRequest:
     model: ModelShape
     topology: Topology
     policy: Policy
+    policy_hash: str = ""
     first_generation: int
     now: float
     last_switch_s: float | None
@@ -97,6 +98,6 @@ def _waves(request: ProposalRequest, planned: Plan) -> tuple[Layout, ...]:
         proposed_shares=planned.share_of_slot,
         first_generation=request.first_generation,
         expert_bytes=request.model.expert_bytes,
-        max_wave_bytes=request.policy.max_wave_bytes,
+        max_wave_bytes=request.policy.wave_bytes(request.model.expert_bytes),
         gain_of_layer=after - before,
     )

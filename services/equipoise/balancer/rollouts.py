@@ -106,6 +106,10 @@ class Rollouts:
         self._wave = None
         self._waiting.clear()
 
+    def adopt(self, policy: Policy) -> None:
+        """Later waves have the bounds of `policy`; the one under way keeps its own."""
+        self._policy = policy
+
     def handle(self, event: Event, *, now: float) -> Commands:
         """Let the table decide; the next wave begins when this one became active."""
         wave = self._wave

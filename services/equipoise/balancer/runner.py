@@ -7,7 +7,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -29,8 +28,8 @@ from equipoise.balancer.effects import (
 )
 from equipoise.balancer.lease_elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.planning_thread import PlanningThread, PlanTimeoutError
 from equipoise.balancer.pool import Pool
-from equipoise.balancer.proposal import propose
 from equipoise.balancer.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.wire.messages import (
     Abort,
@@ -47,12 +46,6 @@ TICK_S = 0.1
 WRITE_TIMEOUT_S = 10.0
 """Seconds a write may take before it counts as failed."""
 
-PLAN_TIMEOUT_S = 60.0
-"""Seconds a plan may take; its window is long over by then."""
-
-ANSWER_TIMEOUT_S = PLAN_TIMEOUT_S + 2 * WRITE_TIMEOUT_S
-"""Seconds an operator may wait for an answer: a plan, what is written before it, and its record."""
-
 Clock = Callable[[], float]
 
 _log = logging.getLogger(__name__)
@@ -62,7 +55,7 @@ class PoolRunner:
     """Runs one pool until its task is cancelled; `closed` when its streams were let go.
 
     `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
-    time that never runs backwards, `executor` is where plans are computed.
+    time that never runs backwards. Plans are computed on a thread of the pool's own.
     """
 
     def __init__(
@@ -72,13 +65,12 @@ class PoolRunner:
         store: Store,
         tenure: Tenure,
         clock: Clock,
-        executor: Executor,
     ) -> None:
         self._controller = controller
         self._store = store
         self._tenure = tenure
         self._clock = clock
-        self._executor = executor
+        self._planning = PlanningThread(controller.pool.name)
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
         self._changed = asyncio.Event()
@@ -141,7 +133,9 @@ class PoolRunner:
         Raises:
             UnansweredError: the store did not take it, or this balancer ceased to lead.
         """
-        async with self._answers.asked(timeout_s=ANSWER_TIMEOUT_S) as (ticket, answer):
+        # A plan, what is written before it, and the record of the order.
+        timeout_s = self.pool.policy.plan_timeout_s + 2 * WRITE_TIMEOUT_S
+        async with self._answers.asked(timeout_s=timeout_s) as (ticket, answer):
             request = AdminRequest(ticket=ticket, who=who, reason=reason, what=what, wish=wish)
             self._submit(self._controller.administer(request, now=self._clock()))
             return await answer
@@ -224,16 +218,18 @@ class PoolRunner:
                 mailbox.post(message)
 
     async def _propose(self, effect: Propose) -> None:
-        loop = asyncio.get_running_loop()
         started_s = time.perf_counter()
-        proposal = None
-        with self._surviving("planning"):
-            proposal = await asyncio.wait_for(
-                loop.run_in_executor(self._executor, propose, effect.request), PLAN_TIMEOUT_S
-            )
-        if proposal is None:
-            failed = self._controller.proposal_failed(now=self._clock(), asked=effect.asked)
-            self._submit(failed)
+        try:
+            proposal = await self._planning.propose(effect.request)
+        except PlanTimeoutError as error:
+            _log.error("%s: %s", self.pool.name, error)
+            self._give_up_plan(effect, str(error), timed_out=True)
+            return
+        except Exception as error:  # noqa: BLE001
+            # A fault of ours, which must not take the pool's streams down.
+            _log.exception("%s: planning failed", self.pool.name)
+            reason = f"the planner failed ({error!r}); the next window tries again"
+            self._give_up_plan(effect, reason, timed_out=False)
             return
         plan_ms = 1000 * (time.perf_counter() - started_s)
         with self._surviving("adopting a plan"):
@@ -242,6 +238,12 @@ class PoolRunner:
                     proposal, plan_ms=plan_ms, now=self._clock(), asked=effect.asked
                 )
             )
+
+    def _give_up_plan(self, effect: Propose, reason: str, *, timed_out: bool) -> None:
+        failed = self._controller.proposal_failed(
+            reason, timed_out=timed_out, now=self._clock(), asked=effect.asked
+        )
+        self._submit(failed)
 
     async def _write(self, write: Write) -> bool:
         """Write and report back; False if the store did not take it."""

@@ -10,10 +10,11 @@ from contextlib import suppress
 
 from equipoise.balancer.archive import Archive
 from equipoise.balancer.lease_elector import Elector, Tenure
+from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.pools import Pools
+from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.runner import Clock
 from equipoise.balancer.store import Store, StoreError, TermOverError
-from equipoise.planning.policy import Policy
 
 REFRESH_S = 2.0
 """Seconds between two looks of a follower into the store."""
@@ -24,12 +25,21 @@ _log = logging.getLogger(__name__)
 class Seat:
     """Follows, leads, follows again; used from the event loop only."""
 
-    def __init__(self, *, store: Store, policy: Policy, clock: Clock, elector: Elector) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        policies: PolicyBook,
+        clock: Clock,
+        elector: Elector,
+        readiness: Readiness,
+    ) -> None:
         self._store = store
-        self._policy = policy
+        self._policies = policies
         self._clock = clock
         self._elector = elector
-        self._archive = Archive(store=store, policy=policy)
+        self._readiness = readiness
+        self._archive = Archive(store=store, policies=policies)
         self._led: Pools | None = None
         self._settled = asyncio.Event()
 
@@ -56,6 +66,8 @@ class Seat:
     @property
     def elsewhere(self) -> str:
         """Where to go with what only a leader can do, in words."""
+        if self.not_ready:
+            return f"this balancer takes no workers yet: {self.not_ready}"
         if self.leader_address:
             return f"this balancer follows, the one at {self.leader_address} leads: ask there"
         return f"no balancer leads now ({self._elector.standing.reason}): ask again in a moment"
@@ -67,6 +79,21 @@ class Seat:
             StoreError: the store cannot be read, or makes no sense.
         """
         await self._archive.refresh(elsewhere=self.elsewhere)
+
+    @property
+    def not_ready(self) -> str:
+        """Why this balancer can take no workers yet, in words; empty when it can."""
+        return self._readiness.missing
+
+    async def look_on(self) -> None:
+        """Show what the store remembers, without a wish to lead, until ready."""
+        ready = asyncio.create_task(self._readiness.until_ready())
+        try:
+            while not ready.done():
+                await self._refresh()
+                await asyncio.wait({ready}, timeout=REFRESH_S)
+        finally:
+            ready.cancel()
 
     async def until_settled(self) -> None:
         """Wait until it is clear for the first time whether this balancer leads."""
@@ -103,18 +130,21 @@ class Seat:
         try:
             while not self._elector.leads():
                 self._settled.set()
-                try:
-                    await self._archive.refresh(elsewhere=self.elsewhere)
-                except StoreError as error:
-                    _log.warning("what is shown may be old: %s", error)
-                except Exception:  # noqa: BLE001 - a fault of ours must not end elections
-                    _log.exception("what is shown may be old")
+                await self._refresh()
                 await asyncio.wait({elected}, timeout=REFRESH_S)
             return await elected
         finally:
             elected.cancel()
             with suppress(asyncio.CancelledError):
                 await elected
+
+    async def _refresh(self) -> None:
+        try:
+            await self._archive.refresh(elsewhere=self.elsewhere)
+        except StoreError as error:
+            _log.warning("what is shown may be old: %s", error)
+        except Exception:  # noqa: BLE001 - a fault of ours must not end elections
+            _log.exception("what is shown may be old")
 
     async def _lead(self, tenure: Tenure) -> None:
         """Run the pools for one term.
@@ -123,10 +153,10 @@ class Seat:
             StoreError: the store cannot be fenced or read.
         """
         await self._store.fence(term=tenure.term)
-        pools = Pools(store=self._store, policy=self._policy, clock=self._clock, tenure=tenure)
+        pools = Pools(store=self._store, policies=self._policies, clock=self._clock, tenure=tenure)
         async with pools:
             self._archive.close_streams()
-            self._archive = Archive(store=self._store, policy=self._policy)
+            self._archive = Archive(store=self._store, policies=self._policies)
             self._led = pools
             self._settled.set()
             try:

@@ -7,10 +7,12 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import (
     AbstractAsyncContextManager,
+    AsyncExitStack,
     asynccontextmanager,
     nullcontext,
     suppress,
 )
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,17 +20,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from equipoise.balancer.admin_service import AdminService
+from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership import Candidate, LeaseTiming
 from equipoise.balancer.lease_elector import Elector
 from equipoise.balancer.lease_register import ALONE, LeaseRegister, SoleRegister
 from equipoise.balancer.metrics import BalancerCollector
+from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.policy_file import PolicyFile
+from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.status_service import StatusService
 from equipoise.balancer.store import Store
 from equipoise.balancer.worker_link import WorkerLinkService
-from equipoise.planning.policy import Policy
 from equipoise.telemetry.exposition import metrics_route, registry_of, serving_http
 from equipoise_api.v1 import (
     admin_pb2,
@@ -42,6 +47,11 @@ from equipoise_api.v1 import (
 _WORKER_LINK = worker_link_pb2.DESCRIPTOR.services_by_name["WorkerLink"].full_name
 _STATUS = status_pb2.DESCRIPTOR.services_by_name["Status"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+
+READY = "ready"
+"""Health service that tells whether this balancer could take workers, if it led."""
+
+_COMPILING = "the planner is being compiled, once after an installation: about half a minute"
 
 _OPTIONS = (
     # Two balancers on one port would share its workers by chance; the second must fail instead.
@@ -65,20 +75,26 @@ async def serving(
     store: Store,
     *,
     listen: str,
-    policy: Policy,
+    policies: PolicyBook,
     stop_grace_s: float,
     advertise: str = "",
     metrics_listen: str = "",
     metrics_heard: Callable[[str], None] | None = None,
     register: LeaseRegister | None = None,
     timing: LeaseTiming = ALONE,
+    policy_file: Path | None = None,
+    warm_up: Callable[[], None] | None = None,
 ) -> AsyncIterator[int]:
     """Serve on `listen` (host:port) inside the block; gives the port, which is new for port 0.
 
     Among balancers that share `register` one leads at a time, which the others know by `advertise`
     (host:port, that of `listen` if empty). Without a register this one leads. When the block
-    begins it is clear whether it does. Metrics are told at `metrics_listen`, if that is given;
-    `metrics_heard` is told the host:port.
+    begins it is clear whether it does, unless it is not ready then. Metrics are told at
+    `metrics_listen`, if that is given; `metrics_heard` is told the host:port.
+
+    It answers questions at once, but takes no workers, and does not want to lead, before `warm_up`
+    has ended on a thread of its own and a `policy_file` (followed from then on) was good. Until
+    then the health of `ready` is NOT_SERVING, and ListPools says why.
 
     Raises:
         BalancerError: the port cannot be listened on.
@@ -97,7 +113,8 @@ async def serving(
         ),
         timing=timing,
     )
-    seat = Seat(store=store, policy=policy, clock=clock, elector=elector)
+    readiness = Readiness()
+    seat = Seat(store=store, policies=policies, clock=clock, elector=elector, readiness=readiness)
     worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(seat), server)
     status_pb2_grpc.add_StatusServicer_to_server(
         StatusService(seat, store=store, clock=clock), server
@@ -112,22 +129,31 @@ async def serving(
         (_WORKER_LINK, _STATUS, _ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     await seat.open()
-    async with elector.running(), _background(seat.run()):
-        await seat.until_settled()
+    async with AsyncExitStack() as running:
+        if policy_file is not None:
+            file = PolicyFile(policy_file, book=policies, readiness=readiness, clock=clock)
+            await file.look()
+            await running.enter_async_context(_background(file.run()))
+        if warm_up is not None:
+            readiness.note("planner", _COMPILING)
+            await running.enter_async_context(_background(_compile(warm_up, readiness)))
+        await running.enter_async_context(_background(_take_part(seat, elector)))
+        if not readiness.missing:
+            await seat.until_settled()
         await server.start()
         await watched.set(_STATUS, health_pb2.HealthCheckResponse.SERVING)
         _log.info("listening on %s:%d", host, port)
-        async with (
-            _background(_show_leadership(elector, watched)),
-            _metrics(BalancerCollector(seat, clock=clock), listen=metrics_listen) as metrics_at,
-        ):
-            if metrics_heard is not None:
-                metrics_heard(metrics_at)
-            try:
-                yield port
-            finally:
-                # Shielded, because a second Ctrl-C must not leave the stop half done.
-                await asyncio.shield(_stop(server, seat, watched, stop_grace_s))
+        await running.enter_async_context(_background(_show_readiness(readiness, watched)))
+        await running.enter_async_context(_background(_show_leadership(elector, watched)))
+        collector = BalancerCollector(seat, clock=clock)
+        metrics_at = await running.enter_async_context(_metrics(collector, listen=metrics_listen))
+        if metrics_heard is not None:
+            metrics_heard(metrics_at)
+        try:
+            yield port
+        finally:
+            # Shielded, because a second Ctrl-C must not leave the stop half done.
+            await asyncio.shield(_stop(server, seat, watched, stop_grace_s))
 
 
 def _metrics(collector: BalancerCollector, *, listen: str) -> AbstractAsyncContextManager[str]:
@@ -166,6 +192,35 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+
+
+async def _take_part(seat: Seat, elector: Elector) -> None:
+    await seat.look_on()
+    async with elector.running():
+        await seat.run()
+
+
+async def _compile(warm_up: Callable[[], None], readiness: Readiness) -> None:
+    """Have the planner compiled, or loaded from the cache, before workers rest on its answers.
+
+    The compiler holds a lock that the event loop would wait for, in the middle of serving.
+    """
+    try:
+        await in_daemon_thread(warm_up, name="compiler")
+    except Exception:  # noqa: BLE001 - each plan will say so again
+        _log.exception("the planner could not be compiled")
+    readiness.note("planner", "")
+
+
+async def _show_readiness(readiness: Readiness, watched: Any) -> None:
+    """Keep the health of `ready` true."""
+    status = health_pb2.HealthCheckResponse
+    if readiness.missing:
+        _log.info("not ready: %s", readiness.missing)
+        await watched.set(READY, status.NOT_SERVING)
+        await readiness.until_ready()
+        _log.info("ready")
+    await watched.set(READY, status.SERVING)
 
 
 async def _show_leadership(elector: Elector, watched: Any) -> None:

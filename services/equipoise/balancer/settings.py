@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from equipoise.planning.policy import Policy
 from equipoise.telemetry.logs import LogFormat
@@ -78,7 +79,11 @@ class BalancerSettings:
     """Seconds that open calls may take to end after Ctrl-C or SIGTERM. Workers serve on without a
     balancer, so there is nothing to wait long for."""
 
-    policy: Policy = field(default_factory=Policy)
+    policy: Path | None = None
+    """BalancePolicy file: what it says goes before the options below, for all pools or for single
+    ones. Edits take effect within seconds, and one that is wrong changes nothing."""
+
+    defaults: Policy = field(default_factory=Policy)
     """How loads become layouts: intervals, half-lives, thresholds, bounds of every wait."""
 
     def __post_init__(self) -> None:

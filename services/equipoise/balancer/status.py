@@ -42,6 +42,7 @@ def pool_status(pool: Pool, *, now: float) -> pb.PoolStatus:
         rollouts_aborted=pool.rollouts.aborted,
         windows=[_window_status(window) for window in pool.windows],
         bounds=_bounds(pool),
+        policy=_policy_status(pool),
         epochs=[
             pb.EpochStatus(
                 epoch=record.epoch,
@@ -111,6 +112,8 @@ def decision_to_proto(decision: DecisionRecord) -> pb.Decision:
         algorithm=decision.algorithm,
         plan_ms=decision.plan_ms,
         shift_detected=decision.shift_detected,
+        kind=decision.kind.value,
+        policy_hash=decision.policy_hash,
     )
 
 
@@ -217,6 +220,19 @@ def _hold_status(pool: Pool) -> pb.HoldStatus:
         pinned=hold.pinned,
         pinned_generation=hold.pinned_generation,
         at_pin=hold.pin is not None and current is not None and current.same_placement(hold.pin),
+    )
+
+
+def _policy_status(pool: Pool) -> pb.PolicyStatus:
+    refusal = pool.policies.latest_refusal
+    return pb.PolicyStatus(
+        hash=pool.in_force.digest,
+        source=pool.in_force.source,
+        loaded_unix_s=pool.in_force.loaded_s,
+        num_refused=pool.policies.num_refused,
+        refusal=refusal.reason if refusal is not None else "",
+        refused_unix_s=refusal.refused_s if refusal is not None else 0.0,
+        is_paused=pool.policy.pause,
     )
 
 

@@ -52,7 +52,8 @@ class StatusService(pb_grpc.StatusServicer):
         self._name_leader(context)
         pools = self._seat.pools
         return pb.ListPoolsResponse(
-            pools=[pool_summary(pools.find(name).pool) for name in pools.names()]
+            pools=[pool_summary(pools.find(name).pool) for name in pools.names()],
+            not_ready=self._seat.not_ready,
         )
 
     async def GetStatus(  # noqa: N802

@@ -100,22 +100,41 @@ class AverageRecord:
     tokens: Load
 
 
+class DecisionKind(StrEnum):
+    """What was decided about."""
+
+    PLAN = "plan"
+    """A plan, yes or no."""
+
+    POLICY = "policy"
+    """Another policy came into force."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """A verdict, yes or no, with its reason. `sequence` is given by the store, from 1."""
+    """A decision with its reason. `sequence` is given by the store, from 1.
+
+    `policy_hash` names the policy that made it, or that came into force. What is of a plan has its
+    default where there was none.
+    """
 
     sequence: int = 0
     time_unix_s: float
     accepted: bool
     reason: str
     base_generation: int
-    balancedness_current: float
-    balancedness_proposed: float
-    moves: int
-    bytes: int
-    algorithm: str
-    plan_ms: float
-    shift_detected: bool
+    balancedness_current: float = 0.0
+    balancedness_proposed: float = 0.0
+    moves: int = 0
+    bytes: int = 0
+    algorithm: str = ""
+    plan_ms: float = 0.0
+    shift_detected: bool = False
+    kind: DecisionKind = DecisionKind.PLAN
+    policy_hash: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", DecisionKind(self.kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,9 @@ def _policy(spec: str, values: Mapping[str, Any]) -> Policy:
     given: dict[str, Any] = {}
     for key, value in values.items():
         name = _option(spec, key)
+        if types[name] is bool:
+            given[name] = {"true": True, "false": False}.get(str(value).lower(), value)
+            continue
         try:
             given[name] = types[name](value)
         except (ValueError, TypeError, OverflowError):

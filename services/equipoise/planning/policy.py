@@ -49,6 +49,9 @@ class Policy:
         InvalidPolicyError: a value is outside its range.
     """
 
+    pause: bool = False
+    """Nothing is moved; loads are measured on, and every decision says so."""
+
     interval_s: float = 10.0
     """Seconds between decisions. Long enough that a window has traffic to judge by, short enough
     that a shift costs a few windows only."""
@@ -86,6 +89,10 @@ class Policy:
     max_wave_bytes: int = 256 * MIB
     """Bytes that one rank stages at most for one generation, apart from a single layer that needs
     more. This is staging memory that a worker must have to spare."""
+
+    max_wave_moves: int = 10_000
+    """Experts that one rank stages at most for one generation, apart from a single layer that needs
+    more. The bytes bound a wave; this is for those who count experts."""
 
     algorithm: Algorithm = Algorithm.INCREMENTAL
     """How replicas are placed. From what is there, so that a shift of traffic costs the few moves
@@ -125,6 +132,9 @@ class Policy:
     """Seconds in which a plan must earn back what it costs: loads change in minutes, and what is
     not earned by then never is."""
 
+    plan_timeout_s: float = 60.0
+    """Seconds a plan may take before it is given up; its window is long over by then."""
+
     stage_timeout_s: float = 30.0
     """Seconds until a generation that is not staged by all ranks is aborted. Pulling
     `max_wave_bytes` takes a few seconds on a slow network."""
@@ -152,10 +162,12 @@ class Policy:
     who come together cost one pause."""
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
                 raise InvalidPolicyError(f"{name} must be from {low:g} to {high:g}, not {value}")
+        if not isinstance(self.pause, bool):
+            raise InvalidPolicyError(f"pause must be true or false, not {self.pause!r}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             try:
@@ -175,9 +187,13 @@ class Policy:
                 f"({self.heartbeat_interval_s:g}), not {self.silent_after_s:g}"
             )
 
+    def wave_bytes(self, expert_bytes: int) -> int:
+        """Bytes that one rank stages at most for one generation, by both budgets."""
+        return min(self.max_wave_bytes, self.max_wave_moves * expert_bytes)
+
 
 _HOUR_S = 3600.0
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "interval_s": (0.05, 24 * _HOUR_S),
     "report_interval_s": (0.01, _HOUR_S),
     "heartbeat_interval_s": (0.01, _HOUR_S),
@@ -188,6 +204,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "min_gain": (0.0, 1.0),
     "cooldown_s": (0.0, 24 * _HOUR_S),
     "max_wave_bytes": (1, 2**50),
+    "max_wave_moves": (1, 10**9),
     "locality": (0.0, 1.0),
     "target_balancedness": (0.01, 1.0),
     "plan_below": (0.01, 1.0),
@@ -196,6 +213,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "pull_slowdown": (0.0, 1.0),
     "switch_stall_s": (0.0, _HOUR_S),
     "payback_s": (0.0, 24 * _HOUR_S),
+    "plan_timeout_s": (0.05, _HOUR_S),
     "stage_timeout_s": (0.01, _HOUR_S),
     "switch_timeout_s": (0.01, _HOUR_S),
     "silent_after_s": (0.02, _HOUR_S),
@@ -204,5 +222,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "start_timeout_s": (0.0, _HOUR_S),
     "join_settle_s": (0.0, _HOUR_S),
 }
+"""Least and greatest value of every number."""
+
 _CHOICES: dict[str, type[StrEnum]] = {"algorithm": Algorithm, "weighted": Weighting}
-assert _RANGES.keys() | _CHOICES.keys() == {field.name for field in fields(Policy)}
+assert RANGES.keys() | _CHOICES.keys() | {"pause"} == {field.name for field in fields(Policy)}

@@ -67,7 +67,8 @@ def judge(
     )
     cost = _cost(current, target, model=model, policy=policy, speedup=1.0 - before / after)
     refusal = (
-        _too_few_tokens(window, policy)
+        _paused(policy)
+        or _too_few_tokens(window, policy)
         or _cooling_down(policy, shift, now=now, last_switch_s=last_switch_s)
         or _balanced_enough(before, policy)
         or _nothing_to_change(cost, before)
@@ -119,7 +120,9 @@ def _cost(
     moves_of_rank = np.add.reduceat(moved.sum(axis=0), current.first_slot[:-1])
     most_bytes = int(moves_of_rank.max()) * model.expert_bytes
     pull_s = most_bytes / policy.bandwidth_bytes_per_s
-    num_switches = max(-(-most_bytes // policy.max_wave_bytes), 1 if reshared else 0)
+    num_switches = max(
+        -(-most_bytes // policy.wave_bytes(model.expert_bytes)), 1 if reshared else 0
+    )
     lost_s = pull_s * policy.pull_slowdown + num_switches * policy.switch_stall_s
     return _Cost(
         moves=int(moved.sum()),
@@ -129,6 +132,10 @@ def _cost(
         lost_s=lost_s,
         payback_s=lost_s / speedup if speedup > 0 else math.inf,
     )
+
+
+def _paused(policy: Policy) -> str | None:
+    return "the policy says pause: nothing is moved" if policy.pause else None
 
 
 def _too_few_tokens(window: Load, policy: Policy) -> str | None:

@@ -1,0 +1,30 @@
+"""`Readiness`: what a balancer still needs before it can take workers."""
+
+import asyncio
+
+
+class Readiness:
+    """Reasons not to be ready, by what they concern; ready without any."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def missing(self) -> str:
+        """All reasons in words; empty when ready."""
+        return "; ".join(self._reasons.values())
+
+    def note(self, concern: str, reason: str) -> None:
+        """What `concern` still needs; with an empty reason it is ready."""
+        if reason:
+            self._reasons[concern] = reason
+        else:
+            self._reasons.pop(concern, None)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def until_ready(self) -> None:
+        """Wait until there is no reason left."""
+        while self._reasons:
+            await self._changed.wait()

@@ -1,0 +1,189 @@
+"""A pool under a policy that changes: nothing is lost, and every decision names its policy."""
+
+import numpy as np
+import pytest
+
+from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.status import decision_to_proto, pool_status
+from equipoise.balancer.store import DecisionKind, DecisionRecord
+from equipoise.planning.policy import Policy
+from equipoise.policy.digest import digest
+from equipoise.wire.messages import Assignment
+
+HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
+
+
+@pytest.fixture
+def hot():
+    """Load that asks for another layout: a few experts of each layer carry most of it."""
+    load = np.ones((3, 32))
+    load[:, :4] = 60.0
+    return load
+
+
+def offer(bench, body):
+    taken = bench.policies.offer(HEAD + body, source="policy.yaml", now=bench.now)
+    bench.tick()
+    return taken
+
+
+def test_decisions_name_the_policy_that_made_them(make_bench, hot):
+    bench = make_bench()
+    bench.serve()
+    bench.run_traffic(hot, seconds=11)
+    (first,) = bench.decisions()
+    assert first.kind is DecisionKind.PLAN
+    assert first.policy_hash == bench.pool.in_force.digest == pool_hash(bench)
+    assert decision_to_proto(first).policy_hash == first.policy_hash
+
+
+def pool_hash(bench):
+    return pool_status(bench.pool, now=bench.now).policy.hash
+
+
+def test_a_change_is_recorded_with_what_differs(make_bench):
+    bench = make_bench()
+    bench.serve()
+    bench.tick()
+    before = pool_hash(bench)
+    assert offer(bench, "pools: {tiny: {interval: 3s, judging: {minGain: 0.2}}}")
+    (record,) = bench.decisions()
+    assert (record.kind, record.accepted) == (DecisionKind.POLICY, True)
+    assert record.policy_hash == pool_hash(bench) != before
+    for words in (
+        before,
+        record.policy_hash,
+        "policy.yaml",
+        "interval 10s → 3s",
+        "judging.minGain",
+    ):
+        assert words in record.reason
+    assert pool_status(bench.pool, now=bench.now).policy.source == "policy.yaml"
+
+
+def test_other_pools_overrides_and_comments_change_nothing(make_bench):
+    bench = make_bench()
+    bench.serve()
+    bench.tick()
+    before = pool_hash(bench)
+    values = "judging: {minTokens: 100}"
+    assert offer(bench, f"# why\ndefaults: {{{values}}}\npools: {{other: {{pause: true}}}}")
+    assert pool_hash(bench) == before
+    assert bench.decisions() == []
+
+
+def test_averages_keep_their_values_when_half_lives_change(make_bench, hot):
+    bench = make_bench()
+    bench.serve()
+    bench.run_traffic(hot, seconds=5)
+    bench.run_traffic(hot, seconds=6)
+    slow, fast = bench.pool.loads.slow.per_second(), bench.pool.loads.fast.per_second()
+    assert slow.any()
+    offer(bench, "defaults: {averages: {slowHalfLife: 5m, fastHalfLife: 20s}}")
+    assert bench.pool.loads.slow.per_second() == pytest.approx(slow)
+    assert bench.pool.loads.fast.per_second() == pytest.approx(fast)
+    assert bench.pool.loads.slow.half_life_s == 300
+
+
+def test_a_shorter_interval_closes_the_open_window_sooner(make_bench, hot):
+    bench = make_bench()
+    bench.serve()
+    bench.run_traffic(hot, seconds=4)
+    assert bench.pool.windows_closed == 0
+    offer(bench, "defaults: {interval: 2s}")
+    assert bench.pool.windows_closed == 1
+
+
+def test_a_pause_keeps_everything_in_place_and_says_so(make_bench, hot):
+    bench = make_bench()
+    bench.serve()
+    offer(bench, "defaults: {pause: true, judging: {minTokens: 100}}")
+    bench.run_traffic(hot, seconds=11)
+    decision = bench.decisions()[-1]
+    assert not decision.accepted
+    assert "pause" in decision.reason
+    assert bench.pool.rollouts.current is None
+    offer(bench, "defaults: {judging: {minTokens: 100}}")
+    bench.run_traffic(hot, seconds=10)
+    assert any(one.accepted and one.kind is DecisionKind.PLAN for one in bench.decisions())
+
+
+def test_a_policy_that_changed_meanwhile_takes_a_plan_back(make_bench, hot, monkeypatch):
+    bench = make_bench()
+    bench.serve()
+    controller = bench.controller
+    proposed = controller.proposed
+
+    def changed_meanwhile(proposal, **about):
+        bench.policies.offer(HEAD + "defaults: {interval: 9s}", source="f", now=bench.now)
+        controller.tick(now=bench.now)
+        return proposed(proposal, **about)
+
+    monkeypatch.setattr(controller, "proposed", changed_meanwhile)
+    bench.run_traffic(hot, seconds=11)
+    decision = bench.decisions()[-1]
+    assert not decision.accepted
+    assert decision.reason.startswith("the policy changed while this was planned: ")
+
+
+def test_a_refused_policy_changes_nothing_and_is_shown_until_a_good_one_comes(make_bench):
+    bench = make_bench()
+    bench.serve()
+    offer(bench, "defaults: {interval: 7s}")
+    before = bench.pool.in_force
+    revision = bench.pool.revision
+    assert not offer(bench, "defaults: {intervall: 5s}")
+    assert bench.pool.in_force == before
+    assert bench.pool.revision > revision, "watchers hear of it"
+    shown = pool_status(bench.pool, now=bench.now).policy
+    assert (shown.hash, shown.num_refused) == (before.digest, 1)
+    assert "line 3: defaults.intervall" in shown.refusal
+    offer(bench, "defaults: {interval: 5s}")
+    assert not pool_status(bench.pool, now=bench.now).policy.refusal
+
+
+def test_bounds_follow_the_policy_and_keep_their_counts(make_bench):
+    bench = make_bench()
+    bench.serve()
+    bench.pool.bounds.note("stage", "it took too long")
+    offer(bench, "defaults: {timeouts: {stage: 7s}}")
+    (stage,) = (one for one in bench.pool.bounds.all() if one.name == "stage")
+    assert (stage.bound_s, stage.reached) == (7.0, 1)
+
+
+def test_a_shorter_silence_waits_for_workers_that_still_beat_slowly(make_bench):
+    bench = make_bench()
+    bench.serve()
+    assert bench.sent_to("worker-0", Assignment)[-1].heartbeat_interval_s == 1.0
+    offer(bench, "defaults: {heartbeatInterval: 100ms, timeouts: {report: 300ms}}")
+    bench.tick(1.5)
+    assert not bench.pool.silent
+    bench.tick(1.0)
+    assert len(bench.pool.silent) == 4
+
+
+def test_a_change_while_no_balancer_led_is_recorded_by_the_next_one(make_bench):
+    last = DecisionRecord(
+        sequence=3,
+        time_unix_s=1.0,
+        accepted=False,
+        reason="",
+        base_generation=1,
+        policy_hash="0123456789ab",
+    )
+    bench = make_bench(memory=PoolMemory(last_decision=last))
+    bench.tick()
+    (record,) = bench.decisions()
+    assert record.kind is DecisionKind.POLICY
+    assert "instead of 0123456789ab" in record.reason
+
+
+def test_pools_have_policies_of_their_own():
+    book = PolicyBook(Policy(), now=5.0)
+    assert book.of("a").source == "command line"
+    text = HEAD + "defaults: {interval: 20s}\npools: {b: {interval: 30s}}"
+    assert book.offer(text, source="f", now=6.0)
+    assert [book.of(name).values.interval_s for name in "ab"] == [20, 30]
+    assert book.of("a").digest == digest(Policy(interval_s=20.0))
+    assert book.of("a").loaded_s == 6.0

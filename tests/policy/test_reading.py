@@ -1,0 +1,184 @@
+"""A policy file is taken whole or refused whole, and each fault is named with its line."""
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
+
+from equipoise.planning.policy import RANGES, Policy
+from equipoise.policy.digest import changes, digest
+from equipoise.policy.document import PoolPolicy, settings
+from equipoise.policy.errors import PolicyError
+from equipoise.policy.quantities import read_bytes, read_seconds, write_bytes, write_seconds
+from equipoise.policy.reading import MAX_BYTES, read_policy
+
+HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
+
+
+def faults_of(body, *, head=HEAD):
+    with pytest.raises(PolicyError) as refused:
+        read_policy(head + body, source="policy.yaml")
+    assert str(refused.value).startswith("policy policy.yaml: ")
+    return refused.value.faults
+
+
+def test_what_is_not_said_has_its_default():
+    read = read_policy(HEAD, source="policy.yaml")
+    assert read.defaults == Policy()
+    assert not read.pools
+
+
+def test_a_pool_overrides_single_fields_and_keeps_the_rest():
+    read = read_policy(
+        HEAD
+        + """
+defaults:
+  interval: 20s
+  averages: {slowHalfLife: 2m}
+pools:
+  decode:
+    averages: {fastHalfLife: 500ms}
+    waves: {maxBytes: 64Mi}
+    planning: {algorithm: auto}
+""",
+        source="policy.yaml",
+    )
+    decode = read.pools["decode"]
+    assert (decode.interval_s, decode.slow_half_life_s, decode.fast_half_life_s) == (20, 120, 0.5)
+    assert decode.max_wave_bytes == 64 * 2**20
+    assert decode.algorithm == "auto"
+    assert read.defaults.fast_half_life_s == Policy().fast_half_life_s
+
+
+def test_flags_hold_where_the_file_is_silent():
+    read = read_policy(
+        HEAD + "defaults: {interval: 20s}", source="f", base=Policy(min_gain=0.5, interval_s=7)
+    )
+    assert (read.defaults.min_gain, read.defaults.interval_s) == (0.5, 20)
+
+
+def test_every_value_of_the_planning_policy_can_be_written_exactly_once():
+    names = [setting.name for _, setting, _ in settings()]
+    assert sorted(names) == sorted(field.name for field in fields(Policy))
+    assert PoolPolicy().given() == {}
+
+
+def test_every_field_says_what_it_is_for():
+    assert all(len(words) > 20 for _, _, words in settings())
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "path", "why"),
+    [
+        ("defaults:\n  intervall: 1s", 4, "defaults.intervall", "did you mean interval?"),
+        (
+            "defaults:\n  minGain: 0.1",
+            4,
+            "defaults.minGain",
+            "there is no such field here: did you mean judging.minGain?",
+        ),
+        ("policy: {}", 3, "policy", "there are apiVersion, kind, defaults, pools"),
+        (
+            "pools:\n  a:\n    waves:\n      maxByte: 1",
+            6,
+            "pools.a.waves.maxByte",
+            "did you mean maxBytes?",
+        ),
+        ("defaults:\n  interval: 10", 4, "defaults.interval", "a duration needs a unit: write 10s"),
+        ("defaults:\n  interval: 1ms", 4, "defaults.interval", "must be from 50ms to 24h"),
+        ("defaults: {waves: {maxBytes: lots}}", 3, "defaults.waves.maxBytes", "such as 256Mi"),
+        ("defaults: {planning: {riskZ: .nan}}", 3, "defaults.planning.riskZ", "from 0 to 10"),
+        ("defaults: {planning: {algorithm: best}}", 3, "defaults.planning.algorithm", "one of"),
+        ("defaults: {pause: 1}", 3, "defaults.pause", "must be true or false"),
+        ("defaults: {judging: 3}", 3, "defaults.judging", "must hold fields by name"),
+        ("pools: [a]", 3, "pools", "must hold fields by name"),
+        (
+            "defaults:\n  averages:\n    slowHalfLife: 2s",
+            3,
+            "defaults.averages.fastHalfLife",
+            "averages.fastHalfLife must be below averages.slowHalfLife (2)",
+        ),
+        (
+            "pools:\n  a:\n    timeouts:\n      report: 500ms",
+            6,
+            "pools.a.timeouts.report",
+            "timeouts.report must be above heartbeatInterval (1)",
+        ),
+        ("defaults: {}\ndefaults: {}", 4, "defaults", "is there twice, first in line 3"),
+        ("defaults: [", 3, "", "is no YAML"),
+        ("defaults: &a {}\npools: {b: *a}", 4, "", "aliases are not used here"),
+        ("defaults: {interval: 2026-13-45}", 3, "defaults.interval", "must be a duration"),
+        ("? {a: b}\n: c", 3, "", "keys must be words"),
+    ],
+)
+def test_a_fault_names_field_line_and_why(body, line, path, why):
+    (fault,) = faults_of(body)
+    assert (fault.line, fault.path) == (line, path)
+    assert why in fault.why
+
+
+def test_all_faults_are_told_at_once_in_the_order_of_the_file():
+    faults = faults_of("defaults:\n  interval: 1\n  pause: 3\npools:\n  a: {nope: 1}")
+    assert [fault.line for fault in faults] == [4, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is empty or no mapping"),
+        ("- a", "is empty or no mapping"),
+        ("kind: BalancePolicy", "apiVersion: is missing"),
+        (HEAD.replace("v1alpha1", "v9"), "must be 'equipoise.dev/v1alpha1'"),
+        ("a: " + "[" * 2000, "nested"),
+        ("#" * (MAX_BYTES + 1), "is larger than"),
+        ("a: \x00", "is no YAML"),
+        ("{a: !!python/object/apply:os.system [x]}", "a"),
+    ],
+)
+def test_what_is_no_policy_at_all_is_refused(text, why):
+    assert why in "; ".join(map(str, faults_of("", head=text)))
+
+
+@budget(max_examples=50)
+@given(st.text(max_size=60) | st.sampled_from(["? ", "[[", "!!", "%", "a: &b"]))
+def test_any_text_is_read_or_refused(text):
+    try:
+        read_policy(HEAD + text, source="any")
+    except PolicyError as error:
+        assert error.faults  # noqa: PT017 - some texts are good
+
+
+@given(st.sampled_from(sorted(RANGES)), st.floats(0.0, 1.0))
+def test_what_is_written_reads_as_the_same_value(name, part):
+    (setting,) = (one for _, one, _ in settings() if one.name == name)
+    low, high = RANGES[name]
+    value = low + part * (high - low)
+    if setting.unit == "bytes" or isinstance(getattr(Policy(), name), int):
+        value = int(value)
+    assert setting.checked(setting.write(value)) == pytest.approx(value, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10s", 10), ("250ms", 0.25), ("1h30m", 5400), ("0s", 0), ("1.5m", 90)]
+)
+def test_durations_are_read_as_people_write_them(text, seconds):
+    assert read_seconds(text) == seconds
+    assert read_seconds(write_seconds(seconds)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("256Mi", 2**28), ("1G", 10**9), ("1.5k", 1500), (17, 17), ("17", 17)]
+)
+def test_bytes_are_read_as_kubernetes_writes_them(text, number):
+    assert read_bytes(text) == number
+    assert read_bytes(write_bytes(number)) == number
+
+
+def test_the_digest_is_that_of_the_values_not_of_the_words():
+    one = read_policy(HEAD + "defaults: {interval: 60s}", source="a").defaults
+    same = read_policy(HEAD + "# said otherwise\ndefaults:\n  interval: 1m", source="b").defaults
+    other = read_policy(HEAD + "defaults: {interval: 61s}", source="a").defaults
+    assert digest(one) == digest(same) != digest(other)
+    assert changes(one, other) == ("interval 1m → 61s",)
