@@ -415,6 +415,7 @@ class PoolStatus(_message.Message):
     HOLD_FIELD_NUMBER: _builtins.int
     AUDIT_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool name."""
     health: Global___PoolHealth.ValueType
@@ -491,6 +492,10 @@ class PoolStatus(_message.Message):
         window had too little traffic for experts with several replicas, or ran two generations.
         """
 
+    @_builtins.property
+    def policy(self) -> Global___PolicyStatus:
+        """The policy in force, and whether a newer one was refused."""
+
     def __init__(
         self,
         *,
@@ -519,10 +524,11 @@ class PoolStatus(_message.Message):
         hold: Global___HoldStatus | None = ...,
         audit: _abc.Iterable[Global___AuditEntry] | None = ...,
         shares: Global___ShareStatus | None = ...,
+        policy: Global___PolicyStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "pool", b"pool", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
     _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015
@@ -558,7 +564,6 @@ class ShareStatus(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     MISPLACED_FIELD_NUMBER: _builtins.int
     UNEVEN_LAYERS_FIELD_NUMBER: _builtins.int
-    POLICY_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation that ran."""
     layer: _builtins.int
@@ -577,10 +582,6 @@ class ShareStatus(_message.Message):
     """Part of the tokens of all experts with several replicas that other slots served than planned."""
     uneven_layers: _builtins.int
     """Layers whose experts are not all split evenly over their slots."""
-    @_builtins.property
-    def policy(self) -> Global___PolicyStatus:
-        """The policy in force, and whether a newer one was refused."""
-
     def __init__(
         self,
         *,
@@ -593,11 +594,10 @@ class ShareStatus(_message.Message):
         tokens: _builtins.float = ...,
         misplaced: _builtins.float = ...,
         uneven_layers: _builtins.int = ...,
-        policy: Global___PolicyStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert", b"expert", "generation", b"generation", "layer", b"layer", "misplaced", b"misplaced", "planned", b"planned", "policy", b"policy", "realised", b"realised", "slot", b"slot", "tokens", b"tokens", "uneven_layers", b"uneven_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert", b"expert", "generation", b"generation", "layer", b"layer", "misplaced", b"misplaced", "planned", b"planned", "realised", b"realised", "slot", b"slot", "tokens", b"tokens", "uneven_layers", b"uneven_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
