@@ -84,6 +84,7 @@ class HttpTraffic:
             "model": "tiny",
             "prompt": prompt,
             "max_tokens": self._max_tokens,
+            "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
         }
