@@ -4,7 +4,9 @@ Real helm and kubectl, a strict API server, and the chart's pods as processes of
 user and read-only root. The tests follow each other: each leaves the pool serving.
 """
 
+import json
 import os
+import time
 from pathlib import Path
 
 import grpc
@@ -27,6 +29,10 @@ metadata:
   name: node-0
   labels: {nvidia.com/gpu.clique: c0ffee.1, topology.kubernetes.io/zone: zone-b}
 """
+SLOWNESS = max(1.0, os.getloadavg()[0] / 4)
+"""How much longer things take where other work wants the cores too."""
+
+
 BOUND_S = 120.0
 """Longest wait for anything that is a matter of seconds on a machine with nothing else to do."""
 
@@ -153,6 +159,37 @@ def test_a_shift_of_traffic_is_answered_by_a_rollout(release, traffic):
     assert not traffic.lost
 
 
+def test_an_edit_of_the_policy_is_live_within_seconds_and_a_wrong_one_is_kept_out(
+    cluster, release, traffic
+):
+    before = release.until_serving()["policy"]
+    good = cluster.objects("configmaps")["eq-equipoise-policy"]["data"]["policy.yaml"]
+    edited = good.replace("interval: 3s", "interval: 4s")
+
+    started = time.monotonic()
+    edit_policy(cluster, edited)
+    after = release.until(
+        lambda status: status["policy"]["hash"] != before["hash"], what="the edited policy"
+    )
+    took_s = time.monotonic() - started
+    assert (after["interval_s"], after["policy"]["refusal"]) == (4.0, "")
+    assert took_s < 5.0 * SLOWNESS, f"{took_s:.1f} s"
+
+    edit_policy(cluster, edited.replace("interval: 4s", "intervall: 9s"))
+    refused = release.until(
+        lambda status: status["policy"]["refusal"], what="the refusal of a wrong policy"
+    )
+    assert "interval" in refused["policy"]["refusal"]
+    assert refused["policy"]["hash"] == after["policy"]["hash"]
+    assert refused["interval_s"] == 4.0
+
+    edit_policy(cluster, good)
+    release.until(
+        lambda status: status["policy"]["hash"] == before["hash"], what="the first policy again"
+    )
+    assert not traffic.lost
+
+
 def test_the_leaders_pod_is_deleted_and_another_one_takes_over(cluster, release, traffic):
     before, term = release.until_serving(), release.term
     address = release.leader.rpartition(":")[0]
@@ -207,6 +244,12 @@ def test_an_upgrade_replaces_every_pod_without_losing_a_request(cluster, release
     answered = traffic.num_answered
     until(lambda: traffic.num_answered > answered, timeout_s=BOUND_S, what="an answer after that")
     assert not traffic.lost
+
+
+def edit_policy(cluster, text):
+    """As `kubectl edit configmap` does."""
+    patch = json.dumps({"data": {"policy.yaml": text}})
+    cluster.kubectl("patch", "configmap", "eq-equipoise-policy", "--type=merge", "-p", patch)
 
 
 def test_uninstall_leaves_nothing_behind(cluster, release, traffic):

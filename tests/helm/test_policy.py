@@ -1,0 +1,48 @@
+"""The policy that the chart mounts is one that the balancer reads, and edits of it can reach it."""
+
+from helm_chart import FULL, one_of, pod_specs, render
+
+from equipoise.policy.reading import read_policy
+
+CHOSEN = {
+    "policy": {
+        "defaults": {"interval": "20s", "judging": {"minGain": 0.05}},
+        "pools": {"decode": {"interval": "5s", "pause": True}},
+    }
+}
+
+
+def mounted(values):
+    (text,) = one_of(render(values), "ConfigMap", "eq-equipoise-policy")["data"].values()
+    return read_policy(text, source="policy.yaml")
+
+
+def test_the_balancer_reads_what_the_chart_writes():
+    assert mounted({}).pools == {}
+    chosen = mounted(CHOSEN)
+    assert (chosen.defaults.interval_s, chosen.defaults.min_gain) == (20.0, 0.05)
+    decode = chosen.pools["decode"]
+    assert (decode.interval_s, decode.min_gain, decode.pause) == (5.0, 0.05, True)
+
+
+def test_edits_reach_the_balancer_because_the_folder_is_mounted_and_nothing_restarts():
+    before, after = render({}), render(CHOSEN)
+    assert pod_specs(before) == pod_specs(after)
+    spec = pod_specs(before)["Deployment/eq-equipoise-balancer"]
+    (container,) = spec["containers"]
+    (mount,) = [one for one in container["volumeMounts"] if one["name"] == "policy"]
+    assert "subPath" not in mount
+    (flag,) = [one for one in container["args"] if one.startswith("--policy=")]
+    assert flag == f"--policy={mount['mountPath']}/policy.yaml"
+
+
+def test_a_config_map_of_ones_own_takes_the_place_of_the_charts():
+    objects = render({**FULL, "policy": {"existingConfigMap": "mine"}})
+    assert not [
+        one
+        for one in objects
+        if one["kind"] == "ConfigMap" and one["metadata"]["name"].endswith("-policy")
+    ]
+    spec = pod_specs(objects)["Deployment/eq-equipoise-balancer"]
+    (volume,) = [one for one in spec["volumes"] if one["name"] == "policy"]
+    assert volume["configMap"] == {"name": "mine"}
