@@ -17,12 +17,14 @@ from equipoise.cli.convert_settings import ConvertSettings
 from equipoise.cli.demo_settings import DemoSettings
 from equipoise.cli.options import command_from
 from equipoise.cli.plan_settings import PlanSettings
+from equipoise.cli.policy_commands import policy_app
 from equipoise.cli.replay_settings import ReplaySettings
 from equipoise.cli.status_settings import StatusSettings
 from equipoise.cli.tool_settings import ToolInputError
 from equipoise.cli.whatif_settings import WhatIfSettings
 from equipoise.formats.errors import FormatError
 from equipoise.gateway.settings import GatewaySettings
+from equipoise.policy.errors import PolicyError
 from equipoise.worker.settings import WorkerSettings
 
 EXIT_FAULT = 1
@@ -45,7 +47,7 @@ def main() -> NoReturn:
         if words is None:
             raise
         print(f"equipoise: {words}", file=sys.stderr)
-        bad_input = isinstance(error, FormatError | ToolInputError)
+        bad_input = isinstance(error, FormatError | PolicyError | ToolInputError)
         sys.exit(EXIT_BAD_INPUT if bad_input else EXIT_FAULT)
     sys.exit()
 
@@ -148,6 +150,7 @@ app.command("plan")(command_from(PlanSettings, _plan))
 app.command("replay")(command_from(ReplaySettings, _replay))
 app.command("whatif")(command_from(WhatIfSettings, _whatif))
 app.command("convert")(command_from(ConvertSettings, _convert))
+app.add_typer(policy_app, name="policy")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,154 @@
+"""`equipoise policy`: what a person sees, and what a script learns from the exit status."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from equipoise.cli.policy import diff, schema, show, validate
+from equipoise.cli.policy_preview import Situation, decided, preview_recorded
+from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.policy import Policy
+from equipoise.planning.topology import ModelShape, Topology
+from equipoise.policy.document import settings
+from equipoise.policy.reading import read_policy
+from equipoise.policy.reference import document_of, field_table, json_schema
+
+DOCS = Path(__file__).parents[2] / "docs"
+HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(body, name="policy.yaml"):
+        path = tmp_path / name
+        path.write_text(HEAD + body)
+        return path
+
+    return write
+
+
+def test_a_good_file_is_named_by_its_hashes(write, capsys):
+    path = write("pools: {decode: {interval: 3s}}")
+    assert validate(path, as_json=False) == 0
+    assert f"{path} is good: policy " in capsys.readouterr().out
+    assert validate(path, as_json=True) == 0
+    hashes = json.loads(capsys.readouterr().out)["hashes"]
+    assert set(hashes) == {"decode", "all other pools"}
+
+
+def test_each_fault_is_a_line_and_the_exit_status_is_2(write, capsys):
+    path = write("defaults:\n  intervall: 3s\n  pause: 1\n")
+    assert validate(path, as_json=False) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["line 4", "line 5"]
+    assert validate(path, as_json=True) == 2
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert faults[1] == {
+        "path": "defaults.pause",
+        "line": 5,
+        "value": "1",
+        "why": "must be true or false",
+    }
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(ToolInputError, match="No such file"):
+        validate(tmp_path / "none.yaml", as_json=False)
+
+
+def test_what_is_shown_is_itself_a_policy_that_says_the_same(write, capsys):
+    path = write("defaults: {averages: {slowHalfLife: 90s}, waves: {maxBytes: 3000}}")
+    assert show(path, pool="any", as_json=False) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    again = read_policy(yaml.safe_dump({**yaml.safe_load(HEAD), "defaults": shown}), source="it")
+    assert again.defaults == read_policy(path.read_text(), source="f").defaults
+
+
+def test_differences_are_named_by_pool_and_the_exit_status_tells_them(write, capsys):
+    before = write("pools: {decode: {interval: 3s}}", "before.yaml")
+    after = write("defaults: {planning: {riskZ: 1}}\npools: {decode: {interval: 4s}}", "after.yaml")
+    assert diff(before, after, pool="", as_json=False) == 3
+    assert capsys.readouterr().out.splitlines() == [
+        "decode: interval 3s → 4s",
+        "decode: planning.riskZ 0 → 1",
+        "all other pools: planning.riskZ 0 → 1",
+    ]
+    assert diff(before, before, pool="", as_json=False) == 0
+
+
+def test_the_published_schema_is_that_of_this_release(capsys):
+    assert schema() == 0
+    printed = capsys.readouterr().out
+    published = (DOCS / "policy.schema.json").read_text()
+    assert published == printed, "equipoise policy schema > docs/policy.schema.json"
+
+
+def test_the_schema_takes_what_is_taken_and_nothing_else():
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(json_schema())
+    validator.check_schema(json_schema())
+    assert validator.is_valid(document_of(Policy()))
+    head = yaml.safe_load(HEAD)
+    assert not validator.is_valid({**head, "default": {}})
+    assert not validator.is_valid({**head, "defaults": {"interval": 10}})
+    assert not validator.is_valid({**head, "pools": {"a": {"planning": {"riskZ": 11}}}})
+
+
+def test_the_documented_fields_are_those_of_this_release():
+    assert field_table() in (DOCS / "policy.md").read_text(), "print(field_table()) into it"
+    assert field_table().count("\n| `") == len(list(settings()))
+
+
+def test_the_example_in_the_docs_is_good():
+    text = (DOCS / "policy.md").read_text()
+    example = text.partition("```yaml\n")[2].partition("```")[0]
+    read = read_policy(example, source="docs/policy.md")
+    assert read.pools["decode"].interval_s != read.defaults.interval_s
+
+
+@pytest.fixture
+def situation():
+    load = np.ones((2, 8))
+    load[:, 0] = 20.0
+    return Situation(
+        pool="tiny",
+        current=contiguous_layout(num_layers=2, num_experts=8, num_ranks=4, slots_per_rank=3),
+        model=ModelShape(num_layers=2, num_experts=8, num_groups=1, expert_bytes=1000),
+        topology=Topology(node_of_rank=("a",) * 4, slots_per_rank=3),
+        slow=load * 10,
+        fast=load * 10,
+        window=load * 1000,
+        last_switch_s=None,
+    )
+
+
+def test_a_preview_decides_as_the_balancer_would(situation):
+    yes = decided(situation, Policy(), now=100.0).verdict
+    assert yes.accepted
+    assert yes.moves
+    paused = decided(situation, Policy(pause=True), now=100.0).verdict
+    assert not paused.accepted
+    assert "pause" in paused.reason
+    picky = decided(situation, Policy(min_gain=1.0), now=100.0).verdict
+    assert "gains too little" in picky.reason
+
+
+def test_a_preview_of_recorded_loads_needs_no_balancer(write, tmp_path, capsys):
+    counts = np.ones((1, 2, 8), dtype=int) * 1000
+    counts[:, :, 0] = 20_000
+    loads = tmp_path / "loads.json"
+    loads.write_text(json.dumps({"logical_count": counts.tolist()}))
+    status = preview_recorded(
+        write("defaults: {judging: {minTokens: 10}}"),
+        pool="",
+        source=LoadsSettings(loads=(str(loads),)),
+        seats=PoolSettings(ranks=4, slots=12),
+        as_json=True,
+    )
+    shown = json.loads(capsys.readouterr().out)
+    assert (status, shown["accepted"]) == (0, True)
+    assert shown["balancedness_proposed"] > shown["balancedness_current"]
