@@ -13,8 +13,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from equipoise.balancer.settings import BalancerSettings
+from equipoise.cli.bench_settings import BenchServeSettings
 from equipoise.cli.convert_settings import ConvertSettings
 from equipoise.cli.demo_settings import DemoSettings
+from equipoise.cli.generate_settings import GenerateSettings
 from equipoise.cli.options import command_from
 from equipoise.cli.plan_settings import PlanSettings
 from equipoise.cli.policy_commands import policy_app
@@ -119,6 +121,16 @@ def _whatif(settings: WhatIfSettings) -> int:
     return _run_of("equipoise.cli.whatif")(settings)
 
 
+def _generate(settings: GenerateSettings) -> int:
+    """Let a model go on with a text: in this process, or at a URL."""
+    return _run_of("equipoise.cli.generate")(settings)
+
+
+def _bench_serve(settings: BenchServeSettings) -> int:
+    """Measure how fast a server of OpenAI's form answers. Exit status 1 when a request failed."""
+    return _run_of("equipoise.cli.bench_serve")(settings)
+
+
 def _convert(settings: ConvertSettings) -> int:
     """Write one engine's file of loads or of a layout as another's."""
     return _run_of("equipoise.cli.convert")(settings)
@@ -149,6 +161,10 @@ app.command("demo")(command_from(DemoSettings, _demo))
 app.command("plan")(command_from(PlanSettings, _plan))
 app.command("replay")(command_from(ReplaySettings, _replay))
 app.command("whatif")(command_from(WhatIfSettings, _whatif))
+app.command("generate")(command_from(GenerateSettings, _generate))
+bench = typer.Typer(help="Measure what serves.", no_args_is_help=True)
+bench.command("serve")(command_from(BenchServeSettings, _bench_serve))
+app.add_typer(bench, name="bench")
 app.command("convert")(command_from(ConvertSettings, _convert))
 app.add_typer(policy_app, name="policy")
 

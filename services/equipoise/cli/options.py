@@ -16,6 +16,7 @@ import typer
 S = TypeVar("S")
 
 REPEATED = "repeated"
+ARGUMENT = "argument"
 
 
 def command_from(settings: type[S], act: Callable[[S], int]) -> Callable[..., None]:
@@ -23,7 +24,8 @@ def command_from(settings: type[S], act: Callable[[S], int]) -> Callable[..., No
 
     It builds the settings, which may raise their own exceptions, hands them to `act` and exits with
     the status that returns. A tuple of words is one option with commas, or, with `REPEATED` in the
-    field's metadata, an option that may be given several times.
+    field's metadata, an option that may be given several times. `ARGUMENT` makes a field a word
+    that stands by itself.
     """
 
     def command(**values: Any) -> None:
@@ -71,6 +73,13 @@ def _parameter(field: Field[Any], kind: Any, text: str) -> inspect.Parameter:
     if field.default is MISSING:
         option["show_default"] = "found at the start"
         kind |= None
+    if field.metadata.get(ARGUMENT):
+        return inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, typer.Argument(help=text, show_default=False)],
+        )
     if field.metadata.get(REPEATED):
         default, kind = [], list[str]
         option["show_default"] = False

@@ -1,0 +1,37 @@
+"""A gateway in front of a rank by script, for commands that talk to a server of OpenAI's form."""
+
+import asyncio
+import json
+
+import pytest_asyncio
+from scripted_ranks import BOUND_S, END_TOKEN, VOCAB_SIZE, FakeRank, listening
+
+from equipoise.gateway.server import serve
+from equipoise.gateway.settings import GatewaySettings
+
+
+class Server:
+    def __init__(self, url, rank):
+        self.url, self.rank = url, rank
+
+
+@pytest_asyncio.fixture
+async def server(tmp_path):
+    """A server at a URL, and the rank behind it."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    config = {"vocab_size": VOCAB_SIZE, "eos_token_id": END_TOKEN}
+    (folder / "config.json").write_text(json.dumps(config))
+    rank, stop = FakeRank(), asyncio.Event()
+    address = asyncio.get_running_loop().create_future()
+    async with listening(rank) as worker:
+        settings = GatewaySettings(
+            listen="127.0.0.1:0", checkpoint=folder, workers=(worker,), max_attempts=1
+        )
+        task = asyncio.create_task(serve(settings, stop=stop, listening=address.set_result))
+        async with asyncio.timeout(BOUND_S):
+            url = f"http://{await address}"
+        yield Server(url, rank)
+        stop.set()
+        async with asyncio.timeout(BOUND_S):
+            await task
