@@ -85,6 +85,25 @@ def test_the_grace_of_a_stop_is_bounded(stop_grace_s):
         BalancerSettings(stop_grace_s=stop_grace_s)
 
 
+def test_a_redis_that_starts_later_is_waited_for(tmp_path):
+    require_redis()
+    server = RedisServer(tmp_path)
+    waiting = START.replace("sys.argv[1])", "sys.argv[1], store_wait_s=60.0)")
+    with subprocess.Popen(
+        [sys.executable, "-c", waiting, server.url], stderr=subprocess.PIPE, text=True
+    ) as started:
+        try:
+            said = next(line for line in started.stderr if "waiting for the store" in line)
+            assert "cannot be reached" in said
+            with server:
+                assert any("listening on" in line for line in started.stderr)
+                started.send_signal(signal.SIGTERM)
+                started.communicate(timeout=30)
+                assert started.returncode == 0
+        finally:
+            started.kill()
+
+
 def test_a_redis_that_is_not_there_is_one_line_and_exit_status_1(capsys):
     store = f"redis://127.0.0.1:{free_port()}/0"
     assert run(BalancerSettings(listen="127.0.0.1:0", store=store)) == 1

@@ -32,7 +32,6 @@ metadata:
 SLOWNESS = max(1.0, os.getloadavg()[0] / 4)
 """How much longer things take where other work wants the cores too."""
 
-
 BOUND_S = 120.0
 """Longest wait for anything that is a matter of seconds on a machine with nothing else to do."""
 

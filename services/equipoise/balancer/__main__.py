@@ -19,10 +19,14 @@ from equipoise.balancer.redis_store import RedisStore
 from equipoise.balancer.server import serving
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.balancer.sqlite_store import SqliteStore
-from equipoise.balancer.store import Store, StoreError
+from equipoise.balancer.store import Store, StoreError, StoreFault
 from equipoise.planning.warm_up import warm_up
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.logs import configure_logs
+
+_STORE_RETRY_S = 1.0
+_PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW}
+"""Faults of a store that starts a little later."""
 
 _log = logging.getLogger("equipoise.balancer")
 
@@ -49,6 +53,10 @@ async def _serve(settings: BalancerSettings) -> None:
         register = await _open_register(settings)
         if register is not None:
             opened.push_async_callback(_closed, register.close)
+        if settings.store_wait_s:
+            await _until_reached(store, stop, wait_s=settings.store_wait_s)
+        if stop.is_set():
+            return
         async with serving(
             store,
             listen=settings.listen,
@@ -69,6 +77,27 @@ async def _serve(settings: BalancerSettings) -> None:
 
 def _open_store(settings: BalancerSettings) -> Store:
     return RedisStore(settings.store) if settings.is_shared else SqliteStore(Path(settings.store))
+
+
+async def _until_reached(store: Store, stop: asyncio.Event, *, wait_s: float) -> None:
+    """Ask the store until it answers, or `stop` is set.
+
+    Raises:
+        StoreError: it cannot be reached for so long, or refuses.
+    """
+    until_s = time.monotonic() + wait_s
+    while not stop.is_set():
+        try:
+            await store.highest_term()
+        except StoreError as error:
+            if error.fault not in _PASSING or time.monotonic() >= until_s:
+                raise
+            _log.warning("waiting for the store: %s", error)
+        else:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STORE_RETRY_S):
+                await stop.wait()
 
 
 async def _open_register(settings: BalancerSettings) -> LeaseRegister | None:

@@ -50,6 +50,10 @@ class BalancerSettings:
     and which one balancer uses at a time; or redis://[:password@]host:port/db, which several
     balancers may share, of which one leads."""
 
+    store_wait_s: float = 0.0
+    """Seconds for which a balancer that starts waits for a store that cannot be reached, as where
+    both start together; then it gives up."""
+
     advertise: str = ""
     """host:port by which workers and other balancers reach this one; where it listens unless
     given."""
@@ -106,6 +110,10 @@ class BalancerSettings:
         if not 1 <= self.lease_duration_s <= 60:
             raise InvalidSettingsError(
                 f"lease_duration_s must be from 1 to 60 seconds, not {self.lease_duration_s}"
+            )
+        if not 0 <= self.store_wait_s <= 3600:
+            raise InvalidSettingsError(
+                f"store_wait_s must be from 0 to 3600 seconds, not {self.store_wait_s}"
             )
         if not 0 <= self.stop_grace_s <= 60:
             raise InvalidSettingsError(
