@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_peers import published
 
 from equipoise.planning.eplb import eplb
 from equipoise.planning.layout import count_replicas
@@ -28,6 +29,19 @@ def test_plans_are_those_of_the_published_program(case):
     np.testing.assert_array_equal(table, case["physical_to_logical"])
     replicas = count_replicas(table, num_experts=load.shape[1])
     np.testing.assert_array_equal(replicas, case["replica_count"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_the_baseline_of_benchmarks_is_the_published_program_too(case):
+    hierarchical = case["num_groups"] % case["num_nodes"] == 0
+    table = published(
+        np.array(case["weight"], dtype=np.float64),
+        num_slots=case["num_replicas"],
+        num_groups=case["num_groups"] if hierarchical else 1,
+        num_nodes=case["num_nodes"] if hierarchical else 1,
+        num_ranks=case["num_gpus"],
+    )
+    np.testing.assert_array_equal(table, case["physical_to_logical"])
 
 
 def test_all_recorded_cases_are_here():
