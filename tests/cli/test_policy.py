@@ -84,7 +84,9 @@ def test_the_published_schema_is_that_of_this_release(capsys):
     assert schema() == 0
     printed = capsys.readouterr().out
     published = (DOCS / "policy.schema.json").read_text()
-    assert published == printed, "equipoise policy schema > docs/policy.schema.json"
+    assert published == printed, (
+        "equipoise policy schema > docs/policy.schema.json; python helm/embed_policy.py"
+    )
 
 
 def test_the_schema_takes_what_is_taken_and_nothing_else():

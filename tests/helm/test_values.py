@@ -1,12 +1,13 @@
 """Values: each explained, each known to the schema, and wrong ones refused by name."""
 
+import importlib.util
 import itertools
 import json
 import re
 
 import pytest
 import yaml
-from helm_chart import CHART, RenderError, render
+from helm_chart import CHART, ROOT, RenderError, render
 
 VALUES = (CHART / "values.yaml").read_text()
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -39,6 +40,12 @@ WRONG = {
     "an unknown pull policy": ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
     "a peer of no kind": ({"networkPolicy": {"balancerFrom": [{"pod": {}}]}}, "balancerFrom"),
     "a pool without a name": ({"pool": ""}, "/pool"),
+    "a typo in the policy": ({"policy": {"defaults": {"intervall": "9s"}}}, "'intervall' not"),
+    "a duration without a unit": ({"policy": {"defaults": {"interval": 9}}}, "defaults/interval"),
+    "a typo in a pool's policy": (
+        {"policy": {"pools": {"decode": {"judging": {"minGian": 0.1}}}}},
+        "'minGian' not allowed",
+    ),
 }
 
 
@@ -65,6 +72,15 @@ def test_values_and_schema_name_the_same():
     assert _names(yaml.safe_load(VALUES), SCHEMA) == []
 
 
+def test_the_policy_in_the_schema_is_the_published_one():
+    spec = importlib.util.spec_from_file_location("embed", ROOT / "helm" / "embed_policy.py")
+    embed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(embed)
+    published = json.loads(embed.PUBLISHED.read_text())
+    current = embed.written(embed.embedded(SCHEMA, published))
+    assert embed.VALUES.read_text() == current, "python helm/embed_policy.py"
+
+
 def test_every_map_of_the_schema_refuses_what_it_does_not_know():
     loose = {path for path, one in _maps(SCHEMA) if one.get("additionalProperties") is not False}
     free = {"labels", "properties", "peers", "environment", "resources"}
@@ -77,7 +93,7 @@ def test_every_map_of_the_schema_refuses_what_it_does_not_know():
             "gateway/affinity", "gateway/tolerations/[]",
             "gateway/autoscaling/behavior", "gateway/autoscaling/metrics/[]",
             "gateway/readinessProbe",
-            "policy/defaults", "policy/pools",
+            "policy/pools",
             "worker/affinity", "worker/tolerations/[]", "worker/checkpoint/volume",
         )
     }  # fmt: skip
@@ -103,7 +119,7 @@ def _names(values, schema, path=""):
     """Where one has a name that the other has not."""
     schema = _resolved(schema)
     known = schema.get("properties")
-    if known is None or not isinstance(values, dict) or "resources" in path:
+    if known is None or not isinstance(values, dict) or "resources" in path or not values:
         return []
     odd = [f"{path}/{name}" for name in set(known) ^ set(values)]
     for name in set(known) & set(values):

@@ -15,7 +15,12 @@ CHART = ROOT / "helm" / "equipoise"
 FULL = {
     "balancer": {"replicas": 2},
     "redis": {"trial": {"enabled": True, "persistent": True}},
-    "gateway": {"replicas": 2, "autoscaling": {"enabled": True}, "model": "tiny"},
+    "gateway": {
+        "replicas": 2,
+        "autoscaling": {"enabled": True},
+        "model": "tiny",
+        "apiKeys": {"existingSecret": {"name": "keys"}},
+    },
     "worker": {
         "topology": {"source": "nodeLabels"},
         "gpu": {"count": 1},

@@ -50,6 +50,7 @@ spec:
         - --max-requests={{ $worker.maxRequests }}
         - --max-queued-requests={{ $worker.maxQueuedRequests }}
         - --context-length={{ $worker.contextLength }}
+        - --{{ ternary "" "no-" $worker.batchInvariant }}batch-invariant
         - --max-step-tokens={{ $worker.maxStepTokens }}
         - --step-timeout-s={{ $worker.stepTimeoutSeconds }}
         - --outage-timeout-s={{ $worker.outageTimeoutSeconds }}
