@@ -66,6 +66,11 @@ class ExpertParallel:
         return cls(placement, ranks=Ranks.of_group(group))
 
     @property
+    def waited_s(self) -> float:
+        """Seconds spent in exchanges with the other ranks so far."""
+        return self._ranks.waited_s
+
+    @property
     def placement(self) -> Placement:
         """The running generation's."""
         return self._placement

@@ -4,6 +4,7 @@ Owns the collectives of a step and turns their failures into words; knows nothin
 exchange is bounded by the timeout its process group was made with.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -17,7 +18,11 @@ class ExchangeError(RuntimeError):
 
 
 class Ranks:
-    """This rank among `count` of a group; a rank alone has no group and exchanges nothing."""
+    """This rank among `count` of a group; a rank alone has no group and exchanges nothing.
+
+    `waited_s` is how long it was in exchanges so far, most of it for slower peers. Where they run
+    on a device beside the host, it is only what the host waited.
+    """
 
     def __init__(self, *, group: dist.ProcessGroup | None, rank: int, count: int) -> None:
         assert 0 <= rank < count
@@ -25,6 +30,7 @@ class Ranks:
         self.rank = rank
         self.count = count
         self._group = group
+        self.waited_s = 0.0
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Self:
@@ -70,9 +76,11 @@ class Ranks:
             ExchangeError: a rank is gone or slower than the group's timeout.
         """
         assert self._group is not None
+        began = time.perf_counter()
         received: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
             x_ND, list(send), list(receive), self._group
         )
+        self.waited_s += time.perf_counter() - began
         return received
 
 

@@ -67,6 +67,9 @@ class ScriptedWorker:
         self.staged: Stage | None = None
         self.tokens = None
         self.steps = 0
+        self.busy_us = 0
+        self.busy_us_a_step = 100
+        self.is_lopsided = False
 
     @property
     def rank(self) -> int:
@@ -114,10 +117,21 @@ class ScriptedWorker:
 
     def serve_traffic(self, tokens_of_expert) -> None:
         """Receive this rank's part of [layers, experts] tokens; replicas share evenly."""
+        table = self.layout.expert_of_slot
         share = tokens_of_expert / self.layout.replica_counts()
-        per_slot = np.take_along_axis(share, self.layout.expert_of_slot, axis=1)
+        per_slot = np.take_along_axis(share, table, axis=1)
+        if self.is_lopsided:
+            # The first replica gets all, whatever the layout was made for.
+            first = np.stack(
+                [
+                    np.isin(np.arange(len(row)), np.unique(row, return_index=True)[1])
+                    for row in table
+                ]
+            )
+            per_slot = np.take_along_axis(tokens_of_expert, table, axis=1) * first
         self.tokens = self.tokens + self.own(per_slot).round().astype(np.uint64)
         self.steps += 10
+        self.busy_us += 10 * self.busy_us_a_step
 
     def report(self) -> Report:
         return Report(
@@ -136,6 +150,7 @@ class ScriptedWorker:
                 median_step_us=900,
                 active_requests=3,
                 queued_requests=1,
+                busy_us=self.busy_us,
             ),
         )
 

@@ -120,7 +120,7 @@ async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
     await store.close()
     assert value_of(families, "equipoise_leader") == 1
     assert "process_resident_memory_bytes" in families
-    bench.run_traffic(skewed(1), seconds=20)
+    bench.run_traffic(skewed(1), seconds=50)
     bench.pool.refusals.count("report_shape", "worker worker-0: ...")
     told = {**ours(families), **ours(told_of(bench.pool, now=bench.now))}
     assert told == documented("Balancer")

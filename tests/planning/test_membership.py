@@ -6,7 +6,7 @@ from equipoise.planning.membership import Candidate, Standing, next_epoch
 from equipoise.planning.policy import Policy
 
 POLICY = Policy(reform_timeout_s=5.0, start_timeout_s=60.0, join_settle_s=0.5, silent_after_s=5.0)
-NEW, SURVIVOR, JOINING, SERVING, MISSING, STUCK = Standing
+NEW, SURVIVOR, JOINING, SERVING, SLOW, MISSING, STUCK = Standing
 
 
 def worker(name, standing, *, since_s=0.0, holds=None, reason="its stream was cut"):
@@ -186,3 +186,32 @@ def test_survivors_that_return_to_a_new_balancer_wait_for_those_it_has_not_heard
     assert len(opening.workers) == 3
     assert opening.bound == "reform"
     assert len(decide(*pool, now=0.0).workers) == 3, "all that were known are here"
+
+
+# Slow workers ------------------------------------------------------------------------------------
+
+
+def test_a_group_goes_on_without_who_is_slow():
+    slow = worker("w-3", SLOW, reason="3.0 times longer")
+    opening = decide(*workers(SERVING, 3), slow)
+    assert set(opening.workers) == {"w-0", "w-1", "w-2"}
+    assert opening.left_out == ("w-3",)
+    assert opening.reason == "goes on without who is slow: w-3: 3.0 times longer"
+
+
+def test_a_newcomer_makes_up_for_who_is_slow():
+    slow = worker("w-2", SLOW, reason="3.0 times longer")
+    opening = decide(*workers(SERVING, 2), slow, *workers(NEW, 1, first=3))
+    assert set(opening.workers) == {"w-0", "w-1", "w-3"}
+
+
+def test_who_is_slow_stays_when_it_cannot_be_spared():
+    slow = worker("w-2", SLOW, reason="3.0 times longer")
+    opening = decide(*workers(SERVING, 2), slow)
+    assert not opening.workers
+    assert opening.reason == "slow and cannot be spared: w-2: 3.0 times longer"
+
+
+def test_nobody_is_left_out_during_a_rollout():
+    slow = worker("w-3", SLOW, reason="3.0 times longer")
+    assert not decide(*workers(SERVING, 3), slow, is_rolling_out=True).workers

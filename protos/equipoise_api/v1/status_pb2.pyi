@@ -74,6 +74,9 @@ class RankStatus(_message.Message):
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
+    BUSY_STEP_US_FIELD_NUMBER: _builtins.int
+    SLOWDOWN_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank in the current epoch."""
     worker: _builtins.str
@@ -106,6 +109,16 @@ class RankStatus(_message.Message):
     """Machine of the worker; empty when it did not tell."""
     zone: _builtins.str
     """Zone of that machine; empty where there are none."""
+    busy_step_us: _builtins.int
+    """Time that this rank computed for a step in the latest window, its waits for peers left out,
+    microseconds, mean; 0 if not known.
+    """
+    slowdown: _builtins.float
+    """How many times longer than the median rank it computes, what its load explains taken off; 0
+    if not known.
+    """
+    trouble: _builtins.str
+    """What is wrong with this rank, in words; empty when nothing is."""
     def __init__(
         self,
         *,
@@ -125,10 +138,13 @@ class RankStatus(_message.Message):
         tokens_generated: _builtins.int = ...,
         host: _builtins.str = ...,
         zone: _builtins.str = ...,
+        busy_step_us: _builtins.int = ...,
+        slowdown: _builtins.float = ...,
+        trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "generation", b"generation", "host", b"host", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "queued_requests", b"queued_requests", "rank", b"rank", "silent_s", b"silent_s", "staged_generation", b"staged_generation", "state", b"state", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "generation", b"generation", "host", b"host", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "queued_requests", b"queued_requests", "rank", b"rank", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,7 +245,9 @@ class BoundStatus(_message.Message):
     REACHED_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """plan, stage, switch, report, reform, meet, start or store."""
+    """Of the balancer: stage, switch, report, store, reform, meet, start, plan or lease. Of the
+    workers, together: step, pull, ack, outage or drain.
+    """
     bound_s: _builtins.float
     """Longest wait, seconds."""
     reached: _builtins.int

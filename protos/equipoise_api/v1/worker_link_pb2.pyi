@@ -563,6 +563,8 @@ class LoadReport(_message.Message):
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
+    BUSY_US_FIELD_NUMBER: _builtins.int
+    BOUNDS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the tokens were counted in."""
     rank: _builtins.int
@@ -587,6 +589,14 @@ class LoadReport(_message.Message):
     """Requests waiting on this rank now."""
     tokens_generated: _builtins.int
     """Tokens generated on this rank since boot."""
+    busy_us: _builtins.int
+    """Time of this epoch's steps in which this rank did not wait for its peers, microseconds. All
+    steps of a pool are equally long; by this the slow rank is told from those that wait for it.
+    """
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerBound]:
+        """Every wait of this worker that has a bound."""
+
     def __init__(
         self,
         *,
@@ -601,14 +611,50 @@ class LoadReport(_message.Message):
         active_requests: _builtins.int = ...,
         queued_requests: _builtins.int = ...,
         tokens_generated: _builtins.int = ...,
+        busy_us: _builtins.int = ...,
+        bounds: _abc.Iterable[Global___WorkerBound] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "epoch", b"epoch", "generation", b"generation", "median_step_us", b"median_step_us", "phase", b"phase", "queued_requests", b"queued_requests", "rank", b"rank", "steps", b"steps", "tokens", b"tokens", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "bounds", b"bounds", "busy_us", b"busy_us", "epoch", b"epoch", "generation", b"generation", "median_step_us", b"median_step_us", "phase", b"phase", "queued_requests", b"queued_requests", "rank", b"rank", "steps", b"steps", "tokens", b"tokens", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class WorkerBound(_message.Message):
+    """WorkerBound is a wait on a worker that has a bound, and what came of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BOUND_S_FIELD_NUMBER: _builtins.int
+    REACHED_FIELD_NUMBER: _builtins.int
+    LATEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """step, pull, ack, outage or drain."""
+    bound_s: _builtins.float
+    """Longest wait, seconds."""
+    reached: _builtins.int
+    """How often it was reached since boot."""
+    latest: _builtins.str
+    """What happened the last time, in words; empty if it never was."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bound_s: _builtins.float = ...,
+        reached: _builtins.int = ...,
+        latest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_s", b"bound_s", "latest", b"latest", "name", b"name", "reached", b"reached"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerBound: _TypeAlias = WorkerBound  # noqa: Y015
 
 @_typing.final
 class Source(_message.Message):

@@ -7,10 +7,11 @@ is what workers report: whatever it missed, it reconciles with the next word it 
 
 from equipoise.balancer.admin_requests import AdminRequest, Preview
 from equipoise.balancer.administration import administer, held, judged, keep_to_pin, not_planned
-from equipoise.balancer.decisions import close_due_window, decide
+from equipoise.balancer.decisions import close_due_window, decide, late_decisions
 from equipoise.balancer.effects import (
     Chain,
     Effect,
+    Propose,
     Send,
     Write,
     WriteAdopted,
@@ -32,6 +33,7 @@ from equipoise.balancer.roster import Member
 from equipoise.balancer.settling import settle
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.members import alive
+from equipoise.planning.policy import StoreDown
 from equipoise.planning.rollout import (
     Persisted,
     RankLost,
@@ -151,6 +153,7 @@ class PoolController:
     def tick(self, *, now: float) -> Chain:
         """Time passed: look at every bound, settle what is open, close a window that is due."""
         effects: list[Effect] = [*retry(self.pool), *follow_policy(self.pool, now=now)]
+        effects += late_decisions(self.pool)
         effects += self._note_silence(now=now)
         effects += self.pool.roll(Ticked(), now=now)
         effects += open_if_due(self.pool, now=now)
@@ -159,7 +162,9 @@ class PoolController:
         effects += close_due_window(self.pool, now=now)
         if self.pool.windows_closed > closed and not self.pool.hold.paused:
             effects += keep_to_pin(self.pool, now=now)
-        return tuple(effects)
+        # A plan rests on no write, so one that fails must not keep it from being made.
+        plans = [effect for effect in effects if isinstance(effect, Propose)]
+        return (*plans, *(effect for effect in effects if not isinstance(effect, Propose)))
 
     def administer(self, request: AdminRequest, *, now: float) -> Chain:
         """An operator wants something; the answer is in the audit that follows from it."""
@@ -220,7 +225,14 @@ class PoolController:
     def write_failed(self, write: Write, *, reason: str) -> None:
         """The store did not take a write; what rests on it waits, and ticks try again."""
         self.pool.revision += 1
-        self.pool.store_fault = f"{reason}; nothing is switched until the store works"
+        goes_on = self.pool.policy.store_down is StoreDown.MEMORY
+        self.pool.store_fault = (
+            f"{reason}; nothing is switched until the store works, planning "
+            f"{'goes on in memory' if goes_on else 'is paused'}"
+        )
+        if isinstance(write, WriteDecision):
+            self.pool.last_decision = write.record
+            self.pool.late.append(write.record)
         if isinstance(write, WriteAdopted):
             self.pool.adopting = None
         if write in self.pool.unwritten.chain:

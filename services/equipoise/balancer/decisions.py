@@ -3,9 +3,12 @@
 from equipoise.balancer.effects import Chain, Effect, Propose, WriteAverage, WriteDecision
 from equipoise.balancer.loads import ClosedWindow
 from equipoise.balancer.pool import Pool
+from equipoise.balancer.promises import judge_rollout, watch_rollout
 from equipoise.balancer.proposal import Proposal, ProposalRequest
+from equipoise.balancer.slow_workers import note_pace
 from equipoise.balancer.store import DecisionRecord
 from equipoise.planning.policy import Policy
+from equipoise.planning.promise import too_soon_again
 from equipoise.policy.digest import digest
 
 
@@ -23,8 +26,9 @@ def close_due_window(pool: Pool, *, now: float) -> Chain:
     window = loads.close_window(number=pool.windows_closed, generation=current.generation, now=now)
     pool.windows.append(window)
     pool.tally.shifts += window.shift.detected
-    effects: list[Effect] = []
-    if window.tokens and pool.can_plan and not pool.is_proposing and not pool.hold.reason:
+    effects: list[Effect] = [*judge_rollout(pool, window, now=now)]
+    note_pace(pool, window, now=now)
+    if window.tokens and pool.can_think and not pool.is_proposing and not pool.hold.reason:
         pool.is_proposing = True
         request = proposal_request(pool, window, policy=pool.policy, now=now)
         effects.append(Propose(request=request))
@@ -66,12 +70,22 @@ def decide(
     pool.is_proposing = False
     request, verdict = proposal.request, proposal.verdict
     accepted, reason = verdict.accepted, verdict.reason
+    if accepted and pool.store_fault and pool.can_think:
+        accepted, reason = False, f"the rollout waits for the store: {reason}"
     if accepted and not (pool.can_plan and pool.layouts.current is request.current):
         accepted, reason = False, f"the pool changed while this was planned: {reason}"
     if accepted and pool.hold.reason and not was_asked_for:
         accepted, reason = False, f"{pool.hold.reason} while this was planned: {reason}"
     if accepted and pool.in_force.digest != request.policy_hash and not was_asked_for:
         accepted, reason = False, f"the policy changed while this was planned: {reason}"
+    again = too_soon_again(
+        pool.policy,
+        rolled_back_s=pool.rolled_back_s,
+        shift_detected=request.shift.detected,
+        now=now,
+    )
+    if accepted and again and not was_asked_for:
+        accepted, reason = False, f"{again}: {reason}"
     decision = DecisionRecord(
         time_unix_s=now,
         accepted=accepted,
@@ -90,5 +104,15 @@ def decide(
     if not accepted:
         return (WriteDecision(record=decision),)
     pool.verdict = decision
+    watch_rollout(pool, proposal)
     started = pool.rollouts.start(proposal.waves, base=request.current, now=now)
     return (*pool.obey(started), WriteDecision(record=decision))
+
+
+def late_decisions(pool: Pool) -> Chain:
+    """Verdicts that the store could not take when they were given, once it works again."""
+    if pool.store_fault or not pool.late:
+        return ()
+    late = tuple(WriteDecision(record=record) for record in pool.late)
+    pool.late.clear()
+    return late

@@ -23,6 +23,7 @@ from equipoise.planning.load import (
 )
 from equipoise.planning.policy import Policy
 from equipoise.planning.realised import RealisedShares, SlotWindow
+from equipoise.planning.slowness import Pace
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.messages import Report
 
@@ -34,7 +35,8 @@ class ClosedWindow:
     `load` is float64 [layers, experts] in tokens, `load_of_rank` [layers, ranks] by receiver, so
     `balancedness` is what happened and not what a plan promised. `generation` is the one in use
     when the window closed; `switched` says that another was in use when it opened. `shares` is what
-    became of planned shares, None if that cannot be told of this window.
+    became of planned shares, None if that cannot be told of this window; `pace` is how long ranks
+    computed, None if they did not tell.
     """
 
     number: int
@@ -49,6 +51,7 @@ class ClosedWindow:
     switched: bool
     shift: Shift
     shares: RealisedShares | None
+    pace: Pace | None = None
 
 
 class PoolLoads:
@@ -85,6 +88,8 @@ class PoolLoads:
         self.slow = self._average(remembered.get(SLOW), policy.slow_half_life_s, now=now)
         self._steps = np.zeros(num_ranks, dtype=np.int64)
         self._steps_at_open = np.zeros(num_ranks, dtype=np.int64)
+        self._busy_us = np.zeros(num_ranks, dtype=np.int64)
+        self._busy_us_at_open = np.zeros(num_ranks, dtype=np.int64)
         self._generation_at_open = 0
         self._shifted_before = False
         self._next_close_s = now + policy.interval_s
@@ -110,7 +115,9 @@ class PoolLoads:
         if not self._steps[rank] and not self._heard_from_start:
             # As with its tokens: what came before the first report is no part of this window.
             self._steps_at_open[rank] = report.stats.steps
+            self._busy_us_at_open[rank] = report.stats.busy_us
         self._steps[rank] = max(int(self._steps[rank]), report.stats.steps)
+        self._busy_us[rank] = max(int(self._busy_us[rank]), report.stats.busy_us)
 
     def is_due(self, *, now: float) -> bool:
         """Whether the open window has lasted a planning interval."""
@@ -173,7 +180,16 @@ class PoolLoads:
             switched=self._generation_at_open not in {0, generation},
             shift=shift,
             shares=self._slots.close(factor_of_rank),
+            pace=self._pace(load_of_rank),
         )
+
+    def _pace(self, load_of_rank: Load) -> Pace | None:
+        """How long each rank computed for a step; None if one of them made none or did not tell."""
+        steps = self._steps - self._steps_at_open
+        busy_us = (self._busy_us - self._busy_us_at_open).astype(np.float64)
+        if (steps <= 0).any() or (busy_us <= 0).any():
+            return None
+        return Pace(busy_us=busy_us / steps, load=load_of_rank.sum(axis=0), steps=int(steps.min()))
 
     def _to_common_steps(self) -> Load:
         """Factors, [ranks], that bring each rank's tokens to the same number of steps.
@@ -189,6 +205,7 @@ class PoolLoads:
 
     def _open_next(self, *, generation: int, now: float) -> None:
         self._steps_at_open = self._steps.copy()
+        self._busy_us_at_open = self._busy_us.copy()
         self._generation_at_open = generation
         # From the planned time, so that intervals do not drift; from now, if ticks stood still.
         planned_s = self._next_close_s + self._policy.interval_s

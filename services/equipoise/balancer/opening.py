@@ -11,6 +11,7 @@ from equipoise.balancer.epoch_log import EpochRecord, Unwritten
 from equipoise.balancer.orders import assignment
 from equipoise.balancer.pool import Pool
 from equipoise.balancer.roster import Member
+from equipoise.balancer.slow_workers import excluded_workers, need_excluded
 from equipoise.balancer.store import Membership
 from equipoise.planning.membership import Opening, next_epoch
 from equipoise.planning.recovery import recover, recovery_moves
@@ -27,7 +28,9 @@ def open_if_due(pool: Pool, *, now: float) -> Chain:
     if shape is None:
         return ()
     opening = next_epoch(
-        pool.roster.candidates(silent_workers(pool, now=now)),
+        pool.roster.candidates(
+            silent_workers(pool, now=now), excluded=excluded_workers(pool, now=now)
+        ),
         num_ranks=pool.roster.wanted_ranks,
         slots_per_rank=shape.slots_per_rank,
         num_experts=shape.model.num_experts,
@@ -36,6 +39,8 @@ def open_if_due(pool: Pool, *, now: float) -> Chain:
         policy=pool.policy,
         now=now,
     )
+    if opening.is_down:
+        need_excluded(pool)
     if opening != pool.opening:
         pool.revision += 1
         pool.opening = opening

@@ -26,12 +26,38 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load
 from equipoise.planning.membership import Opening
 from equipoise.planning.moves import Move
-from equipoise.planning.policy import Policy
+from equipoise.planning.policy import Policy, StoreDown
+from equipoise.planning.promise import Promise, Witness
 from equipoise.planning.rollout import Commands, Event, PersistCommitted, PersistProposed, Ticked
+from equipoise.planning.slowness import Pace, SlowRank
 from equipoise.wire.messages import Checksums
 
 MAX_WINDOWS = 128
 """Closed windows kept for people to plot."""
+
+
+MAX_PACES = 100
+"""Windows kept to find slow ranks by: the most that a policy may ask for."""
+
+
+MAX_LATE = 100
+"""Verdicts kept for a store that takes no writes; older ones are dropped."""
+
+
+@dataclass(slots=True, kw_only=True)
+class WatchedRollout:
+    """A rollout that is held to its promise by the windows that witnessed it."""
+
+    promise: Promise
+    witnesses: list[Witness] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusion:
+    """A worker takes part in no epoch until a time, and why."""
+
+    until_s: float
+    reason: str
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,7 +74,10 @@ class Pool:
     epoch that this balancer opened from one that it found. `adopting` is a generation on its way to
     the store. `hold` is what an operator holds it to, `audit` are the latest orders, newest first.
     `policy_revision` is that of `policies` which `in_force` is of, `recorded_policy` the digest
-    that the store knows. `revision` grows with every change.
+    that the store knows. `watched` is the latest rollout until it was judged, `rolled_back_s` when
+    one was rolled back last. `paces` are of the windows of this epoch, `slow` are ranks that they
+    show to be slow, `excluded` workers by name. `late` are verdicts that the store has yet to take.
+    `revision` grows with every change.
     """
 
     name: str
@@ -77,6 +106,12 @@ class Pool:
     faults: dict[str, str] = field(default_factory=dict)
     hold: Hold = field(default_factory=Hold)
     audit: deque[AuditRecord] = field(default_factory=lambda: deque(maxlen=MAX_AUDIT))
+    watched: WatchedRollout | None = None
+    rolled_back_s: float | None = None
+    paces: deque[Pace] = field(default_factory=lambda: deque(maxlen=MAX_PACES))
+    slow: Mapping[int, SlowRank] = field(default_factory=dict)
+    excluded: dict[str, Exclusion] = field(default_factory=dict)
+    late: deque[DecisionRecord] = field(default_factory=lambda: deque(maxlen=MAX_LATE))
     elsewhere: str = ""
     store_fault: str = ""
     opened_here: bool = False
@@ -144,11 +179,21 @@ class Pool:
     @property
     def can_plan(self) -> bool:
         """Whether a new layout could be rolled out now."""
+        return self._is_settled and not self.store_fault
+
+    @property
+    def can_think(self) -> bool:
+        """Whether a plan may be made and judged, be it only to be kept in mind."""
+        in_memory = self.policy.store_down is StoreDown.MEMORY
+        return self._is_settled and (in_memory or not self.store_fault)
+
+    @property
+    def _is_settled(self) -> bool:
         return (
             self.roster.complete
             and self.rollouts.current is None
             and not self.must_reconcile
-            and not (self.silent or self.faults or self.store_fault)
+            and not (self.silent or self.faults)
             and self.checksums is not None
             and self.checksums.complete
         )
@@ -185,6 +230,9 @@ class Pool:
         )
         self.faults.clear()
         self.silent = {}
+        self.watched = None
+        self.paces.clear()
+        self.slow = {}
         self.moves = {}
         self.opened_here = opened_here
         self.must_reconcile = not opened_here

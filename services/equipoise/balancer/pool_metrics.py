@@ -19,6 +19,7 @@ from equipoise.balancer.health import Health
 from equipoise.balancer.pool import Pool
 from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.load import Load
+from equipoise.planning.slowness import slowdowns
 from equipoise.telemetry.histogram import Histogram
 
 MAX_RANKS_LISTED = 400
@@ -47,6 +48,12 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "store_up": (_P, "1 if the store took the pool's latest write, else 0."),
     "bound_seconds": (("pool", "bound"), "Longest that a wait may take."),
     "rank_load_ratio": (_RANK, "Load of a rank in the latest window, as a multiple of the mean."),
+    "rank_slowdown_ratio": (
+        _RANK,
+        "Computing time a step over the median rank's, load taken off.",
+    ),
+    "slow_ranks": (_P, "Ranks that compute slower than policy allows, and not for their load."),
+    "excluded_workers": (_P, "Workers that are left out for being slow."),
     "rank_silence_seconds": (_RANK, "Seconds since the last word of a rank."),
 }
 
@@ -56,6 +63,7 @@ _COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "decisions": (("pool", "verdict"), "Verdicts, yes or no."),
     "rollouts": (("pool", "outcome"), "Plans rolled out: completed, aborted or rolled_back."),
     "waves": (_P, "Generations that all ranks switched to."),
+    "slow_ranks_found": (_P, "How often a rank was found to be slow."),
     "moves": (_P, "Slots whose expert these changed."),
     "pulled_bytes": (("pool", "source"), "Bytes pulled for them, from a peer or the checkpoint."),
     "refusals": (("pool", "kind"), "Messages and workers that were refused."),
@@ -116,6 +124,8 @@ class PoolMetrics:
         self._gauge("rollout_generation", pool, rollout.target.generation if rollout else 0)
         self._gauge("rollout_waves_left", pool, pool.rollouts.waves_left)
         self._gauge("store_up", pool, not pool.store_fault)
+        self._gauge("slow_ranks", pool, len(pool.slow))
+        self._gauge("excluded_workers", pool, len(pool.excluded))
 
     def _add_ranks(self, pool: Pool) -> None:
         states = dict.fromkeys(("serving", "loading", "silent", "gone"), 0)
@@ -142,6 +152,10 @@ class PoolMetrics:
         window = pool.windows[-1]
         self._gauge("window_tokens", pool, window.tokens)
         self._add_phase(pool, "mixed", window.load_of_rank)
+        factors = None if window.pace is None else slowdowns(window.pace)
+        if factors is not None and len(factors) <= MAX_RANKS_LISTED:
+            for rank, factor in enumerate(factors):
+                self._gauge("rank_slowdown_ratio", pool, factor, str(rank))
         load_of_rank = window.load_of_rank.sum(axis=0)
         if len(load_of_rank) <= MAX_RANKS_LISTED:
             for rank, ratio in enumerate(load_of_rank / load_of_rank.mean()):
@@ -166,6 +180,7 @@ class PoolMetrics:
         self._count("rollouts", pool, tally.rolled_back, "rolled_back")
         self._count("waves", pool, tally.waves)
         self._count("moves", pool, tally.moves)
+        self._count("slow_ranks_found", pool, tally.slow_found)
         self._count("pulled_bytes", pool, tally.peer_bytes, "peer")
         self._count("pulled_bytes", pool, tally.checkpoint_bytes, "checkpoint")
         if tally.predicted_gain is not None and tally.realised_gain is not None:

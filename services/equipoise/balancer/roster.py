@@ -4,7 +4,7 @@ Owns membership only: it neither sends nor stores. When ranks are dealt anew is 
 `planning/membership.py`.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from equipoise.balancer.errors import RefusedWorkerError
@@ -151,13 +151,21 @@ class Roster:
         seated = [member for member in self.members.values() if member.rank is not None]
         return sorted(seated, key=lambda member: member.rank or 0)
 
-    def candidates(self, silent: Container[str]) -> Sequence[Candidate]:
+    def candidates(
+        self, silent: Container[str], *, excluded: Mapping[str, str]
+    ) -> Sequence[Candidate]:
         """How every worker stands, for who decides about the next epoch.
 
-        `silent` are names of members that have not spoken for too long.
+        `silent` are names of members that have not spoken for too long, `excluded` those of which
+        the policy wants none now, with the reason.
         """
         return [
-            _candidate(member, is_silent=member.name in silent) for member in self.members.values()
+            _candidate(
+                member,
+                is_silent=member.name in silent,
+                excluded=excluded.get(member.name, ""),
+            )
+            for member in self.members.values()
         ]
 
     @property
@@ -292,11 +300,15 @@ class Roster:
             member.rank = None
 
 
-def _candidate(member: Member, *, is_silent: bool) -> Candidate:
+def _candidate(member: Member, *, is_silent: bool, excluded: str) -> Candidate:
     standing, reason = Standing.NEW, ""
     if not member.connected or is_silent:
         standing = Standing.STUCK if member.rank is None else Standing.MISSING
         reason = member.gone_reason or "it is silent"
+    elif excluded and (member.rank is None or member.lost_reason is not None):
+        standing, reason = Standing.STUCK, excluded
+    elif excluded and member.serving:
+        standing, reason = Standing.SLOW, excluded
     elif member.lost_reason is not None:
         standing = Standing.NEW if member.rank is None else Standing.SURVIVOR
         reason = member.lost_reason

@@ -8,6 +8,7 @@ from equipoise.balancer.pool import Pool
 from equipoise.balancer.roster import Member
 from equipoise.balancer.store import AuditRecord, DecisionRecord
 from equipoise.planning.layout import Layout
+from equipoise.planning.slowness import slowdowns
 from equipoise.wire.layouts import layout_to_proto
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import worker_link_pb2 as link_pb
@@ -171,6 +172,13 @@ def _rank_status(pool: Pool, member: Member, *, now: float) -> pb.RankStatus:
         silent_s=max(0.0, now - member.last_heard_s),
         load_share=_load_share(pool, member.rank),
     )
+    if member.rank in pool.slow:
+        status.trouble = pool.slow[member.rank].reason
+    pace = pool.windows[-1].pace if pool.windows else None
+    if pace is not None and member.rank < len(pace.busy_us):
+        status.busy_step_us = round(pace.busy_us[member.rank])
+        factors = slowdowns(pace)
+        status.slowdown = 0.0 if factors is None else factors[member.rank]
     if member.stats is not None:
         status.tokens_processed = member.stats.tokens_processed
         status.tokens_generated = member.stats.tokens_generated

@@ -31,6 +31,7 @@ class Tally:
     peer_bytes: int = 0
     checkpoint_bytes: int = 0
     rolled_back: int = 0
+    slow_found: int = 0
     predicted_gain: float | None = None
     realised_gain: float | None = None
     plan_s: Histogram = field(default_factory=lambda: Histogram(LONG_S))

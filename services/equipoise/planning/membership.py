@@ -26,11 +26,15 @@ class Standing(StrEnum):
     SERVING = "serving"
     """Has a rank and takes part in steps."""
 
+    SLOW = "slow"
+    """Serves, but holds the others up: they are to go on without it if they can."""
+
     MISSING = "missing"
     """Has a rank, but left, died, or fell silent."""
 
     STUCK = "stuck"
-    """Was left out, because it did not let go of an epoch that its peers lost; or fell silent."""
+    """Was left out, because it did not let go of an epoch that its peers lost, fell silent, or was
+    slow; it is not dealt a rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,7 @@ class _Pool:
     survivors: list[Candidate]
     joining: list[Candidate]
     serving: list[Candidate]
+    slow: list[Candidate]
     missing: list[Candidate]
 
     @property
@@ -79,7 +84,7 @@ class _Pool:
 
     @property
     def bound(self) -> list[Candidate]:
-        return [*self.joining, *self.serving]
+        return [*self.joining, *self.serving, *self.slow]
 
 
 def next_epoch(
@@ -132,6 +137,7 @@ def _sorted_out(candidates: Sequence[Candidate]) -> _Pool:
         survivors=by_standing[Standing.SURVIVOR],
         joining=by_standing[Standing.JOINING],
         serving=by_standing[Standing.SERVING],
+        slow=by_standing[Standing.SLOW],
         missing=by_standing[Standing.MISSING],
     )
 
@@ -182,6 +188,8 @@ def _beside_ranks(
         return _open(pool, f"{_faults(pool.missing)}, before all ranks served")
     if pool.new and (pool.missing or unheard):
         return _beside_a_gap(pool, unheard=unheard, policy=policy, now=now)
+    if pool.slow and not pool.joining and not is_rolling_out:
+        return _without_slow(pool, least=least)
     return _growing(pool, is_rolling_out=is_rolling_out, policy=policy, now=now)
 
 
@@ -222,6 +230,19 @@ def _beside_a_gap(pool: _Pool, *, unheard: frozenset[str], policy: Policy, now: 
             f"{policy.reform_timeout_s:g} s to notice"
         )
     return _open(pool, f"{_names(pool.new)} joins; {faults}", bound="reform")
+
+
+def _without_slow(pool: _Pool, *, least: int) -> Opening:
+    """The group is whole, but some hold it up: it goes on without them if they can be spared."""
+    others = [*pool.new, *pool.serving]
+    why = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in pool.slow)
+    if len(others) < least:
+        return Opening(reason=f"slow and cannot be spared: {why}")
+    return Opening(
+        workers=tuple(candidate.name for candidate in others),
+        left_out=tuple(candidate.name for candidate in pool.slow),
+        reason=f"goes on without who is slow: {why}",
+    )
 
 
 def _growing(pool: _Pool, *, is_rolling_out: bool, policy: Policy, now: float) -> Opening:

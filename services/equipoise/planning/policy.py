@@ -9,6 +9,26 @@ from equipoise.planning.errors import InvalidPolicyError
 MIB = 1024 * 1024
 
 
+class SlowWorkerAction(StrEnum):
+    """What is done about a worker that is slow by itself."""
+
+    REPORT = "report"
+    """It is told in status, metrics and the log."""
+
+    EXCLUDE = "exclude"
+    """The others go on without it, and it may come back after a while."""
+
+
+class StoreDown(StrEnum):
+    """What goes on while the store takes no writes. Nothing is ever switched without it."""
+
+    PAUSE = "pause"
+    """Nothing is planned."""
+
+    MEMORY = "memory"
+    """Plans are made and judged, and verdicts kept to be written later; rollouts wait."""
+
+
 class Algorithm(StrEnum):
     """How replicas are placed."""
 
@@ -135,6 +155,33 @@ class Policy:
     plan_timeout_s: float = 60.0
     """Seconds a plan may take before it is given up; its window is long over by then."""
 
+    rollback_tolerance: float = 0.05
+    """Balancedness by which a rollout may miss its promise, and by which the layout before may have
+    been better, until it is rolled back. More than windows differ by chance."""
+
+    rollback_windows: int = 2
+    """Windows with enough tokens that a rollout is judged by, so that one odd one is outweighed."""
+
+    rollback_cooldown_s: float = 600.0
+    """Seconds after a rollback in which no other plan is tried, unless traffic shifts."""
+
+    slow_worker_factor: float = 2.0
+    """A worker is slow that computes at least this many times longer for a step than the median
+    rank, what its load explains taken off. Below 1.5 ordinary noise looks slow."""
+
+    slow_worker_windows: int = 3
+    """Windows in a row in which a worker must be slow before anything is done about it."""
+
+    slow_worker_action: SlowWorkerAction = SlowWorkerAction.REPORT
+    """What is done about a slow worker: `report`, or `exclude` if the others have slots enough."""
+
+    slow_worker_probation_s: float = 300.0
+    """Seconds after which an excluded worker that is still connected is taken in again."""
+
+    store_down: StoreDown = StoreDown.PAUSE
+    """What goes on while the store takes no writes: `pause`, or `memory`. Nothing is switched
+    without it in either case."""
+
     stage_timeout_s: float = 30.0
     """Seconds until a generation that is not staged by all ranks is aborted. Pulling
     `max_wave_bytes` takes a few seconds on a slow network."""
@@ -214,6 +261,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "switch_stall_s": (0.0, _HOUR_S),
     "payback_s": (0.0, 24 * _HOUR_S),
     "plan_timeout_s": (0.05, _HOUR_S),
+    "rollback_tolerance": (0.0, 1.0),
+    "rollback_windows": (1, 100),
+    "rollback_cooldown_s": (0.0, 24 * _HOUR_S),
+    "slow_worker_factor": (1.0, 1000.0),
+    "slow_worker_windows": (1, 100),
+    "slow_worker_probation_s": (0.0, 24 * _HOUR_S),
     "stage_timeout_s": (0.01, _HOUR_S),
     "switch_timeout_s": (0.01, _HOUR_S),
     "silent_after_s": (0.02, _HOUR_S),
@@ -224,5 +277,10 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Least and greatest value of every number."""
 
-_CHOICES: dict[str, type[StrEnum]] = {"algorithm": Algorithm, "weighted": Weighting}
+_CHOICES: dict[str, type[StrEnum]] = {
+    "algorithm": Algorithm,
+    "weighted": Weighting,
+    "slow_worker_action": SlowWorkerAction,
+    "store_down": StoreDown,
+}
 assert RANGES.keys() | _CHOICES.keys() | {"pause"} == {field.name for field in fields(Policy)}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from equipoise.planning.policy import Algorithm, Weighting
+from equipoise.planning.policy import Algorithm, SlowWorkerAction, StoreDown, Weighting
 from equipoise.policy.setting import (
     DEFAULTS,
     Setting,
@@ -130,6 +130,43 @@ class Waves(Section):
     """Experts that one rank stages at most for one generation. Lower for shorter switches."""
 
 
+class Rollback(Section):
+    """When a rollout that fell short of its promise is taken back."""
+
+    tolerance: Annotated[float, number("rollback_tolerance", "balancedness")] = (
+        DEFAULTS.rollback_tolerance
+    )
+    """Balancedness by which a rollout may miss its promise, and by which the layout before may
+    have been better on the same windows. Higher where windows differ much; 1 never goes back."""
+
+    windows: Annotated[int, count("rollback_windows", "windows")] = DEFAULTS.rollback_windows
+    """Windows with enough tokens that a rollout is judged by. More for noisy traffic."""
+
+    cooldown: Annotated[float, seconds("rollback_cooldown_s")] = DEFAULTS.rollback_cooldown_s
+    """Time after a rollback in which no other plan is tried, unless traffic shifts."""
+
+
+class SlowWorker(Section):
+    """What counts as a worker that is slow by itself, and what is done about it."""
+
+    factor: Annotated[float, number("slow_worker_factor", "times")] = DEFAULTS.slow_worker_factor
+    """Times the median rank's computing time for a step, what its load explains taken off. Lower
+    to notice less, from 1.5 on where steps are even."""
+
+    windows: Annotated[int, count("slow_worker_windows", "windows")] = DEFAULTS.slow_worker_windows
+    """Windows in a row in which a worker must be slow."""
+
+    action: Annotated[SlowWorkerAction, choice("slow_worker_action", SlowWorkerAction)] = (
+        DEFAULTS.slow_worker_action
+    )
+    """`report` tells it; `exclude` goes on without it, if the others have slots for all experts."""
+
+    probation: Annotated[float, seconds("slow_worker_probation_s")] = (
+        DEFAULTS.slow_worker_probation_s
+    )
+    """Time after which an excluded worker that is still connected is taken in again."""
+
+
 class Timeouts(Section):
     """The bound of every wait; status says which were reached and what came of it."""
 
@@ -180,6 +217,12 @@ class PoolPolicy(Section):
     planning: Planning = Planning()
     judging: Judging = Judging()
     waves: Waves = Waves()
+    rollback: Rollback = Rollback()
+    slow_worker: SlowWorker = SlowWorker()
+    store_down: Annotated[StoreDown, choice("store_down", StoreDown)] = DEFAULTS.store_down
+    """What goes on while the store takes no writes: `pause` plans nothing; `memory` makes and
+    judges plans and keeps the verdicts to be written later. Nothing is switched in either case."""
+
     timeouts: Timeouts = Timeouts()
 
 

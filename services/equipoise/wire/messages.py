@@ -83,8 +83,21 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerBound:
+    """A wait on a worker: at most `bound_s` seconds, reached so often, the last time in words."""
+
+    name: str
+    bound_s: float
+    reached: int = 0
+    latest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankStats:
-    """What a rank did since boot, and does now. `median_step_us` is 0 if it made no step."""
+    """What a rank did since boot, and does now. `median_step_us` is 0 if it made no step.
+
+    `steps` and `busy_us`, the time in them without waits for peers, are of the epoch.
+    """
 
     steps: int
     tokens_processed: int
@@ -92,6 +105,8 @@ class RankStats:
     median_step_us: int
     active_requests: int
     queued_requests: int
+    busy_us: int = 0
+    bounds: tuple[WorkerBound, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

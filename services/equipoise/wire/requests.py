@@ -22,8 +22,12 @@ from equipoise.wire.messages import (
     Serving,
     Staged,
     Switched,
+    WorkerBound,
 )
 from equipoise_api.v1 import worker_link_pb2 as pb
+
+MAX_BOUNDS = 16
+"""Most waits with a bound that a worker may tell of."""
 
 _PHASES = {
     pb.PHASE_PREFILL: Phase.PREFILL,
@@ -137,6 +141,13 @@ def report_to_proto(report: Report) -> pb.LoadReport:
         median_step_us=stats.median_step_us,
         active_requests=stats.active_requests,
         queued_requests=stats.queued_requests,
+        busy_us=stats.busy_us,
+        bounds=[
+            pb.WorkerBound(
+                name=bound.name, bound_s=bound.bound_s, reached=bound.reached, latest=bound.latest
+            )
+            for bound in stats.bounds
+        ],
     )
 
 
@@ -373,4 +384,22 @@ def _stats_from_proto(message: pb.LoadReport) -> RankStats:
         median_step_us=checks.count("report", "median_step_us", message.median_step_us),
         active_requests=message.active_requests,
         queued_requests=message.queued_requests,
+        busy_us=checks.count("report", "busy_us", message.busy_us),
+        bounds=_bounds_from_proto(message),
+    )
+
+
+def _bounds_from_proto(message: pb.LoadReport) -> tuple[WorkerBound, ...]:
+    if len(message.bounds) > MAX_BOUNDS:
+        raise InvalidMessageError(
+            "report_bounds", f"report: at most {MAX_BOUNDS} bounds, not {len(message.bounds)}"
+        )
+    return tuple(
+        WorkerBound(
+            name=checks.name("report", "bound", bound.name),
+            bound_s=checks.duration_s("report", "bound_s", bound.bound_s),
+            reached=checks.count("report", "reached", bound.reached),
+            latest=checks.reason(bound.latest) if bound.latest else "",
+        )
+        for bound in message.bounds
     )

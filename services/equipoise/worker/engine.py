@@ -110,6 +110,7 @@ class Engine:
         self._leaving = False
         self._num_idle_turns = 0
         self._num_steps = 0
+        self._busy_s = 0.0
         self._loads = experts.loads()
         self._step_log: deque[tuple[int, int]] = deque(maxlen=_STEP_LOG_LENGTH)
         self._recent_us: deque[int] = deque(maxlen=_MEDIAN_STEPS)
@@ -186,6 +187,7 @@ class Engine:
                 median_step_us=_median(self._unreported_us),
                 active_requests=self._scheduler.num_active,
                 queued_requests=self._scheduler.num_queued,
+                busy_us=round(self._busy_s * 1e6),
             )
             self._unreported_us.clear()
             return Progress(loads=self._loads, stats=stats)
@@ -204,7 +206,7 @@ class Engine:
 
     def _turn(self) -> bool:
         """One exchange of headers and what follows from it; False when it was the last."""
-        began = time.perf_counter()
+        began, waited_s = time.perf_counter(), self._waited_s
         self._wake.clear()
         with self._lock:
             plan, staged, leaving = self._scheduler.plan(), self._staged, self._leaving
@@ -228,6 +230,7 @@ class Engine:
         emissions: tuple[Emission, ...] = ()
         if any(tokens_by_rank):
             emissions = self._step(plan, tokens_by_rank, began=began)
+            self._note_busy(began=began, waited_s=self._waited_s - waited_s)
         if emissions or switch:
             self._publish(
                 StepResult(
@@ -240,6 +243,16 @@ class Engine:
             )
         self._rest(idle=not any(tokens_by_rank))
         return True
+
+    @property
+    def _waited_s(self) -> float:
+        """Seconds in which this rank was in exchanges with its peers so far."""
+        return self._group.waited_s + self._experts.waited_s
+
+    def _note_busy(self, *, began: float, waited_s: float) -> None:
+        """A step is done: what was no wait for peers, this rank worked."""
+        with self._lock:
+            self._busy_s += max(0.0, time.perf_counter() - began - waited_s)
 
     def _rest(self, *, idle: bool) -> None:
         """Wait a little when no rank has work; the longer, the longer there was none."""

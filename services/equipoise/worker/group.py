@@ -29,13 +29,14 @@ _GRACE_S = 0.5
 class RankGroup:
     """Ranks that step together; a rank alone needs no group and exchanges nothing.
 
-    Every collective of the group is bounded by the timeout it was formed with. Used from the
-    engine's thread only, once it is formed.
+    Every collective of the group is bounded by the timeout it was formed with. `waited_s` is how
+    long exchanges of headers took so far. Used from the engine's thread only, once it is formed.
     """
 
     def __init__(self, *, rank: int, num_ranks: int) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
+        self.waited_s = 0.0
         self._gathered = torch.zeros(num_ranks * HEADER_WIDTH, dtype=torch.int64)
         # torch reads from it whenever it likes, so it lives as long as the group.
         self._store: object = None
@@ -59,10 +60,12 @@ class RankGroup:
         if self.num_ranks == 1:
             return (header,)
         row = torch.tensor(pack(header), dtype=torch.int64)
+        began = time.perf_counter()
         try:
             dist.all_gather_single(self._gathered, row)
         except RuntimeError as error:
             raise GroupError(collective_failed(error)) from error
+        self.waited_s += time.perf_counter() - began
         return tuple(unpack(row) for row in self._gathered.view(-1, HEADER_WIDTH).tolist())
 
     def keep(self, store: object) -> None:

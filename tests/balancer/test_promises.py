@@ -1,0 +1,87 @@
+"""Rollouts are held to what they promised."""
+
+import numpy as np
+import pytest
+
+from equipoise.planning.policy import Policy
+
+POLICY = Policy(interval_s=10.0, min_tokens=100.0, rollback_windows=2, rollback_cooldown_s=100.0)
+
+
+@pytest.fixture
+def bench(make_bench):
+    bench = make_bench(policy=POLICY)
+    bench.serve()
+    return bench
+
+
+@pytest.fixture
+def hot():
+    """Expert 0, which has two replicas from the start, gets most."""
+    load = np.full((3, 32), 100.0)
+    load[:, 0] = 4000.0
+    return load
+
+
+def be_lopsided(bench):
+    for worker in bench.ranks:
+        worker.is_lopsided = True
+
+
+def test_a_rollout_that_made_it_worse_is_rolled_back_as_a_new_generation(bench, hot):
+    first = bench.pool.layouts.current
+    bench.run_traffic(hot, seconds=10)
+    promised = bench.decisions()[-1]
+    assert promised.accepted
+    goal = bench.pool.layouts.current.generation
+    be_lopsided(bench)
+    bench.run_traffic(hot, seconds=30)
+    back = next(one for one in bench.decisions() if one.algorithm == "rollback")
+    assert back.accepted
+    assert "rolled back, because it is worse by more than 0.050" in back.reason
+    current = bench.pool.layouts.current
+    assert current.generation > goal
+    assert current.same_placement(first)
+    assert bench.pool.layouts.stored_generation == current.generation
+    assert bench.pool.tally.rolled_back == 1
+    assert bench.pool.tally.realised_gain < 0 < bench.pool.tally.predicted_gain
+
+
+def test_the_same_load_is_not_tried_again_before_the_cooldown(bench, hot):
+    bench.run_traffic(hot, seconds=10)
+    be_lopsided(bench)
+    bench.run_traffic(hot, seconds=60)
+    generation = bench.pool.layouts.current.generation
+    refused = bench.decisions()[-1]
+    assert not refused.accepted
+    assert "a plan for this load was rolled back" in refused.reason
+    assert bench.pool.layouts.current.generation == generation
+    bench.run_traffic(hot, seconds=80)
+    assert any(one.accepted and one.time_unix_s > refused.time_unix_s for one in bench.decisions())
+
+
+def test_traffic_that_shifts_after_a_switch_is_not_blamed_on_the_plan(bench, skewed):
+    bench.run_traffic(skewed(1), seconds=10)
+    assert bench.pool.watched is not None
+    bench.run_traffic(skewed(2), seconds=40)
+    assert bench.pool.tally.rolled_back == 0
+    assert all(one.algorithm != "rollback" for one in bench.decisions())
+
+
+def test_a_rollout_that_keeps_its_promise_is_judged_and_kept(bench, skewed):
+    bench.run_traffic(skewed(1), seconds=40)
+    assert bench.pool.watched is None
+    assert bench.pool.tally.rolled_back == 0
+    tally = bench.pool.tally
+    assert tally.realised_gain == pytest.approx(tally.predicted_gain, abs=0.05)
+
+
+def test_a_paused_pool_is_not_rolled_back_before_it_is_resumed(bench, hot):
+    bench.run_traffic(hot, seconds=10)
+    be_lopsided(bench)
+    bench.pool.hold = type(bench.pool.hold)(paused="ada")
+    bench.run_traffic(hot, seconds=40)
+    assert bench.pool.tally.rolled_back == 0
+    bench.pool.hold = type(bench.pool.hold)()
+    bench.run_traffic(hot, seconds=10)
+    assert bench.pool.tally.rolled_back == 1

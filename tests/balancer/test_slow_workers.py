@@ -1,0 +1,98 @@
+"""Workers that compute slower than their peers."""
+
+import pytest
+
+from equipoise.balancer.status import pool_status
+from equipoise.planning.policy import Policy
+from equipoise.wire.messages import GroupLost
+
+
+@pytest.fixture
+def policy_of():
+    def policy(action, **values):
+        return Policy(
+            interval_s=10.0,
+            min_tokens=100.0,
+            slow_worker_windows=3,
+            slow_worker_action=action,
+            slow_worker_probation_s=60.0,
+            **values,
+        )
+
+    return policy
+
+
+def slow_down(bench, rank, factor):
+    worker = bench.ranks[rank]
+    worker.busy_us_a_step *= factor
+    return worker
+
+
+def test_a_slow_rank_is_told_in_status_and_nothing_else_happens(make_bench, policy_of, skewed):
+    bench = make_bench(policy=policy_of("report"))
+    bench.serve()
+    slow_down(bench, 2, 5)
+    bench.run_traffic(skewed(1), seconds=30)
+    status = pool_status(bench.pool, now=bench.now)
+    assert [bool(rank.trouble) for rank in status.ranks] == [False, False, True, False]
+    assert "times longer for a step than the median rank" in status.ranks[2].trouble
+    assert status.ranks[2].busy_step_us == 500
+    assert status.ranks[2].slowdown > 2 > status.ranks[1].slowdown
+    assert bench.pool.roster.epoch == 1
+    assert bench.pool.tally.slow_found == 1
+
+
+def test_a_slow_rank_is_not_reported_before_enough_windows(make_bench, policy_of, skewed):
+    bench = make_bench(policy=policy_of("report"))
+    bench.serve()
+    slow_down(bench, 2, 5)
+    bench.run_traffic(skewed(1), seconds=20)
+    assert not bench.pool.slow
+
+
+def test_by_policy_the_others_go_on_without_it_and_it_comes_back(make_bench, policy_of, skewed):
+    bench = make_bench(policy=policy_of("exclude"))
+    for worker in bench.workers.values():
+        worker.hello = type(worker.hello)(**{**_fields(worker.hello), "slots_per_rank": 11})
+    bench.serve()
+    slow = slow_down(bench, 2, 5)
+    bench.run_traffic(skewed(1), seconds=30)
+    bench.tick()
+    pool, name = bench.pool, slow.hello.worker
+    assert pool.roster.epoch == 2
+    assert name not in [member.name for member in pool.roster.seated()]
+    assert "goes on without who is slow" in pool.epochs.newest_first()[0].reason
+    lost = GroupLost(epoch=1, reason="the others left", expert_of_slot=None)
+    bench.say(slow, lost)
+    for worker in _seated(bench):
+        bench.say(worker, worker.serving())
+    assert pool.roster.complete
+    bench.tick(30.0)
+    assert pool.roster.epoch == 2, "it is on probation"
+    for worker in bench.workers.values():
+        bench.say(worker, worker.heartbeat())
+    bench.tick(31.0)
+    for worker in bench.workers.values():
+        bench.say(worker, worker.heartbeat())
+    bench.tick()
+    assert pool.roster.epoch == 3
+    assert name in [member.name for member in pool.roster.seated()]
+
+
+def test_who_cannot_be_spared_stays_and_the_pool_says_so(make_bench, policy_of, skewed):
+    bench = make_bench(policy=policy_of("exclude"))
+    bench.serve()
+    slow_down(bench, 2, 5)
+    bench.run_traffic(skewed(1), seconds=30)
+    bench.tick()
+    assert bench.pool.roster.epoch == 1
+    assert "slow and cannot be spared" in bench.pool.diagnosis().reason
+
+
+def _seated(bench):
+    names = {member.name for member in bench.pool.roster.seated()}
+    return [worker for worker in bench.workers.values() if worker.hello.worker in names]
+
+
+def _fields(hello):
+    return {name: getattr(hello, name) for name in hello.__slots__}

@@ -1,0 +1,79 @@
+"""Whether a rollout is kept: by its promise, and by what the layout before would have done."""
+
+import numpy as np
+import pytest
+
+from equipoise.planning.balance import balancedness, layout_loads
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.policy import Policy
+from equipoise.planning.promise import Promise, Witness, judge_realised, too_soon_again
+
+POLICY = Policy(rollback_tolerance=0.05, rollback_windows=2, min_tokens=100.0)
+# Ranks hold experts 0 and 1, and 2 and 3.
+OLD = contiguous_layout(num_layers=1, num_experts=4, num_ranks=2, slots_per_rank=2)
+BAD_FOR_OLD = np.array([[400.0, 400.0, 100.0, 100.0]])
+GOOD_FOR_OLD = np.array([[400.0, 100.0, 400.0, 100.0]])
+
+
+def judged(*windows, optimism=0.0, policy=POLICY):
+    promise = Promise(
+        before=OLD,
+        generation=2,
+        balancedness_before=balancedness(layout_loads(OLD, BAD_FOR_OLD)),
+        balancedness_promised=0.95,
+        optimism=optimism,
+    )
+    witnesses = [Witness(load=load, balancedness=measured) for load, measured in windows]
+    return judge_realised(promise, witnesses, policy=policy)
+
+
+def test_a_rollout_that_brought_what_it_promised_is_kept():
+    told = judged((BAD_FOR_OLD, 0.93), (BAD_FOR_OLD, 0.94))
+    assert not told.goes_back
+    assert told.reason.startswith("kept, as promised")
+    assert told.gain == pytest.approx(0.935 - 0.625)
+
+
+def test_one_that_is_worse_than_the_layout_before_is_rolled_back():
+    told = judged((BAD_FOR_OLD, 0.50), (BAD_FOR_OLD, 0.52))
+    assert told.goes_back
+    assert "would have had 0.625" in told.reason
+    assert told.gain < 0
+
+
+def test_traffic_that_moved_is_not_blamed_on_the_plan():
+    # It fell far short, but the old layout would have fallen further.
+    told = judged((BAD_FOR_OLD, 0.70), (BAD_FOR_OLD, 0.72))
+    assert not told.goes_back
+    assert "traffic changed" in told.reason
+
+
+def test_traffic_that_went_back_to_what_suits_the_old_layout_goes_back_to_it():
+    assert judged((GOOD_FOR_OLD, 0.70), (GOOD_FOR_OLD, 0.72)).goes_back
+
+
+def test_a_disappointment_within_the_tolerance_is_kept():
+    assert not judged((BAD_FOR_OLD, 0.60), (BAD_FOR_OLD, 0.58)).goes_back
+
+
+def test_the_old_layout_is_not_believed_to_do_better_than_it_did():
+    # Computed, it would have 0.625; but it was measured 0.2 below what was computed.
+    windows = ((BAD_FOR_OLD, 0.50), (BAD_FOR_OLD, 0.50))
+    assert judged(*windows).goes_back
+    assert not judged(*windows, optimism=0.2).goes_back
+
+
+def test_windows_with_too_few_tokens_say_nothing():
+    assert judged((BAD_FOR_OLD, 0.5)) is None
+    assert judged((BAD_FOR_OLD, 0.5), (BAD_FOR_OLD / 100, 0.5)) is None
+    assert judged((BAD_FOR_OLD, 0.5), (BAD_FOR_OLD / 100, 1.0), (BAD_FOR_OLD, 0.5)).goes_back
+
+
+@pytest.mark.parametrize(
+    ("rolled_back_s", "shifted", "waits"),
+    [(None, False, False), (95.0, False, True), (95.0, True, False), (0.0, False, False)],
+)
+def test_the_same_load_is_not_planned_for_again_at_once(rolled_back_s, shifted, waits):
+    policy = Policy(rollback_cooldown_s=60.0)
+    told = too_soon_again(policy, rolled_back_s=rolled_back_s, shift_detected=shifted, now=100.0)
+    assert (told is not None) == waits
