@@ -20,12 +20,12 @@ FIRST_HALF = np.tile([1000.0] * 4 + [0.0] * 4, (2, 1))
 SECOND_HALF = FIRST_HALF[:, ::-1]
 
 
-def make_loads(*, remembered=None, counted_from=1, now=0.0, model=MODEL):
+def make_loads(*, remembered=None, counted_from=1, now=0.0, model=MODEL, policy=POLICY):
     return PoolLoads(
         epoch=1,
         model=model,
         num_ranks=2,
-        policy=POLICY,
+        policy=policy,
         remembered=remembered or {},
         counted_from=counted_from,
         now=now,
@@ -183,3 +183,17 @@ def test_counters_that_began_before_we_listened_are_a_baseline():
     ranks.receive(FIRST_HALF)
     window = close(loads, now=10.0)
     assert np.array_equal(window.load, FIRST_HALF)
+
+
+def test_how_loads_vary_survives_a_restart_where_a_policy_plans_for_risk():
+    loads = make_loads(policy=replace(POLICY, risk_z=1.0, shift_threshold=1.0))
+    ranks = Ranks(loads)
+    for window in range(1, 5):
+        ranks.receive(FIRST_HALF if window % 2 else FIRST_HALF[:, ::-1])
+        close(loads, now=10.0 * window)
+    assert loads.slow.variance().any()
+    resumed = make_loads(remembered=loads.records(now=40.0), now=500.0)
+    assert resumed.slow.at_risk(1.0) == pytest.approx(loads.slow.at_risk(1.0))
+    torn = {**loads.records(now=40.0), "slow": loads.records(now=41.0)["slow"]}
+    assert not make_loads(remembered=torn, now=500.0).slow.variance().any()
+    assert "slow squares" not in make_loads().records(now=0.0)

@@ -71,25 +71,6 @@ async def test_a_process_that_was_stopped_on_purpose_is_no_fault(tmp_path):
         watching.cancel()
 
 
-async def test_a_process_that_is_done_is_no_fault(tmp_path):
-    async with Fleet(tmp_path, program=SLEEPER) as fleet:
-        await fleet.start("planner", [], program=("-c", "pass"))
-        await fleet.until_done("planner", timeout_s=BOUND_S)
-
-
-@pytest.mark.parametrize(
-    ("program", "timeout_s", "words"),
-    [(FAULTY, BOUND_S, r"(?s)planner failed .*status 3.*/nowhere"), (SLEEPER, 0.05, "not done")],
-)
-async def test_a_process_that_is_not_done_as_it_should_be_is_told(
-    tmp_path, program, timeout_s, words
-):
-    async with Fleet(tmp_path, program=program) as fleet:
-        await fleet.start("planner", [])
-        with pytest.raises(FleetError, match=words):
-            await fleet.until_done("planner", timeout_s=timeout_s)
-
-
 async def test_a_name_whose_process_was_stopped_can_be_started_again(tmp_path):
     async with Fleet(tmp_path, program=SLEEPER) as fleet:
         await fleet.start("balancer", [])

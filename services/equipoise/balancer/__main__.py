@@ -3,11 +3,13 @@
 import asyncio
 import importlib
 import logging
+import os
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from equipoise.balancer.errors import BalancerError
@@ -65,6 +67,7 @@ async def _serve(settings: BalancerSettings) -> None:
                 settings.defaults, needs_file=settings.policy is not None, now=time.time()
             ),
             policy_file=settings.policy,
+            on_refusal=await _open_events(opened) if settings.policy is not None else None,
             warm_up=warm_up,
             stop_grace_s=settings.stop_grace_s,
             metrics_listen=settings.metrics_listen,
@@ -117,6 +120,24 @@ async def _open_register(settings: BalancerSettings) -> LeaseRegister | None:
         settings.lease_name, timeout_s=timeout_s
     )
     return register
+
+
+async def _open_events(
+    opened: AsyncExitStack,
+) -> Callable[[str], Awaitable[None]] | None:
+    """Who hears of refused policies: the events of the cluster, for a balancer in one."""
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return None
+    try:
+        cluster = importlib.import_module("equipoise.balancer.cluster")
+        events = importlib.import_module("equipoise.balancer.kubernetes_events")
+        api, namespace = await cluster.connect()
+    except (ModuleNotFoundError, RegisterError) as error:
+        _log.warning("refused policies make no Kubernetes events: %s", error)
+        return None
+    told = events.KubernetesEvents(api, namespace=namespace)
+    opened.push_async_callback(_closed, told.close)
+    return partial(told.warn, "PolicyRejected")
 
 
 def _timing(settings: BalancerSettings) -> LeaseTiming:

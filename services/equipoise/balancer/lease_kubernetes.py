@@ -5,23 +5,20 @@ on through a partition: no request timeouts, the wall clock, no deadline beside 
 """
 
 import math
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 
 from aiohttp import ClientError
-from kubernetes.aio import client, config
+from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
-from kubernetes.aio.config.config_exception import ConfigException
 
+from equipoise.balancer import cluster
 from equipoise.balancer.leadership import LeaseRecord, Sighting
 from equipoise.balancer.lease_register import RegisterError
 
 _ADDRESS = "equipoise/leader-address"
 _RENEWALS = "equipoise/renewals"
-_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _NOT_FOUND = 404
 _CONFLICT = 409
 
@@ -48,19 +45,7 @@ class KubernetesRegister:
         Raises:
             RegisterError: there is no cluster to be found.
         """
-        configuration = client.Configuration()
-        try:
-            if "KUBERNETES_SERVICE_HOST" in os.environ:
-                config.load_incluster_config(configuration)
-                namespace = _own_namespace()
-            else:
-                await config.load_kube_config(client_configuration=configuration)
-                namespace = "default"
-        except (ConfigException, OSError) as error:
-            raise RegisterError(
-                f"no Kubernetes cluster is configured ({error}): run in one, or use --lease=store"
-            ) from error
-        api = client.ApiClient(configuration)
+        api, namespace = await cluster.connect()
         return cls(api, namespace=namespace, name=name, timeout_s=timeout_s)
 
     async def read(self) -> Sighting | None:
@@ -148,7 +133,3 @@ class KubernetesRegister:
             duration_s=float(max(1, (spec.lease_duration_seconds if spec else None) or 1)),
         )
         return Sighting(record=record, version=metadata.resource_version)
-
-
-def _own_namespace() -> str:
-    return _NAMESPACE_FILE.read_text().strip()

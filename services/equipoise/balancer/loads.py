@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from equipoise.balancer.memory import FAST, SLOW
+from equipoise.balancer.memory import FAST, SLOW, SLOW_SQUARES
 from equipoise.balancer.store import AverageRecord
 from equipoise.planning.balance import balancedness, balancedness_per_layer
 from equipoise.planning.layout import Layout
@@ -85,7 +85,10 @@ class PoolLoads:
         )
         self._slots = SlotWindow()
         self.fast = self._average(remembered.get(FAST), policy.fast_half_life_s, now=now)
-        self.slow = self._average(remembered.get(SLOW), policy.slow_half_life_s, now=now)
+        self.slow = replace(
+            self._average(remembered.get(SLOW), policy.slow_half_life_s, now=now),
+            decayed_squares=_squares(remembered.get(SLOW), remembered.get(SLOW_SQUARES)),
+        )
         self._steps = np.zeros(num_ranks, dtype=np.int64)
         self._steps_at_open = np.zeros(num_ranks, dtype=np.int64)
         self._busy_us = np.zeros(num_ranks, dtype=np.int64)
@@ -150,8 +153,8 @@ class PoolLoads:
         return closed
 
     def records(self, *, now: float) -> dict[str, AverageRecord]:
-        """Both averages for the store; `now` is unix time."""
-        return {
+        """Both averages for the store, and the squares if they are used; `now` is unix time."""
+        records = {
             name: AverageRecord(
                 half_life_s=average.half_life_s,
                 time_unix_s=now,
@@ -160,6 +163,9 @@ class PoolLoads:
             )
             for name, average in ((FAST, self.fast), (SLOW, self.slow))
         }
+        if self._policy.risk_z and self.slow.decayed_squares is not None:
+            records[SLOW_SQUARES] = replace(records[SLOW], tokens=self.slow.decayed_squares)
+        return records
 
     def _closed(
         self, load: WindowLoad, shift: Shift, *, number: int, generation: int, now: float
@@ -228,3 +234,15 @@ class PoolLoads:
             decayed_tokens=record.tokens,
             decayed_duration_s=record.weight_s,
         )
+
+
+def _squares(average: AverageRecord | None, squares: AverageRecord | None) -> Load | None:
+    """Remembered squares, if they were written together with the average."""
+    if (
+        average is None
+        or squares is None
+        or (squares.time_unix_s, squares.weight_s) != (average.time_unix_s, average.weight_s)
+        or squares.tokens.shape != average.tokens.shape
+    ):
+        return None
+    return squares.tokens

@@ -16,6 +16,10 @@ from equipoise.planning.layout import Layout
 FAST = "fast"
 SLOW = "slow"
 
+SLOW_SQUARES = "slow squares"
+"""Squares of the slow average's rates, from which their variance follows; kept where a policy plans
+for risk. A record of its own, so that a store that has none is like a load that never varied."""
+
 MAX_AUDIT = 16
 """Orders of operators kept for people to read; the store has more."""
 
@@ -40,7 +44,7 @@ async def recall(store: Store, pool: str) -> PoolMemory:
     Raises:
         StoreError: the store cannot be used.
     """
-    averages = {name: await store.average(pool, name) for name in (FAST, SLOW)}
+    averages = {name: await store.average(pool, name) for name in (FAST, SLOW, SLOW_SQUARES)}
     decisions = await store.decisions(pool, limit=1)
     return PoolMemory(
         committed=await store.committed(pool),

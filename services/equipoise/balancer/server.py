@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -83,6 +83,7 @@ async def serving(
     register: LeaseRegister | None = None,
     timing: LeaseTiming = ALONE,
     policy_file: Path | None = None,
+    on_refusal: Callable[[str], Awaitable[None]] | None = None,
     warm_up: Callable[[], None] | None = None,
 ) -> AsyncIterator[int]:
     """Serve on `listen` (host:port) inside the block; gives the port, which is new for port 0.
@@ -94,7 +95,8 @@ async def serving(
 
     It answers questions at once, but takes no workers, and does not want to lead, before `warm_up`
     has ended on a thread of its own and a `policy_file` (followed from then on) was good. Until
-    then the health of `ready` is NOT_SERVING, and ListPools says why.
+    then the health of `ready` is NOT_SERVING, and ListPools says why. `on_refusal` hears of policy
+    files that are refused.
 
     Raises:
         BalancerError: the port cannot be listened on.
@@ -131,7 +133,13 @@ async def serving(
     await seat.open()
     async with AsyncExitStack() as running:
         if policy_file is not None:
-            file = PolicyFile(policy_file, book=policies, readiness=readiness, clock=clock)
+            file = PolicyFile(
+                policy_file,
+                book=policies,
+                readiness=readiness,
+                clock=clock,
+                on_refusal=on_refusal,
+            )
             await file.look()
             await running.enter_async_context(_background(file.run()))
         if warm_up is not None:

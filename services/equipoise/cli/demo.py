@@ -41,9 +41,8 @@ __all__ = ["DemoError", "DemoSettings", "run"]
 
 POOL = "demo"
 
-_PLANNER_TIMEOUT_S = 180.0
 _BALANCER_TIMEOUT_S = 30.0
-_POOL_TIMEOUT_S = 120.0
+_POOL_TIMEOUT_S = 240.0
 _REFERENCE_BATCH = 16  # prompts answered at once, which a Ctrl-C may have to wait for
 _PIPE_WIDTH = 120
 _PULL_MIB_PER_S = 1.0
@@ -138,9 +137,6 @@ class Demo:
             await self._fleet.start(
                 f"worker-{rank}", _worker_arguments(settings, rank=rank, balancer=self._address)
             )
-        self._doing = "compiling the planner (half a minute, once after an installation)"
-        await self._fleet.start("planner", [], program=("-m", "equipoise.planning.warm_up"))
-        await self._fleet.until_done("planner", timeout_s=_PLANNER_TIMEOUT_S)
         self._doing = "starting the balancer"
         await self._fleet.start(
             "balancer",

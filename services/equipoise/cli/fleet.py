@@ -87,25 +87,6 @@ class Fleet:
         self._expected_ends.add(name)
         return await _end(self._processes[name], with_signal=with_signal)
 
-    async def until_done(self, name: str, *, timeout_s: float) -> None:
-        """Wait until a process has ended well by itself, as one that is no server should.
-
-        Raises:
-            FleetError: it failed, or was not done within the bound.
-        """
-        self._expected_ends.add(name)
-        try:
-            async with asyncio.timeout(timeout_s):
-                status = await self._processes[name].wait()
-        except TimeoutError:
-            raise FleetError(
-                f"{name} was not done after {timeout_s:g} s\n{self.log_tail(name)}"
-            ) from None
-        if status != 0:
-            raise FleetError(
-                f"{name} failed with exit status {status}; its last lines:\n{self.log_tail(name)}"
-            )
-
     async def watch(self) -> None:
         """Wait until a process ends that nobody stopped.
 

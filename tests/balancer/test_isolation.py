@@ -1,0 +1,152 @@
+"""Pools of one balancer: what one of them does, or what befalls it, delays no other."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from equipoise.balancer import planning_thread as planning_thread_module
+from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.pools import Pools
+from equipoise.balancer.proposal import propose
+from equipoise.balancer.runner import steady_clock
+from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.planning.policy import Policy
+from equipoise.wire.messages import Assignment
+
+WAIT_S = 60.0
+TEXT = """
+apiVersion: equipoise.dev/v1alpha1
+kind: BalancePolicy
+defaults:
+  interval: 100ms
+  judging: {minTokens: 1}
+pools:
+  stuck: {timeouts: {plan: 50ms}}
+  broken: {judging: {cooldown: 77s}}
+"""
+
+
+class Tenure:
+    term = 1
+
+    def holds(self):
+        return True
+
+    def outranked(self, term):
+        raise AssertionError("nobody else leads")
+
+
+class Serving:
+    """A worker of a pool with one rank that has traffic in every window."""
+
+    def __init__(self, pools, worker) -> None:
+        self.pools, self.worker = pools, worker
+        self.mailbox = Mailbox()
+
+    async def join(self):
+        self.runner = await self.pools.admit(self.worker.hello, self.mailbox)
+
+    async def run(self):
+        name = self.worker.hello.worker
+        async for message in self.mailbox.messages():
+            if isinstance(message, Assignment):
+                self.worker.take(message)
+                self.runner.receive(name, self.mailbox, self.worker.serving())
+                break
+        while True:
+            self.worker.serve_traffic(np.full((3, 32), 10.0))
+            self.runner.receive(name, self.mailbox, self.worker.report())
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def pools_of(tmp_path, worker_of, hello_of, names):
+    """Pools that serve, by name."""
+    book = PolicyBook(Policy())
+    assert book.offer(TEXT, source="test", now=0.0)
+    store = SqliteStore(tmp_path / "state.sqlite")
+    tasks = []
+    async with (
+        Pools(store=store, policies=book, clock=steady_clock(), tenure=Tenure()) as pools,
+        asyncio.timeout(WAIT_S),
+    ):
+        for name in names:
+            one = Serving(pools, worker_of(hello_of(pool=name, num_ranks=1, slots_per_rank=32)))
+            await one.join()
+            tasks.append(asyncio.create_task(one.run()))
+        yield {name: pools.find(name) for name in names}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await store.close()
+
+
+async def until(runner, condition):
+    while not condition(runner.pool):
+        await runner.until_changed(runner.pool.revision)
+
+
+def decided(pool, *, times):
+    return pool.last_decision is not None and pool.last_decision.sequence >= times
+
+
+def reached(pool, name):
+    return next(bound for bound in pool.bounds.all() if bound.name == name)
+
+
+@pytest.fixture
+def released(monkeypatch):
+    """Plans of the pool `stuck` end when this is set, those of `broken` break down until then."""
+    released = threading.Event()
+
+    def planned(request):
+        if request.policy.plan_timeout_s == 0.05:
+            released.wait(WAIT_S)
+        elif request.policy.cooldown_s == 77.0 and not released.is_set():
+            raise MemoryError("no room")
+        return propose(request)
+
+    monkeypatch.setattr(planning_thread_module, "propose", planned)
+    yield released
+    released.set()
+
+
+async def test_a_plan_that_hangs_or_breaks_down_is_told_tried_again_and_delays_nobody(
+    tmp_path, worker_of, hello_of, released
+):
+    names = ("stuck", "broken", "steady")
+    async with pools_of(tmp_path, worker_of, hello_of, names) as pools:
+        await until(pools["stuck"], lambda pool: reached(pool, "plan").reached >= 3)
+        assert "given up after 0.05 s" in reached(pools["stuck"].pool, "plan").latest
+        await until(pools["broken"], lambda pool: pool.refusals.of("plan") >= 2)
+        before = pools["stuck"].pool.windows_closed
+        await until(pools["stuck"], lambda pool: pool.windows_closed >= before + 3)
+        await until(pools["steady"], lambda pool: decided(pool, times=3))
+        await until(pools["stuck"], lambda pool: "run still" in reached(pool, "plan").latest)
+        assert pools["stuck"].pool.last_decision is None
+        released.set()
+        await until(pools["broken"], lambda pool: decided(pool, times=1))
+        await until(pools["stuck"], lambda pool: decided(pool, times=1))
+
+
+async def test_a_worker_that_floods_its_pool_delays_no_other(tmp_path, worker_of, hello_of):
+    async with pools_of(tmp_path, worker_of, hello_of, ("flood", "steady")) as pools:
+        flooded = pools["flood"]
+
+        async def flood():
+            while True:
+                for _ in range(50):
+                    flooded.refuse("worker-0", kind="report_shape", reason="nonsense " * 50)
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(flood())
+        known = pools["steady"].pool.windows_closed
+        await until(pools["steady"], lambda pool: pool.windows_closed >= known + 5)
+        await until(pools["steady"], lambda pool: decided(pool, times=3))
+        assert flooded.pool.refusals.of("report_shape") > 1000
+        assert not pools["steady"].pool.refusals.all()
+        task.cancel()
