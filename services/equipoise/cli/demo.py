@@ -41,7 +41,7 @@ __all__ = ["DemoError", "DemoSettings", "run"]
 
 POOL = "demo"
 
-_BALANCER_TIMEOUT_S = 30.0
+_BALANCER_TIMEOUT_S = 120.0
 _POOL_TIMEOUT_S = 240.0
 _REFERENCE_BATCH = 16  # prompts answered at once, which a Ctrl-C may have to wait for
 _PIPE_WIDTH = 120
