@@ -31,6 +31,7 @@ from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.planning_thread import PlanningThread, PlanTimeoutError
 from equipoise.balancer.pool import Pool
 from equipoise.balancer.store import Store, StoreError, StoreFault, TermOverError
+from equipoise.telemetry.logs import about
 from equipoise.wire.messages import (
     Abort,
     Assignment,
@@ -277,7 +278,7 @@ class PoolRunner:
             self._tenure.give_up(str(error))
 
     def _note_failure(self, write: Write, reason: str) -> None:
-        _log.error("%s: %s", self.pool.name, reason)
+        _log.error("%s: %s", self.pool.name, reason, extra=about(pool=self.pool.name))
         self._controller.write_failed(write, reason=reason)
         if isinstance(write, WriteAudit):
             self._answers.fail(write.request.ticket, f"nothing was done: {reason}")
@@ -290,7 +291,12 @@ class PoolRunner:
                 await store.put_proposed(name, write.layout, term=term)
             case WriteCommitted():
                 await store.commit(name, write.generation, previous=write.previous, term=term)
-                _log.info("%s: generation %d is committed", name, write.generation)
+                _log.info(
+                    "%s: generation %d is committed",
+                    name,
+                    write.generation,
+                    extra=about(pool=name, generation=write.generation, term=term),
+                )
             case WriteAdopted():
                 await store.adopt(name, write.layout, term=term)
             case WriteMembership():
@@ -300,6 +306,7 @@ class PoolRunner:
                     name,
                     write.membership.epoch,
                     ", ".join(write.membership.workers),
+                    extra=about(pool=name, epoch=write.membership.epoch, term=term),
                 )
             case WriteAverage():
                 await store.put_average(name, write.name, write.record, term=term)

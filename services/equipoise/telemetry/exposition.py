@@ -7,7 +7,12 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    nullcontext,
+)
 
 import uvicorn
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -76,6 +81,13 @@ async def serving_http(routes: Sequence[BaseRoute], *, listen: str) -> AsyncIter
     finally:
         server.should_exit = True
         await asyncio.gather(task, return_exceptions=True)
+
+
+def metrics_at(listen: str, *collectors: Collector) -> AbstractAsyncContextManager[str]:
+    """Serve `/metrics` of `collectors` on `listen`, host:port; nothing if that is empty."""
+    if not listen:
+        return nullcontext("")
+    return serving_http([metrics_route(registry_of(*collectors))], listen=listen)
 
 
 class _Server(uvicorn.Server):

@@ -2,9 +2,9 @@
 
 import asyncio
 import gc
-import logging
 import signal
 
+from equipoise.telemetry.logs import configure_logs
 from equipoise.worker.core import single_threaded
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.lifecycle import serve
@@ -17,7 +17,9 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         WorkerError: it cannot start, is rejected, or its group is broken.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    configure_logs(
+        settings.log_format, context=lambda: {"pool": settings.pool, "worker": settings.worker}
+    )
     single_threaded()
     failure = _serve_to_the_end(settings)
     # A process group of torch that is still alive when the interpreter ends aborts the process

@@ -14,6 +14,7 @@ from statistics import median
 
 import torch
 
+from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.wire.messages import Checksums, RankStats
 from equipoise.worker.errors import GroupError, WorkerError
 from equipoise.worker.group import RankGroup, collective_failed
@@ -78,7 +79,8 @@ class Engine:
     Steps are counted from 1 in every epoch, because ranks that come together must agree on them.
 
     `names` are the workers' names in rank order, for people. `publish` is called on the engine's
-    thread behind every step that made tokens or switched, and must not block.
+    thread behind every step that made tokens or switched, and must not block. `step_s` counts how
+    long steps take.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Engine:
         epoch: int,
         names: tuple[str, ...],
         publish: Callable[[StepResult], None],
+        step_s: Histogram | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -103,6 +106,7 @@ class Engine:
         self._epoch = epoch
         self._names = names
         self._publish = publish
+        self._step_s = step_s or Histogram(SHORT_S)
         # Guards everything that both the engine and other threads touch; held for microseconds.
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -300,6 +304,7 @@ class Engine:
             duration_us = _microseconds_since(began)
             self._recent_us.append(duration_us)
             self._unreported_us.append(duration_us)
+            self._step_s.observe(duration_us / 1e6)
         return tuple(emissions)
 
 

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from equipoise.telemetry.logs import about
 from equipoise.wire.messages import Assignment, GroupLost
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import GroupError, TransferError, WorkerError
@@ -17,6 +18,7 @@ from equipoise.worker.joining import Joined, Slots, join
 from equipoise.worker.rank import Rank, Say
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
+from equipoise.worker.timings import Timings
 from equipoise.worker.transfer import ExpertTransferService
 
 _log = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ class Epochs:
         self._say = say
         self._serves = serves
         self._slots = Slots(core)
-        self._scheduler = Scheduler(
+        self.timings = Timings()
+        self.scheduler = Scheduler(
             max_requests=settings.max_requests,
             max_queued=settings.max_queued_requests,
             max_step_tokens=settings.max_step_tokens,
@@ -123,10 +126,11 @@ class Epochs:
             joined,
             core=self._core,
             settings=self._settings,
-            scheduler=self._scheduler,
+            scheduler=self.scheduler,
             boot_id=self._boot_id,
             say=self._say,
             deliver=self._inference.deliver,
+            timings=self.timings,
         )
         self.rank, self.lost = rank, None
         if self._given_up.is_set():
@@ -143,11 +147,17 @@ class Epochs:
             len(assignment.peers),
             assignment.epoch,
             assignment.layout.generation,
+            extra=about(
+                epoch=assignment.epoch,
+                rank=assignment.rank,
+                generation=assignment.layout.generation,
+            ),
         )
         try:
             await rank.run()
         finally:
             self.rank = None
+            self.timings.num_corrupted += rank.num_corrupted
 
     def _say_serving(self, rank: Rank) -> None:
         self._say(rank.serving())

@@ -5,12 +5,14 @@ Owns checking requests and the way of tokens from the engine's thread to each cl
 
 import asyncio
 import itertools
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.errors import InvalidRequestError, QueueFullError
 from equipoise.worker.scheduler import Emission, FinishReason, Request
@@ -36,6 +38,8 @@ class _Token:
 class InferenceService(pb_grpc.InferenceServicer):
     """Serves `Generate`; used from the event loop only.
 
+    `itl_s` counts the time from one token of a request to its next.
+
     `vocab_size` and `context_length` (prompt and output together) bound what a request may ask.
     """
 
@@ -45,6 +49,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         self._engine: Engine | None = None
         self._closed = "this worker has no rank yet: try again when its health says SERVING"
         self._keys = itertools.count(1)
+        self.itl_s = Histogram(SHORT_S)
         # What each open request has not sent yet. It holds at most the request's own tokens; None
         # ends it when the engine has ended.
         self._streams: dict[int, asyncio.Queue[_Token | None]] = {}
@@ -123,10 +128,14 @@ class InferenceService(pb_grpc.InferenceServicer):
             # Tells the client at once that its request stands in line: what breaks from here on
             # has broken under it.
             await context.send_initial_metadata(())
-            finished = False
+            finished, last_s = False, 0.0
             while not finished:
                 tokens = await _all_waiting(stream)
                 if tokens:
+                    now = time.perf_counter()
+                    if last_s:
+                        self.itl_s.observe((now - last_s) / len(tokens))
+                    last_s = now
                     await context.write(
                         _response(tokens, with_logprobs=sampling.logprobs is not None)
                     )

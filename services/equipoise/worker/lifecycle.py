@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from equipoise.telemetry.exposition import metrics_at
 from equipoise.wire.messages import (
     Abort,
     Assignment,
@@ -30,6 +31,7 @@ from equipoise.worker.epochs import Epochs
 from equipoise.worker.errors import RejectedError, WorkerError
 from equipoise.worker.group import Rendezvous
 from equipoise.worker.inference import InferenceService
+from equipoise.worker.metrics import WorkerCollector
 from equipoise.worker.place import Place, find_place
 from equipoise.worker.rank import Rank
 from equipoise.worker.settings import WorkerSettings
@@ -99,6 +101,7 @@ class Worker:
             say=self._agent.send,
             serves=self._serves,
         )
+        self._inference.itl_s = self._epochs.timings.itl_s
 
     @property
     def address(self) -> str:
@@ -117,9 +120,18 @@ class Worker:
             WorkerError: the balancer rejects this worker, or it cannot load its experts.
         """
         try:
-            await self._run(stop)
+            async with metrics_at(self._settings.metrics_listen, self.collector()):
+                await self._run(stop)
         finally:
             self._rendezvous.close()
+
+    def collector(self) -> WorkerCollector:
+        """What it tells at /metrics."""
+        return WorkerCollector(
+            rank=lambda: self._epochs.rank,
+            scheduler=self._epochs.scheduler,
+            timings=self._epochs.timings,
+        )
 
     async def _run(self, stop: asyncio.Event) -> None:
         server = await self._listen()

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from equipoise.telemetry.logs import about
 from equipoise.wire.messages import (
     Assignment,
     GroupLost,
@@ -26,6 +27,7 @@ from equipoise.worker.joining import Joined
 from equipoise.worker.reporter import Reporter
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
+from equipoise.worker.timings import Timings
 from equipoise.worker.transfer import ExpertPuller
 from equipoise_model.dispatch import ExpertParallel
 
@@ -40,7 +42,7 @@ class Rank:
     """A rank that serves. Used from the event loop; the engine has a thread of its own.
 
     `scheduler` has the worker's requests, `say` tells the balancer, `deliver` takes each step's
-    result on the event loop.
+    result on the event loop, `timings` count how long things take.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Rank:
         boot_id: str,
         say: Say,
         deliver: Callable[[StepResult], None],
+        timings: Timings,
     ) -> None:
         assignment, held = joined.assignment, joined.held
         loop = asyncio.get_running_loop()
@@ -61,6 +64,7 @@ class Rank:
         self._group = joined.group
         self._say = say
         self._deliver = deliver
+        self._timings = timings
         self._last_switch: Switched | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.engine = Engine(
@@ -74,6 +78,7 @@ class Rank:
             names=tuple(peer.worker for peer in assignment.peers),
             # One wake-up of the event loop per step, however many tokens it made.
             publish=lambda result: _call_soon(loop, self._receive, result),
+            step_s=timings.step_s,
         )
         self._puller = ExpertPuller(
             checkpoint=core.checkpoint,
@@ -151,6 +156,11 @@ class Rank:
         )
 
     @property
+    def num_corrupted(self) -> int:
+        """Experts pulled in this epoch whose bytes failed their checksum."""
+        return self._puller.num_corrupted
+
+    @property
     def last_switch(self) -> Switched | None:
         """The message about the latest switch, if there was one."""
         return self._last_switch
@@ -175,6 +185,7 @@ class Rank:
         self._deliver(result)
         switch = result.switch
         if switch is not None:
+            self._timings.stall_s.observe(switch.stall_us / 1e6)
             self._last_switch = Switched(
                 epoch=self.assignment.epoch,
                 rank=self.assignment.rank,
@@ -191,6 +202,11 @@ class Rank:
                 switch.step,
                 switch.stall_us,
                 switch.median_step_us,
+                extra=about(
+                    epoch=self.assignment.epoch,
+                    rank=self.assignment.rank,
+                    generation=switch.generation,
+                ),
             )
 
 

@@ -130,6 +130,11 @@ class Scheduler:
         return len(self._active)
 
     @property
+    def row_use(self) -> float:
+        """Rows of the cache that requests hold, of all: 0 to 1."""
+        return len(self._active) / (len(self._active) + len(self._free_rows))
+
+    @property
     def num_processed(self) -> int:
         """Tokens that were run, of prompts and generated, since this worker started."""
         return self._num_processed

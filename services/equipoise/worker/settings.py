@@ -6,6 +6,8 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from equipoise.telemetry.logs import LogFormat
+
 
 class InvalidSettingsError(ValueError):
     """A setting outside its range; the message names the setting, the value and the range."""
@@ -117,14 +119,18 @@ class WorkerSettings:
     """Most MiB of experts that this worker pulls in a second. A limit makes staging last longer
     and steps meanwhile suffer less; give one where both share a core or a network."""
 
+    metrics_listen: str = ""
+    """host:port of an HTTP server that tells metrics at /metrics; none unless given."""
+
+    log_format: LogFormat = LogFormat.TEXT
+    """How log lines look: `text` for people, or `json`, an object a line with pool, worker, rank,
+    epoch and generation."""
+
     def __post_init__(self) -> None:
         for name in ("balancer", "pool", "worker", "host", "listen", "advertise_host"):
             if not getattr(self, name):
                 raise InvalidSettingsError(f"{name} must not be empty")
-        for address in self.balancer.split(","):
-            _check_address("balancer", address)
-        _check_address("listen", self.listen)
-        _check_address("rendezvous", f"{self.advertise_host}:{self.rendezvous_port}")
+        _check_addresses(self)
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise InvalidSettingsError(
@@ -159,6 +165,14 @@ _LEAST = {
     "max_queued_requests": 0,
     "context_length": 2,  # a token of a prompt and a generated one
 }
+
+
+def _check_addresses(settings: WorkerSettings) -> None:
+    for address in settings.balancer.split(","):
+        _check_address("balancer", address)
+    for name in ("listen", "metrics_listen"):
+        _check_address(name, getattr(settings, name) or settings.listen)
+    _check_address("rendezvous", f"{settings.advertise_host}:{settings.rendezvous_port}")
 
 
 def _check_address(name: str, address: str) -> None:

@@ -1,0 +1,86 @@
+"""`WorkerCollector`: one worker's metrics, read from its state when somebody asks.
+
+Owns names, which docs/metrics.md explains. Keeps nothing and changes nothing. The number of series
+does not depend on the model or the pool.
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from equipoise.worker.rank import Rank
+from equipoise.worker.scheduler import Scheduler
+from equipoise.worker.timings import Timings
+
+
+class WorkerCollector(Collector):
+    """Collects from a worker's requests and timings, and from `rank()`: what it is now, if any."""
+
+    def __init__(
+        self, *, rank: Callable[[], Rank | None], scheduler: Scheduler, timings: Timings
+    ) -> None:
+        self._rank = rank
+        self._scheduler = scheduler
+        self._timings = timings
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as they stand now."""
+        yield from self._requests()
+        yield from self._place()
+        timings = self._timings
+        for name, text, histogram in (
+            ("step_seconds", "Duration of a step.", timings.step_s),
+            ("itl_seconds", "Time from one token of a request to its next.", timings.itl_s),
+            ("step_stall_seconds", "Time that a switch held up its step.", timings.stall_s),
+        ):
+            yield HistogramMetricFamily(
+                f"equipoise_worker_{name}",
+                text,
+                buckets=histogram.buckets(),
+                sum_value=histogram.sum,
+            )
+
+    def _requests(self) -> Iterator[Metric]:
+        scheduler = self._scheduler
+        tokens = CounterMetricFamily(
+            "equipoise_worker_tokens", "Tokens that were run, and generated.", labels=("kind",)
+        )
+        tokens.add_metric(["processed"], scheduler.num_processed)
+        tokens.add_metric(["generated"], scheduler.num_generated)
+        yield tokens
+        for name, text, value in (
+            ("active_requests", "Requests that hold a row of the cache.", scheduler.num_active),
+            ("queued_requests", "Requests in line for a row.", scheduler.num_queued),
+            ("kv_used_ratio", "Rows of the cache in use, of all.", scheduler.row_use),
+        ):
+            yield _gauge(name, text, value)
+
+    def _place(self) -> Iterator[Metric]:
+        rank = self._rank()
+        epoch, number, generation, staged = 0, -1, 0, 0
+        if rank is not None:
+            epoch, number = rank.assignment.epoch, rank.assignment.rank
+            generation, staged = rank.engine.generation, rank.engine.staged_generation
+        for name, text, value in (
+            ("serving", "1 while it takes part in steps, else 0.", rank is not None),
+            ("rank", "Its rank in the epoch; -1 while it has none.", number),
+            ("epoch", "Epoch it serves in; 0 while it serves in none.", epoch),
+            ("generation", "Generation of the latest step; 0 before the first.", generation),
+            ("staged_generation", "Generation that waits for the switch; 0 if none.", staged),
+        ):
+            yield _gauge(name, text, value)
+        yield CounterMetricFamily(
+            "equipoise_worker_checksum_failures",
+            "Experts pulled whose bytes were not those promised.",
+            value=self._timings.num_corrupted + (rank.num_corrupted if rank else 0),
+        )
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"equipoise_worker_{name}", text, value=float(value))

@@ -1,0 +1,44 @@
+"""A worker's metrics: what a running one tells is what docs/metrics.md says."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from scrapes import documented, ours, scrape, value_of
+
+from equipoise.telemetry.exposition import metrics_at
+from equipoise.worker.metrics import WorkerCollector
+from equipoise.worker.scheduler import Request, Scheduler
+from equipoise.worker.timings import Timings
+
+
+def collector(rank=None):
+    scheduler = Scheduler(max_requests=4, max_queued=8, max_step_tokens=8)
+    timings = Timings(num_corrupted=2)
+    return WorkerCollector(rank=lambda: rank, scheduler=scheduler, timings=timings), scheduler
+
+
+async def test_a_worker_tells_what_the_docs_say_and_nothing_else():
+    told, _ = collector()
+    async with metrics_at("127.0.0.1:0", told) as address:
+        families = await scrape(address)
+    assert ours(families) == documented("Worker")
+    assert value_of(families, "equipoise_worker_serving") == 0
+    assert value_of(families, "equipoise_worker_rank") == -1
+    assert value_of(families, "equipoise_worker_checksum_failures_total") == 2
+
+
+def test_rows_of_the_cache_in_use_are_a_part_of_all():
+    told, scheduler = collector()
+    scheduler.submit(Request(key=1, prompt=(1, 2), max_tokens=3))
+    scheduler.plan()
+    registry = CollectorRegistry()
+    registry.register(told)
+    text = generate_latest(registry).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert value_of(families, "equipoise_worker_kv_used_ratio") == 0.25
+    assert value_of(families, "equipoise_worker_active_requests") == 1
+
+
+async def test_no_address_means_no_port():
+    told, _ = collector()
+    async with metrics_at("", told) as address:
+        assert address == ""
