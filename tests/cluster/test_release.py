@@ -181,6 +181,15 @@ def test_an_edit_of_the_policy_is_live_within_seconds_and_a_wrong_one_is_kept_ou
     assert "interval" in refused["policy"]["refusal"]
     assert refused["policy"]["hash"] == after["policy"]["hash"]
     assert refused["interval_s"] == 4.0
+    until(
+        lambda: [
+            event["message"]
+            for event in cluster.objects("events").values()
+            if event["reason"] == "PolicyRejected" and "intervall" in event["message"]
+        ],
+        timeout_s=BOUND_S,
+        what="an event that tells of the wrong policy",
+    )
 
     edit_policy(cluster, good)
     release.until(
@@ -258,7 +267,7 @@ def test_uninstall_leaves_nothing_behind(cluster, release, traffic):
     kinds = (
         *("pods", "deployments", "statefulsets", "services", "configmaps", "secrets"),
         *("serviceaccounts", "roles", "rolebindings", "clusterroles", "clusterrolebindings"),
-        *("networkpolicies", "poddisruptionbudgets", "horizontalpodautoscalers"),
+        *("networkpolicies", "poddisruptionbudgets", "leases"),
     )
     for kind in kinds:
         until(

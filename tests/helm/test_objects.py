@@ -75,7 +75,7 @@ def test_only_rdma_gets_a_capability_and_it_is_the_one_for_pinned_memory():
 
 
 def test_who_asks_the_cluster_for_nothing_gets_no_token_and_no_role():
-    objects = render({})
+    objects = render({"balancer": {"events": False}})
     assert not [one for one in objects if "Role" in one["kind"]]
     assert all(
         spec["automountServiceAccountToken"] is False for spec in pod_specs(objects).values()
@@ -97,7 +97,7 @@ def test_rights_are_exactly_these():
                 "resourceNames": ["eq-equipoise"],
                 "verbs": ["get", "update"],
             },
-            {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
+            {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},
         ],
         ("ClusterRole", "moe-eq-equipoise-worker"): [
             {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}
@@ -107,6 +107,20 @@ def test_rights_are_exactly_these():
         pod for pod, spec in pod_specs(objects).items() if spec["automountServiceAccountToken"]
     }
     assert mounted == {"Deployment/eq-equipoise-balancer", "StatefulSet/eq-equipoise-worker"}
+
+
+def test_the_lease_is_the_releases_so_that_nothing_is_left_of_it():
+    (lease,) = [one for one in render(FULL) if one["kind"] == "Lease"]
+    (flag,) = [
+        argument
+        for argument in containers(render(FULL))["Deployment/eq-equipoise-balancer/balancer"][
+            "args"
+        ]
+        if argument.startswith("--lease-name=")
+    ]
+    assert flag == f"--lease-name={lease['metadata']['name']}"
+    assert "spec" not in lease  # An upgrade must not end anybody's term.
+    assert not [one for one in render({}) if one["kind"] == "Lease"]
 
 
 def test_the_network_admits_exactly_who_needs_what():

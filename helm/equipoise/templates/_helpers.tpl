@@ -137,7 +137,7 @@ topologySpreadConstraints:
 
 {{/* "true" where the balancer asks the cluster's API for anything. */}}
 {{- define "equipoise.balancerUsesCluster" -}}
-{{- eq (include "equipoise.lease" .) "kubernetes" -}}
+{{- or .Values.balancer.events (eq (include "equipoise.lease" .) "kubernetes") -}}
 {{- end -}}
 
 {{- define "equipoise.policyConfigMap" -}}
