@@ -15,6 +15,7 @@ from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.proposal import propose
 from equipoise.planning.load import LoadReport, Phase
 from equipoise.planning.policy import Policy
+from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.messages import (
     Abort,
@@ -116,10 +117,13 @@ class ScriptedWorker:
         )
 
     def serve_traffic(self, tokens_of_expert) -> None:
-        """Receive this rank's part of [layers, experts] tokens; replicas share evenly."""
+        """Receive this rank's part of [layers, experts] tokens; replicas serve their shares."""
         table = self.layout.expert_of_slot
         share = tokens_of_expert / self.layout.replica_counts()
         per_slot = np.take_along_axis(share, table, axis=1)
+        if self.layout.share_of_slot is not None:
+            per_slot = np.take_along_axis(tokens_of_expert, table, axis=1)
+            per_slot = per_slot * self.layout.share_of_slot / WHOLE
         if self.is_lopsided:
             # The first replica gets all, whatever the layout was made for.
             first = np.stack(

@@ -1,0 +1,60 @@
+"""A pool whose replicas serve unequal shares: planned, rolled out, measured, and changed alone."""
+
+import dataclasses
+
+import pytest
+
+from equipoise.balancer.status import pool_status
+from equipoise.planning.policy import Algorithm, Weighting
+
+
+@pytest.fixture
+def weighted_bench(make_bench, policy):
+    weighted = dataclasses.replace(
+        policy,
+        weighted=Weighting.ON,
+        algorithm=Algorithm.INCREMENTAL,
+        target_balancedness=1.0,
+        min_gain=0.001,
+        shift_threshold=1.0,
+    )
+    bench = make_bench(policy=weighted)
+    bench.serve()
+    return bench
+
+
+def test_shares_are_rolled_out_and_what_became_of_them_is_told(weighted_bench, skewed):
+    bench = weighted_bench
+    bench.run_traffic(skewed(1), seconds=20)
+    layout = bench.pool.layouts.current
+    assert layout.share_of_slot is not None
+    assert all(worker.layout.same_placement(layout) for worker in bench.ranks)
+    bench.run_traffic(skewed(1), seconds=10)
+    shares = pool_status(bench.pool, now=bench.now).shares
+    assert shares.generation == bench.pool.layouts.current.generation
+    assert shares.uneven_layers > 0
+    # Scripted ranks round what each slot gets in a second.
+    assert shares.realised == pytest.approx(shares.planned, abs=0.03)
+    assert shares.misplaced < 0.02
+
+
+def test_workers_that_ignore_shares_are_found_out(weighted_bench, skewed):
+    bench = weighted_bench
+    bench.run_traffic(skewed(1), seconds=20)
+    for worker in bench.ranks:
+        worker.is_lopsided = True
+    bench.run_traffic(skewed(1), seconds=20)
+    assert pool_status(bench.pool, now=bench.now).shares.misplaced > 0.05
+
+
+def test_a_small_drift_is_followed_without_a_copy(weighted_bench, skewed):
+    bench = weighted_bench
+    load = skewed(1)
+    bench.run_traffic(load, seconds=20)
+    before, decided = bench.pool.layouts.current, len(bench.decisions())
+    drifted = load.copy()
+    drifted[:, ::2] *= 1.1
+    bench.run_traffic(drifted, seconds=60)
+    rolled_out = [one for one in bench.decisions()[decided:] if one.accepted]
+    assert any(one.moves == 0 and "other shares" in one.reason for one in rolled_out)
+    assert not bench.pool.layouts.current.same_placement(before)
