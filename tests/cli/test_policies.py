@@ -31,7 +31,7 @@ def test_a_file_is_a_policy_by_its_name(tmp_path, name, text):
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        (["x"], "--policy x: say name=option=value,option=value, or name a .toml or .json file"),
+        (["x"], "--policy x: say name=option=value,option=value, or name a BalancePolicy .yaml"),
         (
             ["a=speed=3"],
             "--policy a=speed=3: there is no option 'speed'; there are pause, interval_s, ",
@@ -62,3 +62,10 @@ def test_a_faulty_file_is_named(tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     with pytest.raises(ToolInputError, match=words):
         policies_of([str(tmp_path / name)])
+
+
+def test_a_balance_policy_file_is_a_policy_named_like_the_file(tmp_path):
+    path = tmp_path / "careful.yaml"
+    head = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
+    path.write_text(head + "defaults: {judging: {minGain: 0.25}}\n")
+    assert policies_of([str(path)]) == {"careful": Policy(min_gain=0.25)}

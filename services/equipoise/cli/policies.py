@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from equipoise.cli.policy import read_file
 from equipoise.cli.tool_settings import ToolInputError
 from equipoise.planning.errors import InvalidPolicyError
 from equipoise.planning.policy import Policy
@@ -35,9 +36,12 @@ def _policy_of(spec: str) -> tuple[str, Policy]:
     if spec == "default":
         return spec, Policy()
     path = Path(spec)
+    if path.suffix in {".yaml", ".yml"}:
+        return path.stem, read_file(path).defaults
     if path.suffix not in {".toml", ".json"}:
         raise ToolInputError(
-            f"--policy {spec}: say name=option=value,option=value, or name a .toml or .json file"
+            f"--policy {spec}: say name=option=value,option=value, or name a BalancePolicy .yaml, "
+            "or a .toml or .json file of options"
         )
     return path.stem, _policy(spec, _file(path))
 

@@ -23,7 +23,8 @@ class ReplaySettings:
 
     policy: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
     """A policy to compare, as often as you like: name=interval=20,min_gain=0.05 (the balancer's
-    options, what is not named has its default), or a .toml or .json file of them, or `default`."""
+    options, what is not named has its default), or a BalancePolicy .yaml, or a .toml or .json file
+    of options, or `default`."""
 
     window_s: float = 10.0
     """Seconds that each window lasted: recordings do not say."""
