@@ -1,11 +1,11 @@
 """The gateway's process: signals, logging, and nothing else. `equipoise gateway` calls `run`."""
 
 import asyncio
-import logging
 import signal
 
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
+from equipoise.telemetry.logs import configure_logs
 
 
 def run(settings: GatewaySettings) -> int:
@@ -14,7 +14,7 @@ def run(settings: GatewaySettings) -> int:
     Raises:
         GatewayError: it cannot start.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    configure_logs(settings.log_format, context=lambda: {"pool": settings.pool})
     asyncio.run(_serve_until_signalled(settings))
     return 0
 

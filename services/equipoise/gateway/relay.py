@@ -18,6 +18,7 @@ from equipoise.gateway.errors import (
     RankFullError,
     RankLostError,
 )
+from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.ranks import Place, Ranks
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 
@@ -48,18 +49,29 @@ class RelayPolicy:
 class Relay:
     """Answers requests by the ranks; used from one event loop only."""
 
-    def __init__(self, ranks: Ranks, *, vocab_size: int, policy: RelayPolicy) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        vocab_size: int,
+        policy: RelayPolicy,
+        tally: RequestTally | None = None,
+    ) -> None:
         self._ranks = ranks
+        self._tally = tally or RequestTally()
         self._vocab_size = vocab_size
         self._policy = policy
         self._channels: dict[str, _SharedChannel] = {}
 
-    async def stream(self, request: TokenRequest) -> AsyncGenerator[Made, None]:
+    def stream(self, request: TokenRequest) -> AsyncGenerator[Made, None]:
         """Tokens of a request up to its finish, whatever ranks do. Close it to end it early.
 
         Raises:
             RequestError: it cannot be answered; says why, and whether to try again.
         """
+        return self._tally.counted(self._stream(request), now=self._ranks.now)
+
+    async def _stream(self, request: TokenRequest) -> AsyncGenerator[Made, None]:
         story = _Story(without_rank_since_s=self._ranks.now())
         while True:
             rest = request.after(tuple(story.made))
@@ -120,6 +132,7 @@ class Relay:
             *(request.request_id, place.name, place.address),
             *(len(story.made), request.max_tokens, reason),
         )
+        self._tally.replays += 1
         story.without_rank_since_s = self._ranks.now()
         story.breaks.append(f"{place.name}: {reason}")
         if len(story.breaks) >= self._policy.max_attempts:

@@ -26,6 +26,7 @@ from equipoise.gateway.errors import (
     UnknownModelError,
 )
 from equipoise.gateway.http_server import http_server
+from equipoise.gateway.metrics import GatewayCollector, RequestTally
 from equipoise.gateway.open_requests import OpenRequests
 from equipoise.gateway.ranks import Ranks, ToldRank
 from equipoise.gateway.relay import Relay, RelayPolicy
@@ -33,6 +34,7 @@ from equipoise.gateway.routing import Standing
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.gateway.watch import follow
+from equipoise.telemetry.exposition import metrics_at
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +54,9 @@ async def serve(
     listener = _listen(settings.listen)
     ranks = Ranks(max_queued=settings.max_queued_requests, clock=time.monotonic)
     open_requests = OpenRequests(max_open=settings.max_open_requests)
+    tally = RequestTally()
     server = http_server(
-        _application(settings, model=model, ranks=ranks, open_requests=open_requests),
+        _application(settings, model=model, ranks=ranks, open_requests=open_requests, tally=tally),
         idle_s=settings.idle_timeout_s,
         header_s=settings.client_timeout_s,
     )
@@ -65,14 +68,15 @@ async def serve(
     if listening is not None:
         listening(address)
     try:
-        done, _ = await asyncio.wait(
-            {stopped, telling, serving}, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in done:
-            task.result()
-        _log.info("stopping; %d requests are open", open_requests.num_open)
-        # Doors stay open meanwhile: who comes now is told to go elsewhere, in words.
-        await open_requests.drain(settings.stop_grace_s)
+        async with metrics_at(settings.metrics_listen, GatewayCollector(tally, ranks=ranks)):
+            done, _ = await asyncio.wait(
+                {stopped, telling, serving}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
+            _log.info("stopping; %d requests are open", open_requests.num_open)
+            # Doors stay open meanwhile: who comes now is told to go elsewhere, in words.
+            await open_requests.drain(settings.stop_grace_s)
     finally:
         server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
@@ -92,7 +96,12 @@ class _Model:
 
 
 def _application(
-    settings: GatewaySettings, *, model: _Model, ranks: Ranks, open_requests: OpenRequests
+    settings: GatewaySettings,
+    *,
+    model: _Model,
+    ranks: Ranks,
+    open_requests: OpenRequests,
+    tally: RequestTally,
 ) -> Starlette:
     """All that HTTP clients may ask."""
     started_s = int(time.time())
@@ -107,7 +116,12 @@ def _application(
         ),
     )
     service = Service(
-        relay=Relay(ranks, vocab_size=model.tokenizer.vocab_size, policy=_relay_policy(settings)),
+        relay=Relay(
+            ranks,
+            vocab_size=model.tokenizer.vocab_size,
+            policy=_relay_policy(settings),
+            tally=tally,
+        ),
         tokenizer=model.tokenizer,
         model=model.name,
         http_limits=HttpLimits(

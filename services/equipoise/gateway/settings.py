@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from equipoise.gateway.errors import InvalidSettingsError
+from equipoise.telemetry.logs import LogFormat
 
 
 def packaged_checkpoint() -> Path:
@@ -100,8 +101,16 @@ class GatewaySettings:
     stop_grace_s: float = 10.0
     """Seconds that open requests have to end after Ctrl-C or SIGTERM."""
 
+    metrics_listen: str = ""
+    """host:port of an HTTP server that tells metrics at /metrics, apart from clients; none unless
+    given."""
+
+    log_format: LogFormat = LogFormat.TEXT
+    """How log lines look: `text` for people, or `json`, an object a line."""
+
     def __post_init__(self) -> None:
         _check_address("listen", self.listen, least_port=0)
+        _check_address("metrics_listen", self.metrics_listen or self.listen, least_port=0)
         for name in ("balancer", "workers"):
             _check_addresses(name, getattr(self, name))
         if not self.workers and not self.balancer:

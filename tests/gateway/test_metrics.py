@@ -1,0 +1,54 @@
+"""A gateway's metrics: requests by outcome, times to tokens, and that docs know each of them."""
+
+from contextlib import aclosing
+from itertools import count
+
+import pytest
+from scrapes import documented, ours, scrape, value_of
+
+from equipoise.gateway.attempt import Made
+from equipoise.gateway.errors import NoRankError
+from equipoise.gateway.metrics import GatewayCollector, RequestTally
+from equipoise.gateway.ranks import Ranks
+from equipoise.telemetry.exposition import metrics_at
+
+
+async def two_parts(error=None):
+    yield Made(tokens=(1,), finish=None)
+    yield Made(tokens=(2, 3), finish=None)
+    if error is not None:
+        raise error
+
+
+def every_second():
+    seconds = count()
+    return lambda: float(next(seconds))
+
+
+async def test_a_request_is_counted_with_its_first_token_and_those_between():
+    tally = RequestTally()
+    parts = [part async for part in tally.counted(two_parts(), now=every_second())]
+    assert len(parts) == 2
+    assert tally.outcomes == {"finished": 1, "failed": 0, "ended": 0}
+    assert (tally.tokens, tally.ttft_s.count, tally.itl_s.count) == (3, 1, 1)
+    assert tally.itl_s.sum == pytest.approx(tally.ttft_s.sum / 2), "two tokens came at once"
+
+
+async def test_failures_and_clients_that_go_away_are_told_apart():
+    tally = RequestTally()
+    failing = two_parts(NoRankError("nobody is here"))
+    with pytest.raises(NoRankError):
+        [part async for part in tally.counted(failing, now=every_second())]
+    async with aclosing(tally.counted(two_parts(), now=every_second())) as parts:
+        await anext(parts)
+    assert tally.outcomes == {"finished": 0, "failed": 1, "ended": 1}
+
+
+async def test_a_gateway_tells_what_the_docs_say_and_nothing_else():
+    tally = RequestTally(replays=3)
+    collector = GatewayCollector(tally, ranks=Ranks(max_queued=1, clock=lambda: 0.0))
+    async with metrics_at("127.0.0.1:0", collector) as address:
+        families = await scrape(address)
+    assert ours(families) == documented("Gateway")
+    assert value_of(families, "equipoise_gateway_replays_total") == 3
+    assert value_of(families, "equipoise_gateway_ready") == 0
