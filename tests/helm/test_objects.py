@@ -140,6 +140,7 @@ def test_the_network_admits_exactly_who_needs_what():
         "worker": [
             (["worker", "gateway"], ["grpc"]),
             (["worker"], ["rendezvous", "32768-60999"]),
+            ([{"namespaceSelector": {}}], ["metrics"]),
         ],
         "gateway": [(["test", {"namespaceSelector": {}}], ["http"])],
         "redis": [(["balancer"], ["redis"])],

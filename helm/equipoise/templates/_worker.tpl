@@ -55,6 +55,10 @@ spec:
         - --step-timeout-s={{ $worker.stepTimeoutSeconds }}
         - --outage-timeout-s={{ $worker.outageTimeoutSeconds }}
         - --drain-timeout-s={{ $worker.drainTimeoutSeconds }}
+        - --log-format={{ $worker.logFormat }}
+        {{- if $root.Values.metrics.enabled }}
+        - --metrics-listen=0.0.0.0:{{ $root.Values.metrics.port }}
+        {{- end }}
         {{- range $worker.extraArgs }}
         - {{ . | quote }}
         {{- end }}
@@ -78,6 +82,9 @@ spec:
       ports:
         - {name: grpc, containerPort: {{ $worker.port }}}
         - {name: rendezvous, containerPort: {{ $worker.rendezvousPort }}}
+        {{- if $root.Values.metrics.enabled }}
+        - {name: metrics, containerPort: {{ $root.Values.metrics.port }}}
+        {{- end }}
       # `live` is served from the moment the checkpoint is loaded; the rest only in an epoch.
       startupProbe:
         grpc: {port: {{ $worker.port }}, service: live}
