@@ -3,11 +3,17 @@
 import asyncio
 import json
 import signal
+import statistics
+import time
 
 import httpx2
 import pytest
 import pytest_asyncio
 
+from equipoise.cli.bench_load import Load
+from equipoise.cli.bench_report import report
+from equipoise.cli.bench_requests import asked_requests
+from equipoise.cli.bench_settings import BenchServeSettings
 from equipoise.cli.fleet import Fleet, free_address
 from equipoise.cli.reference import ReferenceModel
 from equipoise.cli.status_feed import StatusFeed
@@ -128,6 +134,30 @@ async def test_tokens_over_http_are_the_reference_models(service, answers):
         lambda status: all(rank.tokens_generated for rank in status.ranks), timeout_s=BOUND_S
     )
     assert len(status.ranks) == 2
+
+
+@pytest.mark.benchmark
+async def test_many_streams_at_once_make_five_times_the_tokens_of_one_at_a_time(service):
+    async def tokens_per_s(concurrency, num_requests):
+        settings = BenchServeSettings(
+            url=str(service.client.base_url), concurrency=concurrency, ignore_eos=True
+        )
+        async with Load(settings, clock=time.perf_counter, done=lambda _: None) as load:
+            warm_up = asked_requests(settings, count=concurrency, stream=1)
+            await load.run(warm_up, model="tiny")
+            measured = asked_requests(settings, count=num_requests, stream=0)
+            made = report(await load.run(measured, model="tiny"))
+        assert not made.failures
+        return made.output_tokens_per_s
+
+    # In turns, so that a machine's other work weighs on both.
+    alone, together = [], []
+    for _ in range(3):
+        alone.append(await tokens_per_s(1, 4))
+        together.append(await tokens_per_s(32, 96))
+    ratio = statistics.median(many / one for many, one in zip(together, alone, strict=True))
+    print(f"32 streams: {together} tokens/s, one: {alone}; {ratio:.1f} times")
+    assert ratio >= 5
 
 
 async def test_a_client_that_hangs_up_frees_the_row_on_the_worker(service, answers):
