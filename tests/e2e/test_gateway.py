@@ -137,13 +137,14 @@ async def test_tokens_over_http_are_the_reference_models(service, answers):
 
 
 @pytest.mark.benchmark
+@pytest.mark.timeout(900)
 async def test_many_streams_at_once_make_five_times_the_tokens_of_one_at_a_time(service):
     async def tokens_per_s(concurrency, num_requests):
         settings = BenchServeSettings(
             url=str(service.client.base_url), concurrency=concurrency, ignore_eos=True
         )
         async with Load(settings, clock=time.perf_counter, done=lambda _: None) as load:
-            warm_up = asked_requests(settings, count=concurrency, stream=1)
+            warm_up = asked_requests(settings, count=concurrency // 2 + 1, stream=1)
             await load.run(warm_up, model="tiny")
             measured = asked_requests(settings, count=num_requests, stream=0)
             made = report(await load.run(measured, model="tiny"))
@@ -153,8 +154,8 @@ async def test_many_streams_at_once_make_five_times_the_tokens_of_one_at_a_time(
     # In turns, so that a machine's other work weighs on both.
     alone, together = [], []
     for _ in range(3):
-        alone.append(await tokens_per_s(1, 4))
-        together.append(await tokens_per_s(32, 96))
+        alone.append(await tokens_per_s(1, 3))
+        together.append(await tokens_per_s(32, 64))
     ratio = statistics.median(many / one for many, one in zip(together, alone, strict=True))
     print(f"32 streams: {together} tokens/s, one: {alone}; {ratio:.1f} times")
     assert ratio >= 5
