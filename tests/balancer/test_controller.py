@@ -1,9 +1,12 @@
 """A pool's life: assembly, loads, decisions, rollouts."""
 
+from dataclasses import replace
+
 import pytest
 
 from equipoise.balancer.effects import WriteAdopted, WriteCommitted, WriteMembership, WriteProposed
 from equipoise.balancer.health import Health
+from equipoise.balancer.status import pool_status
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import Abort, Assignment, Stage
@@ -276,3 +279,17 @@ def test_an_epoch_is_not_announced_before_it_is_written_and_ticks_try_again(benc
     bench.store_fault = ""
     bench.tick()
     assert all(len(bench.sent_to(name, Assignment)) == 1 for name in bench.workers)
+
+
+def test_a_rank_that_takes_no_new_request_is_leaving_until_it_does_again(serving_bench):
+    bench = serving_bench
+
+    def states():
+        return [rank.state for rank in pool_status(bench.pool, now=bench.now).ranks]
+
+    revision = bench.pool.revision
+    bench.say(bench.ranks[2], replace(bench.ranks[2].heartbeat(), draining=True))
+    assert states() == ["connected", "connected", "leaving", "connected"]
+    assert bench.pool.revision > revision
+    bench.say(bench.ranks[2], bench.ranks[2].heartbeat())
+    assert states() == ["connected"] * 4

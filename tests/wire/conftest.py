@@ -116,7 +116,7 @@ GROUP_LOST = GroupLost(
     reason="worker-0 died",
     expert_of_slot=np.arange(15, dtype=np.int32).reshape(3, 5) % 8,
 )
-HEARTBEAT = Heartbeat(epoch=1, generation=4, staged_generation=5, sequence=12)
+HEARTBEAT = Heartbeat(epoch=1, generation=4, staged_generation=5, sequence=12, draining=True)
 
 FROM_WORKERS = [
     HELLO,

@@ -246,14 +246,15 @@ async def test_a_worker_that_stops_first_finishes_the_requests_it_has(
 ):
     chosen = settings(balancer=balancer.address, worker="w-7", drain_timeout_s=60.0)
     async with running(chosen) as bench:
-        await join(balancer, assignment, random_layout(1))
+        link, _ = await join(balancer, assignment, random_layout(1))
         async with grpc.aio.insecure_channel(bench.worker.address) as channel:
             call = worker_pb2_grpc.InferenceStub(channel).Generate(
                 pb.GenerateRequest(prompt=PROMPT, max_tokens=80), timeout=60
             )
             tokens = list((await call.read()).tokens)
             bench.stop.set()
-            await asyncio.sleep(0)
+            # The balancer hears it while the requests go on.
+            await link.until(Heartbeat, lambda beat: beat.draining)
             with pytest.raises(grpc.aio.AioRpcError, match="w-7 was asked to stop"):
                 await generate(bench.worker.address, 5)
             while (response := await call.read()) is not grpc.aio.EOF:

@@ -86,7 +86,7 @@ class RankStatus(_message.Message):
     address: _builtins.str
     """host:port of the worker."""
     state: _builtins.str
-    """connected, silent or gone, in the words of `planning/members.py`."""
+    """connected, leaving (it takes no new request), silent or gone."""
     generation: _builtins.int
     """Generation the rank reported last."""
     staged_generation: _builtins.int

@@ -972,6 +972,7 @@ class Heartbeat(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     STAGED_GENERATION_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in; 0 before it has one."""
     generation: _builtins.int
@@ -980,6 +981,8 @@ class Heartbeat(_message.Message):
     """Generation staged and waiting; 0 if none."""
     sequence: _builtins.int
     """Sequence number, echoed in HeartbeatAck."""
+    draining: _builtins.bool
+    """The worker was asked to stop: it ends the requests that it has, and takes no other."""
     def __init__(
         self,
         *,
@@ -987,10 +990,11 @@ class Heartbeat(_message.Message):
         generation: _builtins.int = ...,
         staged_generation: _builtins.int = ...,
         sequence: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "sequence", b"sequence", "staged_generation", b"staged_generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "generation", b"generation", "sequence", b"sequence", "staged_generation", b"staged_generation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -296,6 +296,9 @@ class PoolController:
 
     def _heartbeat(self, member: Member, heartbeat: Heartbeat) -> Chain:
         ack = Send(worker=member.name, message=HeartbeatAck(sequence=heartbeat.sequence))
+        if member.draining != heartbeat.draining:
+            member.draining = heartbeat.draining
+            self.pool.revision += 1
         if member.rank is None or heartbeat.epoch != self.pool.roster.epoch:
             return (ack,)
         member.generation = heartbeat.generation

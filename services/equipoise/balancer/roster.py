@@ -20,11 +20,11 @@ class Member:
 
     `assigned` is set once it was told so on this stream, and `heartbeat_s` the seconds between its
     heartbeats that it was told with it. `generation` and `staged_generation` are what it reported
-    last, 0 for none; `serving` is set once it told that it holds its part of a layout.
-    `lost_reason` is set while its group is over for it, `left_out` says why it is in no epoch
-    although it is here. `held` is int32 [layers, slots_per_rank]: what its slots hold as far as it
-    told. `gone_reason` is None while its stream is open. `since_s` is when it came or its group was
-    lost.
+    last, 0 for none; `draining` says that it takes no new request; `serving` is set once it told
+    that it holds its part of a layout. `lost_reason` is set while its group is over for it,
+    `left_out` says why it is in no epoch although it is here. `held` is int32 [layers,
+    slots_per_rank]: what its slots hold as far as it told. `gone_reason` is None while its stream
+    is open. `since_s` is when it came or its group was lost.
     """
 
     hello: Hello
@@ -35,6 +35,7 @@ class Member:
     heartbeat_s: float = 0.0
     generation: int = 0
     staged_generation: int = 0
+    draining: bool = False
     serving: bool = False
     lost_reason: str | None = None
     left_out: str | None = None

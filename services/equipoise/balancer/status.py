@@ -191,7 +191,9 @@ def _rank_status(pool: Pool, member: Member, *, now: float) -> pb.RankStatus:
 def _rank_state(pool: Pool, member: Member) -> str:
     if not member.connected:
         return "gone"
-    return "silent" if member.rank in pool.silent else "connected"
+    if member.rank in pool.silent:
+        return "silent"
+    return "leaving" if member.draining else "connected"
 
 
 def _load_share(pool: Pool, rank: int) -> float:

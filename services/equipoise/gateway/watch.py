@@ -30,6 +30,7 @@ LONGEST_RETRY_S = 2.0
 
 _STANDING = {
     "connected": Standing.OPEN,
+    "leaving": Standing.CLOSED,
     "silent": Standing.DOUBTFUL,
     "gone": Standing.DOUBTFUL,
 }

@@ -157,12 +157,16 @@ class Switched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Proof of life. `epoch` and `generation` are 0 before the worker has one."""
+    """Proof of life. `epoch` and `generation` are 0 before the worker has one.
+
+    `draining`: it was asked to stop, and takes no new request.
+    """
 
     epoch: int
     generation: int
     staged_generation: int
     sequence: int
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

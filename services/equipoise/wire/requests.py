@@ -268,6 +268,7 @@ def heartbeat_to_proto(heartbeat: Heartbeat) -> pb.Heartbeat:
         generation=heartbeat.generation,
         staged_generation=heartbeat.staged_generation,
         sequence=heartbeat.sequence,
+        draining=heartbeat.draining,
     )
 
 
@@ -280,6 +281,7 @@ def heartbeat_from_proto(message: pb.Heartbeat) -> Heartbeat:
             "heartbeat", message.staged_generation, generation=message.generation
         ),
         sequence=checks.count("heartbeat", "sequence", message.sequence),
+        draining=message.draining,
     )
 
 

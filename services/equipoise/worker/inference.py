@@ -70,12 +70,17 @@ class InferenceService(pb_grpc.InferenceServicer):
             stream.put_nowait(None)
         self._note_change()
 
-    async def drain(self, reason: str, *, timeout_s: float) -> None:
-        """Turn new requests away, and wait until those there are have ended or the service closed.
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are turned away because this worker stops."""
+        return bool(self._draining)
 
-        Waits at most `timeout_s`.
-        """
+    def turn_away(self, reason: str) -> None:
+        """Answer new requests with UNAVAILABLE and this reason from now on; those here go on."""
         self._draining = reason
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """Wait until all requests here have ended or the service closed, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._streams and self._engine is not None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import socket
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -147,7 +148,10 @@ class Worker:
                     reason = str(error)
                     raise error
             await self._health.enter_graceful_shutdown()
-            await self._inference.drain(reason, timeout_s=self._settings.drain_timeout_s)
+            self._inference.turn_away(reason)
+            # Said at once, not at the next beat: gateways choose others from here on.
+            self._agent.send(self._heartbeat(0))
+            await self._inference.drain(timeout_s=self._settings.drain_timeout_s)
         finally:
             _log.info("stopping: %s", reason)
             stopped.cancel()
@@ -243,9 +247,10 @@ class Worker:
         )
 
     def _heartbeat(self, sequence: int) -> Heartbeat:
+        beat = Heartbeat(epoch=0, generation=0, staged_generation=0, sequence=sequence)
         if self._epochs.rank is not None:
-            return self._epochs.rank.heartbeat(sequence)
-        return Heartbeat(epoch=0, generation=0, staged_generation=0, sequence=sequence)
+            beat = self._epochs.rank.heartbeat(sequence)
+        return replace(beat, draining=self._inference.draining)
 
     def _serves(self, takes_requests: bool) -> None:
         status = health_pb2.HealthCheckResponse
