@@ -142,7 +142,10 @@ def test_the_network_admits_exactly_who_needs_what():
             (["worker"], ["rendezvous", "32768-60999"]),
             ([{"namespaceSelector": {}}], ["metrics"]),
         ],
-        "gateway": [(["test", {"namespaceSelector": {}}], ["http"])],
+        "gateway": [
+            (["test", {"namespaceSelector": {}}], ["http"]),
+            ([{"namespaceSelector": {}}], ["metrics"]),
+        ],
         "redis": [(["balancer"], ["redis"])],
     }
 
