@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.demo_settings import DemoSettings
-from equipoise.cli.options import REPEATED, command_from, explanations
+from equipoise.cli.options import ARGUMENT, REPEATED, command_from, explanations
 from equipoise.cli.status_settings import StatusSettings
 from equipoise.planning.policy import Policy
 from equipoise.worker.settings import WorkerSettings
@@ -99,6 +99,22 @@ def test_an_option_may_be_given_several_times_with_commas_in_it():
     assert made == Repeating(policy=("a=x=1,y=2", "b"), words=("x", "y"))
     assert settings_from(Repeating, "")[0] == Repeating()
     assert "default: ()" not in settings_from(Repeating, "--help")[1].output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speaking:
+    words: str = field(default="", metadata={ARGUMENT: True})
+    """What is said."""
+    loud: bool = False
+    """Or not."""
+
+
+def test_a_field_can_be_a_word_that_stands_by_itself():
+    assert settings_from(Speaking, "'two words' --loud")[0] == Speaking(
+        words="two words", loud=True
+    )
+    assert settings_from(Speaking, "")[0] == Speaking()
+    assert "What is said." in settings_from(Speaking, "--help")[1].output
 
 
 def test_the_policy_is_part_of_the_balancers_options():

@@ -252,6 +252,19 @@ async def test_more_requests_than_may_be_open_are_told_to_come_again(run_gateway
         await fleet.until_idle()
 
 
+async def test_requests_whose_bodies_are_still_coming_are_open_too(run_gateway, fleet):
+    async with run_gateway(workers=tuple(fleet.addresses), max_open_requests=1) as gateway:
+        url = gateway.client.base_url
+        _, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        async with asyncio.timeout(BOUND_S):
+            while (await gateway.post(prompt="a", max_tokens=1)).status_code != 429:
+                pass
+            writer.close()
+            while (await gateway.post(prompt="a", max_tokens=1)).status_code != 200:
+                pass
+
+
 async def test_only_those_with_a_key_are_served_and_keys_change_while_serving(
     run_gateway, fleet, tmp_path
 ):

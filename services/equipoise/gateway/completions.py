@@ -66,8 +66,11 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        with self._service.open_requests.admitted():
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
-        service.open_requests.check()
         answer = Answer(
             answer_id=f"{self._form.prefix}-{uuid.uuid4().hex}",
             model=service.model,

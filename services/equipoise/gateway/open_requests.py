@@ -5,8 +5,8 @@ waited long enough. Owns that race, and nothing of what is answered.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from equipoise.gateway.errors import ClientGoneError, StoppingError, TooManyRequestsError
@@ -20,6 +20,7 @@ class OpenRequests:
     def __init__(self, *, max_open: int) -> None:
         self.stopping = False
         self._max_open = max_open
+        self._num_admitted = 0
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -30,8 +31,9 @@ class OpenRequests:
         """Requests that are being answered."""
         return self._num_open
 
-    def check(self) -> None:
-        """See that a new request is taken.
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """A request is here, from before its body is read until it is over.
 
         Raises:
             StoppingError: none is any more.
@@ -39,11 +41,16 @@ class OpenRequests:
         """
         if self.stopping:
             raise StoppingError("this gateway is stopping: ask another one")
-        if self._num_open >= self._max_open:
+        if self._num_admitted >= self._max_open:
             raise TooManyRequestsError(
-                f"{self._num_open} requests are being answered, which is this gateway's bound: "
+                f"{self._num_admitted} requests are open, which is this gateway's bound: "
                 f"try again later"
             )
+        self._num_admitted += 1
+        try:
+            yield
+        finally:
+            self._num_admitted -= 1
 
     async def run(self, work: Coroutine[Any, Any, None], *, receive: Receive) -> None:
         """Do the work unless something ends it first; then it is cancelled, and has ended.
