@@ -8,6 +8,7 @@ from equipoise.planning.eplb import eplb
 from equipoise.planning.layout import Layout
 from equipoise.planning.planner import LEAST_LAYER_GAIN, plan
 from equipoise.planning.policy import Algorithm
+from equipoise.planning.relieve import Ground, relieve
 from equipoise.planning.topology import ModelShape, Topology
 
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS, SLOTS = 6, 48, 8, 7
@@ -151,3 +152,18 @@ def test_the_same_question_has_the_same_answer():
     first, second = (improved(new, layout_for(old), max_moves=50) for _ in range(2))
     np.testing.assert_array_equal(first.expert_of_slot, second.expert_of_slot)
     assert first.reason == second.reason
+
+
+@pytest.mark.parametrize(("hot_slot", "near_slot"), [(6, 4), (0, 2)])
+def test_of_two_moves_that_gain_alike_the_one_with_a_source_on_its_node_is_made(
+    hot_slot, near_slot
+):
+    # Two slots a rank, two ranks a node; a spare replica of expert 2 on either node.
+    start = np.array([1, 3, 2, 4, 2, 5, 1, 6], dtype=np.int32)
+    start[hot_slot] = 0
+    ground = Ground(
+        np.arange(0, 9, 2), np.repeat(np.arange(4), 2), np.array([0, 0, 1, 1]),
+        np.zeros(7, dtype=np.int64), 1.0, 0.0,
+    )  # fmt: skip
+    path = relieve(start, np.array([4.0, 1, 1, 1, 1, 1, 1]), ground, 3.1, np.inf)
+    np.testing.assert_array_equal(path.steps[0], [near_slot, 0, -1, -1])

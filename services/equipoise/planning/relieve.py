@@ -18,9 +18,16 @@ from equipoise.planning.compiled import compiled, part
 Indices = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
 Slots = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 
 MAX_STEPS_PER_SLOT = 2
 """A path visits a slot twice at most in the mean; real ones end long before."""
+
+
+FROM_AFAR = 1.02
+"""What a move costs, over one from a rank of the same node, if no rank there held the expert at the
+start: little, so that near sources decide between moves that gain about alike (half of the moves
+then have one on recorded loads, a quarter otherwise, and there are no more of them)."""
 
 
 class Ground(NamedTuple):
@@ -28,8 +35,9 @@ class Ground(NamedTuple):
 
     `first_slot` is int64 [ranks + 1], `rank_of_slot` int64 [slots], `node_of_rank` int64 [ranks].
     `home_of_expert`, int64 [experts], is the node that should serve each expert. A step costs
-    `cost_of_move` for each slot that differs from the start afterwards and did not before, and
-    `cost_of_leaving` for each mean rank load that it takes off its home node.
+    `cost_of_move` for each slot that differs from the start afterwards and did not before, a little
+    more if its expert has to come from another node, and `cost_of_leaving` for each mean rank load
+    that it takes off its home node.
     """
 
     first_slot: Indices
@@ -65,6 +73,8 @@ class _Layer(NamedTuple):
     share: Weights
     carried: Weights
     ground: Ground
+    is_near: Bools
+    """Whether a rank of each node held each expert at the start, [experts, nodes]."""
 
 
 @compiled
@@ -107,6 +117,9 @@ def relieve(
 
 @part
 def _start(start: Slots, load: Weights, ground: Ground) -> _Layer:
+    is_near = np.zeros((len(load), ground.node_of_rank.max() + 1), dtype=np.bool_)
+    for slot in range(len(start)):
+        is_near[start[slot], ground.node_of_rank[ground.rank_of_slot[slot]]] = True
     layer = _Layer(
         start,
         start.copy(),
@@ -116,6 +129,7 @@ def _start(start: Slots, load: Weights, ground: Ground) -> _Layer:
         np.zeros(len(load)),
         np.zeros(len(ground.node_of_rank)),
         ground,
+        is_near,
     )
     _weigh(layer)
     return layer
@@ -267,7 +281,7 @@ def _least_cost_of_ranks(layer: _Layer) -> Weights:
 @part
 def _cost_of_copy(layer: _Layer, threshold: float, slot: int, expert: int) -> float:
     ground, spared = layer.ground, layer.slots[slot]
-    cost = ground.cost_of_move * _new_moves(layer, slot, expert)
+    cost = ground.cost_of_move * _price(layer, slot, expert)
     if ground.cost_of_leaving > 0.0:
         rank = ground.rank_of_slot[slot]
         off_spared = layer.num_off_home[spared] - _is_off_home(ground, spared, rank)
@@ -286,7 +300,7 @@ def _cost_of_copy(layer: _Layer, threshold: float, slot: int, expert: int) -> fl
 def _cost_of_swap(layer: _Layer, threshold: float, mine: int, theirs: int) -> float:
     ground = layer.ground
     one, two = layer.slots[mine], layer.slots[theirs]
-    cost = ground.cost_of_move * (_new_moves(layer, mine, two) + _new_moves(layer, theirs, one))
+    cost = ground.cost_of_move * (_price(layer, mine, two) + _price(layer, theirs, one))
     if ground.cost_of_leaving > 0.0:
         here, there = ground.rank_of_slot[mine], ground.rank_of_slot[theirs]
         leaving = layer.share[one] * (
@@ -297,10 +311,13 @@ def _cost_of_swap(layer: _Layer, threshold: float, mine: int, theirs: int) -> fl
 
 
 @part
-def _new_moves(layer: _Layer, slot: int, expert: int) -> int:
-    """How many slots more differ from the start if `slot` takes `expert`: -1, 0 or 1."""
-    was_moved = layer.slots[slot] != layer.start[slot]
-    return (1 if layer.start[slot] != expert else 0) - (1 if was_moved else 0)
+def _price(layer: _Layer, slot: int, expert: int) -> float:
+    """Moves more if `slot` takes `expert`: -1, 0, 1 or, from another node, a little more."""
+    price = -1.0 if layer.slots[slot] != layer.start[slot] else 0.0
+    if layer.start[slot] != expert:
+        node = layer.ground.node_of_rank[layer.ground.rank_of_slot[slot]]
+        price += 1.0 if layer.is_near[expert, node] else FROM_AFAR
+    return price
 
 
 @part
