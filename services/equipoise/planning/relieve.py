@@ -27,7 +27,7 @@ MAX_STEPS_PER_SLOT = 2
 FROM_AFAR = 1.02
 """What a move costs, over one from a rank of the same node, if no rank there held the expert at the
 start: little, so that near sources decide between moves that gain about alike (half of the moves
-then have one on recorded loads, a quarter otherwise, and there are no more of them)."""
+then have one on recorded loads, a quarter otherwise, and they are about as many)."""
 
 
 class Ground(NamedTuple):
