@@ -10,7 +10,8 @@ import grpc
 import pytest
 from rich.console import Console
 
-from equipoise.cli.status import LEADER_METADATA, ExitStatus, Picture, StatusError, as_json, run
+from equipoise.cli.access import LEADER_METADATA, BalancerRefusedError
+from equipoise.cli.status import ExitStatus, Picture, as_json, run
 from equipoise.cli.status_settings import InvalidSettingsError, StatusSettings
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
@@ -164,14 +165,16 @@ def test_json_keeps_what_is_inside_and_has_no_nan():
 
 async def test_an_unknown_pool_is_told_in_the_balancers_words(balancer, address):
     await balancer.tell(a_pool())
-    with pytest.raises(StatusError, match="no pool 'other', only: decode"):
+    with pytest.raises(BalancerRefusedError, match="no pool 'other', only: decode"):
         await look(address, pool="other")
-    with pytest.raises(StatusError, match="no pool 'other'"):
+    with pytest.raises(BalancerRefusedError, match="no pool 'other'"):
         await look(address, pool="other", watch=True)
 
 
 async def test_no_balancer_is_told_with_the_remedy():
-    with pytest.raises(StatusError, match=r"no balancer answers at 127.0.0.1:9: start one with"):
+    with pytest.raises(
+        BalancerRefusedError, match=r"no balancer answers at 127.0.0.1:9: start one with"
+    ):
         await look("127.0.0.1:9")
 
 
@@ -181,7 +184,7 @@ async def test_a_balancer_that_never_answers_is_not_waited_for_longer_than_asked
             await asyncio.Event().wait()
 
     server, hung = await start(Hung())
-    with pytest.raises(StatusError, match="no balancer answers"):
+    with pytest.raises(BalancerRefusedError, match="no balancer answers"):
         await look(hung, timeout_s=0.05)
     await server.stop(None)
 

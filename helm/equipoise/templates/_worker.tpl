@@ -32,6 +32,9 @@ spec:
         - --pool={{ $root.Values.pool }}
         - --worker=$(POD_NAME)
         - --listen=0.0.0.0:{{ $worker.port }}
+        {{- if $root.Values.insecure }}
+        - --insecure
+        {{- end }}
         - --advertise-host=$(POD_IP)
         - --rendezvous-port={{ $worker.rendezvousPort }}
         - --host=$(NODE_NAME)

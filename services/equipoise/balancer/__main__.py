@@ -25,6 +25,8 @@ from equipoise.balancer.store import Store, StoreError, StoreFault
 from equipoise.planning.warm_up import warm_up
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.logs import configure_logs
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.errors import TrustError
 
 _STORE_RETRY_S = 1.0
 _PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW}
@@ -38,7 +40,7 @@ def run(settings: BalancerSettings) -> int:
     configure_logs(settings.log_format, level=logging.getLevelName(settings.log_level.upper()))
     try:
         asyncio.run(_serve(settings))
-    except (BalancerError, RegisterError, StoreError, TelemetryError) as error:
+    except (BalancerError, RegisterError, StoreError, TelemetryError, TrustError) as error:
         print(f"equipoise balancer: {error}", file=sys.stderr)  # noqa: T201 - for a person
         return 1
     return 0
@@ -49,6 +51,7 @@ async def _serve(settings: BalancerSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    credentials = Credentials(settings.tls)
     async with AsyncExitStack() as opened:
         store = _open_store(settings)
         opened.push_async_callback(_closed, store.close)
@@ -62,6 +65,8 @@ async def _serve(settings: BalancerSettings) -> None:
         async with serving(
             store,
             listen=settings.listen,
+            credentials=credentials,
+            tokens=settings.tokens,
             advertise=settings.advertise,
             policies=PolicyBook(
                 settings.defaults, needs_file=settings.policy is not None, now=time.time()

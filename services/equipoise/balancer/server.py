@@ -35,6 +35,11 @@ from equipoise.balancer.status_service import StatusService
 from equipoise.balancer.store import Store
 from equipoise.balancer.worker_link import WorkerLinkService
 from equipoise.telemetry.exposition import metrics_route, registry_of, serving_http
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.errors import TrustError
+from equipoise.trust.guard import ANYBODY, Guard, Rights
+from equipoise.trust.identity import Role
+from equipoise.wire.limits import MAX_HELLO_BYTES
 from equipoise_api.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -53,7 +58,25 @@ READY = "ready"
 
 _COMPILING = "the planner is being compiled, once after an installation: about half a minute"
 
+_READERS = frozenset({Role.READER, Role.GATEWAY, Role.ADMIN})
+_RIGHTS: Rights = {
+    _WORKER_LINK: frozenset({Role.WORKER}),
+    _STATUS: _READERS,
+    _ADMIN: frozenset({Role.ADMIN}),
+    # What the contract looks like is no secret, but nobody's business without a name.
+    reflection.SERVICE_NAME: frozenset(Role),
+    health.SERVICE_NAME: ANYBODY,
+}
+
+MAX_CALLS = 20_000
+"""Calls under way at a time, two streams for each of 10,000 workers; more are turned away."""
+
 _OPTIONS = (
+    # The longest that a worker may say, which is its Hello; the rest is checked against that.
+    ("grpc.max_receive_message_length", MAX_HELLO_BYTES),
+    # A worker needs one stream; whoever opens more on a connection waits.
+    ("grpc.max_concurrent_streams", 64),
+    ("grpc.max_metadata_size", 16 * 1024),
     # Two balancers on one port would share its workers by chance; the second must fail instead.
     ("grpc.so_reuseport", 0),
     # A peer whose machine vanished is noticed within 15 s although its stream is idle.
@@ -77,6 +100,8 @@ async def serving(
     listen: str,
     policies: PolicyBook,
     stop_grace_s: float,
+    credentials: Credentials | None = None,
+    tokens: str = "",
     advertise: str = "",
     metrics_listen: str = "",
     metrics_heard: Callable[[str], None] | None = None,
@@ -90,7 +115,8 @@ async def serving(
 
     Among balancers that share `register` one leads at a time, which the others know by `advertise`
     (host:port, that of `listen` if empty). Without a register this one leads. When the block
-    begins it is clear whether it does, unless it is not ready then. Metrics are told at
+    begins it is clear whether it does, unless it is not ready then. Callers prove who they are as
+    `credentials` (plain text on loopback if None) and the file `tokens` ask. Metrics are told at
     `metrics_listen`, if that is given; `metrics_heard` is told the host:port.
 
     It answers questions at once, but takes no workers, and does not want to lead, before `warm_up`
@@ -100,12 +126,17 @@ async def serving(
 
     Raises:
         BalancerError: the port cannot be listened on.
+        TrustError: the port would be open to other machines, or the tokens make no sense.
         TelemetryError: that of the metrics cannot.
         StoreError: the store cannot be read.
     """
     clock = steady_clock()
-    server = grpc.aio.server(options=_OPTIONS)
-    port = _bind(server, listen)
+    credentials = credentials or Credentials()
+    guard = Guard(credentials.tls, tokens=tokens, rights=_RIGHTS)
+    server = grpc.aio.server(
+        options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
+    )
+    port = _bind(server, listen, credentials)
     host = listen.rpartition(":")[0]
     elector = Elector(
         register or SoleRegister(term=await store.highest_term()),
@@ -117,12 +148,14 @@ async def serving(
     )
     readiness = Readiness()
     seat = Seat(store=store, policies=policies, clock=clock, elector=elector, readiness=readiness)
-    worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(seat), server)
+    worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(
+        WorkerLinkService(seat, caller=guard.caller), server
+    )
     status_pb2_grpc.add_StatusServicer_to_server(
         StatusService(seat, store=store, clock=clock), server
     )
     admin_pb2_grpc.add_AdminServicer_to_server(
-        AdminService(seat, store=store, caller=lambda context: f"somebody at {context.peer()}"),
+        AdminService(seat, store=store, caller=lambda context: str(guard.caller(context))),
         server,
     )
     watched = _HealthServicer()
@@ -171,11 +204,13 @@ def _metrics(collector: BalancerCollector, *, listen: str) -> AbstractAsyncConte
     return serving_http([metrics_route(registry_of(collector))], listen=listen)
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> int:
+def _bind(server: grpc.aio.Server, listen: str, credentials: Credentials) -> int:
     try:
         # Tried with a plain socket first: gRPC would say less, and in a log line of its own.
         _try_to_listen(listen)
-        return server.add_insecure_port(listen)
+        return credentials.bind(server, listen)
+    except TrustError:
+        raise
     except (OSError, RuntimeError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise BalancerError(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from equipoise.planning.policy import Policy
 from equipoise.telemetry.logs import LogFormat
+from equipoise.trust.settings import Tls
 
 _ANY_HOST = {"0.0.0.0", "[::]", "::"}
 
@@ -43,7 +44,7 @@ class BalancerSettings:
 
     listen: str = "127.0.0.1:7070"
     """host:port of the gRPC server; port 0 takes a free one, which the first log line names.
-    Only this machine can reach the default, because nothing is authenticated."""
+    Only this machine can reach the default; others need --tls-ca and what goes with it."""
 
     store: str = "equipoise-state.sqlite"
     """Where committed layouts, averages and decisions are kept: a file, which is made when missing
@@ -83,6 +84,13 @@ class BalancerSettings:
     """Seconds that open calls may take to end after Ctrl-C or SIGTERM. Workers serve on without a
     balancer, so there is nothing to wait long for."""
 
+    tls: Tls = field(default_factory=Tls)
+    """Certificates; without them the port is for this machine only."""
+
+    tokens: str = ""
+    """File of the tokens that callers must show, a line each: worker/POOL/WORKER, gateway, reader
+    or admin/NAME, a space, and the token or sha256:HEX of it. Read again when it changes."""
+
     policy: Path | None = None
     """BalancePolicy file: what it says goes before the options below, for all pools or for single
     ones. Edits take effect within seconds, and one that is wrong changes nothing."""
@@ -92,6 +100,7 @@ class BalancerSettings:
 
     def __post_init__(self) -> None:
         host = check_listen("listen", self.listen)
+        self.tls.check_listen(self.listen)
         advertised_host, _, advertised_port = self.advertise.rpartition(":")
         if self.advertise and not (advertised_host and advertised_port.isdigit()):
             raise InvalidSettingsError(f"advertise must be host:port, not {self.advertise!r}")

@@ -2,19 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import grpc
 
 from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.pace import Pace, message_pace
 from equipoise.balancer.pools import Pools
 from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.planning.errors import InvalidReportError
+from equipoise.trust.identity import Caller
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.limits import max_message_bytes
 from equipoise.wire.messages import Hello, Leaving, Rejection
 from equipoise_api.v1 import worker_link_pb2 as pb
 from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
@@ -32,10 +35,14 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerLinkService(pb_grpc.WorkerLinkServicer):
-    """Turns streams into words for the pools, and the pools' words into messages."""
+    """Turns streams into words for the pools, and the pools' words into messages.
 
-    def __init__(self, seat: Seat) -> None:
+    `caller` says who is on the other end of a call; a worker speaks for itself only.
+    """
+
+    def __init__(self, seat: Seat, *, caller: Callable[[_Context], Caller]) -> None:
         self._seat = seat
+        self._caller = caller
 
     # A coroutine that writes, not a generator: its clean-up runs the moment it is cancelled.
     async def Connect(  # type: ignore[override]  # noqa: N802 - the contract's name
@@ -49,7 +56,7 @@ class WorkerLinkService(pb_grpc.WorkerLinkServicer):
             if pools is None or pools.heard_of(hello.highest_term):
                 await context.write(to_worker(self._redirection()))
                 return
-            runner = await self._admit(pools, hello, mailbox)
+            runner = await self._admit(pools, hello, mailbox, caller=self._caller(context))
         except (InvalidMessageError, RefusedWorkerError) as error:
             await context.write(to_worker(Rejection(reason=str(error), fatal=True)))
             return
@@ -74,8 +81,11 @@ class WorkerLinkService(pb_grpc.WorkerLinkServicer):
         assert isinstance(hello, Hello), "the first message is Hello or refused"
         return hello
 
-    async def _admit(self, pools: Pools, hello: Hello, mailbox: Mailbox) -> PoolRunner:
+    async def _admit(
+        self, pools: Pools, hello: Hello, mailbox: Mailbox, *, caller: Caller
+    ) -> PoolRunner:
         try:
+            _check_identity(caller, hello)
             return await pools.admit(hello, mailbox)
         except RefusedWorkerError as error:
             pools.refuse_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
@@ -112,9 +122,11 @@ async def _converse(
 
 async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: Mailbox) -> str:
     reason = "its stream ended"
+    pace = message_pace(runner.pool.policy)
     try:
         async for request in requests:
             try:
+                _check_message(request, hello, pace)
                 value = from_worker(request, hello=hello)
                 runner.receive(hello.worker, mailbox, value)
             except (InvalidMessageError, InvalidReportError) as error:
@@ -128,6 +140,36 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
         _log.exception("the stream of worker %s failed", hello.worker)
         return "the balancer failed on a message"
     return reason
+
+
+def _check_identity(caller: Caller, hello: Hello) -> None:
+    """Refuse a worker that speaks for another one."""
+    if not caller.may_speak_for(pool=hello.pool, worker=hello.worker):
+        raise RefusedWorkerError(
+            "hello_identity",
+            f"{caller} may not speak for worker {hello.worker} of pool {hello.pool}: give it a "
+            "certificate or token of its own",
+        )
+
+
+def _check_message(request: pb.ConnectRequest, hello: Hello, pace: Pace) -> None:
+    """Refuse what no worker of that shape says, and more than one that works well says.
+
+    Raises:
+        InvalidMessageError: "link_rate" or "link_size".
+    """
+    if not pace.take(now=asyncio.get_running_loop().time()):
+        raise InvalidMessageError(
+            "link_rate",
+            f"more than {pace.per_s:g} messages a second: the one above that is dropped",
+        )
+    size, most = request.ByteSize(), max_message_bytes(hello)
+    if size > most:
+        raise InvalidMessageError(
+            "link_size",
+            f"a message of {size} bytes, but one of {hello.model.num_layers} layers x "
+            f"{hello.slots_per_rank} slots has at most {most}",
+        )
 
 
 async def _write(mailbox: Mailbox, context: _Context, runner: PoolRunner) -> None:

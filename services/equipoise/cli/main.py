@@ -18,6 +18,13 @@ from equipoise.cli.convert_settings import ConvertSettings
 from equipoise.cli.demo_settings import DemoSettings
 from equipoise.cli.generate_settings import GenerateSettings
 from equipoise.cli.options import command_from
+from equipoise.cli.order_settings import (
+    OrderSettings,
+    PinSettings,
+    PreviewSettings,
+    RebalanceSettings,
+    RollbackSettings,
+)
 from equipoise.cli.plan_settings import PlanSettings
 from equipoise.cli.policy_commands import policy_app
 from equipoise.cli.replay_settings import ReplaySettings
@@ -101,6 +108,41 @@ def _status(settings: StatusSettings) -> int:
     return _run_of("equipoise.cli.status")(settings)
 
 
+def _rebalance(settings: RebalanceSettings) -> int:
+    """Plan now and roll out what is worth it. Exit status 3 if it is not."""
+    return _order("rebalance")(settings)
+
+
+def _pause(settings: OrderSettings) -> int:
+    """Adopt no plan until `resume`; what is being rolled out comes to its end."""
+    return _order("pause")(settings)
+
+
+def _resume(settings: OrderSettings) -> int:
+    """Plan again after `pause` or `rollback`."""
+    return _order("resume")(settings)
+
+
+def _rollback(settings: RollbackSettings) -> int:
+    """Place experts as an earlier generation did, as a new one, and pause planning."""
+    return _order("rollback")(settings)
+
+
+def _pin(settings: PinSettings) -> int:
+    """Keep a placement, whatever traffic says, until `unpin`."""
+    return _order("pin")(settings)
+
+
+def _unpin(settings: OrderSettings) -> int:
+    """Plan again after `pin`."""
+    return _order("unpin")(settings)
+
+
+def _preview(settings: PreviewSettings) -> int:
+    """Say what a plan would do now, and do nothing."""
+    return _order("preview")(settings)
+
+
 def _demo(settings: DemoSettings) -> int:
     """Watch a fleet on this machine drift out of balance and come back."""
     return _run_of("equipoise.cli.demo")(settings)
@@ -142,6 +184,12 @@ def _run_of(module: str) -> Callable[[Any], int]:
     return run
 
 
+def _order(name: str) -> Callable[[Any], int]:
+    """A command of the orders' module, imported now."""
+    order: Callable[[Any], int] = getattr(importlib.import_module("equipoise.cli.orders"), name)
+    return order
+
+
 def _words_for_users(error: Exception) -> str | None:
     """What to tell about a fault that is not ours; None for one that is."""
     if isinstance(error, ModuleNotFoundError):
@@ -157,6 +205,13 @@ app.command("balancer")(command_from(BalancerSettings, _balancer))
 app.command("worker")(command_from(WorkerSettings, _worker))
 app.command("gateway")(command_from(GatewaySettings, _gateway))
 app.command("status")(command_from(StatusSettings, _status))
+app.command("rebalance")(command_from(RebalanceSettings, _rebalance))
+app.command("pause")(command_from(OrderSettings, _pause))
+app.command("resume")(command_from(OrderSettings, _resume))
+app.command("rollback")(command_from(RollbackSettings, _rollback))
+app.command("pin")(command_from(PinSettings, _pin))
+app.command("unpin")(command_from(OrderSettings, _unpin))
+app.command("preview")(command_from(PreviewSettings, _preview))
 app.command("demo")(command_from(DemoSettings, _demo))
 app.command("plan")(command_from(PlanSettings, _plan))
 app.command("replay")(command_from(ReplaySettings, _replay))

@@ -40,9 +40,10 @@ def command_from(settings: type[S], act: Callable[[S], int]) -> Callable[..., No
 
 def explanations(settings: type) -> dict[str, str]:
     """The string below each field of a class, as one line."""
+    inherited = [one for one in settings.__bases__ if is_dataclass(one)]
+    found = {name: text for base in inherited for name, text in explanations(base).items()}
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
     for statement, after in zip(tree.body, tree.body[1:], strict=False):
         match statement, after:
             case (

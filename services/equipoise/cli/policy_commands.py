@@ -6,8 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from equipoise.cli.access import Access
 from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.formats.format import Format
+from equipoise.trust.settings import Tls
 
 policy_app = typer.Typer(
     help="Check, show, compare and try BalancePolicy files.",
@@ -58,6 +60,13 @@ def preview(
         str, typer.Option(help="host:port of the balancer whose loads are planned for.")
     ] = "127.0.0.1:7070",
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait for its answers.")] = 5.0,
+    tls_ca: Annotated[str, typer.Option(help="PEM file of the fleet's authority.")] = "",
+    tls_cert: Annotated[str, typer.Option(help="PEM file of our certificate.")] = "",
+    tls_key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
+    token_file: Annotated[str, typer.Option(help="File with the token to show.")] = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Speak plain text beyond this machine too.")
+    ] = False,
     loads: Annotated[str, typer.Option(help="Files of loads, instead of a balancer's.")] = "",
     current: Annotated[Path | None, typer.Option(help="With --loads: the layout in use.")] = None,
     current_format: Annotated[Format | None, typer.Option(help="Its format.")] = None,
@@ -77,7 +86,15 @@ def preview(
     if not loads:
         raise typer.Exit(
             module.preview_running(
-                file, pool=pool, address=address, timeout_s=timeout_s, as_json=as_json
+                file,
+                pool=pool,
+                address=address,
+                credentials=Access(
+                    tls=Tls(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure),
+                    token_file=token_file,
+                ).credentials(),
+                timeout_s=timeout_s,
+                as_json=as_json,
             )
         )
     source = LoadsSettings(

@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import numpy as np
 
 from equipoise.balancer.proposal import Proposal, ProposalRequest, propose
+from equipoise.cli.access import explained
 from equipoise.cli.policy import policies_by_pool, read_file
 from equipoise.cli.tool_inputs import pool_topology, read_case, read_current
 from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
@@ -22,7 +22,9 @@ from equipoise.planning.load import Load, detect_shift, tokens_per_layer
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.policy.digest import digest
+from equipoise.trust.credentials import Credentials
 from equipoise.wire.layouts import layout_from_proto, model_from_proto
+from equipoise.wire.limits import MAX_STATUS_BYTES
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
 
@@ -48,7 +50,15 @@ class Situation:
     last_switch_s: float | None
 
 
-def preview_running(file: Path, *, pool: str, address: str, timeout_s: float, as_json: bool) -> int:
+def preview_running(
+    file: Path,
+    *,
+    pool: str,
+    address: str,
+    credentials: Credentials,
+    timeout_s: float,
+    as_json: bool,
+) -> int:
     """Preview on the loads of a pool of a running balancer.
 
     Raises:
@@ -57,8 +67,14 @@ def preview_running(file: Path, *, pool: str, address: str, timeout_s: float, as
         PreviewError: the balancer cannot be asked, or the pool has no loads yet.
     """
     read = read_file(file)
-    with grpc.insecure_channel(address) as channel:
-        situation = _ask(channel, pool=pool, timeout_s=timeout_s, address=address)
+    limit = (("grpc.max_receive_message_length", MAX_STATUS_BYTES),)
+    with (
+        credentials.blocking_channel(address, options=limit) as channel,
+        explained(address, credentials),
+    ):
+        situation = _ask(
+            status_pb2_grpc.StatusStub(channel), credentials, pool=pool, timeout_s=timeout_s
+        )
     (policy,) = policies_by_pool(read, situation.pool).values()
     return _show(situation, policy, as_json=as_json)
 
@@ -154,14 +170,16 @@ def _show(situation: Situation, policy: Policy, *, as_json: bool) -> int:
     return 0
 
 
-def _ask(channel: grpc.Channel, *, pool: str, timeout_s: float, address: str) -> Situation:
-    stub = status_pb2_grpc.StatusStub(channel)
-    try:
-        status = stub.GetStatus(pb.GetStatusRequest(pool=pool), timeout=timeout_s).status
-        loads = stub.GetLoads(pb.GetLoadsRequest(pool=status.pool), timeout=timeout_s)
-        layout = stub.GetLayout(pb.GetLayoutRequest(pool=status.pool), timeout=timeout_s)
-    except grpc.RpcError as error:
-        raise PreviewError(f"the balancer at {address}: {error.details()}") from None
+def _ask(
+    stub: status_pb2_grpc.StatusStub, credentials: Credentials, *, pool: str, timeout_s: float
+) -> Situation:
+    shown = credentials.metadata()
+    answer = stub.GetStatus(pb.GetStatusRequest(pool=pool), timeout=timeout_s, metadata=shown)
+    status = answer.status
+    loads = stub.GetLoads(pb.GetLoadsRequest(pool=status.pool), timeout=timeout_s, metadata=shown)
+    layout = stub.GetLayout(
+        pb.GetLayoutRequest(pool=status.pool), timeout=timeout_s, metadata=shown
+    )
     if not loads.window_tokens:
         raise PreviewError(f"pool {status.pool} has closed no window yet: ask again in a moment")
     if not layout.node_of_rank:

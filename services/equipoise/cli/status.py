@@ -8,8 +8,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 from typing import Any, NoReturn
@@ -20,19 +19,17 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from equipoise.cli.access import LEADER_METADATA, BalancerRefusedError, explained
 from equipoise.cli.status_settings import StatusSettings
 from equipoise.cli.view import RateMeter, pool_view, pools_view, status_line
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.errors import TrustError
+from equipoise.wire.limits import MAX_STATUS_BYTES
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 
-LEADER_METADATA = "equipoise-leader"
-"""Trailing metadata in which a follower names the balancer that leads."""
-
+_LIMIT = (("grpc.max_receive_message_length", MAX_STATUS_BYTES),)
 _RETRY_S = 1.0
 _STALE_AFTER_S = 3.0
-
-
-class StatusError(RuntimeError):
-    """The balancer cannot be asked, or does not know the pool; the message says what to do."""
 
 
 class ExitStatus(IntEnum):
@@ -46,12 +43,13 @@ def run(settings: StatusSettings) -> int:
     """Show the pool; see `ExitStatus`.
 
     Raises:
-        StatusError: the balancer cannot be asked, or does not know the pool.
+        BalancerRefusedError: the balancer cannot be asked, or does not know the pool.
     """
     console = Console(highlight=False)
-    settings = _at_the_leader(settings)
-    with grpc.insecure_channel(settings.address) as channel:
-        client = _Client(channel, settings)
+    credentials = settings.access.credentials()
+    settings = _at_the_leader(settings, credentials)
+    with credentials.blocking_channel(settings.address, options=_LIMIT) as channel:
+        client = _Client(channel, settings, credentials)
         if settings.watch:
             return _watch(client, settings, console)
         if not settings.pool:
@@ -74,21 +72,23 @@ def as_json(message: Message) -> dict[str, Any]:
     return {field.name: _field_as_json(message, field) for field in message.DESCRIPTOR.fields}
 
 
-def _at_the_leader(settings: StatusSettings) -> StatusSettings:
+def _at_the_leader(settings: StatusSettings, credentials: Credentials) -> StatusSettings:
     """The address of the balancer that leads, where the one given follows and names it.
 
     A follower knows the past only. Where its leader cannot be reached from here, and where nobody
     answers, the given one has the word.
     """
     try:
-        with grpc.insecure_channel(settings.address) as channel:
+        with credentials.blocking_channel(settings.address) as channel:
             _, call = status_pb2_grpc.StatusStub(channel).ListPools.with_call(
-                status_pb2.ListPoolsRequest(), timeout=settings.timeout_s
+                status_pb2.ListPoolsRequest(),
+                timeout=settings.timeout_s,
+                metadata=credentials.metadata(),
             )
         leader = str(dict(call.trailing_metadata()).get(LEADER_METADATA, settings.address))
-        with grpc.insecure_channel(leader) as channel:
+        with credentials.blocking_channel(leader) as channel:
             grpc.channel_ready_future(channel).result(timeout=settings.timeout_s)
-    except (grpc.RpcError, grpc.FutureTimeoutError):
+    except (grpc.RpcError, grpc.FutureTimeoutError, TrustError):
         return settings
     return replace(settings, address=leader)
 
@@ -96,24 +96,30 @@ def _at_the_leader(settings: StatusSettings) -> StatusSettings:
 class _Client:
     """Asks one balancer; what gRPC raises becomes one sentence."""
 
-    def __init__(self, channel: grpc.Channel, settings: StatusSettings) -> None:
+    def __init__(
+        self, channel: grpc.Channel, settings: StatusSettings, credentials: Credentials
+    ) -> None:
         self._stub = status_pb2_grpc.StatusStub(channel)
         self._settings = settings
+        self._credentials = credentials
 
     def pools(self) -> list[status_pb2.PoolSummary]:
         """Every pool in a line."""
-        with self._explained():
+        with explained(self._settings.address, self._credentials):
             response = self._stub.ListPools(
-                status_pb2.ListPoolsRequest(), timeout=self._settings.timeout_s
+                status_pb2.ListPoolsRequest(),
+                timeout=self._settings.timeout_s,
+                metadata=self._credentials.metadata(),
             )
         return list(response.pools)
 
     def status(self) -> status_pb2.PoolStatus:
         """The pool that was asked for."""
-        with self._explained():
+        with explained(self._settings.address, self._credentials):
             response = self._stub.GetStatus(
                 status_pb2.GetStatusRequest(pool=self._settings.pool),
                 timeout=self._settings.timeout_s,
+                metadata=self._credentials.metadata(),
             )
         return response.status
 
@@ -121,28 +127,14 @@ class _Client:
         """Hand every new status to `take` until the stream ends; returns why it did."""
         request = status_pb2.WatchStatusRequest(pool=self._settings.pool)
         try:
-            with self._explained():
-                for response in self._stub.WatchStatus(request):
+            with explained(self._settings.address, self._credentials):
+                for response in self._stub.WatchStatus(
+                    request, metadata=self._credentials.metadata()
+                ):
                     take(response.status)
-        except StatusError as error:
+        except BalancerRefusedError as error:
             return str(error)
         return f"the balancer at {self._settings.address} ended the stream"
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise StatusError(self._words(error)) from error
-
-    def _words(self, error: grpc.RpcError) -> str:
-        assert isinstance(error, grpc.Call)
-        if error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
-            return (
-                f"no balancer answers at {self._settings.address}: start one with "
-                "`equipoise balancer`, or name another with --address"
-            )
-        return f"the balancer at {self._settings.address} answers: {error.details()}"
 
 
 class Picture:

@@ -1,6 +1,8 @@
 """`StatusSettings`: what a person may ask a balancer for. Starts nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from equipoise.cli.access import Access
 
 
 class InvalidSettingsError(ValueError):
@@ -29,6 +31,9 @@ class StatusSettings:
 
     timeout_s: float = 5.0
     """Seconds to wait for the balancer's answer."""
+
+    access: Access = field(default_factory=Access)
+    """How to prove who asks."""
 
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")

@@ -38,6 +38,8 @@ def pool_view(
     parts: list[RenderableType] = []
     if status.health_reason:
         parts.append(Text(status.health_reason, style=_health_style(status.health)))
+    if status.HasField("hold"):
+        parts.append(Text(hold_words(status.hold), style="yellow"))
     parts += [balance_view(status), ranks_view(status, tokens_per_s=tokens_per_s or {})]
     parts.append(_facts(status))
     title = Text.assemble(
@@ -87,9 +89,23 @@ def status_line(status: status_pb2.PoolStatus) -> str:
         words.append(f"generation {status.rollout.generation} {status.rollout.state}")
     if status.health_reason:
         words.append(status.health_reason)
+    if status.HasField("hold"):
+        words.append(hold_words(status.hold))
     if status.HasField("last_decision"):
         words.append(decision_words(status.last_decision))
     return " · ".join(words)
+
+
+def hold_words(hold: status_pb2.HoldStatus) -> str:
+    """What an operator holds the pool to."""
+    words = [f"paused by {hold.paused}"] if hold.paused else []
+    if hold.pinned:
+        where = f" to the placement of generation {hold.pinned_generation}"
+        words.append(
+            f"pinned{where if hold.pinned_generation else ''} by {hold.pinned}"
+            + ("" if hold.at_pin else " (it is not there yet)")
+        )
+    return "; ".join(words)
 
 
 def balance_view(status: status_pb2.PoolStatus) -> RenderableType:

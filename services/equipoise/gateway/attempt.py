@@ -13,6 +13,7 @@ from enum import StrEnum
 import grpc
 
 from equipoise.gateway.errors import InvalidRequestError, RankFullError, RankLostError
+from equipoise.trust.credentials import Credentials
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 
@@ -121,6 +122,7 @@ async def attempt(
     vocab_size: int,
     bounds: Bounds,
     accepted: Callable[[], None],
+    credentials: Credentials | None = None,
 ) -> AsyncGenerator[Made, None]:
     """Tokens of a request as one rank makes them, up to and with its finish.
 
@@ -132,7 +134,8 @@ async def attempt(
         RankLostError: it broke, is silent, or says what cannot be.
         InvalidRequestError: it cannot serve such a request at all; its own words.
     """
-    call = stub.Generate(request.message())
+    credentials = credentials or Credentials()
+    call = stub.Generate(request.message(), metadata=credentials.metadata())
     try:
         await _until_accepted(call, bounds.accept_s)
         accepted()
@@ -144,7 +147,7 @@ async def attempt(
             if made.finish is not None:
                 return
     except grpc.aio.AioRpcError as error:
-        raise _fault(error) from None
+        raise _fault(error, credentials) from None
     finally:
         call.cancel()
 
@@ -220,8 +223,8 @@ def _logprob(told: pb.TokenLogprob, *, vocab_size: int) -> Logprob:
     return Logprob(value=told.logprob, top=top)
 
 
-def _fault(error: grpc.aio.AioRpcError) -> Exception:
-    words = error.details() or "no details"
+def _fault(error: grpc.aio.AioRpcError, credentials: Credentials) -> Exception:
+    words = credentials.explain(error.details())
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return RankFullError(words)

@@ -20,6 +20,8 @@ from equipoise.gateway.errors import (
 )
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.ranks import Place, Ranks
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.errors import TrustError
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 
 _CHANNEL_OPTIONS = (
@@ -56,12 +58,14 @@ class Relay:
         vocab_size: int,
         policy: RelayPolicy,
         tally: RequestTally | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self._ranks = ranks
         self._tally = tally or RequestTally()
         self._vocab_size = vocab_size
         self._policy = policy
-        self._channels: dict[str, _SharedChannel] = {}
+        self._credentials = credentials or Credentials()
+        self._channels: dict[tuple[str, int], _SharedChannel] = {}
 
     def stream(self, request: TokenRequest) -> AsyncGenerator[Made, None]:
         """Tokens of a request up to its finish, whatever ranks do. Close it to end it early.
@@ -113,6 +117,7 @@ class Relay:
                 vocab_size=self._vocab_size,
                 bounds=self._policy.bounds,
                 accepted=place.accepted,
+                credentials=self._credentials,
             )
             async with aclosing(parts):
                 async for part in parts:
@@ -143,17 +148,21 @@ class Relay:
     @asynccontextmanager
     async def _stub(self, address: str) -> AsyncIterator["pb_grpc.InferenceAsyncStub"]:
         """A channel that streams share while any is open: none is kept to a rank that is gone."""
-        shared = self._channels.get(address)
+        place = (address, self._credentials.version())
+        shared = self._channels.get(place)
         if shared is None:
-            channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-            shared = self._channels[address] = _SharedChannel(channel=channel)
+            try:
+                channel = self._credentials.worker_channel(address, options=_CHANNEL_OPTIONS)
+            except TrustError as error:
+                raise RankLostError(str(error)) from error
+            shared = self._channels[place] = _SharedChannel(channel=channel)
         shared.num_users += 1
         try:
             yield pb_grpc.InferenceStub(shared.channel)
         finally:
             shared.num_users -= 1
             if not shared.num_users:
-                del self._channels[address]
+                del self._channels[place]
                 await shared.channel.close(None)
 
 

@@ -35,6 +35,7 @@ from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.gateway.watch import follow
 from equipoise.telemetry.exposition import metrics_at
+from equipoise.trust.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 
@@ -51,17 +52,27 @@ async def serve(
         GatewayError: the port cannot be listened on, or a file cannot be read.
     """
     model = await asyncio.to_thread(_Model, settings)
+    credentials = Credentials(
+        settings.tls, token_file=settings.token_file, worker_name=settings.tls_worker_name
+    )
     listener = _listen(settings.listen)
     ranks = Ranks(max_queued=settings.max_queued_requests, clock=time.monotonic)
     open_requests = OpenRequests(max_open=settings.max_open_requests)
     tally = RequestTally()
     server = http_server(
-        _application(settings, model=model, ranks=ranks, open_requests=open_requests, tally=tally),
+        _application(
+            settings,
+            model=model,
+            ranks=ranks,
+            open_requests=open_requests,
+            tally=tally,
+            credentials=credentials,
+        ),
         idle_s=settings.idle_timeout_s,
         header_s=settings.client_timeout_s,
     )
     stopped = asyncio.create_task(stop.wait())
-    telling = asyncio.create_task(_tell(ranks, settings, stop=stop))
+    telling = asyncio.create_task(_tell(ranks, settings, stop=stop, credentials=credentials))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     address = f"{settings.listen.rpartition(':')[0]}:{listener.getsockname()[1]}"
     _log.info("listening on %s", address)
@@ -102,6 +113,7 @@ def _application(
     ranks: Ranks,
     open_requests: OpenRequests,
     tally: RequestTally,
+    credentials: Credentials,
 ) -> Starlette:
     """All that HTTP clients may ask."""
     started_s = int(time.time())
@@ -121,6 +133,7 @@ def _application(
             vocab_size=model.tokenizer.vocab_size,
             policy=_relay_policy(settings),
             tally=tally,
+            credentials=credentials,
         ),
         tokenizer=model.tokenizer,
         model=model.name,
@@ -189,10 +202,14 @@ class _BehindKey:
         await self._app(scope, receive, send)
 
 
-async def _tell(ranks: Ranks, settings: GatewaySettings, *, stop: asyncio.Event) -> None:
+async def _tell(
+    ranks: Ranks, settings: GatewaySettings, *, stop: asyncio.Event, credentials: Credentials
+) -> None:
     """Say who the ranks are, now or for as long as the gateway lives."""
     if not settings.workers:
-        return await follow(settings.balancer, pool=settings.pool, ranks=ranks)
+        return await follow(
+            settings.balancer, pool=settings.pool, ranks=ranks, credentials=credentials
+        )
     ranks.tell(
         ToldRank(name=worker, address=worker, standing=Standing.OPEN) for worker in settings.workers
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from equipoise.gateway.errors import InvalidSettingsError
 from equipoise.telemetry.logs import LogFormat
+from equipoise.trust.settings import Tls
 
 
 def packaged_checkpoint() -> Path:
@@ -108,11 +109,22 @@ class GatewaySettings:
     log_format: LogFormat = LogFormat.TEXT
     """How log lines look: `text` for people, or `json`, an object a line."""
 
+    tls: Tls = field(default_factory=Tls)
+    """Certificates to dial balancers and ranks with; the HTTP port is not encrypted by them."""
+
+    tls_worker_name: str = ""
+    """Name in the certificates of workers, where they are dialled by addresses that are not."""
+
+    token_file: str = ""
+    """File with the token that this gateway shows to balancers and ranks."""
+
     def __post_init__(self) -> None:
         _check_address("listen", self.listen, least_port=0)
         _check_address("metrics_listen", self.metrics_listen or self.listen, least_port=0)
         for name in ("balancer", "workers"):
             _check_addresses(name, getattr(self, name))
+        for address in self.workers or self.balancer:
+            self.tls.check_dial(address)
         if not self.workers and not self.balancer:
             raise InvalidSettingsError("either balancer or workers must be given")
         for name, least, most in _RANGES:

@@ -14,8 +14,11 @@ import grpc
 
 from equipoise.gateway.ranks import Ranks, ToldRank
 from equipoise.gateway.routing import Standing
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.errors import TrustError
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.limits import MAX_STATUS_BYTES
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 
 PACE_S = 0.5
@@ -38,12 +41,19 @@ _STANDING = {
 _log = logging.getLogger(__name__)
 
 
-async def follow(balancers: Sequence[str], *, pool: str, ranks: Ranks) -> None:
+async def follow(
+    balancers: Sequence[str],
+    *,
+    pool: str,
+    ranks: Ranks,
+    credentials: Credentials | None = None,
+) -> None:
     """Keep `ranks` told, until cancelled; the addresses (host:port) are asked in turn."""
+    credentials = credentials or Credentials()
     num_failures, said = 0, ""
     for address in itertools.cycle(balancers):
         try:
-            async for status in _watch(address, pool):
+            async for status in _watch(address, pool, credentials):
                 if num_failures or not said:
                     said = f"the balancer at {address} tells the ranks of {status.pool}"
                     _log.info("%s", said)
@@ -52,7 +62,9 @@ async def follow(balancers: Sequence[str], *, pool: str, ranks: Ranks) -> None:
         except TimeoutError:
             continue
         except grpc.aio.AioRpcError as error:
-            why = f"{error.code().name}: {error.details()}"
+            why = f"{error.code().name}: {credentials.explain(error.details())}"
+        except TrustError as error:
+            why = str(error)
         else:
             why = "it ended the stream"
         words = f"the balancer at {address} does not tell the ranks: {why}; trying on"
@@ -84,11 +96,15 @@ def told_ranks(status: status_pb2.PoolStatus) -> Iterator[ToldRank]:
         )
 
 
-async def _watch(address: str, pool: str) -> AsyncIterator[status_pb2.PoolStatus]:
+async def _watch(
+    address: str, pool: str, credentials: Credentials
+) -> AsyncIterator[status_pb2.PoolStatus]:
     """Statuses from one balancer; ends with TimeoutError when there is no news within the bound."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    limit = (("grpc.max_receive_message_length", MAX_STATUS_BYTES),)
+    async with credentials.channel(address, options=limit) as channel:
         call = status_pb2_grpc.StatusStub(channel).WatchStatus(
-            status_pb2.WatchStatusRequest(pool=pool, min_interval_s=PACE_S)
+            status_pb2.WatchStatusRequest(pool=pool, min_interval_s=PACE_S),
+            metadata=credentials.metadata(),
         )
         try:
             while True:

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 import grpc
 
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.errors import TrustError
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
@@ -66,6 +68,7 @@ class Agent:
         heartbeat: Callable[[int], Heartbeat],
         receive: Callable[[BalancerMessage], None],
         dropped: Callable[[pb.ConnectResponse, str], None],
+        credentials: Credentials | None = None,
         ack_timeout_s: float = 5.0,
         backoff_s: float = 0.2,
         max_backoff_s: float = 5.0,
@@ -77,6 +80,7 @@ class Agent:
         self._heartbeat = heartbeat
         self._receive = receive
         self._dropped = dropped
+        self._credentials = credentials or Credentials()
         self._ack_timeout_s = ack_timeout_s
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
@@ -142,8 +146,14 @@ class Agent:
 
     async def _connect(self) -> None:
         """One stream from Hello to its end."""
-        async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
-            call: Call = pb_grpc.WorkerLinkStub(channel).Connect(None)
+        try:
+            opened = self._credentials.channel(self._address, options=_CHANNEL_OPTIONS)
+        except TrustError as error:
+            raise LinkLostError(str(error)) from error
+        async with opened as channel:
+            call: Call = pb_grpc.WorkerLinkStub(channel).Connect(
+                None, metadata=self._credentials.metadata()
+            )
             hello = replace(self._hello(), highest_term=self._highest_term)
             self._outbox = asyncio.Queue(_OUTBOX_LENGTH)
             self._outbox.put_nowait(hello)
@@ -159,7 +169,8 @@ class Agent:
                 for end in done:
                     end.result()
             except grpc.aio.AioRpcError as error:
-                raise LinkLostError(f"{error.code().name} {error.details()}") from error
+                words = self._credentials.explain(error.details())
+                raise LinkLostError(f"{error.code().name} {words}") from error
             except asyncio.InvalidStateError as error:
                 raise LinkLostError("the stream is closed") from error
             finally:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from equipoise.telemetry.logs import about
+from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Assignment, GroupLost
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import GroupError, TransferError, WorkerError
@@ -40,6 +41,7 @@ class Epochs:
         inference: InferenceService,
         say: Say,
         serves: Callable[[bool], None],
+        credentials: Credentials,
     ) -> None:
         self._core = core
         self._settings = settings
@@ -48,7 +50,8 @@ class Epochs:
         self._inference = inference
         self._say = say
         self._serves = serves
-        self._slots = Slots(core)
+        self._credentials = credentials
+        self._slots = Slots(core, credentials=credentials)
         self.timings = Timings()
         self.scheduler = Scheduler(
             max_requests=settings.max_requests,
@@ -131,6 +134,7 @@ class Epochs:
             say=self._say,
             deliver=self._inference.deliver,
             timings=self.timings,
+            credentials=self._credentials,
         )
         self.rank, self.lost = rank, None
         if self._given_up.is_set():

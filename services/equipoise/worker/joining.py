@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from equipoise.planning.moves import Move
+from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Assignment, Checksums
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import GroupError
@@ -38,8 +39,9 @@ class Joined:
 class Slots:
     """This worker's slots over all epochs. `held` is None until they were filled once."""
 
-    def __init__(self, core: ModelCore) -> None:
+    def __init__(self, core: ModelCore, *, credentials: Credentials) -> None:
         self._core = core
+        self._credentials = credentials
         self.held: HeldExperts | None = None
 
     async def prepare(
@@ -109,6 +111,7 @@ class Slots:
             rank=assignment.rank,
             peers=assignment.peers,
             expert_bytes=self._core.shape.expert_bytes,
+            credentials=self._credentials,
         )
         try:
             return (await puller.pull(moves)).payloads

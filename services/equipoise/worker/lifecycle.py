@@ -16,6 +16,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from equipoise.telemetry.exposition import metrics_at
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.errors import TrustError
+from equipoise.trust.guard import ANYBODY, Guard, Rights
+from equipoise.trust.identity import Role
+from equipoise.wire.limits import max_request_bytes
 from equipoise.wire.messages import (
     Abort,
     Assignment,
@@ -46,7 +51,19 @@ LIVE = "live"
 """Name under which health says that the worker runs, whether it has a rank or not."""
 
 _SERVICES = ("", "equipoise_api.v1.ExpertTransfer", "equipoise_api.v1.Inference")
+_RIGHTS: Rights = {
+    "equipoise_api.v1.ExpertTransfer": frozenset({Role.WORKER}),
+    "equipoise_api.v1.Inference": frozenset({Role.GATEWAY}),
+    reflection.SERVICE_NAME: frozenset(Role),
+    health.SERVICE_NAME: ANYBODY,
+}
+
+MAX_CALLS = 4096
+"""Calls under way at a time; requests beyond a worker's own line are turned away long before."""
+
 _SERVER_OPTIONS = (
+    ("grpc.max_concurrent_streams", 1024),
+    ("grpc.max_metadata_size", 16 * 1024),
     # A second worker on the same port must fail, not take half of the calls.
     ("grpc.so_reuseport", 0),
 )
@@ -74,6 +91,12 @@ class Worker:
         self._settings = settings
         self._core = core
         self._place = place
+        self._credentials = Credentials(
+            settings.tls, token_file=settings.token_file, worker_name=settings.tls_worker_name
+        )
+        self._guard = Guard(
+            settings.tls, tokens=settings.tokens, rights=_RIGHTS, pool=settings.pool
+        )
         self._boot_id = uuid.uuid4().hex
         self._address = ""
         listener = _listener(_host(settings.listen), settings.rendezvous_port)
@@ -91,6 +114,7 @@ class Worker:
             heartbeat=self._heartbeat,
             receive=self._receive,
             dropped=self._refuse_dropped,
+            credentials=self._credentials,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._epochs = Epochs(
@@ -101,6 +125,7 @@ class Worker:
             inference=self._inference,
             say=self._agent.send,
             serves=self._serves,
+            credentials=self._credentials,
         )
         self._inference.itl_s = self._epochs.timings.itl_s
 
@@ -166,7 +191,12 @@ class Worker:
             await server.stop(STOP_GRACE_S)
 
     async def _listen(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        most_bytes = max_request_bytes(context_length=self._settings.context_length)
+        server = grpc.aio.server(
+            options=(*_SERVER_OPTIONS, ("grpc.max_receive_message_length", most_bytes)),
+            interceptors=[self._guard],
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
         worker_pb2_grpc.add_ExpertTransferServicer_to_server(self._transfer, server)
         worker_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -175,7 +205,9 @@ class Worker:
             [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
         )
         try:
-            port = server.add_insecure_port(self._settings.listen)
+            port = self._credentials.bind(server, self._settings.listen)
+        except TrustError:
+            raise
         except RuntimeError as error:
             raise WorkerError(
                 f"cannot listen on {self._settings.listen}: is the port taken, the host ours?"

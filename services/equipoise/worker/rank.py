@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from equipoise.telemetry.logs import about
+from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import (
     Assignment,
     GroupLost,
@@ -56,6 +57,7 @@ class Rank:
         say: Say,
         deliver: Callable[[StepResult], None],
         timings: Timings,
+        credentials: Credentials,
     ) -> None:
         assignment, held = joined.assignment, joined.held
         loop = asyncio.get_running_loop()
@@ -88,6 +90,7 @@ class Rank:
             peers=assignment.peers,
             expert_bytes=core.shape.expert_bytes,
             bytes_per_s=settings.pull_mib_per_s * 2**20,
+            credentials=credentials,
         )
         self.applier = Applier(
             engine=self.engine,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from equipoise.telemetry.logs import LogFormat
+from equipoise.trust.settings import Tls
 
 
 class InvalidSettingsError(ValueError):
@@ -126,11 +127,26 @@ class WorkerSettings:
     """How log lines look: `text` for people, or `json`, an object a line with pool, worker, rank,
     epoch and generation."""
 
+    tls: Tls = field(default_factory=Tls)
+    """Certificates; without them ports are for this machine only."""
+
+    tls_worker_name: str = ""
+    """Name in the certificates of workers, where they are dialled by addresses that are not."""
+
+    token_file: str = ""
+    """File with the token that this worker shows to balancers and peers."""
+
+    tokens: str = ""
+    """File of the tokens that peers and gateways must show, as the balancer's."""
+
     def __post_init__(self) -> None:
         for name in ("balancer", "pool", "worker", "host", "listen", "advertise_host"):
             if not getattr(self, name):
                 raise InvalidSettingsError(f"{name} must not be empty")
         _check_addresses(self)
+        for address in self.balancer.split(","):
+            self.tls.check_dial(address)
+        self.tls.check_listen(self.listen)
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise InvalidSettingsError(

@@ -16,6 +16,8 @@ import grpc
 from torch import Tensor
 
 from equipoise.planning.moves import CheckpointSource, Move, RankSource, Source
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.errors import TrustError
 from equipoise.wire.messages import Peer
 from equipoise.worker.errors import NotHeldError, TransferError
 from equipoise.worker.held import HeldExperts
@@ -115,6 +117,7 @@ class ExpertPuller:
         rank: int,
         peers: Sequence[Peer],
         expert_bytes: int,
+        credentials: Credentials | None = None,
         source_timeout_s: float = 5.0,
         bytes_per_s: float = math.inf,
     ) -> None:
@@ -125,10 +128,11 @@ class ExpertPuller:
         self._rank = rank
         self._peers = peers
         self._expert_bytes = expert_bytes
+        self._credentials = credentials or Credentials()
         self._source_timeout_s = source_timeout_s
         self._pull_interval_s = expert_bytes / bytes_per_s
         self._next_pull_s = 0.0
-        self._channels: dict[int, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[int, int], grpc.aio.Channel] = {}
         self._num_corrupted = 0
 
     @property
@@ -216,11 +220,12 @@ class ExpertPuller:
     async def _fetch(self, rank: int, move: Move) -> bytearray:
         if not 0 <= rank < len(self._peers):
             raise TransferError(f"there is no rank {rank} in epoch {self._epoch}")
-        if rank not in self._channels:
-            self._channels[rank] = grpc.aio.insecure_channel(self._peers[rank].address)
+        place = (rank, self._credentials.version())
+        if place not in self._channels:
+            self._channels[place] = self._dial(self._peers[rank].address)
         request = pb.FetchRequest(epoch=self._epoch, layer=move.layer, expert=move.expert)
-        call = pb_grpc.ExpertTransferStub(self._channels[rank]).Fetch(
-            request, timeout=self._source_timeout_s
+        call = pb_grpc.ExpertTransferStub(self._channels[place]).Fetch(
+            request, timeout=self._source_timeout_s, metadata=self._credentials.metadata()
         )
         data = bytearray()
         try:
@@ -229,10 +234,17 @@ class ExpertPuller:
                 if len(data) > self._expert_bytes:
                     raise TransferError(f"sent more than an expert's {self._expert_bytes} bytes")
         except grpc.aio.AioRpcError as error:
-            raise TransferError(f"{error.code().name} {error.details()}") from error
+            words = self._credentials.explain(error.details())
+            raise TransferError(f"{error.code().name} {words}") from error
         finally:
             call.cancel()
         return data
+
+    def _dial(self, address: str) -> grpc.aio.Channel:
+        try:
+            return self._credentials.worker_channel(address)
+        except TrustError as error:
+            raise TransferError(str(error)) from error
 
     async def _verify(self, payload: Tensor, move: Move) -> None:
         found = await asyncio.to_thread(checksum, payload)

@@ -1,0 +1,121 @@
+"""What a person may order a balancer to do. Starts nothing."""
+
+from dataclasses import dataclass, field
+
+from equipoise.cli.access import Access
+from equipoise.cli.options import REPEATED
+from equipoise.cli.status_settings import InvalidSettingsError
+from equipoise.planning.policy import Algorithm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderSettings:
+    """One order, and to whom.
+
+    Raises:
+        InvalidSettingsError: a value is outside its range.
+    """
+
+    address: str = "127.0.0.1:7070"
+    """host:port of a balancer; one that follows names the one that leads, which is asked then."""
+
+    pool: str = ""
+    """Pool that is meant; needed only when the balancer has several."""
+
+    reason: str = ""
+    """Why, for the audit and for whoever reads the status."""
+
+    json: bool = False
+    """Print JSON for programs."""
+
+    timeout_s: float = 90.0
+    """Seconds to wait for the balancer's answer, a plan included."""
+
+    access: Access = field(default_factory=Access)
+    """How to prove who asks."""
+
+    def __post_init__(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise InvalidSettingsError(f"address must be host:port, not {self.address!r}")
+        if not 0 < self.timeout_s <= 3600:
+            raise InvalidSettingsError(
+                f"timeout_s must be above 0 and at most 3600, not {self.timeout_s}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebalanceSettings(OrderSettings):
+    """`equipoise rebalance`."""
+
+    force: bool = False
+    """Adopt the plan unless it is worse on the latest window, however little it gains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackSettings(OrderSettings):
+    """`equipoise rollback`."""
+
+    generation: int = 0
+    """Committed generation whose placement is wanted; 0 is the one before the latest plan."""
+
+    keep_planning: bool = False
+    """Go on planning; otherwise the pool is paused, because the next plan would undo it."""
+
+    def __post_init__(self) -> None:
+        OrderSettings.__post_init__(self)
+        _check_generation(self.generation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinSettings(OrderSettings):
+    """`equipoise pin`."""
+
+    generation: int = 0
+    """Committed generation whose placement is kept; 0 is the one that runs."""
+
+    def __post_init__(self) -> None:
+        OrderSettings.__post_init__(self)
+        _check_generation(self.generation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewSettings(OrderSettings):
+    """`equipoise preview`."""
+
+    set: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
+    """A number of the policy that differs from the pool's own, like min_gain=0.01; may be given
+    several times."""
+
+    algorithm: str = ""
+    """Algorithm in place of the pool's own."""
+
+    def __post_init__(self) -> None:
+        OrderSettings.__post_init__(self)
+        if self.algorithm and self.algorithm not in tuple(Algorithm):
+            raise InvalidSettingsError(
+                f"algorithm must be one of {', '.join(Algorithm)}, not {self.algorithm!r}"
+            )
+        self.policy()
+
+    def policy(self) -> dict[str, float]:
+        """The numbers by name.
+
+        Raises:
+            InvalidSettingsError: one is not NAME=NUMBER.
+        """
+        numbers = {}
+        for words in self.set:
+            name, _, number = words.partition("=")
+            try:
+                numbers[name.strip().replace("-", "_")] = float(number)
+            except ValueError:
+                raise InvalidSettingsError(
+                    f"set wants NAME=NUMBER, like min_gain=0.01, not {words!r}"
+                ) from None
+        return numbers
+
+
+def _check_generation(generation: int) -> None:
+    if not 0 <= generation <= 2**53:
+        raise InvalidSettingsError(f"generation must be from 0 to 2^53, not {generation}")

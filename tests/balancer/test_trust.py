@@ -1,0 +1,350 @@
+"""The balancer's port under certificates and tokens: who gets in, where to, and as whom."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+from authority import Authority, write_token
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.server import serving
+from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.planning.policy import Policy
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.errors import TrustError
+from equipoise.trust.settings import Tls
+from equipoise.wire.convert import to_balancer
+from equipoise_api.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    worker_link_pb2,
+    worker_link_pb2_grpc,
+)
+
+WAIT_S = 30.0
+POLICY = Policy(interval_s=0.3, min_tokens=100.0, report_interval_s=0.1)
+TOKENS = {
+    "worker/tiny/worker-0": "token-of-worker-zero",
+    "worker/tiny/worker-1": "token-of-worker-one",
+    "gateway": "token-of-the-gateway",
+    "reader": "token-of-the-reader",
+    "admin/ann": "token-of-ann-the-admin",
+}
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path / "certificates")
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("".join(f"{who} {token}\n" for who, token in TOKENS.items()))
+    return path
+
+
+@asynccontextmanager
+async def balancer(tmp_path, *, tls=None, tokens=""):
+    """host:port of a balancer that asks for what it is told to."""
+    store = SqliteStore(tmp_path / "state.sqlite")
+    try:
+        async with serving(
+            store,
+            listen="127.0.0.1:0",
+            credentials=Credentials(tls),
+            tokens=str(tokens),
+            policies=PolicyBook(POLICY),
+            stop_grace_s=1.0,
+        ) as port:
+            yield f"127.0.0.1:{port}"
+    finally:
+        await store.close()
+
+
+def showing(tmp_path, who, *, tls=None):
+    """Credentials with the token of somebody."""
+    return Credentials(tls, token_file=write_token(tmp_path, who.replace("/", "-"), TOKENS[who]))
+
+
+async def ask(address, credentials, *, what="status"):
+    """The code and words with which a service answers; OK for an answer of its own."""
+    async with credentials.channel(address) as channel:
+        metadata = credentials.metadata()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await _CALLS[what](channel, metadata)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                # It was let in, and there is no pool.
+                return grpc.StatusCode.OK, ""
+            return error.code(), credentials.explain(error.details())
+    return grpc.StatusCode.OK, ""
+
+
+async def _link(channel, metadata):
+    call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=metadata)
+    await call.write(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat()))
+    answer = await call.read()
+    if answer is grpc.aio.EOF:
+        raise AssertionError("the stream ended without a word")
+    assert "Hello" in answer.rejection.reason
+
+
+async def _reflect(channel, metadata):
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    await stub.ServerReflectionInfo(iter([asked]), metadata=metadata).read()
+
+
+_CALLS = {
+    "link": _link,
+    "status": lambda channel, metadata: status_pb2_grpc.StatusStub(channel).ListPools(
+        status_pb2.ListPoolsRequest(), metadata=metadata
+    ),
+    "admin": lambda channel, metadata: admin_pb2_grpc.AdminStub(channel).Pause(
+        admin_pb2.PauseRequest(), metadata=metadata
+    ),
+    "reflection": _reflect,
+    "health": lambda channel, metadata: health_pb2_grpc.HealthStub(channel).Check(
+        health_pb2.HealthCheckRequest(), metadata=metadata
+    ),
+}
+
+MATRIX = {
+    "worker/tiny/worker-0": {"link", "reflection", "health"},
+    "gateway": {"status", "reflection", "health"},
+    "reader": {"status", "reflection", "health"},
+    "admin/ann": {"status", "admin", "reflection", "health"},
+}
+
+
+async def expect_rights(address, who, credentials):
+    for what in _CALLS:
+        code, words = await ask(address, credentials, what=what)
+        if what in MATRIX[who]:
+            assert code is grpc.StatusCode.OK, (who, what, words)
+        else:
+            assert code is grpc.StatusCode.PERMISSION_DENIED, (who, what)
+            assert who in words
+            assert "may not call" in words
+
+
+async def test_each_role_gets_where_it_belongs_by_its_token(tmp_path, tokens):
+    async with balancer(tmp_path, tokens=tokens) as address:
+        for who in MATRIX:
+            await expect_rights(address, who, showing(tmp_path, who))
+
+
+async def test_each_role_gets_where_it_belongs_by_its_certificate(tmp_path, authority):
+    async with balancer(tmp_path, tls=authority.issue("balancer")) as address:
+        for who in MATRIX:
+            await expect_rights(address, who, Credentials(authority.issue(who)))
+
+
+async def test_a_certificates_uri_names_the_role(tmp_path, authority):
+    tls = authority.issue("pod-7", uri="spiffe://corp/equipoise/admin/ann")
+    async with balancer(tmp_path, tls=authority.issue("balancer")) as address:
+        await expect_rights(address, "admin/ann", Credentials(tls))
+
+
+async def test_without_a_token_one_is_told_where_to_put_it(tmp_path, tokens):
+    async with balancer(tmp_path, tokens=tokens) as address:
+        for what in sorted(set(_CALLS) - {"health"}):
+            code, words = await ask(address, Credentials(), what=what)
+            assert code is grpc.StatusCode.UNAUTHENTICATED
+            assert words == "a token is needed here: name a file that has it with --token-file"
+
+
+async def test_a_wrong_token_is_unauthenticated(tmp_path, tokens):
+    wrong = Credentials(token_file=write_token(tmp_path, "wrong", "token-of-nobody-known"))
+    async with balancer(tmp_path, tokens=tokens) as address:
+        code, words = await ask(address, wrong)
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+    assert "not one that is accepted here" in words
+
+
+async def test_tokens_are_taken_up_and_withdrawn_while_the_port_is_open(tmp_path, tokens):
+    async with balancer(tmp_path, tokens=tokens) as address:
+        reader = showing(tmp_path, "reader")
+        assert (await ask(address, reader))[0] is grpc.StatusCode.OK
+        tokens.write_text("admin/ann a-token-that-is-new\n")
+        assert (await ask(address, reader))[0] is grpc.StatusCode.UNAUTHENTICATED
+        ann = Credentials(token_file=write_token(tmp_path, "ann", "a-token-that-is-new"))
+        assert (await ask(address, ann, what="admin"))[0] is grpc.StatusCode.OK
+
+
+async def test_faults_of_certificates_are_said_in_words(tmp_path, authority):
+    stranger = Authority(tmp_path / "stranger")
+    mine = authority.issue("reader")
+    not_mine = Tls(tls_ca=str(stranger.ca_file))
+    async with balancer(tmp_path, tls=authority.issue("balancer")) as address:
+        for credentials, expected in (
+            (Credentials(not_mine), "its certificate is not signed by our tls_ca"),
+            (Credentials(Tls(tls_ca=mine.tls_ca)), "it may want a certificate"),
+            (Credentials(), "it may speak TLS, which needs our tls_ca"),
+            (Credentials(authority.issue("nobody")), "names no role"),
+        ):
+            code, words = await ask(address, credentials)
+            assert code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED}
+            assert expected in words, words
+
+
+async def test_a_stranger_with_a_certificate_of_his_own_gets_nowhere(tmp_path, authority):
+    theirs = Authority(tmp_path / "stranger").issue("admin")
+    # He trusts our authority, whose certificate is no secret.
+    credentials = Credentials(theirs)
+    credentials._certificates = replace(
+        credentials._certificates, ca=authority.ca_file.read_bytes()
+    )
+    async with balancer(tmp_path, tls=authority.issue("balancer")) as address:
+        code, words = await ask(address, credentials, what="admin")
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "it may not trust the authority of our tls_cert" in words
+
+
+async def test_tls_where_plain_text_is_spoken_is_said_in_words(tmp_path, authority):
+    async with balancer(tmp_path) as address:
+        _, words = await ask(address, Credentials(authority.issue("reader")))
+    assert "it speaks plain text, we speak TLS" in words
+
+
+async def test_a_host_that_is_not_in_the_certificate_is_refused(tmp_path, authority):
+    tls = authority.issue("balancer", hosts=("elsewhere.example",))
+    async with balancer(tmp_path, tls=tls) as address:
+        code, words = await ask(address, Credentials(authority.issue("reader")))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "is not for the host that was dialled" in words
+
+
+async def test_a_renewed_certificate_serves_from_the_next_connection_on(tmp_path, authority):
+    reader = Credentials(authority.issue("reader"))
+    async with balancer(tmp_path, tls=authority.issue("balancer")) as address:
+        assert (await ask(address, reader))[0] is grpc.StatusCode.OK
+        authority.issue("balancer", hosts=("elsewhere.example",))
+        assert (await ask(address, reader))[0] is grpc.StatusCode.UNAVAILABLE
+        authority.issue("balancer")
+        assert (await ask(address, reader))[0] is grpc.StatusCode.OK
+
+
+async def test_with_both_a_certificate_and_a_token_both_must_allow(tmp_path, authority, tokens):
+    tls = authority.issue("balancer")
+    async with balancer(tmp_path, tls=tls, tokens=tokens) as address:
+        for certificate, token, code in (
+            ("admin/ann", "admin/ann", grpc.StatusCode.OK),
+            ("reader", "admin/ann", grpc.StatusCode.PERMISSION_DENIED),
+            ("admin/ann", "reader", grpc.StatusCode.PERMISSION_DENIED),
+            # A certificate of the fleet that names no role leaves it to the token.
+            ("pod-7", "admin/ann", grpc.StatusCode.OK),
+        ):
+            shown = showing(tmp_path, token, tls=authority.issue(certificate))
+            assert (await ask(address, shown, what="admin"))[0] is code, (certificate, token)
+        no_token = Credentials(authority.issue("admin/ann"))
+        assert (await ask(address, no_token))[0] is grpc.StatusCode.UNAUTHENTICATED
+        no_certificate = showing(tmp_path, "admin/ann", tls=Tls(tls_ca=tls.tls_ca))
+        assert (await ask(address, no_certificate))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_port_for_other_machines_is_not_opened_in_plain_text(tmp_path):
+    store = SqliteStore(tmp_path / "state.sqlite")
+    with pytest.raises(TrustError, match="can be reached from other machines"):
+        async with serving(
+            store, listen="0.0.0.0:0", policies=PolicyBook(POLICY), stop_grace_s=1.0
+        ):
+            pass
+    await store.close()
+
+
+@asynccontextmanager
+async def hello_answered(address, credentials, hello):
+    """The first answer to a Hello."""
+    async with credentials.channel(address) as channel:
+        call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=credentials.metadata())
+        await call.write(to_balancer(hello))
+        reading = asyncio.create_task(call.read())
+        yield call, reading
+        reading.cancel()
+        call.cancel()
+
+
+async def test_a_worker_speaks_for_its_own_pool_and_name_only(tmp_path, tokens, hello_of):
+    async with balancer(tmp_path, tokens=tokens) as address:
+        shown = showing(tmp_path, "worker/tiny/worker-0")
+        for hello in (hello_of("worker-1"), hello_of("worker-0", pool="other")):
+            async with hello_answered(address, shown, hello) as (_, reading):
+                answer = await asyncio.wait_for(reading, WAIT_S)
+            assert answer.rejection.fatal
+            assert "worker/tiny/worker-0 at" in answer.rejection.reason
+            assert "may not speak for worker" in answer.rejection.reason
+        reader = showing(tmp_path, "reader")
+        async with (
+            hello_answered(address, shown, hello_of("worker-0")),
+            reader.channel(address) as channel,
+        ):
+            status = status_pb2_grpc.StatusStub(channel)
+            pools = await until_known(status, reader.metadata())
+    assert pools == ["tiny"], "nobody else made a pool"
+
+
+async def until_known(status, metadata):
+    """Names of the pools, once there is one."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            listed = await status.ListPools(status_pb2.ListPoolsRequest(), metadata=metadata)
+            if listed.pools:
+                return [pool.pool for pool in listed.pools]
+            await asyncio.sleep(0.01)
+
+
+async def test_orders_are_recorded_under_the_callers_name(tmp_path, tokens, hello_of):
+    worker, ann = showing(tmp_path, "worker/tiny/worker-0"), showing(tmp_path, "admin/ann")
+    async with (
+        balancer(tmp_path, tokens=tokens) as address,
+        hello_answered(address, worker, hello_of("worker-0")),
+        ann.channel(address) as channel,
+    ):
+        metadata = ann.metadata()
+        await until_known(status_pb2_grpc.StatusStub(channel), metadata)
+        admin = admin_pb2_grpc.AdminStub(channel)
+        await admin.Pause(admin_pb2.PauseRequest(), metadata=metadata)
+        listed = await admin.ListAudit(admin_pb2.ListAuditRequest(), metadata=metadata)
+    (entry,) = listed.entries
+    assert entry.who.startswith("admin/ann at ipv4:127.0.0.1:")
+
+
+async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_refused(
+    tmp_path, hello_of
+):
+    worker = Credentials()
+    async with (
+        balancer(tmp_path) as address,
+        hello_answered(address, worker, hello_of("worker-0")) as (call, _),
+        worker.channel(address) as channel,
+    ):
+        huge = worker_link_pb2.Leaving(reason="x" * 200_000)
+        await call.write(worker_link_pb2.ConnectRequest(leaving=huge))
+        beat = worker_link_pb2.Heartbeat(sequence=1)
+        for _ in range(3000):
+            await call.write(worker_link_pb2.ConnectRequest(heartbeat=beat))
+        status = status_pb2_grpc.StatusStub(channel)
+        kinds = await until_refused(status, {"link_rate", "link_size"})
+        assert not call.done(), "the stream lives on"
+    assert "messages a second" in kinds["link_rate"].latest
+    assert "has at most" in kinds["link_size"].latest
+
+
+async def until_refused(status, kinds):
+    """The pool's refusals by kind, once all of these are among them."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            answer = await status.GetStatus(status_pb2.GetStatusRequest())
+            found = {refusal.kind: refusal for refusal in answer.status.refusals}
+            if kinds <= set(found):
+                return found
+            await asyncio.sleep(0.01)

@@ -1,0 +1,86 @@
+"""A fleet's certificates and tokens, made for a test."""
+
+import ipaddress
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from equipoise.trust.settings import Tls
+
+_DAY = timedelta(days=1)
+
+
+class Authority:
+    """Signs certificates into a folder; every one is for 127.0.0.1 unless told otherwise."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _named(f"authority {id(self)}")
+        now = datetime.now(UTC)
+        made = self._signed(
+            self._name,
+            self._key.public_key(),
+            since=now - _DAY,
+            until=now + _DAY,
+            extension=x509.BasicConstraints(ca=True, path_length=None),
+        )
+        self.ca_file = folder / "ca.pem"
+        self.ca_file.write_bytes(made.public_bytes(Encoding.PEM))
+
+    def issue(self, name, *, hosts=("127.0.0.1", "localhost"), uri=None, expired=False):
+        """`Tls` of somebody with this common name; made anew in the same files when repeated."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        until = datetime.now(UTC) + _DAY
+        if expired:
+            until = datetime(2020, 2, 1, tzinfo=UTC)
+        names = [_host(host) for host in hosts]
+        names += [x509.UniformResourceIdentifier(uri)] if uri else []
+        made = self._signed(
+            _named(name),
+            key.public_key(),
+            since=until - 2 * _DAY,
+            until=until,
+            extension=x509.SubjectAlternativeName(names),
+        )
+        stem = name.replace("/", "-")
+        cert, private = self.folder / f"{stem}.pem", self.folder / f"{stem}.key"
+        private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        cert.write_bytes(made.public_bytes(Encoding.PEM))
+        return Tls(tls_ca=str(self.ca_file), tls_cert=str(cert), tls_key=str(private))
+
+    def _signed(self, name, public_key, *, since, until, extension):
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._name)
+            .public_key(public_key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(since)
+            .not_valid_after(until)
+            .add_extension(extension, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+
+
+def write_token(folder, name, token):
+    """A file with one token."""
+    path = folder / f"{name}.token"
+    path.write_text(f"{token}\n")
+    return str(path)
+
+
+def _named(name):
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _host(host):
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

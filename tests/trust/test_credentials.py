@@ -1,0 +1,131 @@
+"""Files of our own: what is wrong with them is said in a line, and what is new is taken up."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from authority import Authority, write_token
+
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.errors import TrustError
+from equipoise.trust.identity import Identity, Role
+from equipoise.trust.settings import Tls
+from equipoise.trust.tokens import AcceptedTokens
+
+TOKEN = "a-token-of-the-test"
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path)
+
+
+def refusal(tls):
+    with pytest.raises(TrustError) as caught:
+        Credentials(tls)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def test_what_fits_is_taken(authority):
+    Credentials(authority.issue("balancer"))
+    Credentials(Tls())
+
+
+def test_a_missing_file_is_named_with_its_setting(authority):
+    tls = authority.issue("balancer")
+    Path(tls.tls_cert).unlink()
+    assert refusal(tls) == f"tls_cert {tls.tls_cert}: No such file or directory"
+
+
+def test_a_file_that_is_no_certificate_is_named(authority):
+    tls = authority.issue("balancer")
+    authority.ca_file.write_text("-----BEGIN nothing")
+    assert refusal(tls) == f"tls_ca {authority.ca_file} has no certificate in PEM form"
+
+
+def test_an_expired_certificate_is_named_with_its_day(authority):
+    tls = authority.issue("balancer", expired=True)
+    assert refusal(tls) == f"tls_cert {tls.tls_cert} has expired on 2020-02-01: renew it"
+
+
+def test_a_key_of_another_certificate_is_noticed(authority):
+    one, other = authority.issue("one"), authority.issue("other")
+    mixed = Tls(tls_ca=one.tls_ca, tls_cert=one.tls_cert, tls_key=other.tls_key)
+    assert refusal(mixed) == f"tls_key {other.tls_key} is not the key of tls_cert {one.tls_cert}"
+
+
+def test_a_key_that_is_none_is_named(authority):
+    tls = authority.issue("one")
+    Path(tls.tls_key).write_text("secret")
+    assert "has no private key in PEM form" in refusal(tls)
+
+
+def test_a_certificate_of_another_authority_is_noticed(authority, tmp_path):
+    other = Authority(tmp_path / "other").issue("balancer")
+    mixed = Tls(tls_ca=str(authority.ca_file), tls_cert=other.tls_cert, tls_key=other.tls_key)
+    assert "is not signed by the authority in tls_ca" in refusal(mixed)
+
+
+def test_renewed_files_are_taken_up_and_useless_ones_are_not(authority, caplog):
+    tls = authority.issue("balancer")
+    credentials = Credentials(tls)
+    assert credentials.version() == 1
+    authority.issue("balancer")
+    assert credentials.version() == 2
+    Path(tls.tls_cert).write_text("half a file")
+    assert credentials.version() == 2
+    assert "are used on: tls_cert" in caplog.text
+    authority.issue("balancer")
+    assert credentials.version() == 3
+
+
+def test_a_token_is_shown_as_it_stands_in_its_file_now(tmp_path):
+    path = write_token(tmp_path, "own", TOKEN)
+    credentials = Credentials(token_file=path)
+    assert credentials.metadata() == (("authorization", f"Bearer {TOKEN}"),)
+    write_token(tmp_path, "own", "another-token-of-the-test")
+    assert credentials.metadata() == (("authorization", "Bearer another-token-of-the-test"),)
+    write_token(tmp_path, "own", "")
+    assert credentials.metadata() == (("authorization", "Bearer another-token-of-the-test"),)
+
+
+@pytest.mark.parametrize(
+    "token", ["", "short", "two words that are long", "umlaut-ä-is-not-for-it"]
+)
+def test_a_token_that_cannot_be_one_is_refused(tmp_path, token):
+    with pytest.raises(TrustError, match="must hold one line of at least 16"):
+        Credentials(token_file=write_token(tmp_path, "own", token))
+
+
+def test_accepted_tokens_are_found_in_clear_and_by_hash(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"# who may come\n\nadmin/ann {TOKEN}\n")
+    accepted = AcceptedTokens(str(path))
+    assert accepted.find(TOKEN) == Identity(role=Role.ADMIN, name="ann")
+    assert accepted.find(TOKEN + "x") is None
+    digest = hashlib.sha256(b"the-second-token-of-all").hexdigest()
+    path.write_text(f"worker/p/w-0 sha256:{digest}\n")
+    assert accepted.find(TOKEN) is None, "the file was replaced"
+    assert accepted.find("the-second-token-of-all").worker == "w-0"
+    path.write_text("nonsense\n")
+    assert accepted.find("the-second-token-of-all").worker == "w-0", "what was read last counts"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "accepts nobody"),
+        ("root a-token-of-the-test\n", "line 1: wanted is"),
+        ("\nadmin short\n", "line 2: wanted is"),
+        ("admin sha256:12\n", "line 1: wanted is"),
+        ("admin a-token-of-the-test extra\n", "line 1: wanted is"),
+    ],
+)
+def test_lines_that_say_nothing_are_named_without_the_token(tmp_path, text, words):
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    with pytest.raises(TrustError) as caught:
+        AcceptedTokens(str(path))
+    assert words in str(caught.value)
+    assert TOKEN not in str(caught.value)

@@ -1,0 +1,70 @@
+"""Who a caller is, by what he shows."""
+
+import pytest
+
+from equipoise.trust.identity import Caller, Identity, Role, certified, parse_identity
+
+
+@pytest.mark.parametrize(
+    ("words", "identity"),
+    [
+        ("reader", Identity(role=Role.READER)),
+        ("admin/ann", Identity(role=Role.ADMIN, name="ann")),
+        ("gateway/eu-1", Identity(role=Role.GATEWAY, name="eu-1")),
+        ("worker", Identity(role=Role.WORKER)),
+        ("worker/p/w-0", Identity(role=Role.WORKER, pool="p", worker="w-0")),
+        ("worker/p/*", Identity(role=Role.WORKER, pool="p")),
+        ("worker/a%2Fb/w", Identity(role=Role.WORKER, pool="a/b", worker="w")),
+    ],
+)
+def test_roles_are_read_from_names(words, identity):
+    assert parse_identity(words) == identity
+
+
+@pytest.mark.parametrize(
+    "words", ["", "root", "Admin", "worker/p", "worker/p/w/x", "worker//w", "admin/a/b", "reader/"]
+)
+def test_what_names_no_role_is_nobody(words):
+    assert parse_identity(words) is None
+
+
+def test_a_certificate_is_read_by_its_uri_before_its_common_name():
+    named = certified(
+        common_name="reader",
+        alternative_names=["10.0.0.1", "spiffe://corp/equipoise/worker/p/w-1"],
+    )
+    assert named == Identity(role=Role.WORKER, pool="p", worker="w-1")
+    assert certified(common_name="reader", alternative_names=["spiffe://corp/other"]) == Identity(
+        role=Role.READER
+    )
+    assert certified(common_name="www.corp", alternative_names=["www.corp"]) is None
+
+
+def test_every_proof_must_allow_what_a_caller_does():
+    worker = Identity(role=Role.WORKER, pool="p", worker="w-0")
+    admin = Identity(role=Role.ADMIN)
+    assert Caller(peer="x", proofs=(worker,)).may({Role.WORKER})
+    assert not Caller(peer="x", proofs=(worker, admin)).may({Role.WORKER})
+    assert Caller(peer="x", proofs=(worker, admin)).may({Role.WORKER, Role.ADMIN})
+
+
+@pytest.mark.parametrize(
+    ("identity", "pool", "worker", "allowed"),
+    [
+        ("worker/p/w-0", "p", "w-0", True),
+        ("worker/p/w-0", "p", "w-1", False),
+        ("worker/p/w-0", "q", "w-0", False),
+        ("worker/p/*", "p", "w-7", True),
+        ("worker/p/*", "q", "w-7", False),
+        ("worker", "q", "w-7", True),
+    ],
+)
+def test_a_worker_speaks_for_itself_only(identity, pool, worker, allowed):
+    caller = Caller(peer="x", proofs=(parse_identity(identity),))
+    assert caller.may_speak_for(pool=pool, worker=worker) is allowed
+
+
+def test_callers_are_told_apart_in_words():
+    assert str(Caller(peer="ipv4:1.2.3.4:5")) == "somebody at ipv4:1.2.3.4:5"
+    ann = Identity(role=Role.ADMIN, name="ann")
+    assert str(Caller(peer="p", proofs=(ann, ann))) == "admin/ann at p"
