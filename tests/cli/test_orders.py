@@ -1,0 +1,152 @@
+"""Orders from the command line: to the balancer that leads, as somebody, with an exit status."""
+
+import json
+from concurrent import futures
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from equipoise.cli import orders
+from equipoise.cli.access import LEADER_METADATA, Access, BalancerRefusedError
+from equipoise.cli.order_settings import (
+    OrderSettings,
+    PinSettings,
+    PreviewSettings,
+    RebalanceSettings,
+    RollbackSettings,
+)
+from equipoise.cli.status_settings import InvalidSettingsError
+from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
+
+
+class Answering(admin_pb2_grpc.AdminServicer):
+    """Notes what is asked; a follower if it knows a leader."""
+
+    def __init__(self, *, accepted=True, leader=""):
+        self.outcome = admin_pb2.Outcome(accepted=accepted, reason="as you wish", generation=7)
+        self.leader = leader
+        self.asked = []
+        self.metadata = []
+
+    def _answer(self, request, context):
+        if self.leader:
+            context.set_trailing_metadata(((LEADER_METADATA, self.leader),))
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this balancer follows")
+        self.asked.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        return self.outcome
+
+    def TriggerRebalance(self, request, context):  # noqa: N802 - the contract's name
+        return admin_pb2.TriggerRebalanceResponse(outcome=self._answer(request, context))
+
+    def Pause(self, request, context):  # noqa: N802
+        return admin_pb2.PauseResponse(outcome=self._answer(request, context))
+
+    def Resume(self, request, context):  # noqa: N802
+        return admin_pb2.ResumeResponse(outcome=self._answer(request, context))
+
+    def Rollback(self, request, context):  # noqa: N802
+        return admin_pb2.RollbackResponse(outcome=self._answer(request, context))
+
+    def Pin(self, request, context):  # noqa: N802
+        return admin_pb2.PinResponse(outcome=self._answer(request, context))
+
+    def Unpin(self, request, context):  # noqa: N802
+        return admin_pb2.UnpinResponse(outcome=self._answer(request, context))
+
+    def Preview(self, request, context):  # noqa: N802
+        return admin_pb2.PreviewResponse(
+            outcome=self._answer(request, context),
+            decision=status_pb2.Decision(algorithm="global", moves=12, balancedness_current=0.5),
+            num_waves=2,
+        )
+
+
+@contextmanager
+def listening(servicer):
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+ORDERS = [
+    (orders.rebalance, RebalanceSettings, {"force": True}),
+    (orders.pause, OrderSettings, {}),
+    (orders.resume, OrderSettings, {}),
+    (orders.rollback, RollbackSettings, {"generation": 3, "keep_planning": True}),
+    (orders.pin, PinSettings, {"generation": 3}),
+    (orders.unpin, OrderSettings, {}),
+    (orders.preview, PreviewSettings, {"algorithm": "global"}),
+]
+
+
+@pytest.mark.parametrize(("order", "settings", "fields"), ORDERS)
+def test_an_order_says_all_that_was_typed(order, settings, fields, capsys):
+    servicer = Answering()
+    with listening(servicer) as address:
+        status = order(settings(address=address, pool="p", reason="because", **fields))
+    assert status == 0
+    (request,) = servicer.asked
+    assert (request.pool, request.reason) == ("p", "because")
+    assert all(getattr(request, name) == value for name, value in fields.items())
+    assert capsys.readouterr().out.startswith("done: as you wish\n")
+
+
+def test_a_refusal_is_exit_status_3(capsys):
+    with listening(Answering(accepted=False)) as address:
+        assert orders.pause(OrderSettings(address=address)) == 3
+    assert capsys.readouterr().out == "no: as you wish\n"
+
+
+def test_a_preview_tells_the_plan_in_a_line_and_in_json(capsys):
+    servicer = Answering()
+    with listening(servicer) as address:
+        orders.preview(PreviewSettings(address=address, set=("min-gain=0.5",)))
+        assert "global plan: balancedness 0.500 -> 0.000, 12 moves" in capsys.readouterr().out
+        orders.preview(PreviewSettings(address=address, json=True))
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["outcome"]["generation"] == 7
+    assert shown["decision"]["moves"] == 12
+    assert dict(servicer.asked[0].policy) == {"min_gain": 0.5}
+
+
+def test_a_follower_sends_the_order_on_to_the_leader(capsys):
+    leader = Answering()
+    with listening(leader) as address, listening(Answering(leader=address)) as follower:
+        assert orders.pause(OrderSettings(address=follower)) == 0
+    assert len(leader.asked) == 1
+
+
+def test_the_token_is_shown(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("a-token-of-the-test\n")
+    servicer = Answering()
+    with listening(servicer) as address:
+        orders.pause(OrderSettings(address=address, access=Access(token_file=str(path))))
+    assert servicer.metadata[0]["authorization"] == "Bearer a-token-of-the-test"
+
+
+def test_nobody_there_is_one_clear_sentence():
+    with pytest.raises(BalancerRefusedError, match=r"no balancer answers at 127.0.0.1:9: start"):
+        orders.pause(OrderSettings(address="127.0.0.1:9"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "words"),
+    [
+        (OrderSettings, {"address": "h"}, "address must be host:port"),
+        (OrderSettings, {"timeout_s": 0}, "timeout_s must be above 0"),
+        (PinSettings, {"generation": -1}, "generation must be from 0"),
+        (PreviewSettings, {"set": ("min_gain",)}, "set wants NAME=NUMBER"),
+        (PreviewSettings, {"algorithm": "best"}, "algorithm must be one of auto"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, fields, words):
+    with pytest.raises(InvalidSettingsError, match=words):
+        settings(**fields)
