@@ -1,8 +1,8 @@
 """`Attention`: multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-Two forms of one function. `forward_expanded` rebuilds every head's keys and values: training, whole
-sequences, autograd. `forward_cached` attends to cached latents as they are, with the two
-up-projections absorbed into queries and outputs: serving. There a head's key-value pair costs more
+Two forms of one function. The expanded form rebuilds every head's keys and values: training, and
+long chunks of prompts. The absorbed form attends to cached latents as they are, with the two
+up-projections absorbed into queries and outputs: there a head's key-value pair costs more
 multiplications, but nothing is rebuilt.
 """
 
@@ -66,19 +66,22 @@ class Attention(nn.Module):
         """Attention of a step's tokens [T, D] to their sequences so far; T may be 0.
 
         `layer` is this layer's place in the cache. Latents of all tokens are written before any
-        query reads, so a chunk of a prompt is causal within itself.
+        query reads, so a chunk of a prompt is causal within itself. Chunks that are long enough
+        are expanded, but not in row blocks: a token's bits must not tell how its prompt was cut.
         """
         step.write(layer, self._latents(x_TD, cos_TF, sin_TF))
         query_THq = self._queries(x_TD, cos_TF, sin_TF)
         mixed_THv = x_TD.new_empty(*query_THq.shape[:2], self.config.v_head_dim)
         for group in step.groups:
-            mixed_THv[group.places_N] = self._attend(
-                query_THq[group.places_N], step.read(layer, group), positions_N=group.positions_N
+            expands = self.row_block is None and group.unseen_BQL.shape[1] >= self._fewest_to_expand
+            attend = self._attend_expanded if expands else self._attend
+            mixed_THv[group.places_N] = attend(
+                query_THq[group.places_N], step.read(layer, group), unseen_BQL=group.unseen_BQL
             )
         y_TD: Tensor = self.o_proj(mixed_THv.flatten(1))
         return y_TD
 
-    def _attend(self, query_NHq: Tensor, latents_BLC: Tensor, *, positions_N: Tensor) -> Tensor:
+    def _attend(self, query_NHq: Tensor, latents_BLC: Tensor, *, unseen_BQL: Tensor) -> Tensor:
         """Heads' outputs [N, H, v] of N / B queries for each of B stretches of cache."""
         config = self.config
         up_HuR = self.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, -1))
@@ -87,19 +90,45 @@ class Attention(nn.Module):
         absorbed_NHR = torch.bmm(plain.transpose(0, 1), up_key_HnR).transpose(0, 1)
         query_NHC = torch.cat([absorbed_NHR, rotary], dim=-1)
 
-        num_stretches, length, _ = latents_BLC.shape
-        query_BMC = query_NHC.reshape(num_stretches, -1, config.latent_dim)
-        scores_BML = torch.bmm(query_BMC, latents_BLC.transpose(1, 2)).float()
-        unseen_NL = torch.arange(length, device=positions_N.device) > positions_N.unsqueeze(1)
-        unseen_BML = unseen_NL.repeat_interleave(config.num_attention_heads, 0).view_as(scores_BML)
-        weights_BML = (
-            (scores_BML * config.softmax_scale).masked_fill(unseen_BML, float("-inf")).softmax(-1)
+        query_BMC = query_NHC.reshape(len(latents_BLC), -1, config.latent_dim)
+        scores_BML = (
+            torch.bmm(query_BMC, latents_BLC.transpose(1, 2)).float() * config.softmax_scale
         )
+        scores_BQHL = scores_BML.unflatten(1, (-1, config.num_attention_heads))
+        scores_BQHL.masked_fill_(unseen_BQL.unsqueeze(2), float("-inf"))
+        weights_BML = scores_BML.softmax(-1)
         compressed_BLR = latents_BLC[..., : config.kv_lora_rank]
         mixed_BMR = torch.bmm(weights_BML.to(latents_BLC.dtype), compressed_BLR)
         mixed_NHR = mixed_BMR.reshape(-1, config.num_attention_heads, config.kv_lora_rank)
         mixed_HNv = torch.bmm(mixed_NHR.transpose(0, 1), up_value_HvR.transpose(1, 2))
         return mixed_HNv.transpose(0, 1)
+
+    def _attend_expanded(
+        self, query_NHq: Tensor, latents_BLC: Tensor, *, unseen_BQL: Tensor
+    ) -> Tensor:
+        """The same as `_attend` for one stretch of cache, by its keys and values."""
+        (latent_LC,) = latents_BLC
+        key_LHq, value_LHv = self._expand(latent_LC)
+        mixed_HNv = functional.scaled_dot_product_attention(
+            query_NHq.transpose(0, 1),
+            key_LHq.transpose(0, 1),
+            value_LHv.transpose(0, 1),
+            attn_mask=~unseen_BQL[0],
+            scale=self.config.softmax_scale,
+        )
+        return mixed_HNv.transpose(0, 1)
+
+    @property
+    def _fewest_to_expand(self) -> int:
+        """Queries from which on rebuilding keys and values saves multiplications.
+
+        Per head and position, rebuilding costs R (n + v), and saves each query C + R - q - v.
+        """
+        config = self.config
+        absorbed = config.latent_dim + config.kv_lora_rank
+        expanded = config.qk_head_dim + config.v_head_dim
+        rebuilt = config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+        return rebuilt // max(1, absorbed - expanded) + 1
 
     def _queries(self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
         """Queries [T, H, nope + rope], the last part rotated."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.latent_cache import LatentCache
+from equipoise_model.latent_cache import LatentCache, blocks_for
 from equipoise_model.transformer import StepBatch, Transformer
 
 
@@ -41,10 +41,12 @@ def greedy(
     experts = experts or ExpertParallel.local(model.config)
     longest = max(map(len, prompts), default=0)
     device = model.embed_tokens.weight.device
+    max_len = longest + max_tokens
+    tables = block_tables(len(prompts), max_len=max_len)
     cache = LatentCache(
         model.config,
-        num_rows=max(len(prompts), 1),
-        max_len=longest + max_tokens,
+        num_blocks=max(len(prompts), 1) * blocks_for(max_len),
+        max_len=max_len,
         dtype=model.embed_tokens.weight.dtype,
         device=device,
     )
@@ -56,7 +58,9 @@ def greedy(
             (row, range(num_run[row], len(sequences[row]))[: chunk_tokens or longest])
             for row in running
         ]
-        next_tokens = _step(model, cache, experts, sequences=sequences, chunks=chunks)
+        next_tokens = _step(
+            model, cache, experts, sequences=sequences, tables=tables, chunks=chunks
+        )
         for (row, chunk), token in zip(chunks, next_tokens, strict=True):
             num_run[row] = chunk.stop
             if chunk.stop < len(sequences[row]):
@@ -67,12 +71,19 @@ def greedy(
     return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 
+def block_tables(num_sequences: int, *, max_len: int) -> list[range]:
+    """A table for each of so many sequences, with blocks of its own for all its positions."""
+    size = blocks_for(max_len)
+    return [range(size * first, size * (first + 1)) for first in range(num_sequences)]
+
+
 def _step(
     model: Transformer,
     cache: LatentCache,
     experts: ExpertParallel,
     *,
     sequences: Sequence[Sequence[int]],
+    tables: Sequence[Sequence[int]],
     chunks: Sequence[tuple[int, range]],
 ) -> list[int]:
     """Run positions of sequences; the most likely token after each chunk."""
@@ -82,8 +93,9 @@ def _step(
     batch = StepBatch(
         tokens_T=torch.tensor([sequences[row][p] for row, p in places], device=device),
         positions_T=torch.tensor([p for _, p in places], device=device),
-        cache_rows_T=torch.tensor([row for row, _ in places], device=device),
+        sequences_T=torch.tensor([row for row, _ in places], device=device),
+        block_tables=tables,
         sample_rows_S=ends.to(device),
     )
-    tokens: list[int] = model.step(batch, cache, experts).argmax(dim=-1).tolist()
+    tokens: list[int] = model.step(batch, cache, experts).logits_SV.argmax(dim=-1).tolist()
     return tokens

@@ -1,6 +1,8 @@
 """`LatentCache`: what serving keeps of past tokens. `CacheStep`: which queries attend together.
 
-Knows shapes and places only; the arithmetic is `attention`'s.
+The cache is paged, as in vLLM (arXiv 2309.06180): blocks of positions, and for each sequence a
+table of its blocks. Knows shapes and places only; the arithmetic is `attention`'s, and which block
+belongs to whom is the scheduler's to know.
 """
 
 from collections import defaultdict
@@ -12,22 +14,26 @@ from torch import Tensor
 
 from equipoise_model.config import ModelConfig
 
+BLOCK_TOKENS = 16
+"""Positions of a block."""
+
 # Positions that the first queries of a sequence attend to in the row-block form; later ones
 # attend to a power of two times as many.
 _SHORTEST_STRETCH = 64
 
 
 class LatentCache:
-    """Per decoder layer and cache row, one latent for every position of a sequence.
+    """Blocks of `BLOCK_TOKENS` positions, and for every decoder layer a latent at each.
 
-    A cache row belongs to one sequence at a time. Rows are never cleared: a position is seen only
-    by queries at or after it, and it is written before they run, so what an earlier sequence left
-    is out of sight.
+    A block belongs to one sequence at a time, or to several that begin alike. Blocks are never
+    cleared: a position is seen only by queries at or after it, and it is written before they run,
+    so what an earlier sequence left is out of sight.
 
     Args:
         config: sizes.
-        num_rows: sequences that are cached at once.
-        max_len: positions of a sequence, at most `max_position_embeddings`.
+        num_blocks: blocks, shared by all sequences; one place in a table is the same in all layers.
+        max_len: most positions of a sequence, at most `max_position_embeddings`.
+        mtp: whether to keep latents of the multi-token-prediction modules too.
         dtype: the model's compute dtype.
         device: where the model is.
     """
@@ -36,92 +42,131 @@ class LatentCache:
         self,
         config: ModelConfig,
         *,
-        num_rows: int,
+        num_blocks: int,
         max_len: int,
+        mtp: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        assert num_rows >= 1
+        assert num_blocks >= blocks_for(max_len)
         assert 1 <= max_len <= config.max_position_embeddings
-        self.num_rows = num_rows
+        self.num_blocks = num_blocks
         self.max_len = max_len
-        shape = (config.num_hidden_layers, num_rows, _stretch(max_len), config.latent_dim)
-        # Zeros, not whatever memory holds: a masked position weighs nothing, but 0 x NaN is NaN.
-        self._latents_LRPC = torch.zeros(shape, dtype=dtype, device=device)
+        num_layers = config.num_hidden_layers + mtp * config.num_nextn_predict_layers
+        # The last block is nobody's and stays zero: what short sequences read beyond their end.
+        # A masked position weighs nothing, but 0 x NaN is NaN.
+        shape = (num_layers, num_blocks + 1, BLOCK_TOKENS, config.latent_dim)
+        self._latents_LBPC = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one position in all layers."""
+        num_layers, _, _, latent_dim = self._latents_LBPC.shape
+        return num_layers * latent_dim * self._latents_LBPC.element_size()
 
     def fill(self, generator: torch.Generator) -> None:
-        """Overwrite everything with noise, for trying a model out before it serves."""
-        self._latents_LRPC.normal_(generator=generator)
+        """Overwrite all blocks with noise, for trying a model out before it serves."""
+        self._latents_LBPC[:, : self.num_blocks].normal_(generator=generator)
 
     def begin_step(
-        self, *, cache_rows_T: Tensor, positions_T: Tensor, row_block: int | None
+        self,
+        *,
+        block_tables: Sequence[Sequence[int]],
+        sequences_T: Tensor,
+        positions_T: Tensor,
+        row_block: int | None,
     ) -> "CacheStep":
-        """Place a step's tokens, int64 [T] each; T may be 0.
+        """Place a step's tokens; T may be 0.
 
-        Fast form (`row_block` None): sequences with one query attend together, a sequence with
-        several attends alone. Batch-invariant form: groups of exactly `row_block` queries, each
-        with a cache row of its own, and as long a stretch of cache as the query's position alone
-        says; so its products have one shape, whatever it is batched with. A group that is not full
-        repeats its last query, which gives the same result twice.
+        `block_tables` has the blocks of each sequence, from its position 0 to at least the step's
+        last; token t stands at `positions_T[t]` of sequence `sequences_T[t]`, int64 [T] each.
+
+        Fast form (`row_block` None): sequences with one query attend together if they are about
+        equally long, a sequence with several attends alone. Batch-invariant form: groups of exactly
+        `row_block` queries, each with a table of its own, and as long a stretch of cache as the
+        query's position alone says; so its products have one shape, whatever it is batched with. A
+        group that is not full repeats its last query, which gives the same result twice.
         """
-        rows, positions = cache_rows_T.tolist(), positions_T.tolist()
-        assert all(0 <= row < self.num_rows for row in rows)
+        sequences, positions = sequences_T.tolist(), positions_T.tolist()
         assert all(0 <= position < self.max_len for position in positions)
+        device = self._latents_LBPC.device
+        blocks_of = [
+            block_tables[sequence][position // BLOCK_TOKENS]
+            for sequence, position in zip(sequences, positions, strict=True)
+        ]
+        assert all(0 <= block < self.num_blocks for block in blocks_of)
         chosen = (
-            _by_sequence(rows, positions)
+            _by_sequence(sequences, positions)
             if row_block is None
             else _by_stretch(positions, row_block=row_block)
         )
         groups = []
-        for places, queries_per_row, length in chosen:
-            places_N = torch.tensor(places, device=positions_T.device)
+        for places, queries_per_table, length in chosen:
+            places_N = torch.tensor(places, device=device)
+            tables = [block_tables[sequences[place]] for place in places[::queries_per_table]]
+            unseen_NL = torch.arange(length, device=device) > positions_T[places_N].unsqueeze(1)
             groups.append(
                 QueryGroup(
                     places_N=places_N,
-                    positions_N=positions_T[places_N],
-                    cache_rows_B=cache_rows_T[places_N[::queries_per_row]],
-                    length=length,
+                    blocks_BS=self._stretch_tables(tables, length=length),
+                    unseen_BQL=unseen_NL.view(len(tables), queries_per_table, length),
                 )
             )
+        blocks_T = torch.tensor(blocks_of, dtype=torch.int64, device=device)
         return CacheStep(
-            latents_LRPC=self._latents_LRPC,
-            cache_rows_T=cache_rows_T,
-            positions_T=positions_T,
+            latents_LBPC=self._latents_LBPC,
+            written_T=blocks_T * BLOCK_TOKENS + positions_T % BLOCK_TOKENS,
             groups=tuple(groups),
         )
+
+    def _stretch_tables(self, tables: Sequence[Sequence[int]], *, length: int) -> Tensor:
+        """The blocks that hold the first `length` positions, nobody's where there are none."""
+        size = blocks_for(length)
+        padded = [[*table[:size], *[self.num_blocks] * (size - len(table))] for table in tables]
+        return torch.tensor(padded, dtype=torch.int64, device=self._latents_LBPC.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QueryGroup:
-    """Queries that attend in one product, equally many of each of B cache rows.
+    """Queries that attend in one product, Q of each of B sequences, over L positions.
 
-    `places_N` says where they stand in the step, those of the first cache row first. `length`
-    positions of the cache are in sight of the group; a query sees those up to its own.
+    `places_N` says where they stand in the step, those of the first sequence first; `blocks_BS` are
+    the sequences' blocks. A query sees the positions up to its own, not what is `unseen_BQL`.
     """
 
     places_N: Tensor
-    positions_N: Tensor
-    cache_rows_B: Tensor
-    length: int
+    blocks_BS: Tensor
+    unseen_BQL: Tensor
+
+    @property
+    def length(self) -> int:
+        """L: positions from 0 on that some query of the group may see."""
+        return int(self.unseen_BQL.shape[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheStep:
     """One forward step's tokens in the cache: where they are kept, and who attends with whom."""
 
-    latents_LRPC: Tensor
-    cache_rows_T: Tensor
-    positions_T: Tensor
+    latents_LBPC: Tensor
+    written_T: Tensor
     groups: tuple[QueryGroup, ...]
 
     def write(self, layer: int, latents_TC: Tensor) -> None:
         """Keep the latents of the step's tokens in decoder layer `layer`."""
-        self.latents_LRPC[layer][self.cache_rows_T, self.positions_T] = latents_TC
+        self.latents_LBPC[layer].flatten(0, 1)[self.written_T] = latents_TC
 
     def read(self, layer: int, group: QueryGroup) -> Tensor:
-        """Copies of the group's cache rows, positions after its queries too: [B, length, C]."""
-        visible_RPC = self.latents_LRPC[layer, :, : group.length]
-        return visible_RPC.index_select(0, group.cache_rows_B)
+        """Copies of the group's latents, positions after its queries too: [B, length, C]."""
+        num_tables, num_blocks = group.blocks_BS.shape
+        read_NPC = self.latents_LBPC[layer].index_select(0, group.blocks_BS.flatten())
+        read_BLC = read_NPC.view(num_tables, num_blocks * BLOCK_TOKENS, -1)
+        return read_BLC[:, : group.length]
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold so many positions."""
+    return -(-num_tokens // BLOCK_TOKENS)
 
 
 def stretches(max_len: int) -> Iterator[range]:
@@ -134,16 +179,20 @@ def stretches(max_len: int) -> Iterator[range]:
 
 
 def _by_sequence(
-    rows: Sequence[int], positions: Sequence[int]
+    sequences: Sequence[int], positions: Sequence[int]
 ) -> Iterator[tuple[list[int], int, int]]:
-    """Places, queries per cache row, and length of each group."""
-    places_of_row = defaultdict(list)
-    for place, row in enumerate(rows):
-        places_of_row[row].append(place)
-    singles = [places[0] for places in places_of_row.values() if len(places) == 1]
-    if singles:
-        yield singles, 1, 1 + max(positions[place] for place in singles)
-    for places in places_of_row.values():
+    """Places, queries per sequence, and length of each group."""
+    places_of_sequence = defaultdict(list)
+    for place, sequence in enumerate(sequences):
+        places_of_sequence[sequence].append(place)
+    # One long sequence must not make all others as long.
+    singles = defaultdict(list)
+    for places in places_of_sequence.values():
+        if len(places) == 1:
+            singles[_stretch(positions[places[0]] + 1)].append(places[0])
+    for places in singles.values():
+        yield places, 1, 1 + max(positions[place] for place in places)
+    for places in places_of_sequence.values():
         if len(places) > 1:
             yield places, len(places), 1 + max(positions[place] for place in places)
 
@@ -151,7 +200,7 @@ def _by_sequence(
 def _by_stretch(
     positions: Sequence[int], *, row_block: int
 ) -> Iterator[tuple[list[int], int, int]]:
-    """Places, queries per cache row, and length of each group."""
+    """Places, queries per sequence, and length of each group."""
     places_of_stretch = defaultdict(list)
     for place, position in enumerate(positions):
         places_of_stretch[_stretch(position + 1)].append(place)

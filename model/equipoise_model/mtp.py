@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from equipoise_model.block import Block
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertStep
+from equipoise_model.latent_cache import CacheStep
 from equipoise_model.layers import Linear, RMSNorm
 
 
@@ -46,15 +47,37 @@ class MultiTokenPrediction(Block):
         `hidden_BTD` are those of the depth before, after its final norm (the published weights
         want it so; the report leaves it open). Row t of `next_embedding_BTD` embeds token t + 1.
         """
-        # The order of the checkpoint's eh_proj, the reverse of the report's equation 21.
-        joined = torch.cat(
-            [
-                self.enorm(next_embedding_BTD.flatten(0, 1)),
-                self.hnorm(hidden_BTD.flatten(0, 1)),
-            ],
-            dim=-1,
-        )
-        projected: Tensor = self.eh_proj(joined)
-        y_BTD = self.forward_expanded(projected.view_as(hidden_BTD), cos_TF, sin_TF, step=step)
+        joined_ND = self._joined(hidden_BTD.flatten(0, 1), next_embedding_BTD.flatten(0, 1))
+        y_BTD = self.forward_expanded(joined_ND.view_as(hidden_BTD), cos_TF, sin_TF, step=step)
         normed: Tensor = self.shared_head.norm(y_BTD.flatten(0, 1))
         return normed.view_as(hidden_BTD)
+
+    def forward_draft(
+        self,
+        hidden_TD: Tensor,
+        *,
+        next_embedding_TD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        layer: int,
+        cache_step: CacheStep,
+        expert_step: ExpertStep,
+    ) -> Tensor:
+        """The same for a serving step's rows [T, D], whose latents are kept as cache layer `layer`.
+
+        `rotary` are cosines and sines of the rows' own positions.
+        """
+        y_TD = self.forward_cached(
+            self._joined(hidden_TD, next_embedding_TD),
+            *rotary,
+            layer=layer,
+            cache_step=cache_step,
+            expert_step=expert_step,
+        )
+        normed_TD: Tensor = self.shared_head.norm(y_TD)
+        return normed_TD
+
+    def _joined(self, hidden_ND: Tensor, next_embedding_ND: Tensor) -> Tensor:
+        # The order of the checkpoint's eh_proj, the reverse of the report's equation 21.
+        joined = torch.cat([self.enorm(next_embedding_ND), self.hnorm(hidden_ND)], dim=-1)
+        projected_ND: Tensor = self.eh_proj(joined)
+        return projected_ND

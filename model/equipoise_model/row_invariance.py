@@ -10,7 +10,7 @@ from torch import Tensor
 from equipoise_kernels.row_invariance import RowVarianceError, verify_row_invariance
 from equipoise_model.attention import Attention
 from equipoise_model.experts import ExpertSlots
-from equipoise_model.latent_cache import LatentCache, stretches
+from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache, blocks_for, stretches
 from equipoise_model.layers import Linear
 from equipoise_model.router import Router
 from equipoise_model.transformer import Transformer
@@ -36,6 +36,8 @@ def _weight_shapes(model: Transformer) -> set[tuple[int, int]]:
     """(out, in) of every matrix that rows are multiplied with, one slot's for experts."""
     shapes = set()
     for module in model.modules():
+        if getattr(module, "row_block", None) is None:
+            continue
         weights: list[Tensor]
         if isinstance(module, Linear | Router):
             weights = [module.weight]
@@ -52,20 +54,26 @@ def _verify_attention(model: Transformer, cache: LatentCache, *, positions: rang
     """Compare queries of one stretch over places in their block and neighbours."""
     attention = next(module for module in model.modules() if isinstance(module, Attention))
     generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(0)
-    places = [(row, position) for position in reversed(positions) for row in range(cache.num_rows)]
-    rows_T, positions_T = torch.tensor(places[: model.row_block]).unbind(1)
-    x_TD = model.embed_tokens.weight.new_empty(len(rows_T), model.config.hidden_size)
+    # Positions that follow each other lie at different places of their blocks, so no query writes
+    # where another one does, although they share blocks.
+    at = list(reversed(positions))[: min(model.row_block or 1, BLOCK_TOKENS)]
+    blocks = range(blocks_for(positions.stop))
+    tables = [
+        [*blocks[first:], *blocks[:first]] for first in (n % len(blocks) for n in range(len(at)))
+    ]
+    positions_T = torch.tensor(at)
+    x_TD = model.embed_tokens.weight.new_empty(len(positions_T), model.config.hidden_size)
     x_TD.normal_(generator=generator)
 
     def attend(order_T: Tensor) -> Tensor:
         at_T = positions_T[order_T]
         step = cache.begin_step(
-            cache_rows_T=rows_T[order_T], positions_T=at_T, row_block=model.row_block
+            block_tables=tables, sequences_T=order_T, positions_T=at_T, row_block=model.row_block
         )
         return attention.forward_cached(x_TD[order_T], *model.rope.at(at_T), layer=0, step=step)
 
     cache.fill(generator)
-    in_order_T = torch.arange(len(rows_T))
+    in_order_T = torch.arange(len(positions_T))
     expected_TD = attend(in_order_T)
     rolled = [in_order_T.roll(shift) for shift in (1, 2, 4, 8)]
     for order_T in [*rolled, *in_order_T.split(1)]:

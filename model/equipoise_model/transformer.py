@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from equipoise_model.block import Block
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.latent_cache import LatentCache
+from equipoise_model.latent_cache import CacheStep, LatentCache
 from equipoise_model.layers import Embedding, Linear, RMSNorm
 from equipoise_model.moe import MoE
 from equipoise_model.mtp import MultiTokenPrediction
@@ -38,20 +38,34 @@ class TrainOutput:
 class StepBatch:
     """The tokens of one serving step on this rank, int64 on the model's device.
 
-    Row t is `tokens_T[t]` at `positions_T[t]` of the sequence in `cache_rows_T[t]`; its earlier
-    positions are in the cache or among the rows before it. Logits are wanted for the rows
-    `sample_rows_S`. T may be 0.
+    Row t is `tokens_T[t]` at `positions_T[t]` of sequence `sequences_T[t]`, whose blocks of the
+    cache are `block_tables[sequences_T[t]]`; its earlier positions are in the cache or among the
+    rows before it. Logits are wanted for the rows `sample_rows_S`. T may be 0.
     """
 
     tokens_T: Tensor
     positions_T: Tensor
-    cache_rows_T: Tensor
+    sequences_T: Tensor
+    block_tables: Sequence[Sequence[int]]
     sample_rows_S: Tensor
 
     @property
     def num_tokens(self) -> int:
         """T: every row is a real token."""
         return int(self.tokens_T.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepOutput:
+    """What a serving step gives: logits of the rows that were asked for, and what drafting needs.
+
+    `hidden_TD` has all rows behind the final norm; `rotary` and `cache_step` are the step's own.
+    """
+
+    logits_SV: Tensor
+    hidden_TD: Tensor
+    rotary: tuple[Tensor, Tensor]
+    cache_step: CacheStep
 
 
 class Transformer(nn.Module):
@@ -62,7 +76,8 @@ class Transformer(nn.Module):
         num_slots: physical slots per MoE layer; all logical experts, one each, unless given.
         row_block: None for speed; a number of rows (16) for the batch-invariant form, in which a
             token's result does not depend on what it is batched with, to the last bit.
-        mtp: whether to build the multi-token-prediction modules; training does, serving does not.
+        mtp: whether to build the multi-token-prediction modules; training does, and serving if it
+            drafts. They hold all their experts on every rank, and have the fast form only.
     """
 
     def __init__(
@@ -121,14 +136,15 @@ class Transformer(nn.Module):
         )
 
     @torch.no_grad()
-    def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> Tensor:
-        """Run a batch's tokens through the model and keep their latents: logits [S, V].
+    def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> StepOutput:
+        """Run a batch's tokens through the model and keep their latents.
 
         With no tokens the rank still serves the others' rows in every MoE layer.
         """
         cos_TF, sin_TF = self.rope.at(batch.positions_T)
         cache_step = cache.begin_step(
-            cache_rows_T=batch.cache_rows_T,
+            block_tables=batch.block_tables,
+            sequences_T=batch.sequences_T,
             positions_T=batch.positions_T,
             row_block=self.row_block,
         )
@@ -138,8 +154,39 @@ class Transformer(nn.Module):
             x_TD = block.forward_cached(
                 x_TD, cos_TF, sin_TF, layer=layer, cache_step=cache_step, expert_step=expert_step
             )
-        logits_SV: Tensor = self.lm_head(self.norm(x_TD[batch.sample_rows_S]))
-        return logits_SV
+        hidden_TD: Tensor = self.norm(x_TD)
+        return StepOutput(
+            logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S]),
+            hidden_TD=hidden_TD,
+            rotary=(cos_TF, sin_TF),
+            cache_step=cache_step,
+        )
+
+    @torch.no_grad()
+    def forward_draft(
+        self,
+        hidden_TD: Tensor,
+        following_T: Tensor,
+        *,
+        depth: int,
+        output: StepOutput,
+        experts: ExpertParallel,
+    ) -> Tensor:
+        """Hidden states of MTP module `depth`, from 1, for a step's rows; keeps their latents.
+
+        `hidden_TD` are those of the depth before (the step's own for the first), and `following_T`
+        the tokens `depth` places behind the rows. `experts` are the modules' own.
+        """
+        module = self.mtp_layers[depth - 1]
+        assert isinstance(module, MultiTokenPrediction)
+        return module.forward_draft(
+            hidden_TD,
+            next_embedding_TD=self.embed_tokens(following_T),
+            rotary=output.rotary,
+            layer=self.config.num_hidden_layers + depth - 1,
+            cache_step=output.cache_step,
+            expert_step=experts.begin_step(num_tokens=hidden_TD.shape[0]),
+        )
 
     def _train_mtp(
         self, tokens_BT: Tensor, hidden_BTD: Tensor

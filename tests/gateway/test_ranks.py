@@ -217,6 +217,18 @@ async def test_requests_beyond_ours_are_of_others(ranks):
     assert load(ranks, "a").num_foreign == 2
 
 
+async def test_cache_beyond_what_ours_may_hold_is_of_others(ranks):
+    ranks.tell(told("a", report=1))
+    ours = await place(ranks)
+    may_hold = load(ranks, "a").tokens_in_flight
+    ranks.tell(told("a", kv_tokens_total=999, kv_tokens_used=may_hold + 30, report=2))
+    assert load(ranks, "a").foreign_kv_tokens == 30
+    assert load(ranks, "a").kv_tokens_total == 999
+    ours.release()
+    ranks.tell(told("a", kv_tokens_used=may_hold, report=3))
+    assert load(ranks, "a").foreign_kv_tokens == 0
+
+
 async def test_the_same_report_told_twice_is_one(ranks):
     ranks.tell(told("a", num_requests=2, report=7))
     ours = await place(ranks)

@@ -19,6 +19,8 @@ loads = st.builds(
     tokens_in_flight=st.integers(0, 2000),
     kv_tokens=st.integers(0, 2000),
     num_foreign=st.integers(0, 20),
+    foreign_kv_tokens=st.integers(0, 2000),
+    kv_tokens_total=st.sampled_from([0, 1000, 3000]),
     on_trial=st.booleans(),
     resting_until_s=st.sampled_from([0.0, NOW_S, NOW_S + 0.5, NOW_S + 2.0]),
     resting_reason=st.sampled_from(["", "it broke"]),
@@ -146,3 +148,22 @@ def test_a_rank_nobody_hears_is_asked_when_all_others_are_busy_with_breaking():
     heard = RankLoad(name="heard", address="b", standing=Standing.OPEN, tokens_in_flight=1000)
     assert chosen([silent, heard]).name == "heard"
     assert chosen([silent, replace(heard, resting_until_s=NOW_S + 1)]).name == "silent"
+
+
+def test_a_rank_with_a_full_cache_is_asked_after_one_with_room():
+    full = RankLoad(
+        name="full", address="f:1", standing=Standing.OPEN, kv_tokens=950, kv_tokens_total=1000
+    )
+    busy = RankLoad(
+        name="busy", address="b:1", standing=Standing.OPEN, tokens_in_flight=9000, kv_tokens=100
+    )
+    assert chosen([full, busy]) is busy
+    assert chosen([full, replace(busy, standing=Standing.DOUBTFUL)]) is full
+    assert chosen([replace(full, kv_tokens_total=2000), busy]).name == "full"
+
+
+def test_what_others_hold_in_the_cache_counts_as_ours_does():
+    mine = RankLoad(name="mine", address="m:1", standing=Standing.OPEN, kv_tokens=400)
+    theirs = replace(mine, name="theirs", address="t:1", kv_tokens=0, foreign_kv_tokens=399)
+    assert chosen([mine, theirs]) is theirs
+    assert theirs.work_tokens < mine.work_tokens

@@ -94,6 +94,11 @@ def test_a_ranks_work_is_what_it_serves_and_what_waits():
     assert (told.name, told.num_requests, told.report) == ("worker-0", 5, 77)
 
 
+def test_a_ranks_cache_is_told_with_what_is_taken():
+    (told,) = told_ranks(status(rank(0, cache_tokens=4096, cache_tokens_used=48)))
+    assert (told.kv_tokens_total, told.kv_tokens_used) == (4096, 48)
+
+
 @pytest.mark.parametrize("address", ["nowhere", "a b:1", "host:0", "host:99999"])
 def test_a_rank_that_nobody_can_dial_is_left_out(address):
     assert [one.name for one in told_ranks(status(rank(0, address), rank(1)))] == ["worker-1"]

@@ -1,42 +1,47 @@
 import pytest
 import torch
 
-from equipoise_model.latent_cache import LatentCache
-from equipoise_model.presets import TINY
+from equipoise_model.latent_cache import LatentCache, blocks_for
+from equipoise_model.presets import DEEPSEEK_V3, TINY
 
 
-def begin(rows, positions, *, row_block, max_len=1024):
-    cache = LatentCache(TINY, num_rows=8, max_len=max_len)
+def begin(sequences, positions, *, row_block, max_len=1024):
+    cache = LatentCache(TINY, num_blocks=8 * blocks_for(max_len), max_len=max_len)
     return cache.begin_step(
-        cache_rows_T=torch.tensor(rows, dtype=torch.int64),
+        # Every eighth block, so that neither tables nor blocks are where they would be by chance.
+        block_tables=[range(first, cache.num_blocks, 8) for first in range(8)],
+        sequences_T=torch.tensor(sequences, dtype=torch.int64),
         positions_T=torch.tensor(positions, dtype=torch.int64),
         row_block=row_block,
     )
 
 
-def test_the_fast_form_joins_single_queries_and_leaves_chunks_alone():
-    step = begin([5, 2, 2, 7], [100, 0, 1, 30], row_block=None)
-    seen = [(g.places_N.tolist(), g.cache_rows_B.tolist(), g.length) for g in step.groups]
-    assert seen == [([0, 3], [5, 7], 101), ([1, 2], [2], 2)]
+def test_the_fast_form_joins_single_queries_of_like_length_and_leaves_chunks_alone():
+    step = begin([5, 2, 2, 7, 1], [100, 0, 1, 70, 30], row_block=None)
+    seen = [(g.places_N.tolist(), g.blocks_BS[:, 0].tolist(), g.length) for g in step.groups]
+    assert seen == [([0, 3], [5, 7], 101), ([4], [1], 31), ([1, 2], [2], 2)]
 
 
-def test_blocks_are_full_and_see_what_the_position_says():
-    rows, positions = [0] * 20 + [1, 2], [*range(20), 63, 64]
-    step = begin(rows, positions, row_block=16)
+def test_row_blocks_are_full_and_see_what_the_position_says():
+    sequences, positions = [0] * 20 + [1, 2], [*range(20), 63, 64]
+    step = begin(sequences, positions, row_block=16)
     assert [(len(g.places_N), g.length) for g in step.groups] == [(16, 64), (16, 64), (16, 128)]
     assert step.groups[1].places_N.tolist() == [16, 17, 18, 19] + [20] * 12
-    assert step.groups[2].cache_rows_B.tolist() == [2] * 16
-    assert step.groups[1].positions_N.tolist() == [16, 17, 18, 19] + [63] * 12
+    assert step.groups[2].blocks_BS.tolist() == [list(range(2, 64, 8))] * 16
+    sees = (~step.groups[1].unseen_BQL).sum(dim=-1).flatten()
+    assert sees.tolist() == [17, 18, 19, 20] + [64] * 12
 
 
 @pytest.mark.parametrize("row_block", [None, 4])
 def test_every_query_is_in_a_group_that_holds_its_position(row_block):
-    rows = [3, 3, 3, 1, 0, 0, 6]
+    sequences = [3, 3, 3, 1, 0, 0, 6]
     positions = [61, 62, 200, 0, 127, 128, 1023]
-    step = begin(rows, positions, row_block=row_block)
+    step = begin(sequences, positions, row_block=row_block)
     places = torch.cat([g.places_N for g in step.groups])
     assert set(places.tolist()) == set(range(7))
-    assert all((g.positions_N < g.length).all() for g in step.groups)
+    for group in step.groups:
+        sees = (~group.unseen_BQL).sum(dim=-1).flatten()
+        assert sees.tolist() == [positions[place] + 1 for place in group.places_N]
 
 
 @pytest.mark.parametrize("row_block", [None, 16])
@@ -57,7 +62,32 @@ def test_what_is_written_is_read_where_it_was_put():
     assert not step.read(2, group).any()
 
 
-@pytest.mark.parametrize(("rows", "positions"), [([8], [0]), ([-1], [0]), ([0], [10]), ([0], [-1])])
-def test_a_place_outside_the_cache_is_a_programmers_fault(rows, positions):
-    with pytest.raises(AssertionError):
-        begin(rows, positions, row_block=None, max_len=10)
+def test_what_a_sequence_has_no_blocks_for_reads_as_nobodys_and_is_zero():
+    cache = LatentCache(TINY, num_blocks=4, max_len=64)
+    cache.fill(torch.Generator().manual_seed(0))
+    step = cache.begin_step(
+        block_tables=[[2]],
+        sequences_T=torch.tensor([0]),
+        positions_T=torch.tensor([3]),
+        row_block=16,
+    )
+    visible = step.read(0, step.groups[0])
+    assert visible.shape == (16, 64, TINY.latent_dim)
+    assert visible[:, :16].all()
+    assert not visible[:, 16:].any()
+
+
+def test_a_token_of_deepseek_v3_takes_70272_bytes_in_bf16():
+    layers, small = DEEPSEEK_V3.num_hidden_layers, {"num_blocks": 1, "max_len": 1}
+    cache = LatentCache(DEEPSEEK_V3, **small, dtype=torch.bfloat16, device="meta")
+    assert cache.bytes_per_token == 70_272
+    drafting = LatentCache(DEEPSEEK_V3, **small, mtp=True, dtype=torch.bfloat16, device="meta")
+    assert drafting.bytes_per_token == 70_272 // layers * (layers + 1)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "positions"), [([8], [0]), ([0], [10]), ([0], [-1]), ([3], [16])]
+)
+def test_a_place_outside_the_cache_is_a_programmers_fault(sequences, positions):
+    with pytest.raises((AssertionError, IndexError)):
+        begin(sequences, positions, row_block=None, max_len=10)

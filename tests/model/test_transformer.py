@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.latent_cache import LatentCache
+from equipoise_model.latent_cache import LatentCache, blocks_for
 from equipoise_model.presets import TINY
 from equipoise_model.transformer import StepBatch, Transformer
 
@@ -17,11 +17,13 @@ def tokens_of(config, *, num_sequences=2, length=LENGTH, seed=1):
 
 
 class Serving:
-    """A model with a cache; `run` takes (cache row, first position, tokens) chunks."""
+    """A model with a cache; `run` takes (sequence, first position, tokens) chunks."""
 
-    def __init__(self, model, *, num_rows=4, max_len=128):
+    def __init__(self, model, *, num_sequences=4, max_len=128):
         self.model = model
-        self.cache = LatentCache(model.config, num_rows=num_rows, max_len=max_len)
+        num_blocks = num_sequences * blocks_for(max_len)
+        self.cache = LatentCache(model.config, num_blocks=num_blocks, max_len=max_len)
+        self.tables = [range(first, num_blocks, num_sequences) for first in range(num_sequences)]
         self.experts = ExpertParallel.local(model.config)
 
     def run(self, *chunks):
@@ -29,10 +31,11 @@ class Serving:
         batch = StepBatch(
             tokens_T=torch.cat([tokens for _, _, tokens in chunks]),
             positions_T=torch.cat([first + torch.arange(len(t)) for _, first, t in chunks]),
-            cache_rows_T=torch.cat([torch.full((len(t),), row) for row, _, t in chunks]),
+            sequences_T=torch.cat([torch.full((len(t),), n) for n, _, t in chunks]),
+            block_tables=self.tables,
             sample_rows_S=torch.arange(sum(len(tokens) for _, _, tokens in chunks)),
         )
-        logits = self.model.step(batch, self.cache, self.experts)
+        logits = self.model.step(batch, self.cache, self.experts).logits_SV
         return logits.split([len(tokens) for _, _, tokens in chunks])
 
 
@@ -102,7 +105,7 @@ def test_row_blocks_give_the_same_bits_whatever_the_cache_holds_and_however_long
     model = random_model(TINY, row_block=16)
     tokens = tokens_of(TINY)
     (fresh,) = Serving(model, max_len=80).run((0, 0, tokens[0]))
-    used = Serving(model, num_rows=1, max_len=300)
+    used = Serving(model, num_sequences=1, max_len=300)
     used.run((0, 0, tokens[1].repeat(3)))
     (again,) = used.run((0, 0, tokens[0]))
     assert torch.equal(again, fresh)
@@ -116,22 +119,35 @@ def test_the_fast_form_agrees_with_row_blocks(random_model):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
+def test_a_beginning_that_another_sequence_ran_gives_the_same_bits(config, random_model):
+    model = random_model(config, row_block=16)
+    tokens = tokens_of(config)
+    (whole,) = Serving(model).run((0, 0, tokens[0]))
+    serving = Serving(model)
+    serving.run((0, 0, torch.cat([tokens[0, :48], tokens[1, :20]])))
+    # The first three blocks of 16 are the other sequence's, the rest its own.
+    serving.tables[1] = [*serving.tables[0][:3], *serving.tables[1][3:]]
+    (rest,) = serving.run((1, 48, tokens[0, 48:]))
+    assert torch.equal(rest, whole[48:])
+
+
 @pytest.mark.parametrize("row_block", [None, 16])
 def test_logits_come_for_the_rows_that_are_sampled(random_model, row_block):
     model = random_model(TINY, row_block=row_block)
     tokens = tokens_of(TINY, length=6)[0]
-    (every,) = Serving(model).run((0, 0, tokens))
+    serving = Serving(model)
+    (every,) = serving.run((0, 0, tokens))
     batch = StepBatch(
         tokens_T=tokens,
         positions_T=torch.arange(6),
-        cache_rows_T=torch.zeros(6, dtype=torch.int64),
+        sequences_T=torch.zeros(6, dtype=torch.int64),
+        block_tables=serving.tables,
         sample_rows_S=torch.tensor([5, 2]),
     )
-    serving = Serving(model)
-    some = model.step(batch, serving.cache, serving.experts)
+    some = model.step(batch, serving.cache, serving.experts).logits_SV
     torch.testing.assert_close(some, every[[5, 2]], atol=1e-5, rtol=0)
     none = dataclasses.replace(batch, sample_rows_S=torch.zeros(0, dtype=torch.int64))
-    assert model.step(none, serving.cache, serving.experts).shape == (0, TINY.vocab_size)
+    assert model.step(none, serving.cache, serving.experts).logits_SV.shape == (0, TINY.vocab_size)
 
 
 @pytest.mark.parametrize("row_block", [None, 16])
@@ -142,10 +158,14 @@ def test_a_step_without_tokens_takes_part_in_every_moe_layer(random_model, row_b
         moe.register_forward_hook(lambda *_: ran.append(1))
     nothing = torch.zeros(0, dtype=torch.int64)
     batch = StepBatch(
-        tokens_T=nothing, positions_T=nothing, cache_rows_T=nothing, sample_rows_S=nothing
+        tokens_T=nothing,
+        positions_T=nothing,
+        sequences_T=nothing,
+        block_tables=(),
+        sample_rows_S=nothing,
     )
     serving = Serving(model)
-    assert model.step(batch, serving.cache, serving.experts).shape == (0, TINY.vocab_size)
+    assert model.step(batch, serving.cache, serving.experts).logits_SV.shape == (0, TINY.vocab_size)
     assert len(ran) == TINY.num_moe_layers
 
 

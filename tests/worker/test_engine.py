@@ -10,8 +10,10 @@ from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_WAIT_S, Engine
 from equipoise.worker.errors import GroupError, QueueFullError, WorkerError
 from equipoise.worker.group import RankGroup
 from equipoise.worker.header import StepHeader
-from equipoise.worker.scheduler import FinishReason, Request, Scheduler
+from equipoise.worker.scheduler import Scheduler
+from equipoise.worker.sequence import FinishReason, Request
 from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.drafting import Drafter
 
 PROMPTS = [tuple(int(t) for t in np.random.default_rng(n).integers(0, 64, n)) for n in range(1, 10)]
 
@@ -40,17 +42,24 @@ class Client:
         self.then(self.engine, result)
 
 
-def engine_of(core, held, client, *, group=None, max_queued=32, max_step_tokens=12):
+def engine_of(core, held, client, *, group=None, max_queued=32, max_step_tokens=12, num_drafts=0):
     engine = Engine(
         model=core.model,
         cache=core.cache,
         experts=ExpertParallel.local(core.checkpoint.config, placement_of(held.contents.layout)),
         held=held,
         group=group or RankGroup.alone(),
-        scheduler=Scheduler(max_requests=4, max_queued=max_queued, max_step_tokens=max_step_tokens),
+        scheduler=Scheduler(
+            blocks=core.block_pool(),
+            max_requests=4,
+            max_queued=max_queued,
+            max_step_tokens=max_step_tokens,
+            num_drafts=num_drafts,
+        ),
         epoch=1,
         names=("worker-0",),
         publish=client,
+        drafter=Drafter(core.model, num_drafts=num_drafts) if num_drafts else None,
     )
     client.engine = engine
     return engine
@@ -78,6 +87,41 @@ def test_many_requests_at_once_get_their_solo_tokens(rank_of_one, solo):
         assert client.tokens[key] == solo(prompt, 10 + key)
         assert client.finished[key] is FinishReason.LENGTH
     assert len({tuple(tokens) for tokens in client.tokens.values()}) == len(PROMPTS)
+
+
+def test_requests_that_are_paused_for_want_of_blocks_lose_nothing(rank_of_one, solo):
+    client = Client(leave_when_done(len(PROMPTS)))
+    engine = engine_of(*rank_of_one(cache_tokens=96), client)
+    for key in range(len(PROMPTS)):
+        engine.submit(request(key, max_tokens=40))
+    engine.run()
+    assert client.tokens == {key: solo(prompt, 40) for key, prompt in enumerate(PROMPTS)}
+    stats = engine.progress().stats
+    assert stats.requests_paused > 0
+    assert (stats.cache_tokens, stats.cache_tokens_used) == (96, 0)
+
+
+def test_a_request_that_begins_like_a_past_one_finds_its_latents_after_a_switch_too(
+    rank_of_one, staged_from_checkpoint, random_layout, solo
+):
+    core, held = rank_of_one()
+    prompt = tuple(range(40))
+
+    def then(engine, result):
+        if result.switch is None and engine.generation == 1:
+            engine.offer(staged_from_checkpoint(core, held.contents.layout, random_layout(2)))
+        elif 0 in client.finished and result.switch is None and 1 not in client.tokens:
+            engine.submit(Request(key=1, prompt=(*prompt, 3), max_tokens=9))
+        elif 1 in client.finished:
+            engine.leave()
+
+    client = Client(then)
+    engine = engine_of(core, held, client)
+    engine.submit(Request(key=0, prompt=prompt, max_tokens=9))
+    engine.run()
+    assert client.tokens == {0: solo(prompt, 9), 1: solo((*prompt, 3), 9)}
+    assert client.generations[1] == {2}
+    assert engine.progress().stats.prefix_tokens_found == 32
 
 
 def test_a_stop_token_ends_a_request_and_is_its_last_token(rank_of_one, solo):

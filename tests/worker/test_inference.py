@@ -79,7 +79,12 @@ async def bench(rank_of_one):
         experts=ExpertParallel.local(core.checkpoint.config, placement_of(held.contents.layout)),
         held=held,
         group=gate,
-        scheduler=Scheduler(max_requests=2, max_queued=1, max_step_tokens=8),
+        scheduler=Scheduler(
+            blocks=core.block_pool(),
+            max_requests=2,
+            max_queued=1,
+            max_step_tokens=8,
+        ),
         epoch=1,
         names=("worker-0",),
         publish=lambda result: loop.call_soon_threadsafe(service.deliver, result),
@@ -224,14 +229,14 @@ async def test_a_full_line_is_said_at_once_and_nobody_else_suffers(bench, solo):
         assert tokens == solo(PROMPT, 8)
 
 
-async def test_a_client_that_goes_away_frees_its_row(bench):
+async def test_a_client_that_goes_away_frees_its_blocks(bench):
     calls = [bench.stub.Generate(request(max_tokens=90), timeout=60) for _ in range(2)]
     for call in calls:
         assert (await call.read()).tokens
         call.cancel()
     await several(bench.engine.cancelled, 2)
     stats = bench.engine.progress().stats
-    assert stats.active_requests == stats.queued_requests == 0
+    assert stats.active_requests == stats.queued_requests == stats.cache_tokens_used == 0
     assert stats.tokens_generated < 180
     assert bench.service._streams == {}
 

@@ -5,13 +5,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from scrapes import documented, ours, scrape, value_of
 
 from equipoise.telemetry.exposition import metrics_at
+from equipoise.worker.blocks import BlockPool
 from equipoise.worker.metrics import WorkerCollector
-from equipoise.worker.scheduler import Request, Scheduler
+from equipoise.worker.scheduler import Scheduler
+from equipoise.worker.sequence import Request
 from equipoise.worker.timings import Timings
 
 
 def collector(rank=None):
-    scheduler = Scheduler(max_requests=4, max_queued=8, max_step_tokens=8)
+    blocks = BlockPool(num_blocks=4, block_tokens=16)
+    scheduler = Scheduler(blocks=blocks, max_requests=4, max_queued=8, max_step_tokens=8)
     timings = Timings(num_corrupted=2)
     return WorkerCollector(rank=lambda: rank, scheduler=scheduler, timings=timings), scheduler
 
@@ -26,7 +29,7 @@ async def test_a_worker_tells_what_the_docs_say_and_nothing_else():
     assert value_of(families, "equipoise_worker_checksum_failures_total") == 2
 
 
-def test_rows_of_the_cache_in_use_are_a_part_of_all():
+def test_blocks_of_the_cache_in_use_are_a_part_of_all():
     told, scheduler = collector()
     scheduler.submit(Request(key=1, prompt=(1, 2), max_tokens=3))
     scheduler.plan()

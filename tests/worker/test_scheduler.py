@@ -4,9 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equipoise.worker.blocks import BlockPool
 from equipoise.worker.errors import QueueFullError
-from equipoise.worker.scheduler import FinishReason, Request, Scheduler
+from equipoise.worker.scheduler import Scheduler
+from equipoise.worker.sequence import FinishReason, Request
 from equipoise_model.sampling_params import SampledToken, SamplingParams
+
+BLOCK = 4
 
 
 def next_token(tokens):
@@ -19,21 +23,48 @@ def told(token):
 
 
 class Model:
-    """Keeps a cache as the model does, so that a wrong row, place or order is noticed."""
+    """Keeps a cache as the model does, so that a wrong block, place or order is noticed.
 
-    def __init__(self):
-        self.rows = {}
+    It drafts the right token if `guesses` says so, and else another.
+    """
+
+    def __init__(self, guesses=lambda: True, num_drafts=0):
+        self.cache = {}
+        self.guesses = guesses
+        self.num_drafts = num_drafts
 
     def run(self, plan):
-        sampled = []
+        written = set()
+        sampled, drafts = [], {}
         for chunk in plan.chunks:
-            row = self.rows.setdefault(chunk.row, [])
-            del row[chunk.start :]
-            assert len(row) == chunk.start
-            row.extend(chunk.tokens)
+            places = [(block, place) for block in chunk.blocks for place in range(BLOCK)]
+            for position, token in enumerate(chunk.tokens, chunk.start):
+                assert places[position] not in written
+                written.add(places[position])
+                self.cache[places[position]] = token
+            # What the model would attend to: everything so far, from the cache alone.
+            end = chunk.start + len(chunk.tokens)
+            tokens = [self.cache[place] for place in places[:end]]
+            rows = range(end - len(chunk.sampling) + 1, end + 1)
+            of_chunk = [told(next_token(tokens[:row])) for row in rows]
+            sampled += of_chunk
             if chunk.samples:
-                sampled.append(told(next_token(row)))
-        return sampled
+                standing = chunk.accepted(of_chunk)
+                known = tokens[: chunk.start + len(chunk.known)]
+                drafts[chunk.key] = self.draft([*known, *(one.token for one in standing)])
+        return sampled, drafts
+
+    def draft(self, tokens):
+        drafts = []
+        for _ in range(self.num_drafts):
+            token = next_token([*tokens, *drafts])
+            drafts.append(token if self.guesses() else (token + 1) % 50)
+        return tuple(drafts)
+
+
+def scheduler_of(*, num_blocks=100, **changes):
+    chosen = {"max_requests": 2, "max_queued": 20, "max_step_tokens": 5} | changes
+    return Scheduler(blocks=BlockPool(num_blocks=num_blocks, block_tokens=BLOCK), **chosen)
 
 
 def solo(request):
@@ -59,10 +90,28 @@ def requests(draw, max_size=12):
 
 
 @settings(deadline=None)
-@given(requests(), st.integers(1, 4), st.integers(0, 8), st.data())
-def test_every_request_gets_its_solo_tokens_within_the_budget(offered, rows, spare, data):
-    scheduler = Scheduler(max_requests=rows, max_queued=20, max_step_tokens=rows + spare)
-    model, got, finished = Model(), {one.key: [] for one in offered}, {}
+@given(
+    requests(),
+    st.integers(1, 4),
+    st.integers(0, 8),
+    # The longest request needs 42 places, 11 blocks.
+    st.integers(11, 40),
+    st.integers(0, 2),
+    st.data(),
+)
+def test_every_request_gets_its_solo_tokens_within_budget_and_blocks(
+    offered, most, spare, num_blocks, num_drafts, data
+):
+    budget = most * (1 + num_drafts) + spare
+    scheduler = scheduler_of(
+        num_blocks=num_blocks,
+        max_requests=most,
+        max_step_tokens=budget,
+        num_drafts=num_drafts,
+    )
+    luck = data.draw(st.lists(st.booleans(), max_size=30))
+    model = Model(lambda: luck.pop() if luck else True, num_drafts)
+    got, finished = {one.key: [] for one in offered}, {}
     waiting = list(offered)
     arrivals = data.draw(st.lists(st.integers(0, 3), max_size=20))
     while len(finished) < len(offered):
@@ -70,10 +119,10 @@ def test_every_request_gets_its_solo_tokens_within_the_budget(offered, rows, spa
             if waiting:
                 scheduler.submit(waiting.pop(0))
         plan = scheduler.plan()
-        assert plan.num_tokens <= rows + spare
-        assert len({chunk.row for chunk in plan.chunks}) == len(plan.chunks)
-        assert plan.num_tokens > 0 or scheduler.num_active == 0
-        for emission in scheduler.commit(plan, model.run(plan)):
+        assert plan.num_tokens <= budget
+        assert len({chunk.key for chunk in plan.chunks}) == len(plan.chunks)
+        assert plan.num_tokens > 0 or scheduler.num_active == scheduler.num_queued == 0
+        for emission in scheduler.commit(plan, *model.run(plan)):
             assert emission.key not in finished
             got[emission.key].append(emission.token)
             if emission.finish is not None:
@@ -82,23 +131,26 @@ def test_every_request_gets_its_solo_tokens_within_the_budget(offered, rows, spa
         assert got[request.key] == solo(request)
         stopped = got[request.key][-1] in request.stop_tokens
         assert finished[request.key] == (FinishReason.STOP if stopped else FinishReason.LENGTH)
-    assert scheduler.num_active == scheduler.num_queued == 0
+    assert scheduler.num_active == scheduler.num_queued == scheduler.blocks.num_used == 0
+    counts = scheduler.counts
+    assert counts.generated == sum(map(len, got.values()))
+    assert counts.accepted <= counts.drafted
 
 
 @settings(deadline=None)
-@given(requests(max_size=8), st.data())
-def test_a_cancel_at_any_moment_harms_nobody_else(offered, data):
-    scheduler = Scheduler(max_requests=2, max_queued=20, max_step_tokens=5)
+@given(requests(max_size=8), st.integers(11, 30), st.data())
+def test_a_cancel_at_any_moment_harms_nobody_else(offered, num_blocks, data):
+    scheduler = scheduler_of(num_blocks=num_blocks)
     model, got, cancelled = Model(), {one.key: [] for one in offered}, set()
     for request in offered:
         scheduler.submit(request)
     while scheduler.num_active + scheduler.num_queued:
         plan = scheduler.plan()
-        sampled = model.run(plan)
+        sampled, drafts = model.run(plan)
         victim = data.draw(st.integers(-10, len(offered) - 1))
         if victim >= 0 and scheduler.cancel(victim):
             cancelled.add(victim)
-        for emission in scheduler.commit(plan, sampled):
+        for emission in scheduler.commit(plan, sampled, drafts):
             got[emission.key].append(emission.token)
     for request in offered:
         tokens = solo(request)
@@ -106,25 +158,93 @@ def test_a_cancel_at_any_moment_harms_nobody_else(offered, data):
             assert got[request.key] == tokens[: len(got[request.key])]
         else:
             assert got[request.key] == tokens
+    assert scheduler.blocks.num_used == 0
 
 
 @settings(deadline=None)
 @given(st.integers(1, 5), st.integers(6, 30))
 def test_first_tokens_come_in_the_order_of_arrival_when_prompts_are_equal(rows, count):
-    scheduler = Scheduler(max_requests=rows, max_queued=count, max_step_tokens=rows + 2)
+    scheduler = scheduler_of(max_requests=rows, max_queued=count, max_step_tokens=rows + 2)
     model, order = Model(), []
     for key in range(count):
         scheduler.submit(Request(key=key, prompt=(1, 2, 3, 4, 5), max_tokens=3))
     while scheduler.num_active + scheduler.num_queued:
         plan = scheduler.plan()
-        for emission in scheduler.commit(plan, model.run(plan)):
+        for emission in scheduler.commit(plan, *model.run(plan)):
             if emission.key not in order:
                 order.append(emission.key)
     assert order == list(range(count))
 
 
+def test_when_blocks_run_out_the_youngest_is_paused_and_finds_its_beginning_again():
+    scheduler = scheduler_of(num_blocks=6, max_requests=3, max_step_tokens=12)
+    model, got = Model(), {0: [], 1: []}
+    prompts = {0: (1, 2, 3, 4, 5, 6, 7), 1: (9, 8, 7, 6, 5, 4, 3)}
+    for key, prompt in prompts.items():
+        scheduler.submit(Request(key=key, prompt=prompt, max_tokens=15))
+    while scheduler.num_active + scheduler.num_queued:
+        plan = scheduler.plan()
+        if scheduler.counts.paused == 1 and scheduler.num_active == 1:
+            assert [chunk.key for chunk in plan.chunks] in ([0], [1])
+        for emission in scheduler.commit(plan, *model.run(plan)):
+            got[emission.key].append(emission.token)
+    for key, prompt in prompts.items():
+        assert got[key] == solo(Request(key=key, prompt=prompt, max_tokens=15))
+    assert scheduler.counts.paused == 1
+    assert scheduler.counts.processed > 2 * (7 + 14)
+
+
+def test_a_prompt_that_was_run_before_is_not_run_again():
+    scheduler, model = scheduler_of(max_step_tokens=30), Model()
+    prompt = tuple(range(20))
+    for key, num_run in ((0, 20), (1, 4), (2, 4)):
+        scheduler.submit(Request(key=key, prompt=prompt, max_tokens=1))
+        plan = scheduler.plan()
+        assert plan.num_tokens == num_run
+        (emission,) = scheduler.commit(plan, *model.run(plan))
+        assert emission.token == next_token(prompt)
+    assert (scheduler.counts.sought, scheduler.counts.found) == (60, 32)
+
+
+def test_a_broken_steps_plan_is_planned_again():
+    scheduler, model = scheduler_of(), Model()
+    scheduler.submit(Request(key=0, prompt=(1, 2, 3, 4, 5, 6), max_tokens=3))
+    for _ in range(8):
+        first = scheduler.plan()
+        model.run(first)
+        again = scheduler.plan()
+        assert again == first
+        scheduler.commit(again, *model.run(again))
+    assert scheduler.num_active == 0
+
+
+def test_drafts_that_come_true_give_several_tokens_a_step():
+    scheduler = scheduler_of(num_drafts=2, max_step_tokens=6)
+    model, steps = Model(num_drafts=2), []
+    scheduler.submit(Request(key=0, prompt=(1, 2), max_tokens=8))
+    while scheduler.num_active + scheduler.num_queued:
+        plan = scheduler.plan()
+        steps.append(len(scheduler.commit(plan, *model.run(plan))))
+    assert steps == [1, 3, 3, 1]
+    assert (scheduler.counts.drafted, scheduler.counts.accepted) == (4, 4)
+    assert scheduler.counts.processed == 2 + 7
+
+
+def test_drafts_that_fail_cost_no_token():
+    scheduler = scheduler_of(num_drafts=1, max_step_tokens=4)
+    model, request = Model(lambda: False, 1), Request(key=0, prompt=(1, 2), max_tokens=5)
+    scheduler.submit(request)
+    tokens = []
+    while scheduler.num_active + scheduler.num_queued:
+        plan = scheduler.plan()
+        tokens += [one.token for one in scheduler.commit(plan, *model.run(plan))]
+    assert tokens == solo(request)
+    assert (scheduler.counts.drafted, scheduler.counts.accepted) == (3, 0)
+    assert scheduler.counts.processed == 2 + 4
+
+
 def test_generating_requests_run_in_every_step_while_a_long_prompt_is_read():
-    scheduler = Scheduler(max_requests=2, max_queued=2, max_step_tokens=4)
+    scheduler = scheduler_of(max_requests=2, max_queued=2, max_step_tokens=4)
     scheduler.submit(Request(key=0, prompt=(1,), max_tokens=20))
     scheduler.commit(scheduler.plan(), [told(7)])
     scheduler.submit(Request(key=1, prompt=tuple(range(9)), max_tokens=2))
@@ -135,7 +255,7 @@ def test_generating_requests_run_in_every_step_while_a_long_prompt_is_read():
 
 
 def test_a_full_line_refuses_and_takes_again_when_somebody_leaves():
-    scheduler = Scheduler(max_requests=1, max_queued=1, max_step_tokens=1)
+    scheduler = scheduler_of(max_requests=1, max_queued=1, max_step_tokens=1)
     for key in range(2):
         scheduler.submit(Request(key=key, prompt=(1,), max_tokens=1))
     with pytest.raises(QueueFullError, match="bound"):
@@ -145,8 +265,8 @@ def test_a_full_line_refuses_and_takes_again_when_somebody_leaves():
     assert scheduler.num_queued == 2
 
 
-def test_clearing_names_everybody_and_frees_all_rows():
-    scheduler = Scheduler(max_requests=1, max_queued=2, max_step_tokens=1)
+def test_clearing_names_everybody_and_frees_all_blocks():
+    scheduler = scheduler_of(max_requests=1, max_queued=2, max_step_tokens=1)
     for key in range(3):
         scheduler.submit(Request(key=key, prompt=(1,), max_tokens=1))
     scheduler.plan()
@@ -156,15 +276,15 @@ def test_clearing_names_everybody_and_frees_all_rows():
 
 
 def test_rows_to_sample_tell_output_from_prompt_also_where_another_rank_made_it():
-    scheduler = Scheduler(max_requests=2, max_queued=0, max_step_tokens=9)
+    scheduler = scheduler_of(max_requests=2, max_queued=0, max_step_tokens=9)
     params = SamplingParams(seed=5)
     whole = Request(key=0, prompt=(1, 2, 3), max_tokens=4, sampling=params)
     rest = Request(key=1, prompt=(1, 2, 3, 4), max_tokens=3, sampling=params, num_replayed=1)
     scheduler.submit(whole)
     first = scheduler.plan()
-    assert [list(chunk.sampling.output) for chunk in first.chunks] == [[]]
+    assert [list(chunk.sampling[0].output) for chunk in first.chunks] == [[]]
     scheduler.commit(first, [told(4)])
     scheduler.submit(rest)
-    goes_on, replayed = (chunk.sampling for chunk in scheduler.plan().chunks)
+    goes_on, replayed = (chunk.sampling[0] for chunk in scheduler.plan().chunks)
     assert goes_on == replayed
     assert (list(replayed.prompt), list(replayed.output)) == ([1, 2, 3], [4])

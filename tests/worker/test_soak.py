@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from equipoise.worker.alone import engine_alone
-from equipoise.worker.scheduler import Request
+from equipoise.worker.sequence import Request
 from equipoise_model.sampling_params import SamplingParams
 
 NUM_STREAMS = 64

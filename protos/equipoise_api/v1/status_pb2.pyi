@@ -77,6 +77,13 @@ class RankStatus(_message.Message):
     BUSY_STEP_US_FIELD_NUMBER: _builtins.int
     SLOWDOWN_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
+    CACHE_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_TOKENS_USED_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_SOUGHT_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_FOUND_FIELD_NUMBER: _builtins.int
+    REQUESTS_PAUSED_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFTS_ACCEPTED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank in the current epoch."""
     worker: _builtins.str
@@ -119,6 +126,18 @@ class RankStatus(_message.Message):
     """
     trouble: _builtins.str
     """What is wrong with this rank, in words; empty when nothing is."""
+    cache_tokens: _builtins.int
+    """Tokens that the latent cache has room for; 0 when the rank did not tell."""
+    cache_tokens_used: _builtins.int
+    """Of these, tokens in blocks that active requests hold."""
+    prefix_tokens_sought: _builtins.int
+    """Tokens of admitted requests since boot, and how many of them were in the cache already."""
+    prefix_tokens_found: _builtins.int
+    requests_paused: _builtins.int
+    """How often since boot a request was paused because the cache had no room."""
+    drafts: _builtins.int
+    """Tokens guessed and verified since boot, and how many of the guesses were right."""
+    drafts_accepted: _builtins.int
     def __init__(
         self,
         *,
@@ -141,10 +160,17 @@ class RankStatus(_message.Message):
         busy_step_us: _builtins.int = ...,
         slowdown: _builtins.float = ...,
         trouble: _builtins.str = ...,
+        cache_tokens: _builtins.int = ...,
+        cache_tokens_used: _builtins.int = ...,
+        prefix_tokens_sought: _builtins.int = ...,
+        prefix_tokens_found: _builtins.int = ...,
+        requests_paused: _builtins.int = ...,
+        drafts: _builtins.int = ...,
+        drafts_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "generation", b"generation", "host", b"host", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "queued_requests", b"queued_requests", "rank", b"rank", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "generation", b"generation", "host", b"host", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_paused", b"requests_paused", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

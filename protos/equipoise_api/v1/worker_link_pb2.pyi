@@ -565,6 +565,13 @@ class LoadReport(_message.Message):
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
     BUSY_US_FIELD_NUMBER: _builtins.int
     BOUNDS_FIELD_NUMBER: _builtins.int
+    CACHE_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_TOKENS_USED_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_SOUGHT_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_FOUND_FIELD_NUMBER: _builtins.int
+    REQUESTS_PAUSED_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFTS_ACCEPTED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the tokens were counted in."""
     rank: _builtins.int
@@ -593,6 +600,20 @@ class LoadReport(_message.Message):
     """Time of this epoch's steps in which this rank did not wait for its peers, microseconds. All
     steps of a pool are equally long; by this the slow rank is told from those that wait for it.
     """
+    cache_tokens: _builtins.int
+    """Tokens that the latent cache of this rank has room for."""
+    cache_tokens_used: _builtins.int
+    """Of these, tokens in blocks that active requests hold now. Blocks kept only because another
+    request may begin alike do not count: their room is given to whoever needs it.
+    """
+    prefix_tokens_sought: _builtins.int
+    """Tokens of admitted requests since boot, and how many of them were in the cache already."""
+    prefix_tokens_found: _builtins.int
+    requests_paused: _builtins.int
+    """How often since boot a request was paused because the cache had no room."""
+    drafts: _builtins.int
+    """Tokens guessed and verified since boot, and how many of the guesses were right."""
+    drafts_accepted: _builtins.int
     @_builtins.property
     def bounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerBound]:
         """Every wait of this worker that has a bound."""
@@ -613,10 +634,17 @@ class LoadReport(_message.Message):
         tokens_generated: _builtins.int = ...,
         busy_us: _builtins.int = ...,
         bounds: _abc.Iterable[Global___WorkerBound] | None = ...,
+        cache_tokens: _builtins.int = ...,
+        cache_tokens_used: _builtins.int = ...,
+        prefix_tokens_sought: _builtins.int = ...,
+        prefix_tokens_found: _builtins.int = ...,
+        requests_paused: _builtins.int = ...,
+        drafts: _builtins.int = ...,
+        drafts_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "bounds", b"bounds", "busy_us", b"busy_us", "epoch", b"epoch", "generation", b"generation", "median_step_us", b"median_step_us", "phase", b"phase", "queued_requests", b"queued_requests", "rank", b"rank", "steps", b"steps", "tokens", b"tokens", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "bounds", b"bounds", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "median_step_us", b"median_step_us", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_paused", b"requests_paused", "steps", b"steps", "tokens", b"tokens", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -185,6 +185,13 @@ def _rank_status(pool: Pool, member: Member, *, now: float) -> pb.RankStatus:
         status.median_step_us = member.stats.median_step_us
         status.active_requests = member.stats.active_requests
         status.queued_requests = member.stats.queued_requests
+        status.cache_tokens = member.stats.cache_tokens
+        status.cache_tokens_used = member.stats.cache_tokens_used
+        status.prefix_tokens_sought = member.stats.prefix_tokens_sought
+        status.prefix_tokens_found = member.stats.prefix_tokens_found
+        status.requests_paused = member.stats.requests_paused
+        status.drafts = member.stats.drafts
+        status.drafts_accepted = member.stats.drafts_accepted
     return status
 
 

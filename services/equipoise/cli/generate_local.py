@@ -12,7 +12,7 @@ from equipoise.gateway.choice import Choice
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.scheduler import FinishReason, Request
+from equipoise.worker.sequence import FinishReason, Request
 from equipoise.worker.settings import WorkerSettings
 from equipoise_model.sampling_params import SamplingError, SamplingParams
 

@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 class ToldRank:
     """A rank as a balancer or a setting tells it.
 
-    `num_requests` are active and queued there as of its report number `report` (any number that
+    `num_requests` are active and queued there, and `kv_tokens_used` of the `kv_tokens_total` that
+    its latent cache has room for are taken, as of its report number `report` (any number that
     changes from one report to the next).
     """
 
@@ -40,6 +41,8 @@ class ToldRank:
     address: str
     standing: Standing
     num_requests: int = 0
+    kv_tokens_total: int = 0
+    kv_tokens_used: int = 0
     report: int = 0
 
 
@@ -293,6 +296,11 @@ class _Rank:
     # the one before. What a report counts beyond them is not ours.
     peak_open: int = 0
     earlier_peak_open: int = 0
+    # The same of tokens that our requests may hold in the cache, when they end at the latest.
+    foreign_kv_tokens: int = 0
+    kv_tokens_total: int = 0
+    peak_kv_tokens: int = 0
+    earlier_peak_kv_tokens: int = 0
 
     def load(self) -> RankLoad:
         return RankLoad(
@@ -304,6 +312,8 @@ class _Rank:
             tokens_in_flight=self.tokens_in_flight,
             kv_tokens=self.kv_tokens,
             num_foreign=self.num_foreign,
+            foreign_kv_tokens=self.foreign_kv_tokens,
+            kv_tokens_total=self.kv_tokens_total,
             on_trial=self.num_failures > 0,
             resting_until_s=self.resting_until_s,
             resting_reason=self.resting_reason,
@@ -316,12 +326,18 @@ class _Rank:
             self.num_foreign = max(0, told.num_requests - ours)
             self.report = told.report
             self.earlier_peak_open, self.peak_open = self.peak_open, self.num_open
+            ours_kv = max(self.peak_kv_tokens, self.earlier_peak_kv_tokens)
+            self.foreign_kv_tokens = max(0, told.kv_tokens_used - ours_kv)
+            self.kv_tokens_total = told.kv_tokens_total
+            self.earlier_peak_kv_tokens = self.peak_kv_tokens
+            self.peak_kv_tokens = self.kv_tokens + self.tokens_in_flight
 
     def open(self, in_flight: int) -> None:
         self.num_open += 1
         self.num_unanswered += 1
         self.peak_open = max(self.peak_open, self.num_open)
         self.tokens_in_flight += in_flight
+        self.peak_kv_tokens = max(self.peak_kv_tokens, self.kv_tokens + self.tokens_in_flight)
 
     def move_to_cache(self, num_tokens: int) -> None:
         self.tokens_in_flight -= num_tokens

@@ -1,8 +1,8 @@
 """Which rank takes a request. Pure: the ranks' state in, a rank and the reason out.
 
 A rank's work is known in tokens: those still to be made for this gateway's requests, those that
-its latent cache holds for them, and, of requests that came by other ways, only their number as the
-rank reported it.
+its latent cache holds for them, and, of requests that came by other ways, only their number and
+what they hold of the cache, as the rank reported it.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,9 @@ from enum import IntEnum
 
 CACHED_TOKEN_WEIGHT = 0.25
 """A token in the cache costs each step some attention; one to be made costs a step of its own."""
+
+CROWDED_SHARE = 0.9
+"""A latent cache that is fuller than this soon has no room: a rank with room goes before it."""
 
 FOREIGN_REQUEST_TOKENS = 128
 """What a request is taken for of which nothing but its existence is known."""
@@ -35,7 +38,8 @@ class RankLoad:
 
     `tokens_in_flight` are still to be run and made, `kv_tokens` are held in the cache, both for
     the `num_open` requests of this gateway, of which it has not taken `num_unanswered` yet;
-    `num_foreign` requests came by other ways. A rank that failed (`on_trial`) is asked to take one
+    `num_foreign` requests came by other ways and hold `foreign_kv_tokens`. The cache has room for
+    `kv_tokens_total`, unknown if 0. A rank that failed (`on_trial`) is asked to take one
     request at a time until it does. `resting_until_s` is on the clock of `now`; `resting_reason`
     says why it rests, or rested.
     """
@@ -48,6 +52,8 @@ class RankLoad:
     tokens_in_flight: int = 0
     kv_tokens: int = 0
     num_foreign: int = 0
+    foreign_kv_tokens: int = 0
+    kv_tokens_total: int = 0
     on_trial: bool = False
     resting_until_s: float = 0.0
     resting_reason: str = ""
@@ -57,9 +63,15 @@ class RankLoad:
         """All the rank's work in one number, in tokens to be made."""
         return (
             self.tokens_in_flight
-            + CACHED_TOKEN_WEIGHT * self.kv_tokens
+            + CACHED_TOKEN_WEIGHT * (self.kv_tokens + self.foreign_kv_tokens)
             + FOREIGN_REQUEST_TOKENS * self.num_foreign
         )
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the latent cache is so full that requests will be paused or wait for room."""
+        held = self.kv_tokens + self.foreign_kv_tokens
+        return 0 < self.kv_tokens_total * CROWDED_SHARE < held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +96,8 @@ def choose(
     """The rank with the least work among those that may be asked now.
 
     Addresses in `avoid` (they broke under this very request) and doubtful ranks are taken only
-    when no other may be asked. Ranks with equal work take turns: `turn` counts requests.
+    when no other may be asked, crowded ones when no other has room. Ranks with equal work take
+    turns: `turn` counts requests.
     """
     refusals = {rank.address: refusal(rank, now=now) for rank in ranks}
     usable = [place for place, rank in enumerate(ranks) if not refusals[rank.address]]
@@ -97,10 +110,11 @@ def choose(
         ]
         return NoChoice(reason=why or "no rank is known", retry_at_s=min(retries, default=None))
 
-    def cost(place: int) -> tuple[bool, Standing, float, int]:
+    def cost(place: int) -> tuple[bool, Standing, bool, float, int]:
         rank = ranks[place]
         in_turn = (place - turn) % len(ranks)
-        return (rank.address in avoid, rank.standing, rank.work_tokens, in_turn)
+        avoided = rank.address in avoid
+        return (avoided, rank.standing, rank.is_crowded, rank.work_tokens, in_turn)
 
     chosen = ranks[min(usable, key=cost)]
     return Choice(

@@ -92,6 +92,8 @@ def told_ranks(status: status_pb2.PoolStatus) -> Iterator[ToldRank]:
             address=address,
             standing=_STANDING.get(rank.state, Standing.CLOSED),
             num_requests=rank.active_requests + rank.queued_requests,
+            kv_tokens_total=rank.cache_tokens,
+            kv_tokens_used=rank.cache_tokens_used,
             report=rank.tokens_processed,
         )
 

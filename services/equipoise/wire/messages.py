@@ -96,7 +96,8 @@ class WorkerBound:
 class RankStats:
     """What a rank did since boot, and does now. `median_step_us` is 0 if it made no step.
 
-    `steps` and `busy_us`, the time in them without waits for peers, are of the epoch.
+    `steps` and `busy_us`, the time in them without waits for peers, are of the epoch. The latent
+    cache has room for `cache_tokens`; active requests hold `cache_tokens_used` of them.
     """
 
     steps: int
@@ -107,6 +108,13 @@ class RankStats:
     queued_requests: int
     busy_us: int = 0
     bounds: tuple[WorkerBound, ...] = ()
+    cache_tokens: int = 0
+    cache_tokens_used: int = 0
+    prefix_tokens_sought: int = 0
+    prefix_tokens_found: int = 0
+    requests_paused: int = 0
+    drafts: int = 0
+    drafts_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

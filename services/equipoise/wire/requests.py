@@ -148,6 +148,13 @@ def report_to_proto(report: Report) -> pb.LoadReport:
             )
             for bound in stats.bounds
         ],
+        cache_tokens=stats.cache_tokens,
+        cache_tokens_used=stats.cache_tokens_used,
+        prefix_tokens_sought=stats.prefix_tokens_sought,
+        prefix_tokens_found=stats.prefix_tokens_found,
+        requests_paused=stats.requests_paused,
+        drafts=stats.drafts,
+        drafts_accepted=stats.drafts_accepted,
     )
 
 
@@ -379,14 +386,11 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
 
 
 def _stats_from_proto(message: pb.LoadReport) -> RankStats:
+    counts = {name: checks.count("report", name, getattr(message, name)) for name in _STAT_COUNTS}
     return RankStats(
-        steps=checks.count("report", "steps", message.steps),
-        tokens_processed=checks.count("report", "tokens_processed", message.tokens_processed),
-        tokens_generated=checks.count("report", "tokens_generated", message.tokens_generated),
-        median_step_us=checks.count("report", "median_step_us", message.median_step_us),
+        **counts,
         active_requests=message.active_requests,
         queued_requests=message.queued_requests,
-        busy_us=checks.count("report", "busy_us", message.busy_us),
         bounds=_bounds_from_proto(message),
     )
 
@@ -405,3 +409,19 @@ def _bounds_from_proto(message: pb.LoadReport) -> tuple[WorkerBound, ...]:
         )
         for bound in message.bounds
     )
+
+
+_STAT_COUNTS = (
+    "steps",
+    "tokens_processed",
+    "tokens_generated",
+    "median_step_us",
+    "busy_us",
+    "cache_tokens",
+    "cache_tokens_used",
+    "prefix_tokens_sought",
+    "prefix_tokens_found",
+    "requests_paused",
+    "drafts",
+    "drafts_accepted",
+)

@@ -12,7 +12,6 @@ from equipoise.worker.core import ModelCore
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.group import RankGroup
 from equipoise.worker.held import HeldExperts
-from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.dispatch import ExpertParallel
@@ -40,11 +39,8 @@ def engine_alone(settings: WorkerSettings, *, publish: Callable[[StepResult], No
         experts=ExpertParallel.local(config, placement_of(layout)),
         held=HeldExperts(core.slots, layout=layout, rank=0),
         group=RankGroup.alone(),
-        scheduler=Scheduler(
-            max_requests=settings.max_requests,
-            max_queued=settings.max_queued_requests,
-            max_step_tokens=settings.max_step_tokens,
-        ),
+        scheduler=core.scheduler(settings),
+        drafter=core.drafter(settings),
         epoch=1,
         names=(settings.worker,),
         publish=publish,

@@ -6,13 +6,16 @@ from typing import Self
 import torch
 
 from equipoise.planning.topology import ModelShape
+from equipoise.worker.blocks import BlockPool
 from equipoise.worker.errors import WorkerError
+from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise_kernels.row_invariance import RowVarianceError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.config import UnsupportedConfigError
+from equipoise_model.drafting import Drafter
 from equipoise_model.experts import ExpertSlots
-from equipoise_model.latent_cache import LatentCache
+from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache, blocks_for
 from equipoise_model.row_invariance import verify_rows
 from equipoise_model.transformer import Transformer
 
@@ -46,19 +49,49 @@ class ModelCore:
                 f"context_length {settings.context_length} is more than the model's "
                 f"{config.max_position_embeddings} positions: choose at most that"
             )
+        num_modules = config.num_nextn_predict_layers if checkpoint.has_mtp else 0
+        if settings.speculate > num_modules:
+            raise WorkerError(
+                f"speculate {settings.speculate} is more than the checkpoint's {num_modules} "
+                "multi-token-prediction modules: choose at most that"
+            )
         model = Transformer(
             config,
             num_slots=settings.slots_per_rank,
             row_block=ROW_BLOCK if settings.batch_invariant else None,
+            mtp=settings.speculate > 0,
         )
         checkpoint.load_dense(model)
-        cache = LatentCache(config, num_rows=settings.max_requests, max_len=settings.context_length)
+        cache = LatentCache(
+            config,
+            num_blocks=blocks_for(settings.cache_tokens or _all_tokens(settings)),
+            max_len=settings.context_length,
+            mtp=settings.speculate > 0,
+        )
         if settings.batch_invariant:
             try:
                 verify_rows(model, cache)
             except RowVarianceError as error:
                 raise WorkerError(str(error)) from error
         return cls(checkpoint=checkpoint, model=model.eval(), cache=cache)
+
+    def block_pool(self) -> BlockPool:
+        """The accounting of the cache's blocks, all of them free."""
+        return BlockPool(num_blocks=self.cache.num_blocks, block_tokens=BLOCK_TOKENS)
+
+    def scheduler(self, settings: WorkerSettings) -> Scheduler:
+        """A scheduler of no requests yet, over all blocks of the cache."""
+        return Scheduler(
+            blocks=self.block_pool(),
+            max_requests=settings.max_requests,
+            max_queued=settings.max_queued_requests,
+            max_step_tokens=settings.max_step_tokens,
+            num_drafts=settings.speculate,
+        )
+
+    def drafter(self, settings: WorkerSettings) -> Drafter | None:
+        """What guesses tokens, if the settings want any guessed."""
+        return Drafter(self.model, num_drafts=settings.speculate) if settings.speculate else None
 
     @property
     def slots(self) -> list[ExpertSlots]:
@@ -75,6 +108,11 @@ class ModelCore:
             num_groups=config.n_group,
             expert_bytes=config.expert_bytes,
         )
+
+
+def _all_tokens(settings: WorkerSettings) -> int:
+    """Tokens in whole blocks of as many requests as can be active, each as long as may be."""
+    return settings.max_requests * blocks_for(settings.context_length) * BLOCK_TOKENS
 
 
 def single_threaded() -> None:

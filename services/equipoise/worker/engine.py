@@ -8,8 +8,8 @@ start; the engine reaches out through one call per step. It knows nothing of gRP
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -20,13 +20,15 @@ from equipoise.worker.errors import GroupError, WorkerError
 from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.header import StepHeader, agreed_generation, check_group
 from equipoise.worker.held import HeldExperts, StagedGeneration
-from equipoise.worker.scheduler import Emission, Request, Scheduler, StepPlan
+from equipoise.worker.scheduler import Scheduler
+from equipoise.worker.sequence import Emission, Request, StepPlan
 from equipoise_model.dispatch import ExpertParallel, SlotLoad
+from equipoise_model.drafting import Drafter, DraftLine
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.sampling import sample
-from equipoise_model.sampling_params import SamplingError
-from equipoise_model.transformer import StepBatch, Transformer
+from equipoise_model.sampling_params import SampledToken, SamplingError
+from equipoise_model.transformer import StepBatch, StepOutput, Transformer
 
 IDLE_WAIT_S = 0.005
 """An idle rank looks for its peers' work this often, and for its own at once."""
@@ -79,8 +81,9 @@ class Engine:
     Steps are counted from 1 in every epoch, because ranks that come together must agree on them.
 
     `names` are the workers' names in rank order, for people. `publish` is called on the engine's
-    thread behind every step that made tokens or switched, and must not block. `step_s` counts how
-    long steps take.
+    thread behind every step that made tokens or switched, and must not block. `drafter` guesses
+    tokens for the scheduler to have verified; without one, each step gives a request one token.
+    `step_s` counts how long steps take.
     """
 
     def __init__(
@@ -96,8 +99,10 @@ class Engine:
         names: tuple[str, ...],
         publish: Callable[[StepResult], None],
         step_s: Histogram | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._model = model
+        self._drafter = drafter
         self._cache = cache
         self._experts = experts
         self._held = held
@@ -184,14 +189,22 @@ class Engine:
     def progress(self) -> Progress:
         """Counters for a report; the median step is of the steps since the last call."""
         with self._lock:
+            counts, blocks = self._scheduler.counts, self._scheduler.blocks
             stats = RankStats(
                 steps=self._num_steps,
-                tokens_processed=self._scheduler.num_processed,
-                tokens_generated=self._scheduler.num_generated,
+                tokens_processed=counts.processed,
+                tokens_generated=counts.generated,
                 median_step_us=_median(self._unreported_us),
                 active_requests=self._scheduler.num_active,
                 queued_requests=self._scheduler.num_queued,
                 busy_us=round(self._busy_s * 1e6),
+                cache_tokens=blocks.num_blocks * blocks.block_tokens,
+                cache_tokens_used=blocks.num_used * blocks.block_tokens,
+                prefix_tokens_sought=counts.sought,
+                prefix_tokens_found=counts.found,
+                requests_paused=counts.paused,
+                drafts=counts.drafted,
+                drafts_accepted=counts.accepted,
             )
             self._unreported_us.clear()
             return Progress(loads=self._loads, stats=stats)
@@ -289,15 +302,16 @@ class Engine:
         """Run a plan's tokens, even none, with the other ranks' and record what came of it."""
         self._experts.agree(tokens_by_rank)
         try:
-            logits_SV = self._model.step(_batch(plan), self._cache, self._experts)
+            output = self._model.step(_batch(plan), self._cache, self._experts)
         except ExchangeError as error:
             raise GroupError(collective_failed(error)) from error
         try:
-            sampled = sample(logits_SV, [c.sampling for c in plan.chunks if c.sampling is not None])
+            sampled = sample(output.logits_SV, [row for c in plan.chunks for row in c.sampling])
+            drafts = self._draft(plan, sampled, output)
         except SamplingError as error:
             raise WorkerError(f"step {self._num_steps + 1}: {error}") from error
         with self._lock:
-            emissions = self._scheduler.commit(plan, sampled)
+            emissions = self._scheduler.commit(plan, sampled, drafts)
             self._num_steps += 1
             self._loads = self._experts.loads()
             self._step_log.append((self._num_steps, self.generation))
@@ -307,24 +321,52 @@ class Engine:
             self._step_s.observe(duration_us / 1e6)
         return tuple(emissions)
 
+    def _draft(
+        self, plan: StepPlan, sampled: list[SampledToken], output: StepOutput
+    ) -> dict[int, tuple[int, ...]]:
+        """Guesses by request at what follows the tokens of this step."""
+        if self._drafter is None:
+            return {}
+        guesses = self._drafter.draft(output, _draft_lines(plan, sampled))
+        return {chunk.key: guess for chunk, guess in zip(plan.chunks, guesses, strict=True)}
+
 
 def _batch(plan: StepPlan) -> StepBatch:
     tokens: list[int] = []
     positions: list[int] = []
-    rows: list[int] = []
+    sequences: list[int] = []
     samples: list[int] = []
-    for chunk in plan.chunks:
+    for index, chunk in enumerate(plan.chunks):
         tokens += chunk.tokens
         positions += range(chunk.start, chunk.start + len(chunk.tokens))
-        rows += [chunk.row] * len(chunk.tokens)
-        if chunk.samples:
-            samples.append(len(tokens) - 1)
+        sequences += [index] * len(chunk.tokens)
+        samples += range(len(tokens) - len(chunk.sampling), len(tokens))
     return StepBatch(
         tokens_T=torch.tensor(tokens, dtype=torch.int64),
         positions_T=torch.tensor(positions, dtype=torch.int64),
-        cache_rows_T=torch.tensor(rows, dtype=torch.int64),
+        sequences_T=torch.tensor(sequences, dtype=torch.int64),
+        block_tables=[chunk.blocks for chunk in plan.chunks],
         sample_rows_S=torch.tensor(samples, dtype=torch.int64),
     )
+
+
+def _draft_lines(plan: StepPlan, sampled: Sequence[SampledToken]) -> list[DraftLine]:
+    tokens = iter(sampled)
+    lines = []
+    for chunk in plan.chunks:
+        standing = [one.token for one in chunk.accepted([next(tokens) for _ in chunk.sampling])]
+        sampling = None
+        if chunk.sampling:
+            last = chunk.sampling[len(standing) - 1]
+            sampling = replace(last, output=[*last.output, standing[-1]])
+        lines.append(
+            DraftLine(
+                num_rows=len(chunk.tokens),
+                tokens=(*chunk.known, *standing, *chunk.upcoming),
+                sampling=sampling,
+            )
+        )
+    return lines
 
 
 def _median(durations_us: deque[int]) -> int:

@@ -17,7 +17,6 @@ from equipoise.worker.errors import GroupError, TransferError, WorkerError
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.joining import Joined, Slots, join
 from equipoise.worker.rank import Rank, Say
-from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.timings import Timings
 from equipoise.worker.transfer import ExpertTransferService
@@ -53,11 +52,7 @@ class Epochs:
         self._credentials = credentials
         self._slots = Slots(core, credentials=credentials)
         self.timings = Timings()
-        self.scheduler = Scheduler(
-            max_requests=settings.max_requests,
-            max_queued=settings.max_queued_requests,
-            max_step_tokens=settings.max_step_tokens,
-        )
+        self.scheduler = core.scheduler(settings)
         self._epoch = 0
         self._next: asyncio.Queue[Assignment] = asyncio.Queue()
         self._given_up = threading.Event()

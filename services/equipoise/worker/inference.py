@@ -15,7 +15,7 @@ import grpc
 from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.errors import InvalidRequestError, QueueFullError
-from equipoise.worker.scheduler import Emission, FinishReason, Request
+from equipoise.worker.sequence import Emission, FinishReason, Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 from equipoise_model.sampling_params import SampledToken, SamplingError, SamplingParams
@@ -150,7 +150,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
-            # Also when the client went away: its cache row is wanted by others.
+            # Also when the client went away: its blocks are wanted by others.
             del self._streams[key]
             (self._engine or engine).cancel(key)
             self._note_change()

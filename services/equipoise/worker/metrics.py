@@ -48,16 +48,41 @@ class WorkerCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         scheduler = self._scheduler
-        tokens = CounterMetricFamily(
-            "equipoise_worker_tokens", "Tokens that were run, and generated.", labels=("kind",)
+        counts, blocks = scheduler.counts, scheduler.blocks
+        for name, text, kinds in (
+            (
+                "tokens",
+                "Tokens that were run, and generated.",
+                {"processed": counts.processed, "generated": counts.generated},
+            ),
+            (
+                "prefix_tokens",
+                "Tokens of admitted requests, and those in the cache already.",
+                {"sought": counts.sought, "found": counts.found},
+            ),
+            (
+                "drafts",
+                "Guessed tokens that were verified, and that were right.",
+                {"verified": counts.drafted, "accepted": counts.accepted},
+            ),
+        ):
+            family = CounterMetricFamily(f"equipoise_worker_{name}", text, labels=("kind",))
+            for kind, count in kinds.items():
+                family.add_metric([kind], count)
+            yield family
+        yield CounterMetricFamily(
+            "equipoise_worker_requests_paused",
+            "Times that a request was paused because the cache had no room.",
+            value=counts.paused,
         )
-        tokens.add_metric(["processed"], scheduler.num_processed)
-        tokens.add_metric(["generated"], scheduler.num_generated)
-        yield tokens
         for name, text, value in (
-            ("active_requests", "Requests that hold a row of the cache.", scheduler.num_active),
-            ("queued_requests", "Requests in line for a row.", scheduler.num_queued),
-            ("kv_used_ratio", "Rows of the cache in use, of all.", scheduler.row_use),
+            ("active_requests", "Requests that are being generated.", scheduler.num_active),
+            ("queued_requests", "Requests in line.", scheduler.num_queued),
+            (
+                "kv_used_ratio",
+                "Blocks of the cache that active requests hold, of all.",
+                blocks.num_used / blocks.num_blocks,
+            ),
         ):
             yield _gauge(name, text, value)
 

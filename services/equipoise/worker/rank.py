@@ -73,6 +73,7 @@ class Rank:
             model=core.model,
             cache=core.cache,
             experts=_expert_parallel(joined, core),
+            drafter=core.drafter(settings),
             held=held,
             group=joined.group,
             scheduler=scheduler,

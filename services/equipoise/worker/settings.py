@@ -34,8 +34,8 @@ class WorkerSettings:
     """One worker: who it is, what it serves, and how much of it.
 
     `listen` port 0 takes a free port; the real one is announced as `advertise_host`:port.
-    `max_requests` rows of the latent cache hold requests that are being generated, up to
-    `max_queued_requests` more wait for a row; a step runs at most `max_step_tokens` tokens, one
+    `max_requests` are generated at a time, as far as the latent cache has room for them, up to
+    `max_queued_requests` more wait; a step runs at most `max_step_tokens` tokens, one
     for each generated request first, then chunks of prompts. `step_timeout_s` bounds every
     collective of a step. `batch_invariant` makes tokens bitwise independent of batch and layout.
 
@@ -90,16 +90,27 @@ class WorkerSettings:
     """Physical slots per MoE layer that this worker has memory for."""
 
     max_requests: int = 16
-    """Requests generated at a time: rows of the latent cache."""
+    """Requests generated at a time, at most."""
 
     max_queued_requests: int = 64
-    """Requests that may wait for a row; more are turned away."""
+    """Requests that may wait; more are turned away."""
 
     context_length: int = 256
     """Tokens of prompt and output together that one request may have."""
 
+    cache_tokens: int = 0
+    """Tokens that the latent cache has room for, in blocks of 16; 0 is enough for `max_requests`
+    of `context_length`. With less, requests that find no room wait, or are paused and go on later;
+    what is left over keeps the beginnings of past requests, which the next to begin alike use."""
+
     max_step_tokens: int = 64
-    """Most tokens of a step: one for each generated request first, then chunks of prompts."""
+    """Most tokens of a step: one for each generated request first, and the guesses behind it, then
+    chunks of prompts."""
+
+    speculate: int = 0
+    """Tokens to guess behind each generated one by the checkpoint's multi-token-prediction modules,
+    at most as many as there are: what the model finds right in its next step is a token more. The
+    tokens are the same without. Every worker holds the modules with all their experts."""
 
     batch_invariant: bool = True
     """Make tokens bitwise independent of batch, rank and layout."""
@@ -165,10 +176,20 @@ class WorkerSettings:
                 raise InvalidSettingsError(
                     f"{name} must be above 0 and at most {most}, not {getattr(self, name)}"
                 )
-        if self.max_step_tokens < self.max_requests:
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        if 0 < self.cache_tokens < self.context_length:
+            raise InvalidSettingsError(
+                f"cache_tokens ({self.cache_tokens}) must be at least context_length "
+                f"({self.context_length}), because one request may be that long, or 0"
+            )
+        if self.max_step_tokens < self.max_requests * (1 + self.speculate):
+            guesses = f" times 1 + speculate ({self.speculate})" if self.speculate else ""
             raise InvalidSettingsError(
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_requests "
-                f"({self.max_requests}), because every generated request runs a token per step"
+                f"({self.max_requests}){guesses}, because every generated request runs a token "
+                "and its guesses per step"
             )
 
 
@@ -179,6 +200,8 @@ _LEAST = {
     "max_requests": 1,
     "max_step_tokens": 1,
     "max_queued_requests": 0,
+    "cache_tokens": 0,
+    "speculate": 0,
     "context_length": 2,  # a token of a prompt and a generated one
 }
 

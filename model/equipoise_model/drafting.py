@@ -1,0 +1,108 @@
+"""`Drafter`: guesses tokens to come by multi-token prediction (arXiv 2412.19437, section 2.2).
+
+A guess costs one layer instead of all, and the model verifies it in its next step. Owns the pass
+of the modules behind each step; who is guessed for, and what comes of it, is the caller's business.
+
+Module k runs on every row of a step, because it keeps latents of its own. It learns of a position
+once: if the tokens to come were guesses then and failed, deeper modules remember the wrong ones.
+That may cost later guesses, never tokens. Guesses may depend on the batch; the modules run in the
+fast form and all their experts are on this rank.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.sampling import sample
+from equipoise_model.sampling_params import SamplingRow
+from equipoise_model.transformer import StepOutput, Transformer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLine:
+    """One sequence's part of a step: `num_rows` rows, of which the first stands at `tokens[0]`.
+
+    `tokens` go on behind the rows as far as they are known, at least by one. With `sampling`, for
+    the token behind `tokens`, there is something to guess; rows from the last of `tokens` on are
+    those of failed guesses. Without, the modules only keep the rows' latents.
+    """
+
+    num_rows: int
+    tokens: Sequence[int]
+    sampling: SamplingRow | None
+
+
+class Drafter:
+    """The first `num_drafts` modules of a model that has them; used from the engine's thread."""
+
+    def __init__(self, model: Transformer, *, num_drafts: int) -> None:
+        assert 1 <= num_drafts <= len(model.mtp_layers)
+        self._model = model
+        self._num_drafts = num_drafts
+        self._experts = ExpertParallel.local(model.config)
+
+    @torch.no_grad()
+    def draft(self, output: StepOutput, lines: Sequence[DraftLine]) -> list[tuple[int, ...]]:
+        """Guesses for each line, in the order of the step's rows; none for lines without sampling.
+
+        A guess is chosen as the token itself will be, penalties, temperature and seed included: the
+        same random number picks both, so that they are likely to be the same.
+
+        Raises:
+            SamplingError: the modules' logits are NaN or infinite.
+        """
+        guesses: list[tuple[int, ...]] = [() for _ in lines]
+        if not output.hidden_TD.shape[0]:
+            return guesses
+        hidden_TD, device = output.hidden_TD, output.hidden_TD.device
+        asked = [index for index, line in enumerate(lines) if line.sampling is not None]
+        rows_S = torch.tensor(_last_rows(lines), dtype=torch.int64, device=device)
+        for depth in range(1, self._num_drafts + 1):
+            following = _following(lines, guesses, depth=depth)
+            hidden_TD = self._model.forward_draft(
+                hidden_TD,
+                torch.tensor(following, device=device),
+                depth=depth,
+                output=output,
+                experts=self._experts,
+            )
+            logits_SV = self._model.lm_head(hidden_TD[rows_S])
+            chosen = sample(logits_SV, [_row(lines[i].sampling, guesses[i]) for i in asked])
+            for index, one in zip(asked, chosen, strict=True):
+                guesses[index] += (one.token,)
+        return guesses
+
+
+def _last_rows(lines: Sequence[DraftLine]) -> list[int]:
+    """For each line with sampling, the row whose next token is the newest known."""
+    rows, first = [], 0
+    for line in lines:
+        if line.sampling is not None:
+            rows.append(first + len(line.tokens) - 2)
+        first += line.num_rows
+    return rows
+
+
+def _following(
+    lines: Sequence[DraftLine], guesses: Sequence[tuple[int, ...]], *, depth: int
+) -> list[int]:
+    """The token `depth` places behind every row; of rows that do not count, just any."""
+    following: list[int] = []
+    for line, guessed in zip(lines, guesses, strict=True):
+        tokens = (*line.tokens, *guessed)
+        wanted = range(depth, depth + line.num_rows)
+        following += [tokens[min(place, len(tokens) - 1)] for place in wanted]
+    return following
+
+
+def _row(sampling: SamplingRow | None, guessed: tuple[int, ...]) -> SamplingRow:
+    """How the next guess is chosen, behind those before it."""
+    assert sampling is not None
+    return dataclasses.replace(
+        sampling,
+        params=dataclasses.replace(sampling.params, logprobs=None),
+        output=[*sampling.output, *guessed],
+    )

@@ -1,0 +1,126 @@
+"""Blocks are never lost, never given twice, and found only by the tokens that filled them."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from equipoise.worker.blocks import BlockPool, BlockTable
+
+SIZE = 2
+
+
+class Held:
+    """A sequence that holds blocks, and what the cache should have of it."""
+
+    def __init__(self, table, tokens, num_run):
+        self.table, self.tokens, self.num_run = table, tokens, num_run
+
+
+class Blocks(RuleBasedStateMachine):
+    """Sequences come, run, and go, against what memory really holds."""
+
+    sequences = Bundle("sequences")
+
+    def __init__(self):
+        super().__init__()
+        self.pool = BlockPool(num_blocks=7, block_tokens=SIZE)
+        # Which tokens up to and with a block's own are in it now.
+        self.memory = {}
+        self.alive = []
+
+    @rule(target=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
+    def begin(self, tokens):
+        table = BlockTable(self.pool, tokens)
+        assert table.num_found_tokens < len(tokens)
+        for index, block in enumerate(table.blocks):
+            assert self.memory[block] == tokens[: (index + 1) * SIZE]
+        held = Held(table, list(tokens), table.num_found_tokens)
+        self.alive.append(held)
+        return held
+
+    @rule(held=sequences, count=st.integers(1, 4), more=st.lists(st.integers(0, 1), max_size=2))
+    def run(self, held, count, more):
+        held.tokens += more
+        end = min(held.num_run + count, len(held.tokens))
+        available, before = self.pool.num_available, len(held.table.blocks)
+        wanted = self.pool.blocks_for(end) - before
+        if held.table.grow(end):
+            assert self.pool.num_available == available - max(0, wanted)
+            for position in range(held.num_run, end):
+                block = held.table.blocks[position // SIZE]
+                assert sum(block in one.table.blocks for one in self.alive) == 1
+                self.memory[block] = held.tokens[: position + 1]
+            held.num_run = end
+            held.table.publish(held.tokens, num_run=end)
+        else:
+            assert wanted > available
+            assert self.pool.num_available == 0
+
+    @rule(held=consumes(sequences))
+    def end(self, held):
+        held.table.release()
+        self.alive.remove(held)
+
+    @invariant()
+    def every_block_is_held_or_available(self):
+        held = {block for one in self.alive for block in one.table.blocks}
+        assert self.pool.num_used == len(held)
+        assert self.pool.num_used + self.pool.num_available == self.pool.num_blocks
+
+    @invariant()
+    def what_a_sequence_has_run_is_still_there(self):
+        for one in self.alive:
+            for index in range(one.num_run // SIZE):
+                block = one.table.blocks[index]
+                assert self.memory[block] == one.tokens[: (index + 1) * SIZE]
+
+
+Blocks.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlocks = Blocks.TestCase
+
+
+def run_whole(pool, tokens):
+    table = BlockTable(pool, tokens)
+    assert table.grow(len(tokens))
+    table.publish(tokens, num_run=len(tokens))
+    return table
+
+
+def test_the_last_token_is_never_found_because_it_must_run():
+    pool = BlockPool(num_blocks=4, block_tokens=2)
+    run_whole(pool, [1, 2, 3, 4]).release()
+    assert BlockTable(pool, [1, 2, 3, 4]).num_found_tokens == 2
+    assert BlockTable(pool, [1, 2, 3, 4, 5]).num_found_tokens == 4
+
+
+def test_the_same_tokens_behind_others_are_not_the_same_block():
+    pool = BlockPool(num_blocks=8, block_tokens=2)
+    run_whole(pool, [1, 2, 3, 4])
+    assert BlockTable(pool, [3, 4, 9]).num_found_tokens == 0
+    assert BlockTable(pool, [2, 1, 3, 4, 9]).num_found_tokens == 0
+    assert BlockTable(pool, [1, 2, 9, 9, 9]).num_found_tokens == 2
+
+
+def test_what_was_unused_longest_makes_room_and_ends_of_sequences_before_beginnings():
+    pool = BlockPool(num_blocks=4, block_tokens=1)
+    for tokens in ([1, 2], [3, 4]):
+        run_whole(pool, tokens).release()
+    assert pool.num_findable == 4
+    assert BlockTable(pool, [1, 9]).num_found_tokens == 1
+    newcomer = BlockTable(pool, [7, 8])
+    assert newcomer.grow(2)
+    assert BlockTable(pool, [1, 2, 9]).num_found_tokens == 1
+    assert BlockTable(pool, [3, 4, 9]).num_found_tokens == 1
+
+
+def test_a_block_that_two_sequences_hold_is_held_until_both_let_go():
+    pool = BlockPool(num_blocks=2, block_tokens=2)
+    first = run_whole(pool, [1, 2])
+    second = BlockTable(pool, [1, 2, 3])
+    assert second.blocks == first.blocks
+    first.release()
+    assert pool.num_used == 1
+    assert second.grow(3)
+    assert not BlockTable(pool, [5]).grow(1)
+    second.release()
+    assert pool.num_used == 0
