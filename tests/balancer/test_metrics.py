@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from scrapes import documented, ours, scrape, value_of
 
+from equipoise.balancer.leadership import LeaseTiming
 from equipoise.balancer.loads import PoolLoads
 from equipoise.balancer.memory import PoolMemory
 from equipoise.balancer.policies import PolicyBook
@@ -20,6 +21,7 @@ from equipoise.balancer.sqlite_store import SqliteStore
 from equipoise.planning.topology import ModelShape
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.histogram import Histogram
+from equipoise.wire.messages import Wait, WorkerBound
 
 
 class OnePool:
@@ -87,6 +89,38 @@ def test_ranks_are_counted_by_what_they_do(serving_bench):
     }
     assert counts == {"serving": 3, "loading": 0, "silent": 0, "gone": 1}
     assert value_of(told, "equipoise_pool_health", pool="tiny", health="degraded") == 1
+
+
+def test_promises_are_counted_by_what_became_of_them_and_the_policy_is_named(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=50)
+    told = told_of(bench.pool, now=bench.now)
+    counts = {
+        outcome: value_of(told, "equipoise_promises_total", pool="tiny", outcome=outcome)
+        for outcome in ("kept", "traffic_changed", "rolled_back")
+    }
+    assert counts == {"kept": 1, "traffic_changed": 0, "rolled_back": 0}
+    hash_of = bench.pool.in_force.digest
+    assert value_of(told, "equipoise_policy_info", pool="tiny", hash=hash_of) == 1
+
+
+async def test_balancers_that_elect_tell_the_waits_of_it(tmp_path, policy):
+    store = SqliteStore(tmp_path / "state.sqlite")
+    seen = []
+    async with serving(
+        store,
+        listen="127.0.0.1:0",
+        policies=PolicyBook(policy),
+        stop_grace_s=0.0,
+        metrics_listen="127.0.0.1:0",
+        metrics_heard=seen.append,
+        timing=LeaseTiming.lasting(30.0),
+    ):
+        families = await scrape(seen[0])
+    await store.close()
+    assert documented("Election").items() <= ours(families).items()
+    assert value_of(families, "equipoise_election_bound_seconds", bound="lease") == 20
+    assert value_of(families, "equipoise_election_bound_reached_total", bound="register") == 0
 
 
 def test_a_large_pool_has_at_most_2000_series(hello_of, policy):
@@ -157,6 +191,8 @@ def test_a_histogram_counts_a_value_on_its_bound_below_it():
 
 def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
     pool = Pool.remembered("big", policies=PolicyBook(policy), memory=PoolMemory())
+    told = [WorkerBound(name=wait, bound_s=1.0) for wait in Wait]
+    pool.bounds.hear("worker-0", boot_id="boot-1", told=told)
     for rank in range(num_ranks):
         hello = hello_of(f"worker-{rank}", num_ranks=num_ranks)
         pool.roster.members[hello.worker] = Member(

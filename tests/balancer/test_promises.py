@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from equipoise.balancer.status import pool_status
 from equipoise.planning.policy import Policy
+from equipoise.planning.promise import Outcome
 
 POLICY = Policy(interval_s=10.0, min_tokens=100.0, rollback_windows=2, rollback_cooldown_s=100.0)
 
@@ -44,7 +46,13 @@ def test_a_rollout_that_made_it_worse_is_rolled_back_as_a_new_generation(bench, 
     assert current.same_placement(first)
     assert bench.pool.layouts.stored_generation == current.generation
     assert bench.pool.tally.rolled_back == 1
-    assert bench.pool.tally.realised_gain < 0 < bench.pool.tally.predicted_gain
+    judged = pool_status(bench.pool, now=bench.now).promises[-1]
+    assert (judged.generation, judged.before_generation) == (goal, first.generation)
+    assert judged.outcome == "rolled_back"
+    assert judged.gain_realised < 0 < judged.gain_promised
+    assert judged.balancedness_realised < judged.balancedness_promised - 0.05
+    assert judged.reason == back.reason
+    assert bench.pool.tally.promises == {Outcome.ROLLED_BACK: 1}
 
 
 def test_the_same_load_is_not_tried_again_before_the_cooldown(bench, hot):
@@ -72,8 +80,19 @@ def test_a_rollout_that_keeps_its_promise_is_judged_and_kept(bench, skewed):
     bench.run_traffic(skewed(1), seconds=40)
     assert bench.pool.watched is None
     assert bench.pool.tally.rolled_back == 0
-    tally = bench.pool.tally
-    assert tally.realised_gain == pytest.approx(tally.predicted_gain, abs=0.05)
+    judged = pool_status(bench.pool, now=bench.now).promises[-1]
+    assert judged.outcome == "kept"
+    assert judged.reason.startswith("kept, as promised")
+    assert judged.gain_realised == pytest.approx(judged.gain_promised, abs=0.05)
+    assert judged.judged_unix_s > 1000.0
+
+
+def test_a_promise_is_shown_open_until_windows_have_told(bench, skewed):
+    bench.run_traffic(skewed(1), seconds=10)
+    (promise,) = pool_status(bench.pool, now=bench.now).promises
+    assert promise.outcome == "open"
+    assert promise.gain_promised > 0
+    assert (promise.judged_unix_s, promise.balancedness_realised, promise.reason) == (0, 0, "")
 
 
 def test_a_paused_pool_is_not_rolled_back_before_it_is_resumed(bench, hot):

@@ -5,8 +5,9 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 
 from equipoise.planning.topology import ModelShape
-from equipoise.wire.messages import Abort, Heartbeat, Hello, Leaving, Refused, Rejection
+from equipoise.wire.messages import Abort, Heartbeat, Hello, Leaving, Refused, Rejection, Wait
 from equipoise.worker.agent import Agent
+from equipoise.worker.waits import Waits
 
 REFUSED = Refused(epoch=1, rank=0, generation=2, reason="no")
 
@@ -119,7 +120,8 @@ async def _restarted(balancer):
 async def test_a_balancer_that_hangs_is_taken_for_lost(balancer, caplog):
     caplog.set_level("INFO")
     balancer.acknowledges = False
-    bench = Bench(balancer.address, ack_timeout_s=0.3)
+    waits = Waits({Wait.ACK: 0.3})
+    bench = Bench(balancer.address, ack_timeout_s=0.3, waits=waits)
     async with running(bench):
         first = await balancer.link()
         await balancer.link()
@@ -127,6 +129,9 @@ async def test_a_balancer_that_hangs_is_taken_for_lost(balancer, caplog):
         assert len(first.of(Heartbeat)) >= 2
         assert not bench.agent.connected
     assert "no answer for 0.3 s" in caplog.text
+    (ack,) = waits.all()
+    assert ack.reached >= 1
+    assert ack.latest == f"the balancer at {balancer.address} was given up"
 
 
 async def test_a_stop_is_announced_as_the_last_word(balancer):

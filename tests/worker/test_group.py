@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from equipoise.worker.errors import GroupError
+from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.group import Rendezvous, backend, first_line, meet
 from equipoise.worker.header import StepHeader
 
@@ -77,8 +77,9 @@ def test_a_rank_alone_hears_itself(rendezvous):
 def test_headers_come_in_rank_order_and_a_lost_peer_is_a_clear_error(rendezvous):
     with rank_0_of_two(rendezvous, "die") as group:
         assert group.exchange(header(0)) == (header(0), header(1))
-        with pytest.raises(GroupError, match="peer rank failed or hangs"):
+        with pytest.raises(GroupError, match="peer rank failed or hangs") as failed:
             group.exchange(header(0))
+        assert not isinstance(failed.value, StepTimeoutError)
 
 
 def test_a_process_forms_one_group_after_another_at_the_same_place(rendezvous):
@@ -92,7 +93,7 @@ def test_a_process_forms_one_group_after_another_at_the_same_place(rendezvous):
 def test_a_hanging_peer_is_an_error_within_the_timeout(rendezvous):
     with rank_0_of_two(rendezvous, "hang", step_timeout_s=2.0) as group:
         group.exchange(header(0))
-        with pytest.raises(GroupError, match="peer rank failed or hangs"):
+        with pytest.raises(StepTimeoutError, match="peer rank failed or hangs"):
             group.exchange(header(0))
 
 

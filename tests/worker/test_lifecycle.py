@@ -21,6 +21,7 @@ from equipoise.wire.messages import (
     Serving,
     Staged,
     Switched,
+    Wait,
 )
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import RejectedError, WorkerError
@@ -282,10 +283,10 @@ async def test_a_stage_that_makes_no_sense_is_refused_with_the_reason(
         assert "10" in refused.reason
 
 
-async def test_a_stop_ends_requests_with_a_reason_and_says_goodbye(
+async def test_a_stop_ends_requests_with_a_reason_and_says_so_and_goodbye(
     balancer, settings, assignment, random_layout
 ):
-    chosen = settings(balancer=balancer.address, worker="w-7", drain_timeout_s=0.0)
+    chosen = settings(balancer=balancer.address, worker="w-7", drain_timeout_s=0.01)
     async with running(chosen) as bench:
         link, _ = await join(balancer, assignment, random_layout(1))
         async with grpc.aio.insecure_channel(bench.worker.address) as channel:
@@ -298,6 +299,9 @@ async def test_a_stop_ends_requests_with_a_reason_and_says_goodbye(
                 await _read_to_end(call)
         await asyncio.wait_for(bench.task, 60)
         assert link.heard[-1] == Leaving(reason="w-7 was asked to stop")
+        (drain,) = (bound for bound in link.heard[-2].stats.bounds if bound.name == Wait.DRAIN)
+        assert (drain.bound_s, drain.reached) == (0.01, 1)
+        assert drain.latest == "w-7 handed back what it still had"
 
 
 async def _read_to_end(call):

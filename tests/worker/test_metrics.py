@@ -5,18 +5,25 @@ from prometheus_client.parser import text_string_to_metric_families
 from scrapes import documented, ours, scrape, value_of
 
 from equipoise.telemetry.exposition import metrics_at
+from equipoise.wire.messages import Wait
 from equipoise.worker.blocks import BlockPool
 from equipoise.worker.metrics import WorkerCollector
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Request
+from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.timings import Timings
+from equipoise.worker.waits import Waits
 
 
 def collector(rank=None):
     blocks = BlockPool(num_blocks=4, block_tokens=16)
     scheduler = Scheduler(blocks=blocks, max_requests=4, max_queued=8, max_step_tokens=8)
     timings = Timings(num_corrupted=2)
-    return WorkerCollector(rank=lambda: rank, scheduler=scheduler, timings=timings), scheduler
+    waits = Waits.of(WorkerSettings(drain_timeout_s=0.0))
+    waits.note(Wait.OUTAGE, "requests were ended")
+    waits.note(Wait.DRAIN, "it has none")
+    told = WorkerCollector(rank=lambda: rank, scheduler=scheduler, timings=timings, waits=waits)
+    return told, scheduler
 
 
 async def test_a_worker_tells_what_the_docs_say_and_nothing_else():
@@ -27,6 +34,11 @@ async def test_a_worker_tells_what_the_docs_say_and_nothing_else():
     assert value_of(families, "equipoise_worker_serving") == 0
     assert value_of(families, "equipoise_worker_rank") == -1
     assert value_of(families, "equipoise_worker_checksum_failures_total") == 2
+    bounds = {"step": 0, "pull": 0, "ack": 0, "outage": 1}
+    for name, reached in bounds.items():
+        assert value_of(families, "equipoise_worker_bound_reached_total", bound=name) == reached
+    (family,) = (one for one in families.values() if one.name == "equipoise_worker_bound_reached")
+    assert {sample.labels["bound"] for sample in family.samples} == set(bounds)
 
 
 def test_blocks_of_the_cache_in_use_are_a_part_of_all():

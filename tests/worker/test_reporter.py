@@ -1,11 +1,14 @@
 """What a rank tells about its load."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from equipoise.planning.load import Phase
-from equipoise.wire.messages import RankStats
+from equipoise.wire.messages import RankStats, Wait, WorkerBound
 from equipoise.worker.engine import Progress
 from equipoise.worker.reporter import FINAL_REPORTS, Reporter
+from equipoise.worker.waits import Waits
 from equipoise_model.dispatch import SlotLoad
 
 STATS = RankStats(
@@ -19,7 +22,15 @@ STATS = RankStats(
 
 
 def reporter():
-    return Reporter(engine=None, boot_id="b", epoch=4, rank=2, interval_s=1.0, send=print)
+    return Reporter(
+        engine=None,
+        boot_id="b",
+        epoch=4,
+        rank=2,
+        interval_s=1.0,
+        send=print,
+        waits=Waits({Wait.STEP: 4.0}),
+    )
 
 
 def progress(*generations):
@@ -38,7 +49,7 @@ def told(reports):
 
 def test_a_report_says_whose_counters_of_which_generation_they_are():
     [report] = reporter().reports(progress(7))
-    assert report.stats is STATS
+    assert report.stats == replace(STATS, bounds=(WorkerBound(name="step", bound_s=4.0),))
     load = report.load
     assert (load.boot_id, load.epoch, load.rank, load.generation) == ("b", 4, 2, 7)
     assert load.phase is Phase.MIXED

@@ -9,9 +9,10 @@ import grpc
 import pytest
 
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
-from equipoise.wire.messages import Peer
+from equipoise.wire.messages import Peer, Wait
 from equipoise.worker.errors import NotHeldError, TransferError
 from equipoise.worker.transfer import CHUNK_BYTES, ExpertPuller, ExpertTransferService
+from equipoise.worker.waits import Waits
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_model.experts import checksum
@@ -85,7 +86,9 @@ def puller(rank_of_one):
     core, held = rank_of_one()
 
     @asynccontextmanager
-    async def build(*addresses, timeout_s=20.0, checkpoint=None, epoch=1, bytes_per_s=math.inf):
+    async def build(
+        *addresses, timeout_s=20.0, checkpoint=None, epoch=1, bytes_per_s=math.inf, waits=None
+    ):
         peers = [
             Peer(rank=rank, address=address, node="n", worker=f"worker-{rank}")
             for rank, address in enumerate(["", *addresses])
@@ -99,6 +102,7 @@ def puller(rank_of_one):
             expert_bytes=core.shape.expert_bytes,
             source_timeout_s=timeout_s,
             bytes_per_s=bytes_per_s,
+            waits=waits,
         )
         yield one
         await one.close()
@@ -178,13 +182,16 @@ async def test_corrupted_bytes_are_counted_and_had_elsewhere(
 async def test_a_silent_peer_costs_one_timeout_for_the_wave_and_its_calls_are_cancelled(
     puller, held, move
 ):
-    silent = Silent()
+    silent, waits = Silent(), Waits({Wait.PULL: 5.0})
     async with served(silent) as slow, served(opened(held)) as good:
-        async with puller(slow, good, timeout_s=5.0) as own:
+        async with puller(slow, good, timeout_s=5.0, waits=waits) as own:
             pulled = await own.pull([move(expert, 1, 2) for expert in range(8)])
         assert pulled.checkpoint_bytes == 0
         # Those that were under way when the first timed out, and no more.
         assert 1 <= silent.num_calls <= 4
+        (told,) = waits.all()
+        assert 1 <= told.reached <= 4
+        assert "from rank 1 (worker-1): the next source was asked" in told.latest
     assert silent.num_cancelled == silent.num_calls
 
 

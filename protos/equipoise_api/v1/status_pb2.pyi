@@ -271,13 +271,17 @@ class BoundStatus(_message.Message):
     REACHED_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Of the balancer: stage, switch, report, store, reform, meet, start, plan or lease. Of the
-    workers, together: step, pull, ack, outage or drain.
+    """Of the pool: plan (a plan is made), persist (a rollout for the store), stage, switch, store (one
+    write), report (silence of a rank), reform, meet and start. Of the election, if there is one:
+    lease (its renewal) and register (one request). Of the workers together, once one has told:
+    those of WorkerBound.
     """
     bound_s: _builtins.float
     """Longest wait, seconds."""
     reached: _builtins.int
-    """How often it was reached since the balancer started."""
+    """How often it was reached: since the balancer leads; those of the election since it started,
+    those of the workers since they did.
+    """
     latest: _builtins.str
     """What happened the last time, in words; empty if it never was."""
     def __init__(
@@ -460,6 +464,7 @@ class PoolStatus(_message.Message):
     AUDIT_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    PROMISES_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool name."""
     health: Global___PoolHealth.ValueType
@@ -540,6 +545,10 @@ class PoolStatus(_message.Message):
     def policy(self) -> Global___PolicyStatus:
         """The policy in force, and whether a newer one was refused."""
 
+    @_builtins.property
+    def promises(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromiseStatus]:
+        """What became of the latest rollouts' promises, newest first, at most 16."""
+
     def __init__(
         self,
         *,
@@ -569,10 +578,11 @@ class PoolStatus(_message.Message):
         audit: _abc.Iterable[Global___AuditEntry] | None = ...,
         shares: Global___ShareStatus | None = ...,
         policy: Global___PolicyStatus | None = ...,
+        promises: _abc.Iterable[Global___PromiseStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "promises", b"promises", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
     _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015
@@ -592,6 +602,62 @@ class PoolStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shares) -> _WhichOneofReturnType__shares | None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class PromiseStatus(_message.Message):
+    """PromiseStatus is what a rollout was to bring and what it brought, once that was judged."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    BEFORE_GENERATION_FIELD_NUMBER: _builtins.int
+    JUDGED_UNIX_S_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    BALANCEDNESS_PROMISED_FIELD_NUMBER: _builtins.int
+    BALANCEDNESS_REALISED_FIELD_NUMBER: _builtins.int
+    GAIN_PROMISED_FIELD_NUMBER: _builtins.int
+    GAIN_REALISED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Last generation of the rollout."""
+    before_generation: _builtins.int
+    """Generation that it was to be better than, and to which a way back would lead."""
+    judged_unix_s: _builtins.float
+    """Unix time of the judgement, seconds; 0 while windows are awaited."""
+    outcome: _builtins.str
+    """kept, traffic_changed (it fell short, but the layout before would have too), or rolled_back;
+    open while windows are awaited.
+    """
+    balancedness_promised: _builtins.float
+    """Balancedness that was promised, 0 to 1."""
+    balancedness_realised: _builtins.float
+    """Balancedness that receivers measured, mean over the windows judged by; 0 while open."""
+    gain_promised: _builtins.float
+    """Balancedness gained over the layout before: promised, on the load that it was planned for."""
+    gain_realised: _builtins.float
+    """The same: realised, on the windows judged by; 0 while open."""
+    reason: _builtins.str
+    """The judgement in words; empty while open."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        before_generation: _builtins.int = ...,
+        judged_unix_s: _builtins.float = ...,
+        outcome: _builtins.str = ...,
+        balancedness_promised: _builtins.float = ...,
+        balancedness_realised: _builtins.float = ...,
+        gain_promised: _builtins.float = ...,
+        gain_realised: _builtins.float = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness_promised", b"balancedness_promised", "balancedness_realised", b"balancedness_realised", "before_generation", b"before_generation", "gain_promised", b"gain_promised", "gain_realised", b"gain_realised", "generation", b"generation", "judged_unix_s", b"judged_unix_s", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromiseStatus: _TypeAlias = PromiseStatus  # noqa: Y015
 
 @_typing.final
 class ShareStatus(_message.Message):

@@ -661,7 +661,9 @@ class WorkerBound(_message.Message):
     REACHED_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """step, pull, ack, outage or drain."""
+    """step (a collective, for peers), pull (an expert from one source), ack (any word of the
+    balancer), outage (requests, while ranks form anew) or drain (requests, when it is to stop).
+    """
     bound_s: _builtins.float
     """Longest wait, seconds."""
     reached: _builtins.int

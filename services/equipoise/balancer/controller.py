@@ -222,9 +222,11 @@ class PoolController:
                 pass
         return ()
 
-    def write_failed(self, write: Write, *, reason: str) -> None:
+    def write_failed(self, write: Write, *, reason: str, timed_out: bool = False) -> None:
         """The store did not take a write; what rests on it waits, and ticks try again."""
         self.pool.revision += 1
+        if timed_out:
+            self.pool.bounds.note("store", reason)
         goes_on = self.pool.policy.store_down is StoreDown.MEMORY
         self.pool.store_fault = (
             f"{reason}; nothing is switched until the store works, planning "
@@ -315,6 +317,7 @@ class PoolController:
                 f"{'not dealt yet' if member.rank is None else member.rank}",
             )
         member.stats = report.stats
+        self.pool.hear_bounds(member.name, report)
         layout = self.pool.layouts.nearest(report.load.generation)
         if self.pool.loads is None or layout is None:
             # Before all ranks serve nothing is lost: counters are cumulative.

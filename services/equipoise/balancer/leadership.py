@@ -200,6 +200,10 @@ class Standing:
         """Whether it may write and push at this moment."""
         return self.role is Role.LEADING and now < self.valid_until_s
 
+    def has_run_out(self, *, now: float) -> bool:
+        """Whether a term is over because its lease was not renewed in time."""
+        return self.role is Role.LEADING and now >= self.valid_until_s
+
     @property
     def leader_address(self) -> str:
         """Where the other one that leads is, as far as is known; empty if nobody is known to."""
@@ -210,7 +214,7 @@ class Standing:
     def step(self, event: Event, *, now: float) -> tuple["Standing", Request]:
         """The standing after an event, and what to ask the register for."""
         standing = self
-        if standing.role is Role.LEADING and now >= standing.valid_until_s:
+        if standing.has_run_out(now=now):
             standing = _follow(standing, "the lease could not be renewed in time")
         return TABLE[standing.role, type(event)](standing, event, now)
 

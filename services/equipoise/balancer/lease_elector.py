@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
+from equipoise.balancer.bounds import Bound
 from equipoise.balancer.leadership import (
     Candidate,
     Due,
@@ -28,7 +29,7 @@ from equipoise.balancer.leadership import (
     Write,
     Wrote,
 )
-from equipoise.balancer.lease_register import LeaseRegister, RegisterError
+from equipoise.balancer.lease_register import ALONE, LeaseRegister, RegisterError
 
 _MAX_REQUESTS = 4
 """Requests of one round: a renewal that finds itself overtaken, a look, and a renewal again."""
@@ -74,6 +75,13 @@ class Elector:
         self._changed = asyncio.Event()
         self._pending: Request = None
         self._looked = asyncio.Event()
+        self._lease = Bound(name="lease", bound_s=timing.renew_deadline_s)
+        self._request = Bound(name="register", bound_s=timing.request_timeout_s)
+
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        """Its waits since the process started; none if nobody else can reach the register."""
+        return () if self._standing.timing == ALONE else (self._lease, self._request)
 
     @property
     def standing(self) -> Standing:
@@ -148,7 +156,9 @@ class Elector:
                     return Saw(sighting=await self._register.read())
                 sighting = await self._register.write(request.record, replacing=request.replacing)
         except TimeoutError:
-            return Failed(reason=f"the lease's register did not answer within {timeout_s:g} s")
+            reason = f"the lease's register did not answer within {timeout_s:g} s"
+            self._request = self._request.again(reason)
+            return Failed(reason=reason)
         except RegisterError as error:
             return Failed(reason=str(error))
         return Overtaken() if sighting is None else Wrote(sighting=sighting, sent_s=sent_s)
@@ -172,9 +182,11 @@ class Elector:
             await self._perform(request)
 
     def _apply(self, event: Event) -> Request:
-        before = self._standing
-        self._standing, request = before.step(event, now=self._clock())
+        before, now = self._standing, self._clock()
+        self._standing, request = before.step(event, now=now)
         if self._standing is not before:
+            if before.has_run_out(now=now):
+                self._lease = self._lease.again(f"term {before.term} ended: it was not renewed")
             _report(before, self._standing)
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()

@@ -5,7 +5,7 @@ Keeps nothing and changes nothing. What there is of a pool is `pool_metrics.py`'
 
 from collections.abc import Iterator
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from equipoise.balancer.pool_metrics import PoolMetrics
@@ -31,8 +31,32 @@ class BalancerCollector(Collector):
             "Highest fencing number of a leader that this balancer knows of.",
             value=float(self._seat.highest_term),
         )
+        yield GaugeMetricFamily(
+            "equipoise_ready",
+            "1 if this balancer could take workers, if it led, else 0.",
+            value=float(not self._seat.not_ready),
+        )
+        yield from self._election()
         metrics = PoolMetrics(now=self._clock())
         if pools is not None:
             for name in pools.names():
                 metrics.add(pools.find(name).pool)
         yield from metrics.families()
+
+    def _election(self) -> Iterator[Metric]:
+        """The waits of the election, if there are others to be elected."""
+        longest = GaugeMetricFamily(
+            "equipoise_election_bound_seconds",
+            "Longest that a wait of the election may take.",
+            labels=("bound",),
+        )
+        reached = CounterMetricFamily(
+            "equipoise_election_bound_reached",
+            "How often a wait of the election reached its bound.",
+            labels=("bound",),
+        )
+        for bound in self._seat.bounds:
+            longest.add_metric([bound.name], bound.bound_s)
+            reached.add_metric([bound.name], float(bound.reached))
+        yield longest
+        yield reached

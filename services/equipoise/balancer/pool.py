@@ -27,10 +27,10 @@ from equipoise.planning.load import Load
 from equipoise.planning.membership import Opening
 from equipoise.planning.moves import Move
 from equipoise.planning.policy import Policy, StoreDown
-from equipoise.planning.promise import Promise, Witness
+from equipoise.planning.promise import Promise, Realised, Witness
 from equipoise.planning.rollout import Commands, Event, PersistCommitted, PersistProposed, Ticked
 from equipoise.planning.slowness import Pace, SlowRank
-from equipoise.wire.messages import Checksums
+from equipoise.wire.messages import Checksums, Report
 
 MAX_WINDOWS = 128
 """Closed windows kept for people to plot."""
@@ -38,6 +38,10 @@ MAX_WINDOWS = 128
 
 MAX_PACES = 100
 """Windows kept to find slow ranks by: the most that a policy may ask for."""
+
+
+MAX_JUDGED = 16
+"""Judged rollouts kept for people to look at."""
 
 
 MAX_LATE = 100
@@ -50,6 +54,15 @@ class WatchedRollout:
 
     promise: Promise
     witnesses: list[Witness] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRollout:
+    """What became of a rollout's promise, and when that was seen."""
+
+    promise: Promise
+    realised: Realised
+    judged_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +87,10 @@ class Pool:
     epoch that this balancer opened from one that it found. `adopting` is a generation on its way to
     the store. `hold` is what an operator holds it to, `audit` are the latest orders, newest first.
     `policy_revision` is that of `policies` which `in_force` is of, `recorded_policy` the digest
-    that the store knows. `watched` is the latest rollout until it was judged, `rolled_back_s` when
-    one was rolled back last. `paces` are of the windows of this epoch, `slow` are ranks that they
-    show to be slow, `excluded` workers by name. `late` are verdicts that the store has yet to take.
+    that the store knows. `watched` is the latest rollout until it was judged, `judged` are those
+    before, newest first, `rolled_back_s` is when one was rolled back last. `paces` are of the
+    windows of this epoch, `slow` are ranks that they show to be slow, `excluded` workers by name.
+    `late` are verdicts that the store has yet to take.
     `revision` grows with every change.
     """
 
@@ -107,6 +121,7 @@ class Pool:
     hold: Hold = field(default_factory=Hold)
     audit: deque[AuditRecord] = field(default_factory=lambda: deque(maxlen=MAX_AUDIT))
     watched: WatchedRollout | None = None
+    judged: deque[JudgedRollout] = field(default_factory=lambda: deque(maxlen=MAX_JUDGED))
     rolled_back_s: float | None = None
     paces: deque[Pace] = field(default_factory=lambda: deque(maxlen=MAX_PACES))
     slow: Mapping[int, SlowRank] = field(default_factory=dict)
@@ -260,6 +275,12 @@ class Pool:
             return
         self.faults[concern] = fault
         self.refusals.count("checksum_conflict", fault)
+
+    def hear_bounds(self, worker: str, report: Report) -> None:
+        """Add up a worker's waits that reached their bound; a kind that we do not know is named."""
+        boot_id, told = report.load.boot_id, report.stats.bounds
+        for name in self.bounds.hear(worker, boot_id=boot_id, told=told):
+            self.refusals.count("report_bound", f"worker {worker} tells of a bound {name!r}")
 
     def roll(self, event: Event, *, now: float) -> Chain:
         """Tell the rollout, and carry out what it wants; an abort takes the verdict back."""

@@ -19,6 +19,7 @@ from equipoise.balancer.health import Health
 from equipoise.balancer.pool import Pool
 from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.load import Load
+from equipoise.planning.promise import Outcome
 from equipoise.planning.slowness import slowdowns
 from equipoise.telemetry.histogram import Histogram
 
@@ -30,6 +31,7 @@ _P, _PHASE, _RANK = ("pool",), ("pool", "phase"), ("pool", "rank")
 _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "pool_health": (("pool", "health"), "1 for the health that the pool is in, else 0."),
     "ranks": (("pool", "state"), "Ranks of the epoch: serving, loading, silent or gone."),
+    "policy_info": (("pool", "hash"), "1 for the policy in force, named by its values."),
     "epoch": (_P, "Membership number."),
     "generation": (_P, "Committed generation."),
     "rollout_generation": (_P, "Generation that is being rolled out; 0 if none is."),
@@ -62,6 +64,10 @@ _COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "shifts": (_P, "Windows in which traffic had shifted."),
     "decisions": (("pool", "verdict"), "Verdicts, yes or no."),
     "rollouts": (("pool", "outcome"), "Plans rolled out: completed, aborted or rolled_back."),
+    "promises": (
+        ("pool", "outcome"),
+        "Rollouts judged by what they brought: kept, traffic_changed or rolled_back.",
+    ),
     "waves": (_P, "Generations that all ranks switched to."),
     "slow_ranks_found": (_P, "How often a rank was found to be slow."),
     "moves": (_P, "Slots whose expert these changed."),
@@ -119,6 +125,7 @@ class PoolMetrics:
         for one in Health:
             self._gauge("pool_health", pool, one is health, one.value)
         rollout = pool.rollouts.current
+        self._gauge("policy_info", pool, 1, pool.in_force.digest)
         self._gauge("epoch", pool, pool.roster.epoch)
         self._gauge("generation", pool, pool.layouts.stored_generation or 0)
         self._gauge("rollout_generation", pool, rollout.target.generation if rollout else 0)
@@ -183,9 +190,11 @@ class PoolMetrics:
         self._count("slow_ranks_found", pool, tally.slow_found)
         self._count("pulled_bytes", pool, tally.peer_bytes, "peer")
         self._count("pulled_bytes", pool, tally.checkpoint_bytes, "checkpoint")
-        if tally.predicted_gain is not None and tally.realised_gain is not None:
-            self._gauge("predicted_gain", pool, tally.predicted_gain)
-            self._gauge("realised_gain", pool, tally.realised_gain)
+        for outcome in Outcome:
+            self._count("promises", pool, tally.promises[outcome], outcome.value)
+        if pool.judged:
+            self._gauge("predicted_gain", pool, pool.judged[0].promise.gain)
+            self._gauge("realised_gain", pool, pool.judged[0].realised.gain)
         self._histogram("plan_seconds", pool, tally.plan_s)
         self._histogram("wave_seconds", pool, tally.wave_s)
         self._histogram("switch_stall_seconds", pool, tally.stall_s)

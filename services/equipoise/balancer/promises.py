@@ -8,7 +8,7 @@ import logging
 from equipoise.balancer.effects import Chain
 from equipoise.balancer.given import adopt_given
 from equipoise.balancer.loads import ClosedWindow
-from equipoise.balancer.pool import Pool, WatchedRollout
+from equipoise.balancer.pool import JudgedRollout, Pool, WatchedRollout
 from equipoise.balancer.proposal import Proposal
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.promise import Promise, Realised, Witness, judge_realised
@@ -62,8 +62,8 @@ def _conclude(pool: Pool, realised: Realised, *, now: float) -> Chain:
     if realised.goes_back and (pool.hold.reason or not pool.can_plan):
         return ()  # Judged again at the next window, when somebody may move things.
     pool.watched = None
-    pool.tally.predicted_gain = watched.promise.gain
-    pool.tally.realised_gain = realised.gain
+    pool.tally.promises[realised.outcome] += 1
+    pool.judged.appendleft(JudgedRollout(promise=watched.promise, realised=realised, judged_s=now))
     fields = about(pool=pool.name, generation=watched.promise.generation)
     _log.info("%s: %s", pool.name, realised.reason, extra=fields)
     if not realised.goes_back:

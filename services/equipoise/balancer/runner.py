@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from equipoise.balancer.admin_requests import AdminRequest, Outcome, Wish
 from equipoise.balancer.answers import Answers
+from equipoise.balancer.bounds import WRITE_TIMEOUT_S
 from equipoise.balancer.controller import PoolController
 from equipoise.balancer.effects import (
     Chain,
@@ -43,9 +44,6 @@ from equipoise.wire.messages import (
 
 TICK_S = 0.1
 """Seconds between looks at the clock; every bound of a policy is late by this at most."""
-
-WRITE_TIMEOUT_S = 10.0
-"""Seconds a write may take before it counts as failed."""
 
 Clock = Callable[[], float]
 
@@ -253,10 +251,11 @@ class PoolRunner:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 written = await self._store_write(write)
         except TimeoutError:
-            self._note_failure(write, f"the store did not answer within {WRITE_TIMEOUT_S:g} s")
+            reason = f"the store did not answer within {WRITE_TIMEOUT_S:g} s"
+            self._note_failure(write, reason, timed_out=True)
             return False
         except StoreError as error:
-            self._note_failure(write, str(error))
+            self._note_failure(write, str(error), timed_out=error.fault is StoreFault.SLOW)
             self._question_tenure(error)
             return False
         except Exception as error:  # noqa: BLE001
@@ -277,9 +276,9 @@ class PoolRunner:
         elif error.fault in {StoreFault.CONFLICT, StoreFault.LOST}:
             self._tenure.give_up(str(error))
 
-    def _note_failure(self, write: Write, reason: str) -> None:
+    def _note_failure(self, write: Write, reason: str, *, timed_out: bool = False) -> None:
         _log.error("%s: %s", self.pool.name, reason, extra=about(pool=self.pool.name))
-        self._controller.write_failed(write, reason=reason)
+        self._controller.write_failed(write, reason=reason, timed_out=timed_out)
         if isinstance(write, WriteAudit):
             self._answers.fail(write.request.ticket, f"nothing was done: {reason}")
         self._notify()

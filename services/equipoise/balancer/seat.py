@@ -9,6 +9,7 @@ import logging
 from contextlib import suppress
 
 from equipoise.balancer.archive import Archive
+from equipoise.balancer.bounds import Bound
 from equipoise.balancer.lease_elector import Elector, Tenure
 from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.pools import Pools
@@ -62,6 +63,11 @@ class Seat:
     def leader_address(self) -> str | None:
         """Where the other balancer that leads is, as far as is known."""
         return self._elector.standing.leader_address or None
+
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        """The waits of the election, which are no pool's."""
+        return self._elector.bounds
 
     @property
     def elsewhere(self) -> str:

@@ -1,13 +1,16 @@
 """A pool's state as the Status service shows it. Reads, never changes."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
+from equipoise.balancer.bounds import Bound
 from equipoise.balancer.health import Health
 from equipoise.balancer.loads import ClosedWindow
-from equipoise.balancer.pool import Pool
+from equipoise.balancer.pool import MAX_JUDGED, Pool
 from equipoise.balancer.roster import Member
 from equipoise.balancer.store import AuditRecord, DecisionRecord
 from equipoise.planning.layout import Layout
+from equipoise.planning.promise import Promise, Realised
 from equipoise.planning.slowness import slowdowns
 from equipoise.wire.layouts import layout_to_proto
 from equipoise_api.v1 import status_pb2 as pb
@@ -21,8 +24,8 @@ _HEALTH = {
 }
 
 
-def pool_status(pool: Pool, *, now: float) -> pb.PoolStatus:
-    """One pool's whole state."""
+def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb.PoolStatus:
+    """One pool's whole state; `election` are the waits of the balancer that are no pool's."""
     diagnosis = pool.diagnosis()
     status = pb.PoolStatus(
         pool=pool.name,
@@ -42,7 +45,7 @@ def pool_status(pool: Pool, *, now: float) -> pb.PoolStatus:
         rollouts_completed=pool.rollouts.completed,
         rollouts_aborted=pool.rollouts.aborted,
         windows=[_window_status(window) for window in pool.windows],
-        bounds=_bounds(pool),
+        bounds=[_bound_status(bound) for bound in (*pool.bounds.all(), *election)],
         policy=_policy_status(pool),
         epochs=[
             pb.EpochStatus(
@@ -55,6 +58,7 @@ def pool_status(pool: Pool, *, now: float) -> pb.PoolStatus:
             for record in pool.epochs.newest_first()
         ],
         audit=[audit_to_proto(record) for record in pool.audit],
+        promises=_promises(pool),
     )
     if pool.roster.shape is not None:
         model = pool.roster.shape.model
@@ -253,13 +257,38 @@ def _policy_status(pool: Pool) -> pb.PolicyStatus:
     )
 
 
-def _bounds(pool: Pool) -> list[pb.BoundStatus]:
-    return [
-        pb.BoundStatus(
-            name=bound.name, bound_s=bound.bound_s, reached=bound.reached, latest=bound.latest
-        )
-        for bound in pool.bounds.all()
+def _promises(pool: Pool) -> list[pb.PromiseStatus]:
+    waiting = [] if pool.watched is None else [_promise_status(pool.watched.promise)]
+    judged = [
+        _promise_status(one.promise, realised=one.realised, judged_s=one.judged_s)
+        for one in pool.judged
     ]
+    return (waiting + judged)[:MAX_JUDGED]
+
+
+def _promise_status(
+    promise: Promise, *, realised: Realised | None = None, judged_s: float = 0.0
+) -> pb.PromiseStatus:
+    status = pb.PromiseStatus(
+        generation=promise.generation,
+        before_generation=promise.before.generation,
+        judged_unix_s=judged_s,
+        outcome="open",
+        balancedness_promised=promise.balancedness_promised,
+        gain_promised=promise.gain,
+    )
+    if realised is not None:
+        status.outcome = realised.outcome.value
+        status.balancedness_realised = realised.balancedness
+        status.gain_realised = realised.gain
+        status.reason = realised.reason
+    return status
+
+
+def _bound_status(bound: Bound) -> pb.BoundStatus:
+    return pb.BoundStatus(
+        name=bound.name, bound_s=bound.bound_s, reached=bound.reached, latest=bound.latest
+    )
 
 
 def _switches(pool: Pool) -> list[pb.SwitchStatus]:

@@ -61,7 +61,7 @@ class StatusService(pb_grpc.StatusServicer):
     ) -> pb.GetStatusResponse:
         """One pool's whole state."""
         runner = await self._find(request.pool, context)
-        return pb.GetStatusResponse(status=pool_status(runner.pool, now=self._clock()))
+        return pb.GetStatusResponse(status=self._status(runner))
 
     async def WatchStatus(  # type: ignore[override]  # noqa: N802
         self, request: pb.WatchStatusRequest, context: _Context
@@ -74,7 +74,7 @@ class StatusService(pb_grpc.StatusServicer):
                 context, f"min_interval_s must be a positive number of seconds, not {interval_s}"
             )
         while not runner.closed:
-            status = pool_status(runner.pool, now=self._clock())
+            status = self._status(runner)
             await context.write(pb.WatchStatusResponse(status=status))
             await asyncio.sleep(max(interval_s, SHORTEST_WATCH_INTERVAL_S))
             await runner.until_changed(status.revision)
@@ -129,6 +129,9 @@ class StatusService(pb_grpc.StatusServicer):
         return pb.ListDecisionsResponse(
             decisions=[decision_to_proto(decision) for decision in decisions]
         )
+
+    def _status(self, runner: PoolRunner | RememberedPool) -> pb.PoolStatus:
+        return pool_status(runner.pool, now=self._clock(), election=self._seat.bounds)
 
     async def _find(self, name: str, context: _Context) -> PoolRunner | RememberedPool:
         self._name_leader(context)

@@ -1,7 +1,9 @@
 """`Tally`: what has happened to a pool since the balancer leads, counted for metrics."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
+from equipoise.planning.promise import Outcome
 from equipoise.planning.rollout import State
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
 from equipoise.wire.messages import Staged
@@ -19,8 +21,7 @@ class Tally:
     """Counters that only grow. Durations are in seconds.
 
     `moves` are those of waves that all ranks switched to, `peer_bytes` and `checkpoint_bytes` what
-    ranks pulled for any. `predicted_gain` and `realised_gain` are the balancedness that the latest
-    rollout promised and brought, None before one was judged.
+    ranks pulled for any. `promises` counts what became of them.
     """
 
     accepted: int = 0
@@ -32,8 +33,7 @@ class Tally:
     checkpoint_bytes: int = 0
     rolled_back: int = 0
     slow_found: int = 0
-    predicted_gain: float | None = None
-    realised_gain: float | None = None
+    promises: Counter[Outcome] = field(default_factory=Counter)
     plan_s: Histogram = field(default_factory=lambda: Histogram(LONG_S))
     wave_s: Histogram = field(default_factory=lambda: Histogram(LONG_S))
     stall_s: Histogram = field(default_factory=lambda: Histogram(SHORT_S))

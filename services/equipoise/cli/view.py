@@ -274,6 +274,15 @@ def _facts(status: status_pb2.PoolStatus) -> RenderableType:
         table.add_row(
             "rollouts", f"{status.rollouts_completed} done, {status.rollouts_aborted} aborted"
         )
+    if status.promises:
+        table.add_row("promise", _promise_words(status.promises[0]))
+    for bound in status.bounds:
+        if bound.reached:
+            table.add_row(
+                "too long",
+                Text(f"{bound.reached} x {bound.name}, {bound.bound_s:g} s: {bound.latest}"),
+                style="yellow",
+            )
     for refusal in status.refusals:
         table.add_row(
             "refused", Text(f"{refusal.count} x {refusal.kind}: {refusal.latest}", style="yellow")
@@ -297,6 +306,15 @@ def _rollout_words(rollout: status_pb2.RolloutStatus) -> Text:
         f"staged by {_ranks_words(rollout.staged_ranks)}, "
         f"switched by {_ranks_words(rollout.switched_ranks)}{waves}",
         style="cyan",
+    )
+
+
+def _promise_words(promise: status_pb2.PromiseStatus) -> Text:
+    if promise.reason:
+        return Text(promise.reason, style="" if promise.outcome == "kept" else "yellow")
+    return Text(
+        f"generation {promise.generation} is to gain {promise.gain_promised:.3f} over generation "
+        f"{promise.before_generation}; windows will tell"
     )
 
 

@@ -7,6 +7,7 @@ the old layout would have done better on what came.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import Layout
@@ -46,16 +47,36 @@ class Witness:
     balancedness: float
 
 
+class Outcome(StrEnum):
+    """What became of a promise."""
+
+    KEPT = "kept"
+    """It brought what was promised, or so nearly that the policy takes it for that."""
+
+    TRAFFIC_CHANGED = "traffic_changed"
+    """It fell short, but the layout before would not have done better on what came."""
+
+    ROLLED_BACK = "rolled_back"
+    """It fell short, and the pool goes back."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Realised:
     """The judgement, and why.
 
-    `gain` is balancedness, mean over the windows, above what `before` would have had on them.
+    `balancedness` is what was measured, mean over the windows; `gain` is by how much that is above
+    what `before` would have had on them.
     """
 
-    goes_back: bool
+    outcome: Outcome
     reason: str
+    balancedness: float
     gain: float
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the pool returns to the layout before."""
+        return self.outcome is Outcome.ROLLED_BACK
 
 
 def judge_realised(
@@ -78,16 +99,14 @@ def judge_realised(
         f"have had {old:.3f}"
     )
     if missing <= tolerance:
-        reason = f"kept, as promised: {facts}"
+        outcome, reason = Outcome.KEPT, f"kept, as promised: {facts}"
     elif lost <= tolerance:
+        outcome = Outcome.TRAFFIC_CHANGED
         reason = f"kept, because traffic changed and not the plan failed: {facts}"
     else:
+        outcome = Outcome.ROLLED_BACK
         reason = f"rolled back, because it is worse by more than {tolerance:.3f}: {facts}"
-    return Realised(
-        goes_back=missing > tolerance and lost > tolerance,
-        reason=reason,
-        gain=measured - old,
-    )
+    return Realised(outcome=outcome, reason=reason, balancedness=measured, gain=measured - old)
 
 
 def too_soon_again(

@@ -6,6 +6,7 @@ the receiver's question.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -82,9 +83,31 @@ class Serving:
     checksums: Checksums
 
 
+class Wait(StrEnum):
+    """A wait of a worker that has a bound."""
+
+    STEP = "step"
+    """A collective of a step: for peers."""
+
+    PULL = "pull"
+    """An expert from one source; the next source follows."""
+
+    ACK = "ack"
+    """Any word of the balancer; another connection follows."""
+
+    OUTAGE = "outage"
+    """Requests here while the ranks form anew; then they end with an error."""
+
+    DRAIN = "drain"
+    """Requests here when the worker is asked to stop; those left are handed back."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerBound:
-    """A wait on a worker: at most `bound_s` seconds, reached so often, the last time in words."""
+    """A wait on a worker: at most `bound_s` seconds, reached so often, the last time in words.
+
+    `name` is a `Wait`, or one that only a newer release knows.
+    """
 
     name: str
     bound_s: float

@@ -26,9 +26,11 @@ from equipoise.wire.messages import (
     Leaving,
     Rejection,
     Stage,
+    Wait,
     WorkerMessage,
 )
 from equipoise.worker.errors import LinkLostError, NotLeadingError
+from equipoise.worker.waits import ACK_TIMEOUT_S, Waits
 from equipoise_api.v1 import worker_link_pb2 as pb
 from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
 
@@ -69,7 +71,8 @@ class Agent:
         receive: Callable[[BalancerMessage], None],
         dropped: Callable[[pb.ConnectResponse, str], None],
         credentials: Credentials | None = None,
-        ack_timeout_s: float = 5.0,
+        waits: Waits | None = None,
+        ack_timeout_s: float = ACK_TIMEOUT_S,
         backoff_s: float = 0.2,
         max_backoff_s: float = 5.0,
     ) -> None:
@@ -81,6 +84,7 @@ class Agent:
         self._receive = receive
         self._dropped = dropped
         self._credentials = credentials or Credentials()
+        self._waits = waits or Waits()
         self._ack_timeout_s = ack_timeout_s
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
@@ -230,6 +234,7 @@ class Agent:
         while True:
             left_s = self._heard_at + self._ack_timeout_s - _now()
             if left_s <= 0:
+                self._waits.note(Wait.ACK, f"the balancer at {self._address} was given up")
                 raise LinkLostError(f"no answer for {self._ack_timeout_s:g} s")
             await asyncio.sleep(left_s)
 

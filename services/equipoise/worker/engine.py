@@ -16,7 +16,7 @@ import torch
 
 from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.wire.messages import Checksums, RankStats
-from equipoise.worker.errors import GroupError, WorkerError
+from equipoise.worker.errors import WorkerError
 from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.header import StepHeader, agreed_generation, check_group
 from equipoise.worker.held import HeldExperts, StagedGeneration
@@ -304,7 +304,7 @@ class Engine:
         try:
             output = self._model.step(_batch(plan), self._cache, self._experts)
         except ExchangeError as error:
-            raise GroupError(collective_failed(error)) from error
+            raise collective_failed(error) from error
         try:
             sampled = sample(output.logits_SV, [row for c in plan.chunks for row in c.sampling])
             drafts = self._draft(plan, sampled, output)

@@ -11,15 +11,16 @@ from collections.abc import Callable
 
 from equipoise.telemetry.logs import about
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.messages import Assignment, GroupLost
+from equipoise.wire.messages import Assignment, GroupLost, Wait
 from equipoise.worker.core import ModelCore
-from equipoise.worker.errors import GroupError, TransferError, WorkerError
+from equipoise.worker.errors import GroupError, StepTimeoutError, TransferError, WorkerError
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.joining import Joined, Slots, join
 from equipoise.worker.rank import Rank, Say
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.timings import Timings
 from equipoise.worker.transfer import ExpertTransferService
+from equipoise.worker.waits import Waits
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Epochs:
         say: Say,
         serves: Callable[[bool], None],
         credentials: Credentials,
+        waits: Waits,
     ) -> None:
         self._core = core
         self._settings = settings
@@ -50,7 +52,8 @@ class Epochs:
         self._say = say
         self._serves = serves
         self._credentials = credentials
-        self._slots = Slots(core, credentials=credentials)
+        self._waits = waits
+        self._slots = Slots(core, credentials=credentials, waits=waits)
         self.timings = Timings()
         self.scheduler = core.scheduler(settings)
         self._epoch = 0
@@ -116,6 +119,8 @@ class Epochs:
         except TransferError as error:
             raise WorkerError(f"epoch {assignment.epoch} cannot be joined: {error}") from error
         except GroupError as error:
+            if isinstance(error, StepTimeoutError):
+                self._waits.note(Wait.STEP, f"epoch {assignment.epoch} ended: {error}")
             self._lose(assignment, str(error))
 
     async def _serve(self, joined: Joined) -> None:
@@ -130,6 +135,7 @@ class Epochs:
             deliver=self._inference.deliver,
             timings=self.timings,
             credentials=self._credentials,
+            waits=self._waits,
         )
         self.rank, self.lost = rank, None
         if self._given_up.is_set():
@@ -181,7 +187,7 @@ class Epochs:
             self._outage = loop.call_later(self._settings.outage_timeout_s, self._turn_away, reason)
 
     def _turn_away(self, reason: str) -> None:
-        self._inference.close(
-            f"the ranks did not form anew within {self._settings.outage_timeout_s:g} s: {reason}"
-        )
+        told = f"the ranks did not form anew within {self._settings.outage_timeout_s:g} s: {reason}"
+        self._waits.note(Wait.OUTAGE, f"requests were ended: {told}")
+        self._inference.close(told)
         self._serves(False)

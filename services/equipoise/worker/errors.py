@@ -13,6 +13,10 @@ class GroupError(WorkerError):
     """The group of ranks cannot take another step: a peer failed, left or disagrees."""
 
 
+class StepTimeoutError(GroupError):
+    """A collective of a step reached its bound: a peer hangs, or is very slow."""
+
+
 class PeerLeftError(GroupError):
     """A peer left by its own will; nothing is broken, but this group is over."""
 

@@ -18,12 +18,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from equipoise.worker.errors import GroupError
+from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.header import HEADER_WIDTH, StepHeader, pack, unpack
 
 _POLL_S = 0.05
 _CONNECT_TIMEOUT_S = 2.0
 _GRACE_S = 0.5
+_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # in the words of gloo, and of NCCL
 
 
 class RankGroup:
@@ -64,7 +65,7 @@ class RankGroup:
         try:
             dist.all_gather_single(self._gathered, row)
         except RuntimeError as error:
-            raise GroupError(collective_failed(error)) from error
+            raise collective_failed(error) from error
         self.waited_s += time.perf_counter() - began
         return tuple(unpack(row) for row in self._gathered.view(-1, HEADER_WIDTH).tolist())
 
@@ -233,9 +234,12 @@ def _arrived(rank: int) -> str:
     return f"arrived/{rank}"
 
 
-def collective_failed(error: Exception) -> str:
-    """What to tell people when a collective of a step failed."""
-    return f"a peer rank failed or hangs, so this group cannot take a step: {first_line(error)}"
+def collective_failed(error: Exception) -> GroupError:
+    """What to raise and tell people when a collective of a step failed."""
+    kind = StepTimeoutError if _TIMED_OUT.search(str(error)) else GroupError
+    return kind(
+        f"a peer rank failed or hangs, so this group cannot take a step: {first_line(error)}"
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -79,12 +79,16 @@ class InferenceService(pb_grpc.InferenceServicer):
         """Answer new requests with UNAVAILABLE and this reason from now on; those here go on."""
         self._draining = reason
 
-    async def drain(self, *, timeout_s: float) -> None:
-        """Wait until all requests here have ended or the service closed, at most `timeout_s`."""
+    async def drain(self, *, timeout_s: float) -> bool:
+        """Wait until all requests here have ended or the service closed, at most `timeout_s`.
+
+        False if some were left then.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._streams and self._engine is not None:
                     await self._changed.wait()
+        return not self._streams or self._engine is None
 
     def deliver(self, result: StepResult) -> None:
         """Hand a step's tokens to their requests."""

@@ -21,6 +21,7 @@ from equipoise.worker.group import RankGroup, meet
 from equipoise.worker.held import Contents, HeldExperts, own_slots
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertPuller
+from equipoise.worker.waits import Waits
 from equipoise_model.experts import StagedExperts, checksum
 
 Place = tuple[int, int]
@@ -39,9 +40,10 @@ class Joined:
 class Slots:
     """This worker's slots over all epochs. `held` is None until they were filled once."""
 
-    def __init__(self, core: ModelCore, *, credentials: Credentials) -> None:
+    def __init__(self, core: ModelCore, *, credentials: Credentials, waits: Waits) -> None:
         self._core = core
         self._credentials = credentials
+        self._waits = waits
         self.held: HeldExperts | None = None
 
     async def prepare(
@@ -112,6 +114,7 @@ class Slots:
             peers=assignment.peers,
             expert_bytes=self._core.shape.expert_bytes,
             credentials=self._credentials,
+            waits=self._waits,
         )
         try:
             return (await puller.pull(moves)).payloads

@@ -30,6 +30,7 @@ from equipoise.wire.messages import (
     Refused,
     Rejection,
     Stage,
+    Wait,
 )
 from equipoise.worker.agent import Agent
 from equipoise.worker.core import ModelCore
@@ -42,6 +43,7 @@ from equipoise.worker.place import Place, find_place
 from equipoise.worker.rank import Rank
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertTransferService
+from equipoise.worker.waits import Waits
 from equipoise_api.v1 import worker_link_pb2, worker_pb2, worker_pb2_grpc
 
 STOP_GRACE_S = 0.5
@@ -105,6 +107,7 @@ class Worker:
         self._rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._transfer = ExpertTransferService()
+        self._waits = Waits.of(settings)
         self._inference = InferenceService(
             vocab_size=core.checkpoint.config.vocab_size, context_length=settings.context_length
         )
@@ -115,6 +118,7 @@ class Worker:
             receive=self._receive,
             dropped=self._refuse_dropped,
             credentials=self._credentials,
+            waits=self._waits,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._epochs = Epochs(
@@ -126,6 +130,7 @@ class Worker:
             say=self._agent.send,
             serves=self._serves,
             credentials=self._credentials,
+            waits=self._waits,
         )
         self._inference.itl_s = self._epochs.timings.itl_s
 
@@ -157,6 +162,7 @@ class Worker:
             rank=lambda: self._epochs.rank,
             scheduler=self._epochs.scheduler,
             timings=self._epochs.timings,
+            waits=self._waits,
         )
 
     async def _run(self, stop: asyncio.Event) -> None:
@@ -176,7 +182,7 @@ class Worker:
             self._inference.turn_away(reason)
             # Said at once, not at the next beat: gateways choose others from here on.
             self._agent.send(self._heartbeat(0))
-            await self._inference.drain(timeout_s=self._settings.drain_timeout_s)
+            await self._drain()
         finally:
             _log.info("stopping: %s", reason)
             stopped.cancel()
@@ -189,6 +195,14 @@ class Worker:
             life.cancel()
             await asyncio.gather(agent, life, return_exceptions=True)
             await server.stop(STOP_GRACE_S)
+
+    async def _drain(self) -> None:
+        """Let the requests here end; if some do not, the last report says so."""
+        if await self._inference.drain(timeout_s=self._settings.drain_timeout_s):
+            return
+        self._waits.note(Wait.DRAIN, f"{self._settings.worker} handed back what it still had")
+        if self._epochs.rank is not None:
+            self._epochs.rank.report()
 
     async def _listen(self) -> grpc.aio.Server:
         most_bytes = max_request_bytes(context_length=self._settings.context_length)

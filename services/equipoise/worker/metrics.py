@@ -17,22 +17,37 @@ from prometheus_client.registry import Collector
 from equipoise.worker.rank import Rank
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.timings import Timings
+from equipoise.worker.waits import Waits
 
 
 class WorkerCollector(Collector):
-    """Collects from a worker's requests and timings, and from `rank()`: what it is now, if any."""
+    """Collects from a worker's requests, timings and waits, and from `rank()`: what it is now."""
 
     def __init__(
-        self, *, rank: Callable[[], Rank | None], scheduler: Scheduler, timings: Timings
+        self,
+        *,
+        rank: Callable[[], Rank | None],
+        scheduler: Scheduler,
+        timings: Timings,
+        waits: Waits,
     ) -> None:
         self._rank = rank
         self._scheduler = scheduler
         self._timings = timings
+        self._waits = waits
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as they stand now."""
         yield from self._requests()
         yield from self._place()
+        reached = CounterMetricFamily(
+            "equipoise_worker_bound_reached",
+            "How often a wait reached its bound.",
+            labels=("bound",),
+        )
+        for bound in self._waits.all():
+            reached.add_metric([bound.name], bound.reached)
+        yield reached
         timings = self._timings
         for name, text, histogram in (
             ("step_seconds", "Duration of a step.", timings.step_s),

@@ -30,6 +30,7 @@ from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.timings import Timings
 from equipoise.worker.transfer import ExpertPuller
+from equipoise.worker.waits import Waits
 from equipoise_model.dispatch import ExpertParallel
 
 Say = Callable[[Report | Staged | Refused | Switched | Serving | GroupLost], None]
@@ -43,7 +44,7 @@ class Rank:
     """A rank that serves. Used from the event loop; the engine has a thread of its own.
 
     `scheduler` has the worker's requests, `say` tells the balancer, `deliver` takes each step's
-    result on the event loop, `timings` count how long things take.
+    result on the event loop, `timings` count how long things take, `waits` what took too long.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Rank:
         deliver: Callable[[StepResult], None],
         timings: Timings,
         credentials: Credentials,
+        waits: Waits,
     ) -> None:
         assignment, held = joined.assignment, joined.held
         loop = asyncio.get_running_loop()
@@ -92,6 +94,7 @@ class Rank:
             expert_bytes=core.shape.expert_bytes,
             bytes_per_s=settings.pull_mib_per_s * 2**20,
             credentials=credentials,
+            waits=waits,
         )
         self.applier = Applier(
             engine=self.engine,
@@ -109,6 +112,7 @@ class Rank:
             rank=assignment.rank,
             interval_s=assignment.report_interval_s,
             send=say,
+            waits=waits,
         )
 
     async def run(self) -> None:
@@ -132,6 +136,10 @@ class Rank:
     def leave(self) -> None:
         """Tell the peers in the next header, and end `run` behind it."""
         self.engine.leave()
+
+    def report(self) -> None:
+        """Tell the balancer now what is due at the next interval."""
+        self._reporter.report()
 
     def same_as(self, assignment: Assignment) -> bool:
         """Whether a repeated assignment says what this rank is already."""

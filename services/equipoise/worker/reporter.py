@@ -5,12 +5,14 @@ Counters are cumulative, so nothing is kept, repeated or made up for when a repo
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from equipoise.planning.load import LoadReport, Phase
 from equipoise.wire.messages import Report
 from equipoise.worker.engine import Engine, Progress
+from equipoise.worker.waits import Waits
 
 FINAL_REPORTS = 3
 """How often the final counters of a generation are told; then only those of the one that runs."""
@@ -28,6 +30,7 @@ class Reporter:
         rank: int,
         interval_s: float,
         send: Callable[[Report], None],
+        waits: Waits | None = None,
     ) -> None:
         self._engine = engine
         self._boot_id = boot_id
@@ -35,6 +38,7 @@ class Reporter:
         self._rank = rank
         self._interval_s = interval_s
         self._send = send
+        self._waits = waits or Waits()
         self._generation = 0
         self._finals_left = 0
 
@@ -42,8 +46,12 @@ class Reporter:
         """Report at every interval until cancelled."""
         while True:
             await asyncio.sleep(self._interval_s)
-            for report in self.reports(self._engine.progress()):
-                self._send(report)
+            self.report()
+
+    def report(self) -> None:
+        """Report now."""
+        for report in self.reports(self._engine.progress()):
+            self._send(report)
 
     def reports(self, progress: Progress) -> list[Report]:
         """Reports of the generation before, which are final, and of this one, in this order.
@@ -56,6 +64,7 @@ class Reporter:
             self._generation, self._finals_left = now.generation, FINAL_REPORTS
         finals = before if self._finals_left > 0 else []
         self._finals_left -= 1
+        stats = replace(progress.stats, bounds=self._waits.all())
         return [
             Report(
                 load=LoadReport(
@@ -67,7 +76,7 @@ class Reporter:
                     phase=Phase.MIXED,
                     tokens=load.rows_LS.astype(np.uint64),
                 ),
-                stats=progress.stats,
+                stats=stats,
             )
             for load in (*finals, now)
         ]

@@ -18,9 +18,10 @@ from torch import Tensor
 from equipoise.planning.moves import CheckpointSource, Move, RankSource, Source
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
-from equipoise.wire.messages import Peer
+from equipoise.wire.messages import Peer, Wait
 from equipoise.worker.errors import NotHeldError, TransferError
 from equipoise.worker.held import HeldExperts
+from equipoise.worker.waits import SOURCE_TIMEOUT_S, Waits
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 from equipoise_model.experts import checksum, payload_from_bytes
@@ -118,8 +119,9 @@ class ExpertPuller:
         peers: Sequence[Peer],
         expert_bytes: int,
         credentials: Credentials | None = None,
-        source_timeout_s: float = 5.0,
+        source_timeout_s: float = SOURCE_TIMEOUT_S,
         bytes_per_s: float = math.inf,
+        waits: Waits | None = None,
     ) -> None:
         assert bytes_per_s > 0
         self._checkpoint = checkpoint
@@ -130,6 +132,7 @@ class ExpertPuller:
         self._expert_bytes = expert_bytes
         self._credentials = credentials or Credentials()
         self._source_timeout_s = source_timeout_s
+        self._waits = waits or Waits()
         self._pull_interval_s = expert_bytes / bytes_per_s
         self._next_pull_s = 0.0
         self._channels: dict[tuple[int, int], grpc.aio.Channel] = {}
@@ -192,6 +195,8 @@ class ExpertPuller:
                 fault = str(error)
             except TimeoutError:
                 fault = f"no answer in {self._source_timeout_s:g} s"
+                what = f"expert {move.expert} of layer {move.layer} from {self._name(source)}"
+                self._waits.note(Wait.PULL, f"{what}: the next source was asked")
             else:
                 return payload, source
             faults.append(f"{self._name(source)}: {fault}")
@@ -234,6 +239,8 @@ class ExpertPuller:
                 if len(data) > self._expert_bytes:
                     raise TransferError(f"sent more than an expert's {self._expert_bytes} bytes")
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError from error
             words = self._credentials.explain(error.details())
             raise TransferError(f"{error.code().name} {words}") from error
         finally:
