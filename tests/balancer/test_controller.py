@@ -139,8 +139,9 @@ def test_balanced_traffic_is_left_alone_with_a_reason(serving_bench):
 
 
 def test_a_plan_of_many_layers_goes_out_in_waves_one_at_a_time(make_bench, skewed):
-    # Less than any layer needs: each goes out in a wave of its own.
-    bench = make_bench(policy=Policy(interval_s=10.0, min_tokens=100.0, max_wave_bytes=1))
+    # Less than any layer needs: each goes out in a wave of its own, at whatever cost.
+    policy = Policy(interval_s=10.0, min_tokens=100.0, max_wave_bytes=1, payback_s=86_400.0)
+    bench = make_bench(policy=policy)
     bench.serve()
     bench.run_traffic(skewed(1), seconds=10, carry_out=False)
     assert bench.pool.rollouts.waves_left == 2
