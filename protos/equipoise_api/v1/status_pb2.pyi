@@ -1172,7 +1172,7 @@ Global___GetLoadsRequest: _TypeAlias = GetLoadsRequest  # noqa: Y015
 
 @_typing.final
 class GetLoadsResponse(_message.Message):
-    """GetLoadsResponse holds the loads by logical expert."""
+    """GetLoadsResponse holds the loads by logical expert, and what they meant for the ranks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1183,6 +1183,9 @@ class GetLoadsResponse(_message.Message):
     WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
     SLOW_HALF_LIFE_S_FIELD_NUMBER: _builtins.int
     FAST_HALF_LIFE_S_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    WINDOW_RANK_TOKENS_FIELD_NUMBER: _builtins.int
+    WINDOW_GENERATION_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     """MoE layers (rows)."""
     num_experts: _builtins.int
@@ -1197,6 +1200,14 @@ class GetLoadsResponse(_message.Message):
     """Half-life of the slow average, seconds."""
     fast_half_life_s: _builtins.float
     """Half-life of the fast average, seconds."""
+    num_ranks: _builtins.int
+    """Ranks (columns of window_rank_tokens); 0 before a window closed."""
+    window_rank_tokens: _builtins.bytes
+    """float64 little-endian [num_layers, num_ranks]: tokens that each rank received in the latest
+    closed window, brought to the same number of steps for all.
+    """
+    window_generation: _builtins.int
+    """Generation in use when that window closed."""
     def __init__(
         self,
         *,
@@ -1207,10 +1218,13 @@ class GetLoadsResponse(_message.Message):
         window_tokens: _builtins.bytes = ...,
         slow_half_life_s: _builtins.float = ...,
         fast_half_life_s: _builtins.float = ...,
+        num_ranks: _builtins.int = ...,
+        window_rank_tokens: _builtins.bytes = ...,
+        window_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fast_half_life_s", b"fast_half_life_s", "fast_tokens_per_s", b"fast_tokens_per_s", "num_experts", b"num_experts", "num_layers", b"num_layers", "slow_half_life_s", b"slow_half_life_s", "slow_tokens_per_s", b"slow_tokens_per_s", "window_tokens", b"window_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fast_half_life_s", b"fast_half_life_s", "fast_tokens_per_s", b"fast_tokens_per_s", "num_experts", b"num_experts", "num_layers", b"num_layers", "num_ranks", b"num_ranks", "slow_half_life_s", b"slow_half_life_s", "slow_tokens_per_s", b"slow_tokens_per_s", "window_generation", b"window_generation", "window_rank_tokens", b"window_rank_tokens", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,7 @@ async def _serve(settings: BalancerSettings) -> None:
             warm_up=warm_up,
             stop_grace_s=settings.stop_grace_s,
             metrics_listen=settings.metrics_listen,
+            web_listen=settings.web_listen,
             register=register,
             timing=_timing(settings) if settings.is_shared else ALONE,
         ):

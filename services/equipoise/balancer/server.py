@@ -6,10 +6,8 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import (
-    AbstractAsyncContextManager,
     AsyncExitStack,
     asynccontextmanager,
-    nullcontext,
     suppress,
 )
 from pathlib import Path
@@ -33,6 +31,8 @@ from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.status_service import StatusService
 from equipoise.balancer.store import Store
+from equipoise.balancer.web.server import serving_page
+from equipoise.balancer.web.state import PageState
 from equipoise.balancer.worker_link import WorkerLinkService
 from equipoise.telemetry.exposition import metrics_route, registry_of, serving_http
 from equipoise.trust.credentials import Credentials
@@ -105,6 +105,8 @@ async def serving(
     advertise: str = "",
     metrics_listen: str = "",
     metrics_heard: Callable[[str], None] | None = None,
+    web_listen: str = "",
+    web_heard: Callable[[str], None] | None = None,
     register: LeaseRegister | None = None,
     timing: LeaseTiming = ALONE,
     policy_file: Path | None = None,
@@ -117,7 +119,8 @@ async def serving(
     (host:port, that of `listen` if empty). Without a register this one leads. When the block
     begins it is clear whether it does, unless it is not ready then. Callers prove who they are as
     `credentials` (plain text on loopback if None) and the file `tokens` ask. Metrics are told at
-    `metrics_listen`, if that is given; `metrics_heard` is told the host:port.
+    `metrics_listen`, if that is given; `metrics_heard` is told the host:port. So is the page for
+    people: `web_listen` and `web_heard`; both may be at one address.
 
     It answers questions at once, but takes no workers, and does not want to lead, before `warm_up`
     has ended on a thread of its own and a `policy_file` (followed from then on) was good. Until
@@ -186,22 +189,28 @@ async def serving(
         _log.info("listening on %s:%d", host, port)
         await running.enter_async_context(_background(_show_readiness(readiness, watched)))
         await running.enter_async_context(_background(_show_leadership(elector, watched)))
-        collector = BalancerCollector(seat, clock=clock)
-        metrics_at = await running.enter_async_context(_metrics(collector, listen=metrics_listen))
-        if metrics_heard is not None:
-            metrics_heard(metrics_at)
+        metrics = metrics_route(registry_of(BalancerCollector(seat, clock=clock)))
+        if metrics_listen and metrics_listen != web_listen:
+            told_at = await running.enter_async_context(
+                serving_http([metrics], listen=metrics_listen)
+            )
+            if metrics_heard is not None:
+                metrics_heard(told_at)
+        if web_listen:
+            shown_at = await running.enter_async_context(
+                serving_page(
+                    PageState(seat, store=store, clock=clock),
+                    listen=web_listen,
+                    routes=[metrics] if metrics_listen == web_listen else [],
+                )
+            )
+            if web_heard is not None:
+                web_heard(shown_at)
         try:
             yield port
         finally:
             # Shielded, because a second Ctrl-C must not leave the stop half done.
             await asyncio.shield(_stop(server, seat, watched, stop_grace_s))
-
-
-def _metrics(collector: BalancerCollector, *, listen: str) -> AbstractAsyncContextManager[str]:
-    """The HTTP server of metrics, if one is wanted."""
-    if not listen:
-        return nullcontext("")
-    return serving_http([metrics_route(registry_of(collector))], listen=listen)
 
 
 def _bind(server: grpc.aio.Server, listen: str, credentials: Credentials) -> int:

@@ -73,6 +73,10 @@ class BalancerSettings:
     """host:port of an HTTP server that tells metrics at /metrics; none unless given. Port 0 takes
     a free one, which a log line names."""
 
+    web_listen: str = ""
+    """host:port of an HTTP server that shows the fleet to people, read-only; none unless given.
+    Port 0 takes a free one, which a log line names; may be that of the metrics."""
+
     log_format: LogFormat = LogFormat.TEXT
     """How log lines look: `text` for people, or `json`, an object a line with pool, rank, epoch
     and generation where they apply."""
@@ -110,6 +114,8 @@ class BalancerSettings:
             )
         if self.metrics_listen:
             check_listen("metrics_listen", self.metrics_listen)
+        if self.web_listen:
+            check_listen("web_listen", self.web_listen)
         if not self.store:
             raise InvalidSettingsError("store must be a file or redis://host:port/db")
         if self.lease is LeaseKind.KUBERNETES and not self.is_shared:

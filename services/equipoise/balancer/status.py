@@ -27,13 +27,16 @@ _HEALTH = {
 def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb.PoolStatus:
     """One pool's whole state; `election` are the waits of the balancer that are no pool's."""
     diagnosis = pool.diagnosis()
+    shares = _load_shares(pool)
     status = pb.PoolStatus(
         pool=pool.name,
         health=_HEALTH[diagnosis.health],
         health_reason=diagnosis.reason,
         epoch=pool.roster.epoch,
         generation=pool.layouts.stored_generation or 0,
-        ranks=[_rank_status(pool, member, now=now) for member in pool.roster.seated()],
+        ranks=[
+            _rank_status(pool, member, shares=shares, now=now) for member in pool.roster.seated()
+        ],
         windows_closed=pool.windows_closed,
         interval_s=pool.policy.interval_s,
         refusals=[
@@ -148,7 +151,11 @@ def loads_response(pool: Pool) -> pb.GetLoadsResponse | None:
         fast_half_life_s=pool.policy.fast_half_life_s,
     )
     if pool.windows and pool.windows[-1].load.shape == (model.num_layers, model.num_experts):
-        response.window_tokens = pool.windows[-1].load.astype("<f8").tobytes()
+        latest = pool.windows[-1]
+        response.window_tokens = latest.load.astype("<f8").tobytes()
+        response.num_ranks = latest.load_of_rank.shape[1]
+        response.window_rank_tokens = latest.load_of_rank.astype("<f8").tobytes()
+        response.window_generation = latest.generation
     return response
 
 
@@ -161,7 +168,9 @@ def layout_response(pool: Pool, layout: Layout) -> pb.GetLayoutResponse:
     )
 
 
-def _rank_status(pool: Pool, member: Member, *, now: float) -> pb.RankStatus:
+def _rank_status(
+    pool: Pool, member: Member, *, shares: Sequence[float], now: float
+) -> pb.RankStatus:
     assert member.rank is not None, "seated members have a rank"
     status = pb.RankStatus(
         rank=member.rank,
@@ -174,7 +183,7 @@ def _rank_status(pool: Pool, member: Member, *, now: float) -> pb.RankStatus:
         generation=member.generation,
         staged_generation=member.staged_generation,
         silent_s=max(0.0, now - member.last_heard_s),
-        load_share=_load_share(pool, member.rank),
+        load_share=shares[member.rank] if member.rank < len(shares) else 0.0,
     )
     if member.rank in pool.slow:
         status.trouble = pool.slow[member.rank].reason
@@ -207,14 +216,14 @@ def _rank_state(pool: Pool, member: Member) -> str:
     return "leaving" if member.draining else "connected"
 
 
-def _load_share(pool: Pool, rank: int) -> float:
+def _load_shares(pool: Pool) -> Sequence[float]:
+    """By rank; empty where no window tells."""
     if not pool.windows:
-        return 0.0
+        return ()
     load_of_rank = pool.windows[-1].load_of_rank.sum(axis=0)
     total = float(load_of_rank.sum())
-    if rank >= len(load_of_rank) or total <= 0:
-        return 0.0
-    return float(load_of_rank[rank]) / total
+    shares: list[float] = (load_of_rank / total).tolist() if total > 0 else []
+    return shares
 
 
 def _rollout_status(pool: Pool, *, now: float) -> pb.RolloutStatus | None:

@@ -19,7 +19,7 @@ from equipoise.cli.order_settings import (
     RebalanceSettings,
     RollbackSettings,
 )
-from equipoise.cli.status import as_json
+from equipoise.wire.plain import as_json
 from equipoise_api.v1 import admin_pb2 as pb
 from equipoise_api.v1 import admin_pb2_grpc as pb_grpc
 

@@ -4,17 +4,14 @@ Only asks; what it looks like is `view`'s.
 """
 
 import json
-import math
-import re
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
-from google.protobuf.message import Message
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
@@ -25,6 +22,7 @@ from equipoise.cli.view import RateMeter, pool_view, pools_view, status_line
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.wire.limits import MAX_STATUS_BYTES
+from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 
 _LIMIT = (("grpc.max_receive_message_length", MAX_STATUS_BYTES),)
@@ -62,14 +60,6 @@ def run(settings: StatusSettings) -> int:
     else:
         console.print(pool_view(status))
     return _exit_status([status.health])
-
-
-def as_json(message: Message) -> dict[str, Any]:
-    """A status message in plain values: every field present, numbers as numbers, enums as words.
-
-    Absent optional messages are None. (protobuf's own JSON writes 64-bit numbers as strings.)
-    """
-    return {field.name: _field_as_json(message, field) for field in message.DESCRIPTOR.fields}
 
 
 def _at_the_leader(settings: StatusSettings, credentials: Credentials) -> StatusSettings:
@@ -204,32 +194,3 @@ def _printer(settings: StatusSettings) -> Callable[[status_pb2.PoolStatus], None
 def _exit_status(healths: list[status_pb2.PoolHealth.ValueType]) -> ExitStatus:
     serve = healths and all(health == status_pb2.POOL_HEALTH_SERVING for health in healths)
     return ExitStatus.ALL_SERVE if serve else ExitStatus.NOT_ALL_SERVE
-
-
-def _field_as_json(message: Message, field: Any) -> Any:
-    # `field` is a FieldDescriptor, of which protobuf has two that share no type.
-    value = getattr(message, field.name)
-    if field.is_repeated:
-        return [_value_as_json(one, field) for one in value]
-    if field.has_presence and not message.HasField(field.name):
-        return None
-    return _value_as_json(value, field)
-
-
-def _value_as_json(value: Any, field: Any) -> Any:
-    if field.message_type is not None:
-        return as_json(value)
-    if field.enum_type is not None:
-        return _enum_word(field.enum_type, value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None  # JSON has no such number
-    return value
-
-
-def _enum_word(enum: Any, number: int) -> str:
-    """POOL_HEALTH_SERVING of PoolHealth is "serving"."""
-    known = enum.values_by_number.get(number)
-    if known is None:
-        return str(number)
-    prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.name).upper()
-    return str(known.name).removeprefix(f"{prefix}_").lower()

@@ -53,13 +53,23 @@ def metrics_route(registry: CollectorRegistry) -> Route:
 
 
 @asynccontextmanager
-async def serving_http(routes: Sequence[BaseRoute], *, listen: str) -> AsyncIterator[str]:
+async def serving_http(
+    routes: Sequence[BaseRoute],
+    *,
+    listen: str,
+    what: str = "metrics",
+    path: str = "/metrics",
+    max_connections: int | None = None,
+) -> AsyncIterator[str]:
     """Serve `routes` on `listen` (host:port, port 0: a free one) inside the block; gives host:port.
+
+    `what` and `path` are for people: what is there (`--WHAT-listen` chooses where), and where in it
+    to look first. Beyond `max_connections`, requests are answered 503.
 
     Raises:
         TelemetryError: the address cannot be listened on.
     """
-    listener = _listen(listen)
+    listener = _listen(listen, what=what)
     server = _Server(
         uvicorn.Config(
             Starlette(routes=routes),
@@ -70,13 +80,14 @@ async def serving_http(routes: Sequence[BaseRoute], *, listen: str) -> AsyncIter
             log_level="warning",
             access_log=False,
             server_header=False,
+            limit_concurrency=max_connections,
             timeout_graceful_shutdown=_LAST_WORDS_S,
         )
     )
     address = f"{listen.rpartition(':')[0]}:{listener.getsockname()[1]}"
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        _log.info("metrics at http://%s/metrics", address)
+        _log.info("%s at http://%s%s", what, address, path)
         yield address
     finally:
         server.should_exit = True
@@ -97,7 +108,7 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(address: str, *, what: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     try:
         family, _, _, _, where = socket.getaddrinfo(
@@ -106,6 +117,6 @@ def _listen(address: str) -> socket.socket:
         return socket.create_server(where[:2], family=family)
     except (OSError, ValueError) as error:
         raise TelemetryError(
-            f"cannot serve metrics on {address}: {error}; choose another host:port with "
-            "--metrics-listen"
+            f"cannot serve {what} on {address}: {error}; choose another host:port with "
+            f"--{what}-listen"
         ) from error
