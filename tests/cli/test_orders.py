@@ -9,6 +9,7 @@ import pytest
 
 from equipoise.cli import orders
 from equipoise.cli.access import LEADER_METADATA, Access, BalancerRefusedError
+from equipoise.cli.ask_settings import InvalidSettingsError
 from equipoise.cli.order_settings import (
     OrderSettings,
     PinSettings,
@@ -16,7 +17,6 @@ from equipoise.cli.order_settings import (
     RebalanceSettings,
     RollbackSettings,
 )
-from equipoise.cli.status_settings import InvalidSettingsError
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
 
 

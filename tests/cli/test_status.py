@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from equipoise.cli.access import LEADER_METADATA, BalancerRefusedError
+from equipoise.cli.ask_settings import InvalidSettingsError
 from equipoise.cli.status import ExitStatus, Picture, run
-from equipoise.cli.status_settings import InvalidSettingsError, StatusSettings
+from equipoise.cli.status_settings import StatusSettings
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc

@@ -20,10 +20,10 @@ from grpc_reflection.v1alpha import reflection
 from equipoise.balancer.admin_service import AdminService
 from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.errors import BalancerError
+from equipoise.balancer.http_ports import open_http
 from equipoise.balancer.leadership import Candidate, LeaseTiming
 from equipoise.balancer.lease_elector import Elector
 from equipoise.balancer.lease_register import ALONE, LeaseRegister, SoleRegister
-from equipoise.balancer.metrics import BalancerCollector
 from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.policy_file import PolicyFile
 from equipoise.balancer.readiness import Readiness
@@ -31,10 +31,7 @@ from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.status_service import StatusService
 from equipoise.balancer.store import Store
-from equipoise.balancer.web.server import serving_page
-from equipoise.balancer.web.state import PageState
 from equipoise.balancer.worker_link import WorkerLinkService
-from equipoise.telemetry.exposition import metrics_route, registry_of, serving_http
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
@@ -130,7 +127,7 @@ async def serving(
     Raises:
         BalancerError: the port cannot be listened on.
         TrustError: the port would be open to other machines, or the tokens make no sense.
-        TelemetryError: that of the metrics cannot.
+        TelemetryError: that of the metrics, or of the page, cannot.
         StoreError: the store cannot be read.
     """
     clock = steady_clock()
@@ -189,23 +186,17 @@ async def serving(
         _log.info("listening on %s:%d", host, port)
         await running.enter_async_context(_background(_show_readiness(readiness, watched)))
         await running.enter_async_context(_background(_show_leadership(elector, watched)))
-        metrics = metrics_route(registry_of(BalancerCollector(seat, clock=clock)))
-        if metrics_listen and metrics_listen != web_listen:
-            told_at = await running.enter_async_context(
-                serving_http([metrics], listen=metrics_listen)
-            )
-            if metrics_heard is not None:
-                metrics_heard(told_at)
-        if web_listen:
-            shown_at = await running.enter_async_context(
-                serving_page(
-                    PageState(seat, store=store, clock=clock),
-                    listen=web_listen,
-                    routes=[metrics] if metrics_listen == web_listen else [],
-                )
-            )
-            if web_heard is not None:
-                web_heard(shown_at)
+        metrics_at, web_at = await open_http(
+            running,
+            seat,
+            store=store,
+            clock=clock,
+            metrics_listen=metrics_listen,
+            web_listen=web_listen,
+        )
+        for heard, address in ((metrics_heard, metrics_at), (web_heard, web_at)):
+            if heard is not None:
+                heard(address)
         try:
             yield port
         finally:

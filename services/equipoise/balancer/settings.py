@@ -6,7 +6,7 @@ from pathlib import Path
 
 from equipoise.planning.policy import Policy
 from equipoise.telemetry.logs import LogFormat
-from equipoise.trust.settings import Tls
+from equipoise.trust.settings import Tls, is_loopback
 
 _ANY_HOST = {"0.0.0.0", "[::]", "::"}
 
@@ -75,7 +75,8 @@ class BalancerSettings:
 
     web_listen: str = ""
     """host:port of an HTTP server that shows the fleet to people, read-only; none unless given.
-    Port 0 takes a free one, which a log line names; may be that of the metrics."""
+    For this machine, because it asks nobody who he is. Port 0 takes a free one, which a log line
+    names; it may be the address of the metrics."""
 
     log_format: LogFormat = LogFormat.TEXT
     """How log lines look: `text` for people, or `json`, an object a line with pool, rank, epoch
@@ -114,8 +115,7 @@ class BalancerSettings:
             )
         if self.metrics_listen:
             check_listen("metrics_listen", self.metrics_listen)
-        if self.web_listen:
-            check_listen("web_listen", self.web_listen)
+        self._check_web()
         if not self.store:
             raise InvalidSettingsError("store must be a file or redis://host:port/db")
         if self.lease is LeaseKind.KUBERNETES and not self.is_shared:
@@ -139,6 +139,16 @@ class BalancerSettings:
     def is_shared(self) -> bool:
         """Whether several balancers can use the store."""
         return self.store.startswith(("redis://", "rediss://"))
+
+    def _check_web(self) -> None:
+        if not self.web_listen:
+            return
+        check_listen("web_listen", self.web_listen)
+        if not is_loopback(self.web_listen) and not self.tls.insecure:
+            raise InvalidSettingsError(
+                f"web_listen {self.web_listen}: the page asks nobody who he is: listen on "
+                "127.0.0.1 and come by `kubectl port-forward` or `ssh -L`, or say --insecure"
+            )
 
 
 def check_listen(name: str, address: str) -> str:

@@ -102,6 +102,7 @@ class Demo:
         self._prompts = _prompts(settings)
         self._references: dict[Prompt, tuple[int, ...]] = {}
         self._address = free_address(settings.listen)
+        self._page = free_address(settings.web_listen)
         self._feed = StatusFeed(self._address, pool=POOL)
         self._traffic: Traffic | None = None
         self._marks: list[Mark] = []
@@ -140,9 +141,12 @@ class Demo:
         self._doing = "starting the balancer"
         await self._fleet.start(
             "balancer",
-            _balancer_arguments(settings, address=self._address, state=self._state),
+            _balancer_arguments(
+                settings, address=self._address, page=self._page, state=self._state
+            ),
         )
         await self._fleet.until_serving("balancer", self._address, timeout_s=_BALANCER_TIMEOUT_S)
+        self._say(f"the fleet in a browser: http://{self._page}/")
         self._say(
             f"the balancer serves at {self._address}; look from another shell with: "
             f"equipoise status --address {self._address} --watch"
@@ -309,10 +313,13 @@ def _prompts(settings: DemoSettings) -> dict[str, tuple[Prompt, ...]]:
     }
 
 
-def _balancer_arguments(settings: DemoSettings, *, address: str, state: Path) -> list[str]:
+def _balancer_arguments(
+    settings: DemoSettings, *, address: str, page: str, state: Path
+) -> list[str]:
     return [
         "balancer",
         f"--listen={address}",
+        f"--web-listen={page}",
         f"--store={state}",
         f"--interval-s={settings.interval_s}",
         f"--report-interval-s={settings.interval_s / 10}",

@@ -17,6 +17,7 @@ from equipoise.cli.bench_settings import BenchServeSettings
 from equipoise.cli.convert_settings import ConvertSettings
 from equipoise.cli.demo_settings import DemoSettings
 from equipoise.cli.generate_settings import GenerateSettings
+from equipoise.cli.look_commands import add_look_commands
 from equipoise.cli.options import command_from
 from equipoise.cli.order_settings import (
     OrderSettings,
@@ -64,7 +65,6 @@ def main() -> NoReturn:
 app = typer.Typer(
     help="Keeps a Mixture-of-Experts fleet balanced.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -212,6 +212,7 @@ app.command("rollback")(command_from(RollbackSettings, _rollback))
 app.command("pin")(command_from(PinSettings, _pin))
 app.command("unpin")(command_from(OrderSettings, _unpin))
 app.command("preview")(command_from(PreviewSettings, _preview))
+add_look_commands(app)
 app.command("demo")(command_from(DemoSettings, _demo))
 app.command("plan")(command_from(PlanSettings, _plan))
 app.command("replay")(command_from(ReplaySettings, _replay))

@@ -17,6 +17,7 @@ S = TypeVar("S")
 
 REPEATED = "repeated"
 ARGUMENT = "argument"
+ENVIRONMENT = "environment"
 
 
 def command_from(settings: type[S], act: Callable[[S], int]) -> Callable[..., None]:
@@ -25,7 +26,8 @@ def command_from(settings: type[S], act: Callable[[S], int]) -> Callable[..., No
     It builds the settings, which may raise their own exceptions, hands them to `act` and exits with
     the status that returns. A tuple of words is one option with commas, or, with `REPEATED` in the
     field's metadata, an option that may be given several times. `ARGUMENT` makes a field a word
-    that stands by itself.
+    that stands by itself, `ENVIRONMENT` names a variable of the environment that goes before its
+    default.
     """
 
     def command(**values: Any) -> None:
@@ -69,7 +71,7 @@ def _parameters(settings: type) -> list[inspect.Parameter]:
 def _parameter(field: Field[Any], kind: Any, text: str) -> inspect.Parameter:
     """A field with a default of its own; one that is made at the start is left to the settings."""
     default = None if field.default is MISSING else field.default
-    option: dict[str, Any] = {"help": text}
+    option: dict[str, Any] = {"help": text, "envvar": field.metadata.get(ENVIRONMENT)}
     names: tuple[str, ...] = ()
     if field.default is MISSING:
         option["show_default"] = "found at the start"

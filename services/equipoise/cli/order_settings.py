@@ -2,46 +2,20 @@
 
 from dataclasses import dataclass, field
 
-from equipoise.cli.access import Access
+from equipoise.cli.ask_settings import AskSettings, InvalidSettingsError
 from equipoise.cli.options import REPEATED
-from equipoise.cli.status_settings import InvalidSettingsError
 from equipoise.planning.policy import Algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OrderSettings:
-    """One order, and to whom.
-
-    Raises:
-        InvalidSettingsError: a value is outside its range.
-    """
-
-    address: str = "127.0.0.1:7070"
-    """host:port of a balancer; one that follows names the one that leads, which is asked then."""
-
-    pool: str = ""
-    """Pool that is meant; needed only when the balancer has several."""
+class OrderSettings(AskSettings):
+    """One order, and to whom."""
 
     reason: str = ""
     """Why, for the audit and for whoever reads the status."""
 
-    json: bool = False
-    """Print JSON for programs."""
-
     timeout_s: float = 90.0
     """Seconds to wait for the balancer's answer, a plan included."""
-
-    access: Access = field(default_factory=Access)
-    """How to prove who asks."""
-
-    def __post_init__(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise InvalidSettingsError(f"address must be host:port, not {self.address!r}")
-        if not 0 < self.timeout_s <= 3600:
-            raise InvalidSettingsError(
-                f"timeout_s must be above 0 and at most 3600, not {self.timeout_s}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,17 +36,17 @@ def rebalance(settings: RebalanceSettings) -> int:
     request = pb.TriggerRebalanceRequest(
         pool=settings.pool, reason=settings.reason, force=settings.force
     )
-    return _order(settings, "TriggerRebalance", request)
+    return give(settings, "TriggerRebalance", request)
 
 
 def pause(settings: OrderSettings) -> int:
     """Have no plan adopted until it is resumed."""
-    return _order(settings, "Pause", pb.PauseRequest(pool=settings.pool, reason=settings.reason))
+    return give(settings, "Pause", pb.PauseRequest(pool=settings.pool, reason=settings.reason))
 
 
 def resume(settings: OrderSettings) -> int:
     """Have plans adopted again."""
-    return _order(settings, "Resume", pb.ResumeRequest(pool=settings.pool, reason=settings.reason))
+    return give(settings, "Resume", pb.ResumeRequest(pool=settings.pool, reason=settings.reason))
 
 
 def rollback(settings: RollbackSettings) -> int:
@@ -57,7 +57,7 @@ def rollback(settings: RollbackSettings) -> int:
         generation=settings.generation,
         keep_planning=settings.keep_planning,
     )
-    return _order(settings, "Rollback", request)
+    return give(settings, "Rollback", request)
 
 
 def pin(settings: PinSettings) -> int:
@@ -65,12 +65,12 @@ def pin(settings: PinSettings) -> int:
     request = pb.PinRequest(pool=settings.pool, reason=settings.reason)
     if settings.generation:
         request.generation = settings.generation
-    return _order(settings, "Pin", request)
+    return give(settings, "Pin", request)
 
 
 def unpin(settings: OrderSettings) -> int:
     """Keep it no longer."""
-    return _order(settings, "Unpin", pb.UnpinRequest(pool=settings.pool, reason=settings.reason))
+    return give(settings, "Unpin", pb.UnpinRequest(pool=settings.pool, reason=settings.reason))
 
 
 def preview(settings: PreviewSettings) -> int:
@@ -81,10 +81,10 @@ def preview(settings: PreviewSettings) -> int:
         policy=settings.policy(),
         algorithm=settings.algorithm,
     )
-    return _order(settings, "Preview", request, more=_preview_words)
+    return give(settings, "Preview", request, more=_preview_words)
 
 
-def _order(
+def give(
     settings: OrderSettings,
     method: str,
     request: Message,

@@ -6,26 +6,20 @@ Only asks; what it looks like is `view`'s.
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NoReturn
 
-import grpc
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from equipoise.cli.access import LEADER_METADATA, BalancerRefusedError, explained
+from equipoise.cli.balancer_client import BalancerClient, asking
 from equipoise.cli.status_settings import StatusSettings
-from equipoise.cli.view import RateMeter, pool_view, pools_view, status_line
-from equipoise.trust.credentials import Credentials
-from equipoise.trust.errors import TrustError
-from equipoise.wire.limits import MAX_STATUS_BYTES
+from equipoise.cli.view import NUM_DECISIONS, RateMeter, pool_view, pools_view, status_line
 from equipoise.wire.plain import as_json
-from equipoise_api.v1 import status_pb2, status_pb2_grpc
+from equipoise_api.v1 import status_pb2
 
-_LIMIT = (("grpc.max_receive_message_length", MAX_STATUS_BYTES),)
 _RETRY_S = 1.0
 _STALE_AFTER_S = 3.0
 
@@ -44,94 +38,28 @@ def run(settings: StatusSettings) -> int:
         BalancerRefusedError: the balancer cannot be asked, or does not know the pool.
     """
     console = Console(highlight=False)
-    credentials = settings.access.credentials()
-    settings = _at_the_leader(settings, credentials)
-    with credentials.blocking_channel(settings.address, options=_LIMIT) as channel:
-        client = _Client(channel, settings, credentials)
+    with asking(settings) as client:
         if settings.watch:
             return _watch(client, settings, console)
         if not settings.pool:
             pools = client.pools()
             if len(pools) != 1:
-                return _show_pools(pools, settings, console)
+                return _show_pools(pools, client, settings, console)
         status = client.status()
+        decisions = [] if settings.json else client.decisions(limit=NUM_DECISIONS)
     if settings.json:
         print(json.dumps(as_json(status), indent=2))
     else:
-        console.print(pool_view(status))
+        console.print(pool_view(status, decisions=decisions))
     return _exit_status([status.health])
-
-
-def _at_the_leader(settings: StatusSettings, credentials: Credentials) -> StatusSettings:
-    """The address of the balancer that leads, where the one given follows and names it.
-
-    A follower knows the past only. Where its leader cannot be reached from here, and where nobody
-    answers, the given one has the word.
-    """
-    try:
-        with credentials.blocking_channel(settings.address) as channel:
-            _, call = status_pb2_grpc.StatusStub(channel).ListPools.with_call(
-                status_pb2.ListPoolsRequest(),
-                timeout=settings.timeout_s,
-                metadata=credentials.metadata(),
-            )
-        leader = str(dict(call.trailing_metadata()).get(LEADER_METADATA, settings.address))
-        with credentials.blocking_channel(leader) as channel:
-            grpc.channel_ready_future(channel).result(timeout=settings.timeout_s)
-    except (grpc.RpcError, grpc.FutureTimeoutError, TrustError):
-        return settings
-    return replace(settings, address=leader)
-
-
-class _Client:
-    """Asks one balancer; what gRPC raises becomes one sentence."""
-
-    def __init__(
-        self, channel: grpc.Channel, settings: StatusSettings, credentials: Credentials
-    ) -> None:
-        self._stub = status_pb2_grpc.StatusStub(channel)
-        self._settings = settings
-        self._credentials = credentials
-
-    def pools(self) -> list[status_pb2.PoolSummary]:
-        """Every pool in a line."""
-        with explained(self._settings.address, self._credentials):
-            response = self._stub.ListPools(
-                status_pb2.ListPoolsRequest(),
-                timeout=self._settings.timeout_s,
-                metadata=self._credentials.metadata(),
-            )
-        return list(response.pools)
-
-    def status(self) -> status_pb2.PoolStatus:
-        """The pool that was asked for."""
-        with explained(self._settings.address, self._credentials):
-            response = self._stub.GetStatus(
-                status_pb2.GetStatusRequest(pool=self._settings.pool),
-                timeout=self._settings.timeout_s,
-                metadata=self._credentials.metadata(),
-            )
-        return response.status
-
-    def watch(self, take: Callable[[status_pb2.PoolStatus], None]) -> str:
-        """Hand every new status to `take` until the stream ends; returns why it did."""
-        request = status_pb2.WatchStatusRequest(pool=self._settings.pool)
-        try:
-            with explained(self._settings.address, self._credentials):
-                for response in self._stub.WatchStatus(
-                    request, metadata=self._credentials.metadata()
-                ):
-                    take(response.status)
-        except BalancerRefusedError as error:
-            return str(error)
-        return f"the balancer at {self._settings.address} ended the stream"
 
 
 class Picture:
     """The newest status on a terminal, honest about its age."""
 
-    def __init__(self) -> None:
+    def __init__(self, decisions: Sequence[status_pb2.Decision] = ()) -> None:
         self.fault = ""
+        self._decisions = {one.sequence: one for one in decisions}
         self._meter = RateMeter()
         self._view: RenderableType = Text("waiting for the first status", style="dim")
         self._taken_s = time.monotonic()
@@ -140,7 +68,13 @@ class Picture:
         """Show this status from now on."""
         self.fault = ""
         self._taken_s = time.monotonic()
-        self._view = pool_view(status, tokens_per_s=self._meter.update(status, now=self._taken_s))
+        if status.HasField("last_decision"):
+            self._decisions[status.last_decision.sequence] = status.last_decision
+        self._view = pool_view(
+            status,
+            tokens_per_s=self._meter.update(status, now=self._taken_s),
+            decisions=[one for _, one in sorted(self._decisions.items(), reverse=True)],
+        )
 
     def renderable(self) -> RenderableType:
         """What to draw now."""
@@ -152,25 +86,28 @@ class Picture:
 
 
 def _show_pools(
-    pools: list[status_pb2.PoolSummary], settings: StatusSettings, console: Console
+    pools: list[status_pb2.PoolSummary],
+    client: BalancerClient,
+    settings: StatusSettings,
+    console: Console,
 ) -> int:
     if settings.json:
         print(json.dumps({"pools": [as_json(pool) for pool in pools]}, indent=2))
     elif pools:
         console.print(pools_view(pools))
     else:
-        print(f"the balancer at {settings.address} knows no pool yet: no worker has said hello")
+        print(f"the balancer at {client.address} knows no pool yet: no worker has said hello")
     return _exit_status([pool.health for pool in pools])
 
 
-def _watch(client: _Client, settings: StatusSettings, console: Console) -> NoReturn:
+def _watch(client: BalancerClient, settings: StatusSettings, console: Console) -> NoReturn:
     """Show what changes until Ctrl-C, also over restarts of the balancer."""
     client.status()  # a balancer that is not there, or does not know the pool, is told at once
     if settings.json or not console.is_terminal:
         while True:
             print(client.watch(_printer(settings)), file=sys.stderr, flush=True)
             time.sleep(_RETRY_S)
-    picture = Picture()
+    picture = Picture(client.decisions(limit=NUM_DECISIONS))
     with Live(get_renderable=picture.renderable, console=console, refresh_per_second=2):
         while True:
             picture.fault = client.watch(picture.take)

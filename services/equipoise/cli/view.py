@@ -22,6 +22,8 @@ _BAR_WIDTH = 10
 _SPARK_LOW = 0.4  # below this the picture says nothing more than "bad"
 _NUM_WINDOWS = 64
 _NUM_SWITCHES = 3
+NUM_DECISIONS = 5
+"""Decisions shown with a pool."""
 
 _HEALTH_STYLES = {
     status_pb2.POOL_HEALTH_SERVING: "green",
@@ -32,16 +34,22 @@ _HEALTH_STYLES = {
 
 
 def pool_view(
-    status: status_pb2.PoolStatus, *, tokens_per_s: Mapping[int, float] | None = None
+    status: status_pb2.PoolStatus,
+    *,
+    tokens_per_s: Mapping[int, float] | None = None,
+    decisions: Sequence[status_pb2.Decision] = (),
 ) -> RenderableType:
-    """The whole pool. `tokens_per_s` by rank, where somebody measured it (`RateMeter`)."""
+    """The whole pool. `tokens_per_s` by rank, where somebody measured it (`RateMeter`).
+
+    `decisions` are the latest, newest first; without them the status' own last one is shown.
+    """
     parts: list[RenderableType] = []
     if status.health_reason:
         parts.append(Text(status.health_reason, style=_health_style(status.health)))
     if status.HasField("hold"):
         parts.append(Text(hold_words(status.hold), style="yellow"))
     parts += [balance_view(status), ranks_view(status, tokens_per_s=tokens_per_s or {})]
-    parts.append(_facts(status))
+    parts.append(_facts(status, decisions))
     title = Text.assemble(
         ("pool ", "dim"),
         (status.pool, "bold"),
@@ -259,15 +267,18 @@ class RateMeter:
         return dict(self._rates)
 
 
-def _facts(status: status_pb2.PoolStatus) -> RenderableType:
+def _facts(
+    status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
+) -> RenderableType:
     """What goes on, what was decided, what happened, what was refused: a line each, if any."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1)
     if status.HasField("rollout"):
         table.add_row("rollout", _rollout_words(status.rollout))
-    if status.HasField("last_decision"):
-        table.add_row("decision", _decision_text(status.last_decision))
+    latest = [status.last_decision] if status.HasField("last_decision") else []
+    for decision in (decisions or latest)[:NUM_DECISIONS]:
+        table.add_row("decision", _decision_text(decision))
     for switch in status.switches[:_NUM_SWITCHES]:
         table.add_row("switch", _switch_words(switch))
     if status.rollouts_completed or status.rollouts_aborted:

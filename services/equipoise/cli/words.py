@@ -1,5 +1,7 @@
 """Numbers as people read them. Shared by the tools' tables."""
 
+from datetime import datetime
+
 from rich.console import Console
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -16,3 +18,10 @@ def bytes_words(count: float) -> str:
 def console(*, stderr: bool = False) -> Console:
     """A console that marks nothing up: what it prints comes from files too."""
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def clock_words(unix_s: float) -> str:
+    """Local time, with the date if it was not today."""
+    at = datetime.fromtimestamp(unix_s).astimezone()
+    today = datetime.now().astimezone().date()
+    return at.strftime("%H:%M:%S" if at.date() == today else "%Y-%m-%d %H:%M:%S")
