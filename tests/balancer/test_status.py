@@ -1,5 +1,6 @@
 """What people are shown is what the pool knows."""
 
+import numpy as np
 import pytest
 
 from equipoise.balancer.status import loads_response, pool_status, pool_summary
@@ -84,3 +85,16 @@ def test_the_revision_grows_with_every_change(serving_bench):
     assert pool_status(bench.pool, now=bench.now).revision == before
     bench.say(bench.ranks[0], bench.ranks[0].report())
     assert pool_status(bench.pool, now=bench.now).revision > before
+
+
+def test_loads_tell_what_each_rank_received_in_each_layer(serving_bench, skewed):
+    bench = serving_bench
+    assert not loads_response(bench.pool).window_rank_tokens
+    bench.run_traffic(skewed(1), seconds=10)
+    loads, window = loads_response(bench.pool), bench.pool.windows[-1]
+    table = np.frombuffer(loads.window_rank_tokens, dtype="<f8").reshape(
+        loads.num_layers, loads.num_ranks
+    )
+    assert np.array_equal(table, window.load_of_rank)
+    assert loads.window_generation == window.generation
+    assert table.sum() == pytest.approx(window.load.sum(), rel=0.01)

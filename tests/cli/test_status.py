@@ -27,6 +27,7 @@ class Balancer(status_pb2_grpc.StatusServicer):
     def __init__(self):
         self.pools = {}
         self.leader = ""
+        self.decisions = []
         self.changed = asyncio.Condition()
 
     async def tell(self, status):
@@ -46,6 +47,10 @@ class Balancer(status_pb2_grpc.StatusServicer):
 
     async def GetStatus(self, request, context):  # noqa: N802 - gRPC's name
         return pb.GetStatusResponse(status=await self._pool(request.pool, context))
+
+    async def ListDecisions(self, request, context):  # noqa: N802 - gRPC's name
+        await self._pool(request.pool, context)
+        return pb.ListDecisionsResponse(decisions=self.decisions[: request.limit])
 
     async def WatchStatus(self, request, context):  # noqa: N802 - gRPC's name
         revision = None
@@ -100,6 +105,27 @@ async def test_the_only_pool_is_shown_without_naming_it(balancer, address, capsy
     await balancer.tell(a_pool())
     assert await look(address) == ExitStatus.ALL_SERVE
     assert "pool decode  serving" in capsys.readouterr().out
+
+
+async def test_the_latest_decisions_are_shown_with_their_reasons(balancer, address, capsys):
+    await balancer.tell(a_pool())
+    balancer.decisions = [
+        pb.Decision(sequence=number, reason=f"because of {number}") for number in (9, 8)
+    ]
+    await look(address)
+    out = capsys.readouterr().out
+    assert out.index("because of 9") < out.index("because of 8")
+
+
+async def test_bounds_that_were_reached_are_shown(balancer, address, capsys):
+    pool = a_pool()
+    pool.bounds.add(name="stage", bound_s=30.0, reached=2, latest="rank 3 did not stage")
+    pool.bounds.add(name="report", bound_s=15.0)
+    await balancer.tell(pool)
+    await look(address)
+    out = capsys.readouterr().out
+    assert "stage (30 s) reached 2 x: rank 3 did not stage" in out
+    assert "report" not in out
 
 
 async def test_the_exit_status_tells_whether_all_ranks_serve(balancer, address):

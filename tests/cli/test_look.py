@@ -1,0 +1,229 @@
+"""`equipoise decisions`, `epochs`, `loads` and `layout …` against a balancer by script."""
+
+import json
+from concurrent import futures
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+
+from equipoise.cli import decisions, layouts, loads
+from equipoise.cli.access import BalancerRefusedError
+from equipoise.cli.ask_settings import AskSettings, InvalidSettingsError
+from equipoise.cli.look_settings import (
+    DecisionsSettings,
+    LayoutDiffSettings,
+    LayoutExportSettings,
+    LayoutImportSettings,
+    LayoutShowSettings,
+    LoadsSettings,
+)
+from equipoise.cli.tool_settings import ToolInputError
+from equipoise.formats.errors import FormatError
+from equipoise.formats.files import read_placement
+from equipoise.formats.format import Format
+from equipoise.planning.layout import contiguous_layout
+from equipoise.wire.layouts import layout_from_proto, layout_to_proto
+from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2_grpc
+from equipoise_api.v1 import status_pb2 as pb
+
+NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 3, 8, 4
+FIRST = contiguous_layout(
+    num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_ranks=NUM_RANKS, slots_per_rank=3
+)
+
+
+def moved(layout):
+    """Another layout: in layer 1, rank 0 holds expert 7 in place of expert 0, once more."""
+    table = layout.expert_of_slot.copy()
+    table[1, 0] = 7
+    return layout.with_placement(table, generation=layout.generation + 1)
+
+
+class Balancer(status_pb2_grpc.StatusServicer, admin_pb2_grpc.AdminServicer):
+    """Knows one pool."""
+
+    def __init__(self):
+        self.layouts = {1: FIRST, 2: moved(FIRST)}
+        self.loads = pb.GetLoadsResponse(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS)
+        self.decisions = []
+        self.status = pb.PoolStatus(pool="decode", epoch=3)
+        self.pinned = None
+
+    def ListPools(self, request, context):  # noqa: N802 - gRPC's name
+        return pb.ListPoolsResponse()
+
+    def GetStatus(self, request, context):  # noqa: N802 - gRPC's name
+        return pb.GetStatusResponse(status=self.status)
+
+    def WatchStatus(self, request, context):  # noqa: N802 - gRPC's name
+        yield pb.WatchStatusResponse(status=self.status)
+
+    def ListDecisions(self, request, context):  # noqa: N802 - gRPC's name
+        return pb.ListDecisionsResponse(decisions=self.decisions[: request.limit])
+
+    def GetLoads(self, request, context):  # noqa: N802 - gRPC's name
+        return self.loads
+
+    def GetLayout(self, request, context):  # noqa: N802 - gRPC's name
+        generation = request.generation or max(self.layouts)
+        if generation not in self.layouts:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no generation {generation}")
+        return pb.GetLayoutResponse(
+            layout=layout_to_proto(self.layouts[generation]), node_of_rank=["a", "a", "b", "b"]
+        )
+
+    def Pin(self, request, context):  # noqa: N802 - gRPC's name
+        self.pinned = request
+        return admin_pb2.PinResponse(
+            outcome=admin_pb2.Outcome(accepted=True, reason="it goes there now")
+        )
+
+
+@pytest.fixture
+def balancer():
+    return Balancer()
+
+
+@pytest.fixture
+def address(balancer):
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    status_pb2_grpc.add_StatusServicer_to_server(balancer, server)
+    admin_pb2_grpc.add_AdminServicer_to_server(balancer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait(10)
+
+
+def a_window(balancer):
+    of_rank = np.array([[40.0, 20, 20, 20], [25, 25, 25, 25], [10, 10, 10, 70]])
+    balancer.loads.window_tokens = np.ones((NUM_LAYERS, NUM_EXPERTS)).tobytes()
+    balancer.loads.num_ranks = NUM_RANKS
+    balancer.loads.window_rank_tokens = of_rank.tobytes()
+    balancer.loads.window_generation = 2
+    return of_rank
+
+
+def test_a_layout_is_shown_by_layer_and_one_layer_by_rank(address, capsys):
+    assert layouts.show(LayoutShowSettings(address=address)) == 0
+    out = capsys.readouterr().out
+    assert "generation 2: 3 layers x 8 experts in 12 slots on 4 ranks" in out
+    assert layouts.show(LayoutShowSettings(address=address, generation=1, layer=1)) == 0
+    first_rank = capsys.readouterr().out.splitlines()[2]
+    assert first_rank.split() == ["0", "a", "0", "1", "2"]
+    with pytest.raises(ToolInputError, match="--layer must be from 0 to 2, not 3"):
+        layouts.show(LayoutShowSettings(address=address, layer=3))
+
+
+def test_a_layout_as_json_is_whole(address, capsys):
+    layouts.show(LayoutShowSettings(address=address, json=True))
+    told = json.loads(capsys.readouterr().out)
+    assert told["expert_of_slot"] == moved(FIRST).expert_of_slot.tolist()
+    assert told["node_of_rank"] == ["a", "a", "b", "b"]
+
+
+def test_two_generations_are_compared_and_the_exit_status_tells(address, capsys):
+    settings = LayoutDiffSettings(address=address, before="1", json=True)
+    assert layouts.diff(settings) == layouts.DIFFERENT
+    told = json.loads(capsys.readouterr().out)
+    assert (told["moves"], told["moves_of_layer"]) == (1, [0, 1, 0])
+    assert told["moves_of_rank"] == [1, 0, 0, 0]
+    assert layouts.diff(replace(settings, json=False)) == layouts.DIFFERENT
+    assert "layer 1: 1 moves; replicas of experts: 0 -1  7 +1" in capsys.readouterr().out
+    assert layouts.diff(replace(settings, before="2", after="2")) == layouts.SAME
+
+
+@pytest.mark.parametrize("form", [Format.EQUIPOISE, Format.SGLANG, Format.TENSORRT_LLM])
+def test_an_exported_layout_is_the_same_when_it_is_read_again(address, tmp_path, form):
+    path = tmp_path / ("layout.yaml" if form is Format.TENSORRT_LLM else "layout.json")
+    export = LayoutExportSettings(address=address, file=path, format=form, first_moe_layer=3)
+    assert layouts.export(export) == 0
+    table = read_placement(path, form=form).expert_of_slot
+    # TensorRT-LLM and SGLang count dense layers too.
+    assert np.array_equal(table[-NUM_LAYERS:], moved(FIRST).expert_of_slot)
+
+
+def test_an_imported_file_becomes_an_order_to_pin_it(address, balancer, tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    layouts.export(LayoutExportSettings(address=address, file=path, generation=1))
+    assert layouts.import_(LayoutImportSettings(address=address, file=path)) == 0
+    assert "done: it goes there now" in capsys.readouterr().out
+    assert layout_from_proto(balancer.pinned.layout).same_placement(FIRST)
+    assert balancer.pinned.reason == "imported from mine.json"
+
+
+def test_a_file_for_another_pool_is_not_imported(address, balancer, tmp_path):
+    path = tmp_path / "other.json"
+    other = contiguous_layout(num_layers=2, num_experts=8, num_ranks=4, slots_per_rank=3)
+    balancer.layouts = {1: other}
+    layouts.export(LayoutExportSettings(address=address, file=path))
+    balancer.layouts = {1: FIRST}
+    with pytest.raises(FormatError, match="2 MoE layers, expected are 3"):
+        layouts.import_(LayoutImportSettings(address=address, file=path))
+    assert balancer.pinned is None
+
+
+def test_loads_are_told_by_layer_and_rank(address, balancer, capsys):
+    of_rank = a_window(balancer)
+    assert loads.run(LoadsSettings(address=address, json=True)) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["pool"], told["generation"]) == ("decode", 2)
+    assert told["tokens_of_rank"] == of_rank.tolist()
+    assert told["balancedness_of_layer"] == pytest.approx([25 / 40, 1.0, 25 / 70])
+    assert loads.run(LoadsSettings(address=address)) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["2", "0.357", "0.40", "0.40", "0.40", "2.80"] in rows
+
+
+def test_loads_of_more_ranks_than_columns_show_the_busiest_of_neighbours():
+    heat = loads.Heat(
+        pool="big",
+        generation=1,
+        of_rank=np.ones((1, 400)) + 399 * np.eye(1, 400, k=200),
+        of_expert=np.zeros((1, 8)),
+    )
+    console = loads.console()
+    with console.capture() as caught:
+        console.print(loads.heat_view(heat, width=80, top=3))
+    assert "a cell is 8 ranks, the busiest shows" in " ".join(caught.get().split())
+
+
+def test_loads_are_written_as_a_picture(address, balancer, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    a_window(balancer)
+    path = tmp_path / "loads.svg"
+    assert loads.run(LoadsSettings(address=address, out=path)) == 0
+    assert "balancedness" in path.read_text()
+    assert str(path) in capsys.readouterr().out
+    with pytest.raises(InvalidSettingsError, match=r"must end in \.png or \.svg"):
+        LoadsSettings(out=tmp_path / "loads.gif")
+
+
+def test_a_pool_without_a_window_has_no_loads_yet(address):
+    with pytest.raises(BalancerRefusedError, match="has closed no window yet"):
+        loads.run(LoadsSettings(address=address))
+
+
+def test_decisions_are_shown_newest_first(address, balancer, capsys):
+    balancer.decisions = [
+        pb.Decision(sequence=2, time_unix_s=1e9, accepted=True, reason="it pays", kind="plan"),
+        pb.Decision(sequence=1, time_unix_s=1e9, reason="it [b]does[/b] not", kind="plan"),
+    ]
+    assert decisions.run(DecisionsSettings(address=address)) == 0
+    out = capsys.readouterr().out
+    assert out.index("it pays") < out.index("it [b]does[/b] not")
+    assert decisions.run(DecisionsSettings(address=address, json=True, limit=1)) == 0
+    (told,) = json.loads(capsys.readouterr().out)["decisions"]
+    assert (told["sequence"], told["accepted"], told["reason"]) == (2, True, "it pays")
+
+
+def test_epochs_are_shown_with_why_they_were_opened(address, balancer, capsys):
+    assert decisions.epochs(AskSettings(address=address)) == 0
+    assert "is in epoch 3" in capsys.readouterr().out
+    balancer.status.epochs.add(
+        epoch=3, workers=["a", "b"], reason="worker c is gone", opened_unix_s=1e9
+    )
+    assert decisions.epochs(AskSettings(address=address)) == 0
+    assert "worker c is gone" in capsys.readouterr().out
