@@ -124,7 +124,7 @@ async def test_bounds_that_were_reached_are_shown(balancer, address, capsys):
     await balancer.tell(pool)
     await look(address)
     out = capsys.readouterr().out
-    assert "stage (30 s) reached 2 x: rank 3 did not stage" in out
+    assert "2 x stage, 30 s: rank 3 did not stage" in out
     assert "report" not in out
 
 

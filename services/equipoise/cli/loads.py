@@ -37,9 +37,7 @@ class Heat:
     def times_mean(self) -> Load:
         """[layers, ranks]: load over the mean of its layer; 0 where there was none."""
         mean = self.of_rank.mean(axis=1, keepdims=True)
-        times: Load = np.divide(
-            self.of_rank, mean, out=np.zeros_like(self.of_rank), where=mean > 0
-        )
+        times: Load = np.divide(self.of_rank, mean, out=np.zeros_like(self.of_rank), where=mean > 0)
         return times
 
 

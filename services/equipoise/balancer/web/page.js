@@ -96,7 +96,7 @@ function drawFigures(pool) {
     ["ranks", pool.num_ranks, pool.model ? ` · ${pool.model.num_layers} layers` : ""],
     ["generation", pool.generation, ` · epoch ${pool.epoch}`],
     ["rollouts", pool.rollouts_completed, pool.rollouts_aborted ? ` · ${pool.rollouts_aborted} aborted` : ""],
-    ["now", rollout ? rollout.state : "at rest", rollout ? ` → ${rollout.generation}, ${rollout.moves} moves` : ""],
+    ["now", rollout ? rollout.state : "at rest", rollout ? ` → ${rollout.generation}, ${count(rollout.moves, "move")}` : ""],
   ];
   byId("figures").replaceChildren(...figures.map(([name, value, more, kind]) =>
     make("div", {}, make("dt", {}, name), make("dd", { class: kind ?? "" }, String(value), make("small", {}, more)))));
@@ -177,7 +177,7 @@ function drawHeat(pointed = null) {
   byId("heat").hidden = !heat;
   if (!heat) return setText(byId("heat-read"), "No window has closed yet.");
   const rows = heat.percent.length, columns = heat.percent[0].length;
-  const width = byId("heat").clientWidth, rowHeight = Math.max(5, Math.min(34, Math.floor(330 / rows)));
+  const width = byId("heat").clientWidth, rowHeight = Math.max(5, Math.min(44, Math.floor(330 / rows)));
   const context = sized(canvas, width, rows * rowHeight + HEAT.bottom);
   const cell = (width - HEAT.left) / columns, gap = cell > 8 && rowHeight > 8 ? 1.5 : 0;
   const style = getComputedStyle(document.documentElement), ink = style.getPropertyValue("--soft");
@@ -263,7 +263,7 @@ function drawRanks(pool) {
     return make("tr", {}, make("td", { class: "n" }, rank.rank), make("td", {}, rank.worker, state, trouble),
       make("td", { class: "extra soft" }, rank.node), make("td", {}, bar, times.toFixed(2)),
       make("td", { class: "n extra" }, `${rank.generation}${staged}`),
-      make("td", { class: "n" }, rank.median_step_us ? `${(rank.median_step_us / 1000).toFixed(1)} ms` : "–"),
+      make("td", { class: "n" }, rank.median_step_us ? duration(rank.median_step_us) : "–"),
       make("td", { class: "n" }, `${rank.active_requests}${queued}`));
   }));
 }
@@ -272,7 +272,7 @@ function drawDecisions(pool) {
   setText(byId("policy"), pool.policy ? `policy ${pool.policy.hash}${pool.policy.refusal ? ": a newer one was refused" : ""}` : "");
   const items = pool.decisions.map((one) => {
     const facts = one.kind === "plan" && one.balancedness_proposed
-      ? `${one.balancedness_current.toFixed(2)} → ${one.balancedness_proposed.toFixed(2)} · ${one.moves} moves · ${bytes(one.bytes)} · ${one.plan_ms.toFixed(0)} ms to plan`
+      ? `${one.balancedness_current.toFixed(2)} → ${one.balancedness_proposed.toFixed(2)} · ${count(one.moves, "move")} · ${bytes(one.bytes)} · ${one.plan_ms.toFixed(0)} ms to plan`
       : one.kind;
     return item(`${one.accepted ? "yes" : "no"}`, one.accepted ? "good" : "soft", one.time_unix_s, one.reason, facts, one.sequence);
   });
@@ -281,7 +281,8 @@ function drawDecisions(pool) {
 
 function drawEvents(pool) {
   const events = [
-    ...pool.switches.map((one) => [one.time_unix_s, "switch", "", `generation ${one.generation} at step ${one.step.toLocaleString("en")}`, `${one.moves} moves staged in ${one.staging_s.toFixed(2)} s · longest stall ${(one.max_stall_us / 1000).toFixed(1)} ms`]),
+    ...pool.switches.map((one) => [one.time_unix_s, "switch", "", `generation ${one.generation} at step ${one.step.toLocaleString("en")}`, `${count(one.moves, "move")} staged in ${one.staging_s.toFixed(2)} s · longest stall ${duration(one.max_stall_us)}`]),
+    ...pool.promises.filter((one) => one.judged_unix_s).map((one) => [one.judged_unix_s, "promise", one.outcome === "kept" ? "good" : "fair", `generation ${one.generation}: ${one.outcome.replace("_", " ")}`, `balancedness ${one.balancedness_promised.toFixed(3)} promised, ${one.balancedness_realised.toFixed(3)} measured`]),
     ...pool.epochs.map((one) => [one.opened_unix_s, "epoch", "fair", `epoch ${one.epoch}: ${one.reason}`, one.serving_after_s ? `${one.workers.length} ranks served after ${one.serving_after_s.toFixed(1)} s` : `${one.workers.length} ranks, not serving yet`]),
     ...pool.audit.map((one) => [one.time_unix_s, one.accepted ? "order" : "refused", one.accepted ? "good" : "fair", `${one.who}: ${one.what}`, one.outcome]),
   ].sort((a, b) => b[0] - a[0]).slice(0, 40).map(([time, word, kind, text, facts]) => item(word, kind, time, text, facts));
@@ -310,10 +311,13 @@ function holdWords(hold) {
   return [hold.paused && `paused by ${hold.paused}`, hold.pinned && `pinned by ${hold.pinned}`].filter(Boolean).join(" · ");
 }
 
-function bytes(count) {
+const count = (number, thing) => `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : "s"}`;
+const duration = (us) => us < 1e6 ? `${(us / 1e3).toFixed(1)} ms` : `${(us / 1e6).toFixed(2)} s`;
+
+function bytes(size) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  const unit = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, count)) / 10));
-  return `${(count / 1024 ** unit).toFixed(unit ? 1 : 0)} ${units[unit]}`;
+  const unit = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, size)) / 10));
+  return `${(size / 1024 ** unit).toFixed(unit ? 1 : 0)} ${units[unit]}`;
 }
 
 function leaderPage(leader) {
