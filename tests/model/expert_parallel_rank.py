@@ -190,6 +190,10 @@ def main():
         model = RankModel(row_block=None, **place)
         seen["last words"] = outlive_the_last_rank(model, rank=rank, num_ranks=num_ranks)
     torch.save(seen, result)
+    if num_ranks > 1:
+        # Else the group's threads may still run when the process takes down what they use, and a
+        # thread that is not joined then ends it with "terminate called".
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""A balancer that leads without Redis, whose store is a Redis that is stopped, or answers late."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from agent_ranks import WAIT_S, ranks_of, staged_by_all, switch, traffic
+
+from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.redis_store import RedisStore
+from equipoise.balancer.server import serving
+from equipoise.planning.policy import Policy
+from equipoise_api.v1 import status_pb2, status_pb2_grpc
+
+ANSWER_S = 0.4  # Longest that the store waits for Redis: less than a window lasts.
+
+
+class Balancer:
+    """One that serves in this process, as its clients see it."""
+
+    def __init__(self, address, stub) -> None:
+        self.address = address
+        self._stub = stub
+
+    async def until(self, condition):
+        """The first state of the pool that fulfils a condition."""
+        request = status_pb2.WatchStatusRequest(min_interval_s=0.05)
+        async with asyncio.timeout(WAIT_S):
+            while True:  # A watch ends when a term does.
+                async for answer in self._stub.WatchStatus(request, wait_for_ready=True):
+                    if condition(answer.status):
+                        return answer.status
+
+
+@asynccontextmanager
+async def balancer_on(url, *, store_down):
+    policy = Policy(
+        interval_s=0.5,
+        min_tokens=100.0,
+        report_interval_s=0.1,
+        cooldown_s=0.1,
+        store_down=store_down,
+    )
+    store = RedisStore(url, timeout_s=ANSWER_S)
+    try:
+        async with (
+            serving(
+                store, listen="127.0.0.1:0", policies=PolicyBook(policy), stop_grace_s=0.0
+            ) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            yield Balancer(f"127.0.0.1:{port}", status_pb2_grpc.StatusStub(channel))
+    finally:
+        await store.close()
+
+
+def bound(status, name):
+    return next(one for one in status.bounds if one.name == name)
+
+
+@pytest.mark.parametrize("trouble", ["stopped", "late"])
+@pytest.mark.parametrize("store_down", ["pause", "memory"])
+async def test_nothing_is_switched_without_redis_and_the_plan_follows_once_it_is_back(
+    redis_server, bench, skewed, store_down, trouble
+):
+    async with (
+        balancer_on(redis_server.url, store_down=store_down) as balancer,
+        ranks_of(bench, [balancer.address]) as (ranks, news),
+    ):
+        await balancer.until(lambda pool: pool.generation == 1)
+        hurt, heal = {
+            "stopped": (redis_server.kill, redis_server.start),
+            "late": (redis_server.pause, redis_server.resume),
+        }[trouble]
+        hurt()
+        words = {"pause": "planning is paused", "memory": "planning goes on in memory"}[store_down]
+        status = await balancer.until(lambda pool: words in pool.health_reason)
+        assert "nothing is switched until the store works" in status.health_reason
+        assert bound(status, "store").reached or trouble == "stopped"
+
+        async with traffic(ranks, skewed(1)):
+            known = status.windows_closed
+            if store_down == "memory":
+                status = await balancer.until(lambda pool: pool.HasField("last_decision"))
+                assert "the rollout waits for the store" in status.last_decision.reason
+                assert not status.last_decision.accepted
+            else:
+                status = await balancer.until(lambda pool: pool.windows_closed >= known + 5)
+                assert not status.HasField("last_decision")
+            assert status.balancedness > 0, "loads are learned all the same"
+            assert not any(rank.worker.staged for rank in ranks)
+
+            await asyncio.to_thread(heal)
+            await news.until(lambda: staged_by_all(ranks, term=1))
+        generation = ranks[0].worker.staged.layout.generation
+        switch(ranks, step=70)
+        status = await balancer.until(lambda pool: pool.generation == generation)
+        assert status.generation > 1
