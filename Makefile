@@ -11,7 +11,7 @@ KERNELS := $(VENV)/.installed-kernels
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis helm demo test test-cluster lint bench bench-gpu tune protos chart
+.PHONY: help setup redis helm demo test test-cluster lint bench fuzz bench-gpu tune protos chart
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,6 +67,10 @@ lint: $(STAMP)  ## Style, types, borders between rooms, protos against their stu
 
 bench: $(STAMP)  ## Run the benchmarks and print their ratios
 	$(BIN)/python -m pytest -m benchmark -s $(ARGS)
+
+fuzz: $(STAMP)  ## Fuzz the worker link and the status port with a million messages
+	EQUIPOISE_FUZZ=$${EQUIPOISE_FUZZ:-900000} EQUIPOISE_FUZZ_SOCKET=$${EQUIPOISE_FUZZ_SOCKET:-100000} \
+	  $(BIN)/python -m pytest -s tests/balancer/test_fuzz.py $(ARGS)
 
 bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write JSON
 	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.bench $(ARGS)

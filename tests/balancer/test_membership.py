@@ -263,3 +263,15 @@ def test_ranks_that_hold_different_bytes_of_one_expert_stop_all_planning(bench, 
     assert "ranks 0 and 3 hold different bytes for expert 5 of layer 1" in diagnosis.reason
     bench.run_traffic(skewed(1), seconds=10)
     assert bench.decisions() == []
+
+
+def test_a_worker_comes_back_although_another_one_gave_up_the_first_seat(serving_bench):
+    first, second, third, _ = serving_bench.ranks
+    for worker in (first, second, third):
+        serving_bench.lose(worker)
+    mistaken = first.reconnecting()
+    serving_bench.hello(replace(mistaken, running=replace(mistaken.running, rank=second.rank)))
+    third.assignment = None
+    serving_bench.hello(third.hello)
+    assert third.assignment.rank == 2
+    assert third.assignment.rendezvous_address == first.hello.rendezvous_address

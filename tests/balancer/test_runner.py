@@ -9,6 +9,7 @@ from equipoise.balancer.controller import PoolController
 from equipoise.balancer.health import Health
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.planning_turns import PlanningTurns
 from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.runner import PoolRunner, steady_clock
 from equipoise.balancer.store import StoreConflictError, StoreError, StoreFault, TermOverError
@@ -67,6 +68,7 @@ async def pool_runner(store, tenure):
         PoolController("tiny", policies=PolicyBook(Policy()), memory=PoolMemory()),
         store=store,
         tenure=tenure,
+        turns=PlanningTurns(),
         clock=steady_clock(),
     )
     task = asyncio.create_task(runner.run())

@@ -27,10 +27,11 @@ def open_if_due(pool: Pool, *, now: float) -> Chain:
     shape = pool.roster.shape
     if shape is None:
         return ()
+    silent, excluded = silent_workers(pool, now=now), excluded_workers(pool, now=now)
+    if pool.roster.settled and not (silent or excluded or pool.unheard or pool.opening.reason):
+        return ()  # The usual case, at every tick of every pool: there is nothing to decide.
     opening = next_epoch(
-        pool.roster.candidates(
-            silent_workers(pool, now=now), excluded=excluded_workers(pool, now=now)
-        ),
+        pool.roster.candidates(silent, excluded=excluded),
         num_ranks=pool.roster.wanted_ranks,
         slots_per_rank=shape.slots_per_rank,
         num_experts=shape.model.num_experts,
@@ -68,10 +69,11 @@ def assign_returned(pool: Pool) -> Chain:
 
 def silent_workers(pool: Pool, *, now: float) -> frozenset[str]:
     """Workers whose stream is open and who have not spoken for too long."""
+    silent_after_s = pool.silent_after_s
     return frozenset(
         member.name
         for member in pool.roster.members.values()
-        if member.connected and now - member.last_heard_s > pool.silent_after_s
+        if member.connected and now - member.last_heard_s > silent_after_s
     )
 
 
@@ -131,11 +133,10 @@ def _note(pool: Pool, opening: Opening, membership: Membership, *, now: float) -
 
 
 def _assignment(pool: Pool, member: Member) -> Send:
-    assert member.rank is not None, "only a rank is assigned"
     return assignment(
         pool.roster,
-        rank=member.rank,
+        member=member,
         layouts=pool.layouts,
-        moves=pool.moves.get(member.rank, ()),
+        moves=() if member.rank is None else pool.moves.get(member.rank, ()),
         policy=pool.policy,
     )

@@ -3,7 +3,7 @@
 from equipoise.balancer.checksums import ChecksumTable
 from equipoise.balancer.effects import Chain, Effect, Send, WriteCommitted, WriteProposed
 from equipoise.balancer.layouts import PoolLayouts
-from equipoise.balancer.roster import Roster
+from equipoise.balancer.roster import Member, Roster
 from equipoise.planning.moves import Move, diff
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import (
@@ -83,10 +83,15 @@ def stage_orders(
 
 
 def assignment(
-    roster: Roster, *, rank: int, layouts: PoolLayouts, moves: tuple[Move, ...], policy: Policy
+    roster: Roster,
+    *,
+    member: Member,
+    layouts: PoolLayouts,
+    moves: tuple[Move, ...],
+    policy: Policy,
 ) -> Send:
     """Tell a seated worker its rank, its peers and the layout it runs or is to start in."""
-    member = roster.member_at(rank)
+    assert member.rank is not None, "only a rank is assigned"
     layout = layouts.get(member.generation) or layouts.current
     assert layout is not None, "an epoch has a layout"
     member.assigned, member.heartbeat_s = True, policy.heartbeat_interval_s
@@ -94,7 +99,7 @@ def assignment(
         worker=member.name,
         message=Assignment(
             epoch=roster.epoch,
-            rank=rank,
+            rank=member.rank,
             peers=roster.peers,
             rendezvous_address=roster.rendezvous_address,
             layout=layout,

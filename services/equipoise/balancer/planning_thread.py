@@ -3,6 +3,7 @@
 import asyncio
 
 from equipoise.balancer.daemon_thread import in_daemon_thread
+from equipoise.balancer.planning_turns import PlanningTurns
 from equipoise.balancer.proposal import Proposal, ProposalRequest, propose
 
 MAX_RUNNING = 4
@@ -14,17 +15,18 @@ class PlanTimeoutError(Exception):
 
 
 class PlanningThread:
-    """Plans on threads of their own, each within a bound."""
+    """Plans on threads of their own, each within a bound, in turn with those of other pools."""
 
-    def __init__(self, pool: str) -> None:
+    def __init__(self, pool: str, *, turns: PlanningTurns) -> None:
         self._name = f"planner of {pool}"
+        self._turns = turns
         self._num_running = 0
 
     async def propose(self, request: ProposalRequest) -> Proposal:
         """Plan and judge. What the planner raises is raised here.
 
         Raises:
-            PlanTimeoutError: it took longer than the policy allows.
+            PlanTimeoutError: it took longer than the policy allows, the wait for its turn included.
         """
         if self._num_running >= MAX_RUNNING:
             raise PlanTimeoutError(
@@ -42,7 +44,7 @@ class PlanningThread:
         timeout_s = request.policy.plan_timeout_s
         try:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), self._turns.taken():
                 return await in_daemon_thread(work, name=self._name)
         except TimeoutError:
             raise PlanTimeoutError(

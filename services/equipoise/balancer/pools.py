@@ -11,12 +11,13 @@ from equipoise.balancer.errors import RefusedWorkerError, UnknownPoolError
 from equipoise.balancer.lease_elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.memory import PoolMemory, recall
+from equipoise.balancer.planning_turns import PlanningTurns
 from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.runner import Clock, PoolRunner
 from equipoise.balancer.store import Store
 from equipoise.wire.messages import Hello
 
-MAX_POOLS = 256
+MAX_POOLS = 1024
 """Pools of one balancer; the bound keeps a peer from making them without end."""
 
 _View = TypeVar("_View")
@@ -32,6 +33,7 @@ class Pools:
         self._policies = policies
         self._clock = clock
         self._tenure = tenure
+        self._turns = PlanningTurns()
         self._runners: dict[str, PoolRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -109,6 +111,7 @@ class Pools:
             PoolController(name, policies=self._policies, memory=memory),
             store=self._store,
             tenure=self._tenure,
+            turns=self._turns,
             clock=self._clock,
         )
 

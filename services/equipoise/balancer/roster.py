@@ -73,8 +73,9 @@ class Roster:
 
     `shape` is the Hello that all must agree with: that of the first member present. `epoch` is 0
     until one opened. `highest_epoch` keeps numbers from being used again. `peers` are all ranks of
-    the epoch in rank order, empty until each of them is known. `num_ranks` is how many ranks the
-    epoch has, 0 before there was one.
+    the epoch in rank order, empty until each of them is known, and `rendezvous_address` is where
+    rank 0 hosts the rendezvous of their process group. `num_ranks` is how many ranks the epoch has,
+    0 before there was one.
     """
 
     pool: str
@@ -83,6 +84,7 @@ class Roster:
     num_ranks: int = 0
     shape: Hello | None = None
     peers: tuple[Peer, ...] = ()
+    rendezvous_address: str = ""
     members: dict[str, Member] = field(default_factory=dict)
 
     def admit(self, hello: Hello, *, now: float) -> Member:
@@ -178,11 +180,17 @@ class Roster:
     @property
     def complete(self) -> bool:
         """Whether every rank of the epoch is connected and serving."""
-        seated = self.seated()
-        return (
-            self.num_ranks > 0
-            and len(seated) == self.num_ranks
-            and all(member.connected and member.serving for member in seated)
+        seated = [member for member in self.members.values() if member.rank is not None]
+        return 0 < self.num_ranks == len(seated) and all(
+            member.connected and member.serving for member in seated
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Whether whoever is here is a rank of the epoch, and every rank serves."""
+        return len(self.members) == self.num_ranks and all(
+            member.rank is not None and member.connected and member.serving
+            for member in self.members.values()
         )
 
     def member_at(self, rank: int) -> Member:
@@ -196,11 +204,6 @@ class Roster:
             node_of_rank=tuple(peer.node for peer in self.peers),
             slots_per_rank=self.shape.slots_per_rank,
         )
-
-    @property
-    def rendezvous_address(self) -> str:
-        """Where rank 0 hosts the rendezvous of the epoch's process group."""
-        return self.member_at(0).hello.rendezvous_address
 
     def _note_peers(self) -> None:
         seated = self.seated()
@@ -216,6 +219,7 @@ class Roster:
             )
             for rank, member in enumerate(seated)
         )
+        self.rendezvous_address = seated[0].hello.rendezvous_address
 
     def _present(self, *, besides: str) -> list[Member]:
         return [

@@ -30,6 +30,7 @@ from equipoise.balancer.effects import (
 from equipoise.balancer.lease_elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.planning_thread import PlanningThread, PlanTimeoutError
+from equipoise.balancer.planning_turns import PlanningTurns
 from equipoise.balancer.pool import Pool
 from equipoise.balancer.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.telemetry.logs import about
@@ -54,7 +55,8 @@ class PoolRunner:
     """Runs one pool until its task is cancelled; `closed` when its streams were let go.
 
     `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
-    time that never runs backwards. Plans are computed on a thread of the pool's own.
+    time that never runs backwards. Plans are computed on a thread of the pool's own, when `turns`
+    lets it.
     """
 
     def __init__(
@@ -63,13 +65,14 @@ class PoolRunner:
         *,
         store: Store,
         tenure: Tenure,
+        turns: PlanningTurns,
         clock: Clock,
     ) -> None:
         self._controller = controller
         self._store = store
         self._tenure = tenure
         self._clock = clock
-        self._planning = PlanningThread(controller.pool.name)
+        self._planning = PlanningThread(controller.pool.name, turns=turns)
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
         self._changed = asyncio.Event()

@@ -1,7 +1,7 @@
 """A pool's state as the Status service shows it. Reads, never changes."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from equipoise.balancer.bounds import Bound
 from equipoise.balancer.health import Health
@@ -27,16 +27,14 @@ _HEALTH = {
 def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb.PoolStatus:
     """One pool's whole state; `election` are the waits of the balancer that are no pool's."""
     diagnosis = pool.diagnosis()
-    shares = _load_shares(pool)
+    latest = _LatestWindow.of(pool)
     status = pb.PoolStatus(
         pool=pool.name,
         health=_HEALTH[diagnosis.health],
         health_reason=diagnosis.reason,
         epoch=pool.roster.epoch,
         generation=pool.layouts.stored_generation or 0,
-        ranks=[
-            _rank_status(pool, member, shares=shares, now=now) for member in pool.roster.seated()
-        ],
+        ranks=[_rank_status(pool, member, latest, now=now) for member in pool.roster.seated()],
         windows_closed=pool.windows_closed,
         interval_s=pool.policy.interval_s,
         refusals=[
@@ -74,12 +72,12 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb
             )
         )
     if pool.windows:
-        latest = pool.windows[-1]
-        status.balancedness = latest.balancedness
-        status.balancedness_min_layer = latest.balancedness_min_layer
-        status.window_tokens = round(latest.tokens)
-        if latest.shares is not None:
-            status.shares.CopyFrom(pb.ShareStatus(**asdict(latest.shares)))
+        window = pool.windows[-1]
+        status.balancedness = window.balancedness
+        status.balancedness_min_layer = window.balancedness_min_layer
+        status.window_tokens = round(window.tokens)
+        if window.shares is not None:
+            status.shares.CopyFrom(pb.ShareStatus(**asdict(window.shares)))
     rollout = _rollout_status(pool, now=now)
     if rollout is not None:
         status.rollout.CopyFrom(rollout)
@@ -168,9 +166,30 @@ def layout_response(pool: Pool, layout: Layout) -> pb.GetLayoutResponse:
     )
 
 
-def _rank_status(
-    pool: Pool, member: Member, *, shares: Sequence[float], now: float
-) -> pb.RankStatus:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LatestWindow:
+    """What the latest window says of each rank; empty where it says nothing."""
+
+    load_shares: Sequence[float] = ()
+    busy_step_us: Sequence[float] = ()
+    slowdowns: Sequence[float] = ()
+
+    @classmethod
+    def of(cls, pool: Pool) -> "_LatestWindow":
+        if not pool.windows:
+            return cls()
+        window = pool.windows[-1]
+        load_of_rank = window.load_of_rank.sum(axis=0)
+        total = float(load_of_rank.sum())
+        factors = None if window.pace is None else slowdowns(window.pace)
+        return cls(
+            load_shares=(load_of_rank / total).tolist() if total > 0 else (),
+            busy_step_us=() if window.pace is None else window.pace.busy_us.tolist(),
+            slowdowns=() if factors is None else [float(factor) for factor in factors],
+        )
+
+
+def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: float) -> pb.RankStatus:
     assert member.rank is not None, "seated members have a rank"
     status = pb.RankStatus(
         rank=member.rank,
@@ -183,15 +202,12 @@ def _rank_status(
         generation=member.generation,
         staged_generation=member.staged_generation,
         silent_s=max(0.0, now - member.last_heard_s),
-        load_share=shares[member.rank] if member.rank < len(shares) else 0.0,
+        load_share=_of_rank(latest.load_shares, member.rank),
+        busy_step_us=round(_of_rank(latest.busy_step_us, member.rank)),
+        slowdown=_of_rank(latest.slowdowns, member.rank),
     )
     if member.rank in pool.slow:
         status.trouble = pool.slow[member.rank].reason
-    pace = pool.windows[-1].pace if pool.windows else None
-    if pace is not None and member.rank < len(pace.busy_us):
-        status.busy_step_us = round(pace.busy_us[member.rank])
-        factors = slowdowns(pace)
-        status.slowdown = 0.0 if factors is None else factors[member.rank]
     if member.stats is not None:
         status.tokens_processed = member.stats.tokens_processed
         status.tokens_generated = member.stats.tokens_generated
@@ -216,14 +232,9 @@ def _rank_state(pool: Pool, member: Member) -> str:
     return "leaving" if member.draining else "connected"
 
 
-def _load_shares(pool: Pool) -> Sequence[float]:
-    """By rank; empty where no window tells."""
-    if not pool.windows:
-        return ()
-    load_of_rank = pool.windows[-1].load_of_rank.sum(axis=0)
-    total = float(load_of_rank.sum())
-    shares: list[float] = (load_of_rank / total).tolist() if total > 0 else []
-    return shares
+def _of_rank(values: Sequence[float], rank: int) -> float:
+    """A rank's value; 0 for one that the window did not have."""
+    return values[rank] if rank < len(values) else 0.0
 
 
 def _rollout_status(pool: Pool, *, now: float) -> pb.RolloutStatus | None:

@@ -367,7 +367,7 @@ def _delta(rank: int, tokens_of_slot: Load, layout: Layout) -> LoadDelta:
         (experts + offsets).ravel(),
         weights=tokens_of_slot.ravel(),
         minlength=layout.num_layers * layout.num_experts,
-    ).astype(np.float64)
+    ).astype(np.float64, copy=False)
     return LoadDelta(
         rank=rank,
         tokens_of_expert=by_expert.reshape(layout.num_layers, layout.num_experts),

@@ -1,0 +1,293 @@
+"""Fuzzed messages: through the decoding into a pool's state, and over raw sockets into a process.
+
+Seconds of it here; `make fuzz` plays a million (EQUIPOISE_FUZZ and EQUIPOISE_FUZZ_SOCKET say how
+many messages, EQUIPOISE_FUZZ_SEED which).
+"""
+
+import asyncio
+import os
+import random
+from collections import Counter
+from dataclasses import fields, is_dataclass, replace
+
+import grpc
+import numpy as np
+import pytest
+from mutations import Mutator
+from raw_peer import RawPeer
+from redis_server import free_port
+from scale import balancing
+
+from equipoise.balancer.errors import RefusedWorkerError
+from equipoise.balancer.pools import MAX_POOLS
+from equipoise.balancer.status import loads_response, pool_status
+from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.load import LoadReport
+from equipoise.wire.convert import from_worker, to_balancer
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import GroupLost, Hello, Leaving, Refused, Report
+from equipoise_api.v1 import status_pb2, status_pb2_grpc
+from equipoise_api.v1 import worker_link_pb2 as pb
+
+NUM_MESSAGES = int(os.environ.get("EQUIPOISE_FUZZ", "6000"))
+NUM_ON_SOCKETS = int(os.environ.get("EQUIPOISE_FUZZ_SOCKET", "900"))
+SEED = int(os.environ.get("EQUIPOISE_FUZZ_SEED", "1"))
+ROUND = 250
+
+pytestmark = pytest.mark.timeout(7200)
+
+
+class FuzzedPool:
+    """A pool of scripted workers whose words are broken on the way, and what must hold of it."""
+
+    def __init__(self, bench, seed, load) -> None:
+        self._bench, self._load = bench, load
+        self._random, self._mutator = random.Random(seed), Mutator(seed)
+        self._tokens = 0
+        self._epoch = self._stored = 0
+        self.outcomes = Counter()
+
+    def round(self, num_messages):
+        """Everybody is well; then `num_messages` are broken, and the pool is looked at."""
+        self._heal()
+        for _ in range(num_messages):
+            self._say_something()
+            self._check_numbers()
+        self._check_tables()
+
+    def _say_something(self):
+        bench = self._bench
+        worker = self._random.choice(list(bench.workers.values()))
+        value = self._word(worker)
+        message = self._mutator.mutated(to_balancer(value))
+        if message is None:
+            self.outcomes["unreadable"] += 1
+            return
+        is_first = message.WhichOneof("message") == "hello"
+        try:
+            heard = from_worker(message, hello=None if is_first else worker.hello)
+            assert_sane(heard, worker.hello)
+            self._hear(worker, heard)
+        except (InvalidMessageError, InvalidReportError, RefusedWorkerError) as refusal:
+            self._refuse(worker, kind=refusal.kind, reason=str(refusal))
+        else:
+            self.outcomes["accepted"] += 1
+
+    def _refuse(self, worker, *, kind, reason):
+        assert len(reason) < 1500
+        assert kind.replace("_", "").isalpha(), kind
+        name, now = worker.hello.worker, self._bench.now
+        self._bench.perform(self._bench.controller.refuse(name, kind=kind, reason=reason, now=now))
+        self.outcomes["refused"] += 1
+
+    def _hear(self, worker, value):
+        bench = self._bench
+        if isinstance(value, Hello):
+            if value.worker not in bench.workers:
+                bench.disconnected.add(value.worker)
+            try:
+                bench.hello(value)
+            finally:
+                self._lose(value.worker)
+                bench.disconnected.discard(value.worker)
+                self._return()
+        elif worker.hello.worker in bench.pool.roster.members:
+            bench.say(worker, value)
+
+    def _word(self, worker):  # noqa: PLR0911 - a case a word
+        """Something that this worker could say now; mostly reports, like in life."""
+        if worker.assignment is None:
+            return worker.hello
+        seat = {"epoch": worker.epoch, "rank": worker.rank}
+        generation = worker.layout.generation + 1
+        match self._random.randrange(16):
+            case 0:
+                return worker.hello
+            case 1:
+                return worker.reconnecting()
+            case 2:
+                return worker.serving()
+            case 3:
+                return Refused(**seat, generation=generation, reason="it differs")
+            case 4:
+                held = worker.own(worker.layout.expert_of_slot)
+                return GroupLost(epoch=worker.epoch, reason="a rank died", expert_of_slot=held)
+            case 5:
+                return Leaving(reason="enough")
+            case 6 | 7 if worker.staged is not None:
+                return worker.answer_staged()
+            case 6 | 7 | 8:
+                return worker.heartbeat()
+            case _:
+                return worker.report()
+
+    def _heal(self):
+        """Who lost touch comes back as a new process; all serve and report what they counted."""
+        bench = self._bench
+        for name in list(bench.pool.roster.members):
+            self._lose(name)
+        for worker in bench.workers.values():
+            worker.hello = replace(worker.hello, boot_id=f"boot-{self._random.random()}")
+            worker.assignment = None
+            worker.steps = worker.busy_us = 0
+        for _ in range(60):
+            self._return()
+            bench.tick(1.0)
+            if all(worker.assignment for worker in bench.workers.values()):
+                break
+        for worker in bench.ranks:
+            bench.say(worker, worker.serving())
+        assert bench.pool.roster.complete, bench.pool.diagnosis()
+        bench.run_traffic(self._load, seconds=12)
+        assert bench.pool.loads is not None
+        self.outcomes["healed"] += 1
+
+    def _return(self):
+        members = self._bench.pool.roster.members
+        for name, worker in self._bench.workers.items():
+            if name not in members or not members[name].connected:
+                # A scripted worker forgets with its stream what it ran.
+                self._bench.hello(worker.hello)
+
+    def _lose(self, name):
+        self._bench.perform(
+            self._bench.controller.lost(name, reason="it is fuzzed", now=self._bench.now)
+        )
+
+    def _check_numbers(self):
+        pool = self._bench.pool
+        stored = pool.layouts.stored_generation or 0
+        assert pool.roster.epoch >= self._epoch
+        assert stored >= self._stored
+        assert pool.layouts.next_generation > stored
+        self._epoch, self._stored = pool.roster.epoch, stored
+
+    def _check_tables(self):
+        pool, now = self._bench.pool, self._bench.now
+        layout = pool.layouts.current
+        for row in layout.expert_of_slot:
+            assert set(row.tolist()) == set(range(layout.num_experts))
+        if pool.loads is not None:
+            for average in (pool.loads.fast, pool.loads.slow):
+                assert np.isfinite(average.decayed_tokens).all()
+                assert (average.decayed_tokens >= 0).all()
+            assert loads_response(pool).SerializeToString()
+        for window in pool.windows:
+            assert 0.0 < window.balancedness <= 1.0 or window.tokens == 0
+        status = pool_status(pool, now=now)
+        assert len(status.SerializeToString()) < 2**20
+
+
+def assert_sane(value, hello):
+    """What the types promise, looked at by other means than the checks of `wire`."""
+    own = (hello.model.num_layers, hello.slots_per_rank)
+    if isinstance(value, Hello):
+        assert value.num_ranks * value.slots_per_rank <= 2**20
+        return  # It says itself what shapes it has.
+    for field in fields(value):
+        _assert_sane_part(getattr(value, field.name), hello)
+    if hasattr(value, "checksums"):
+        assert value.checksums.shape == (*own, 16)
+    if isinstance(value, LoadReport):
+        assert value.tokens.shape == own
+        assert value.tokens.dtype == np.uint64
+        assert value.tokens.max() <= 2**53
+    if isinstance(value, Report):
+        assert value.load.boot_id == hello.boot_id
+    if isinstance(value, GroupLost) and value.expert_of_slot is not None:
+        assert value.expert_of_slot.shape == own
+        assert 0 <= value.expert_of_slot.min() <= value.expert_of_slot.max() < 32
+
+
+def _assert_sane_part(part, hello):
+    match part:
+        case str():
+            assert part.isprintable()
+            assert len(part) <= 1000
+        case int():
+            assert 0 <= part <= 2**53
+        case float():
+            assert 0 < part <= 3600
+        case tuple():
+            assert len(part) <= 16
+        case _ if is_dataclass(part):
+            assert_sane(part, hello)
+
+
+def test_no_fuzzed_message_breaks_a_pool_or_passes_as_nonsense(make_bench, skewed, capsys):
+    outcomes = Counter()
+    for seed in range(SEED, SEED + max(1, NUM_MESSAGES // 100_000)):
+        pool = FuzzedPool(make_bench(), seed, skewed(seed, tokens_per_layer=1_000.0))
+        for _ in range(min(NUM_MESSAGES, 100_000) // ROUND):
+            pool.round(ROUND)
+        outcomes += pool.outcomes
+    with capsys.disabled():
+        print(f"\nfuzzed, in the process: {dict(outcomes)}")
+    assert min(outcomes[what] for what in ("unreadable", "refused", "accepted")) > 50
+
+
+async def test_no_raw_peer_brings_a_balancer_down_or_makes_it_grow(tmp_path, hello_of, capsys):
+    address = f"127.0.0.1:{free_port()}"
+    async with balancing(tmp_path, "--log-level=warning", address=address) as balancer:
+        peer = RawPeer(address, seed=SEED, payloads=_payloads(hello_of()))
+        await _visit(peer, NUM_ON_SOCKETS // 3)
+        await _settled(balancer)
+        memory, num_files = balancer.memory("VmRSS"), balancer.num_files
+        await _visit(peer, NUM_ON_SOCKETS)
+        await _settled(balancer)
+        grown = balancer.memory("VmRSS") - memory
+        with capsys.disabled():
+            print(
+                f"\nfuzzed, on sockets: {peer.num_said} messages; memory {memory / 2**20:.0f} MiB "
+                f"+ {grown / 2**20:.1f} MiB, files {num_files} + {balancer.num_files - num_files}"
+            )
+        async with grpc.aio.insecure_channel(address) as channel:
+            pools = await status_pb2_grpc.StatusStub(channel).ListPools(
+                status_pb2.ListPoolsRequest(), timeout=30.0
+            )
+        assert len(pools.pools) <= MAX_POOLS
+        assert balancer.num_files <= num_files + 8
+        assert grown < 32 * 2**20
+        assert balancer.process.returncode is None
+    log = (tmp_path / "balancer.log").read_text(errors="replace")
+    # What gRPC itself says of bytes that are no message is all there may be.
+    unexpected = [line for line in log.splitlines() if "Unexpected [" in line]
+    assert all("Unexpected [DecodeError]" in line for line in unexpected), unexpected[:3]
+    assert " ERROR equipoise" not in log, log[-4000:]
+
+
+async def _visit(peer, num_messages):
+    said = peer.num_said
+    while peer.num_said < said + num_messages:
+        await asyncio.to_thread(peer.visit)
+
+
+async def _settled(balancer):
+    """Wait until connections that were hung up on are closed on the other side as well."""
+    async with asyncio.timeout(60.0):
+        before = None
+        while (now := balancer.num_files) != before or now > 64:
+            before = now
+            await asyncio.sleep(0.3)
+
+
+def _payloads(hello):
+    """Messages of all kinds, whole and broken."""
+    mutator = Mutator(SEED)
+    requests = [
+        status_pb2.GetStatusRequest(pool="tiny"),
+        status_pb2.WatchStatusRequest(pool="tiny", min_interval_s=0.1),
+        status_pb2.GetLayoutRequest(pool="tiny", generation=7),
+        status_pb2.ListDecisionsRequest(pool="tiny", limit=10),
+        pb.ConnectRequest(heartbeat=pb.Heartbeat(sequence=1)),
+        pb.ConnectRequest(load_report=pb.LoadReport(epoch=1, tokens=bytes(240))),
+    ]
+    requests += [to_balancer(replace(hello, num_ranks=ranks)) for ranks in (4, 5, 6)]
+    payloads = [b"", bytes(100)]
+    for request in requests:
+        payloads.append(request.SerializeToString())
+        for _ in range(30):
+            payloads.append(mutator.damaged(payloads[-1]))
+            if (broken := mutator.mutated(request)) is not None:
+                payloads.append(broken.SerializeToString())
+    return payloads

@@ -1,0 +1,203 @@
+"""A balancer process, a fleet of simulated ranks in others, and what is measured between them."""
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from simulated_fleet import FleetSettings
+
+from equipoise_api.v1 import admin_pb2, admin_pb2_grpc
+
+FLEET = Path(__file__).with_name("simulated_fleet.py")
+MAX_WAIT_S = 240.0
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What the fleet's processes told: ranks that came so far, when the last did, and answers.
+
+    `answers` are (moment of sending, seconds until the answer) of each report with its heartbeat.
+    """
+
+    counts: list[dict[str, int]]
+    last_s: list[dict[str, float]]
+    answers: list[tuple[float, float]] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
+
+    def count(self, what: str) -> int:
+        """Ranks, or times, of all processes."""
+        return sum(counts.get(what, 0) for counts in self.counts)
+
+    def latest_s(self, what: str) -> float:
+        """When it happened last, on the monotonic clock."""
+        return max(last_s.get(what, 0.0) for last_s in self.last_s)
+
+    async def until(self, what: str, count: int) -> float:
+        """Wait until it happened so often; gives the moment."""
+        async with asyncio.timeout(MAX_WAIT_S):
+            while self.count(what) < count:
+                assert not self.troubles, self.troubles[:3]
+                await asyncio.sleep(0.05)
+        return self.latest_s(what)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingest:
+    """Seconds from the sending of reports until their answers, and what the balancer spent."""
+
+    reports_per_s: float
+    p50_s: float
+    p99_s: float
+    max_s: float
+    cores: float
+
+
+class BalancerProcess:
+    """The real command, with what the system says of its process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+        self.process, self.address = process, address
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of processor time so far, user and system."""
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+    def memory(self, name: str) -> int:
+        """VmHWM (the most ever) or VmRSS (now) in bytes."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        line = next(line for line in status if line.startswith(f"{name}:"))
+        return int(line.split()[1]) * 1024
+
+    @property
+    def num_files(self) -> int:
+        """Open file descriptors, sockets included."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+
+@asynccontextmanager
+async def balancing(folder, *options, address):
+    """A balancer on `address` with a store of its own, ready inside the block."""
+    command = [sys.executable, "-m", "equipoise.cli.main", "balancer", f"--listen={address}"]
+    with (folder / "balancer.log").open("w") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command, f"--store={folder / 'state.sqlite'}", *options, stderr=log
+        )
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                await _until_ready(channel)
+            yield BalancerProcess(process, address)
+        finally:
+            process.kill()
+            await process.wait()
+
+
+@asynccontextmanager
+async def fleet(address, *, num_pools, num_ranks, num_processes):
+    """Simulated ranks in processes of their own; gives their `Progress`."""
+    share = -(-num_pools // num_processes)
+    progress = Progress(counts=[{}] * num_processes, last_s=[{}] * num_processes)
+    processes, readers = [], []
+    try:
+        for number in range(num_processes):
+            first = number * share
+            settings = FleetSettings(
+                address=address,
+                first_pool=first,
+                num_pools=max(0, min(share, num_pools - first)),
+                num_ranks=num_ranks,
+            )
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, str(FLEET), json.dumps(asdict(settings))),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=2**24,
+            )
+            processes.append(process)
+            readers.append(asyncio.create_task(_follow(process, progress, number)))
+        yield progress
+    finally:
+        for process in processes:
+            process.kill()
+            await process.wait()
+        for reader in readers:
+            reader.cancel()
+
+
+async def measured(balancer, progress, *, seconds):
+    """Watch reports and their answers for a while; `Ingest` of those sent in that time."""
+    began_s, cpu_s = time.monotonic(), balancer.cpu_s
+    await asyncio.sleep(seconds)
+    took_s, used_s = time.monotonic() - began_s, balancer.cpu_s - cpu_s
+    # Answers that are on their way, and the lines that tell of them.
+    await asyncio.sleep(1.0)
+    answers = sorted(
+        delay_s for sent_s, delay_s in progress.answers if began_s <= sent_s < began_s + took_s
+    )
+    return Ingest(
+        reports_per_s=len(answers) / took_s,
+        p50_s=statistics.median(answers),
+        p99_s=answers[int(0.99 * len(answers))],
+        max_s=answers[-1],
+        cores=used_s / took_s,
+    )
+
+
+class Operator:
+    """Gives orders to all pools, or to one."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._admin = admin_pb2_grpc.AdminStub(channel)
+
+    async def pause(self, pools):
+        """Nothing is planned but on order."""
+        await asyncio.gather(
+            *(
+                self._admin.Pause(admin_pb2.PauseRequest(pool=pool, reason="measuring"))
+                for pool in pools
+            )
+        )
+
+    async def rebalance(self, pools):
+        """Resume `pools` and order a plan and its rollout in each.
+
+        Whose interval ends in between makes a plan of its own accord, which does as well.
+        """
+        await asyncio.gather(*(self._rebalance(pool) for pool in pools))
+
+    async def _rebalance(self, pool):
+        await self._admin.Resume(admin_pb2.ResumeRequest(pool=pool, reason="measuring"))
+        await self._admin.TriggerRebalance(
+            admin_pb2.TriggerRebalanceRequest(pool=pool, reason="measuring", force=True)
+        )
+
+
+async def _until_ready(channel):
+    """The planner is compiled, or loaded, before workers are taken."""
+    request = health_pb2.HealthCheckRequest(service="ready")
+    async with asyncio.timeout(MAX_WAIT_S):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
+        async for answer in watch:
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+
+async def _follow(process, progress, number):
+    async for line in process.stdout:
+        told = json.loads(line)
+        match told.pop("what"):
+            case "progress":
+                progress.counts[number] = told["counts"]
+                progress.last_s[number] = told["last_s"]
+                progress.answers += told["acknowledged"]
+            case trouble:
+                progress.troubles.append(f"{trouble}: {told}")

@@ -1,0 +1,280 @@
+"""Simulated ranks that speak the real worker link: they serve, report, stage and switch.
+
+Run as a process: `python simulated_fleet.py '{...}'` with the fields of `FleetSettings` as JSON.
+Each rank has a stream of its own; a connection carries up to 50 of them, in place of one each.
+Nothing is computed and no bytes are pulled: Staged is said at once, and the ranks of a pool switch
+as soon as all have staged. What happens is told on stdout, an object a line; seconds are of the
+machine's monotonic clock, which the processes of a machine share.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from equipoise_api.v1 import worker_link_pb2 as pb
+
+CONNECT = "/equipoise_api.v1.WorkerLink/Connect"
+STREAMS_A_CONNECTION = 50
+CONNECTING_AT_A_TIME = 64
+EXPERT_BYTES = 44_000_000
+STEP_US = 50_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSettings:
+    """Which pools of how many ranks to play, and how often each rank reports."""
+
+    address: str
+    first_pool: int
+    num_pools: int
+    num_ranks: int
+    num_layers: int = 58
+    num_experts: int = 256
+    slots_per_rank: int = 9
+    tokens_per_s: float = 3_000.0
+    """Expert assignments of a layer and a rank."""
+
+
+class SimulatedPool:
+    """What the ranks of one pool share: checksums, traffic, and the switch by agreement."""
+
+    def __init__(self, number: int, settings: FleetSettings) -> None:
+        self.name = f"pool-{number:04d}"
+        self.settings = settings
+        random = np.random.default_rng(number)
+        shape = (settings.num_layers, settings.num_experts)
+        self.checksums = random.integers(0, 256, (*shape, 16), dtype=np.uint8)
+        load = random.gamma(0.7, size=shape)
+        scale = settings.tokens_per_s * settings.num_ranks
+        self.tokens_per_s = load / load.sum(axis=1, keepdims=True) * scale
+        self._layouts: dict[int, np.ndarray] = {}
+        self._staged: dict[int, int] = {}
+        self._all_staged: dict[int, asyncio.Event] = {}
+
+    def table(self, layout: pb.Layout) -> np.ndarray:
+        """int32 [layers, slots]; all ranks of the pool share one."""
+        if layout.generation not in self._layouts:
+            shape = (layout.num_layers, layout.num_slots)
+            table = np.frombuffer(layout.expert_of_slot, dtype="<i4").reshape(shape)
+            self._layouts = dict(list(self._layouts.items())[-1:])
+            self._layouts[layout.generation] = table
+        return self._layouts[layout.generation]
+
+    async def until_all_staged(self, generation: int) -> None:
+        """Wait until each rank of the pool came here."""
+        event = self._all_staged.setdefault(generation, asyncio.Event())
+        self._staged[generation] = self._staged.get(generation, 0) + 1
+        if self._staged[generation] == self.settings.num_ranks:
+            event.set()
+        await event.wait()
+
+
+class SimulatedRank:
+    """One worker: its stream, its counters, and the answers to what it is told."""
+
+    def __init__(self, pool: SimulatedPool, number: int, fleet: "Fleet") -> None:
+        self._pool, self._number, self._fleet = pool, number, fleet
+        self._name = f"{pool.name}-{number:05d}"
+        self._epoch = self._rank = self._generation = self._sequence = 0
+        self._interval_s = self._began_s = self._first_step_s = 0.0
+        self._experts = self._rates = np.zeros((0, 0))
+        self._sent_s: dict[int, float] = {}
+
+    async def run(self, channel: grpc.aio.Channel) -> None:
+        """Live until cancelled."""
+        connect = channel.stream_stream(
+            CONNECT,
+            request_serializer=pb.ConnectRequest.SerializeToString,
+            response_deserializer=pb.ConnectResponse.FromString,
+        )
+        call = connect()
+        async with self._fleet.connecting:
+            await call.write(pb.ConnectRequest(hello=self._hello()))
+        async with asyncio.TaskGroup() as tasks:
+            async for message in call:
+                match message.WhichOneof("message"):
+                    case "assignment":
+                        await self._serve(call, message.assignment)
+                        tasks.create_task(self._report(call))
+                    case "stage":
+                        tasks.create_task(self._switch(call, message.stage))
+                    case "heartbeat_ack":
+                        sent_s = self._sent_s.pop(message.heartbeat_ack.sequence)
+                        self._fleet.acknowledged.append((sent_s, time.monotonic() - sent_s))
+                    case "rejection":
+                        self._fleet.tell("rejected", reason=message.rejection.reason)
+        self._fleet.tell("ended", worker=self._name)
+
+    def _hello(self) -> pb.Hello:
+        settings = self._pool.settings
+        return pb.Hello(
+            pool=self._pool.name,
+            worker=self._name,
+            boot_id="boot",
+            node=f"node-{self._number // 8:05d}",
+            address=f"10.0.0.1:{10_000 + self._number}",
+            rendezvous_address=f"10.0.0.1:{30_000 + self._number}",
+            model=pb.ModelShape(
+                num_layers=settings.num_layers,
+                num_experts=settings.num_experts,
+                num_groups=8,
+                expert_bytes=EXPERT_BYTES,
+            ),
+            slots_per_rank=settings.slots_per_rank,
+            num_ranks=settings.num_ranks,
+            checkpoint_fingerprint="simulated",
+            protocol_version=1,
+        )
+
+    async def _serve(self, call, assignment: pb.Assignment) -> None:
+        self._epoch, self._rank = assignment.epoch, assignment.rank
+        self._interval_s = assignment.report_interval_s
+        self._first_step_s = time.monotonic()
+        self._run(assignment.layout)
+        await call.write(
+            pb.ConnectRequest(
+                serving=pb.Serving(
+                    epoch=self._epoch,
+                    rank=self._rank,
+                    generation=self._generation,
+                    slot_checksums=self._slot_checksums(),
+                )
+            )
+        )
+        self._fleet.count("assigned")
+
+    async def _switch(self, call, stage: pb.Stage) -> None:
+        self._fleet.count("staged")
+        seat = {"epoch": self._epoch, "rank": self._rank, "generation": stage.layout.generation}
+        await call.write(pb.ConnectRequest(staged=pb.Staged(**seat, peer_bytes=1, duration_us=1)))
+        await self._pool.until_all_staged(stage.layout.generation)
+        self._run(stage.layout)
+        await call.write(
+            pb.ConnectRequest(
+                switched=pb.Switched(
+                    **seat,
+                    step=1_000 * stage.layout.generation,
+                    stall_us=300,
+                    median_step_us=STEP_US,
+                    slot_checksums=self._slot_checksums(),
+                )
+            )
+        )
+        self._fleet.count("switched")
+
+    async def _report(self, call) -> None:
+        """A report and a heartbeat in every interval, at a moment of the rank's own."""
+        phase = (self._number * 0.618034) % 1.0
+        await asyncio.sleep(phase * self._interval_s)
+        while True:
+            due_s = time.monotonic() + self._interval_s
+            self._sequence += 1
+            self._sent_s[self._sequence] = time.monotonic()
+            await call.write(pb.ConnectRequest(load_report=self._counters()))
+            # The stream is in order: the answer to this comes after the report was taken in.
+            await call.write(
+                pb.ConnectRequest(
+                    heartbeat=pb.Heartbeat(
+                        epoch=self._epoch, generation=self._generation, sequence=self._sequence
+                    )
+                )
+            )
+            await asyncio.sleep(due_s - time.monotonic())
+
+    def _run(self, layout: pb.Layout) -> None:
+        table = self._pool.table(layout)
+        slots = self._pool.settings.slots_per_rank
+        self._experts = table[:, self._rank * slots : (self._rank + 1) * slots]
+        keys = table + np.arange(len(table))[:, None] * layout.num_experts
+        replicas = np.bincount(keys.ravel(), minlength=self._pool.tokens_per_s.size)
+        rates = self._pool.tokens_per_s / replicas.reshape(self._pool.tokens_per_s.shape)
+        self._rates = np.take_along_axis(rates, self._experts, axis=1)
+        self._generation = layout.generation
+        self._began_s = time.monotonic()
+
+    def _slot_checksums(self) -> bytes:
+        layers = np.arange(len(self._experts))[:, None]
+        return self._pool.checksums[layers, self._experts].tobytes()
+
+    def _counters(self) -> pb.LoadReport:
+        now_s = time.monotonic()
+        steps = int((now_s - self._first_step_s) * 1e6 / STEP_US)
+        tokens = (self._rates * (now_s - self._began_s)).astype("<u8")
+        return pb.LoadReport(
+            epoch=self._epoch,
+            rank=self._rank,
+            generation=self._generation,
+            phase=pb.PHASE_DECODE,
+            tokens=tokens.tobytes(),
+            steps=steps,
+            tokens_processed=steps,
+            median_step_us=STEP_US,
+            busy_us=steps * STEP_US // 2,
+        )
+
+
+class Fleet:
+    """All pools of this process. Tells how many ranks came how far, and how long answers took."""
+
+    def __init__(self, settings: FleetSettings) -> None:
+        self.settings = settings
+        self.connecting = asyncio.Semaphore(CONNECTING_AT_A_TIME)
+        self.acknowledged: list[tuple[float, float]] = []
+        self._counts: dict[str, int] = {}
+        self._last_s: dict[str, float] = {}
+
+    def count(self, what: str) -> None:
+        """One more rank came that far."""
+        self._counts[what] = self._counts.get(what, 0) + 1
+        self._last_s[what] = time.monotonic()
+
+    def tell(self, what: str, **fields: object) -> None:
+        """A line for who started this process."""
+        print(json.dumps({"what": what, **fields}), flush=True)
+
+    async def run(self) -> None:
+        """Play all ranks until stdin ends."""
+        settings = self.settings
+        numbers = range(settings.first_pool, settings.first_pool + settings.num_pools)
+        pools = [SimulatedPool(number, settings) for number in numbers]
+        ranks = [
+            SimulatedRank(pool, number, self)
+            for pool in pools
+            for number in range(settings.num_ranks)
+        ]
+        channels = [
+            # A pool of subchannels of its own, or all channels would share one connection.
+            grpc.aio.insecure_channel(
+                settings.address,
+                options=(
+                    ("grpc.use_local_subchannel_pool", 1),
+                    ("grpc.max_receive_message_length", -1),
+                    ("grpc.channel_id", number),
+                ),
+            )
+            for number in range(-(-len(ranks) // STREAMS_A_CONNECTION))
+        ]
+        lives = [
+            asyncio.create_task(rank.run(channels[number // STREAMS_A_CONNECTION]))
+            for number, rank in enumerate(ranks)
+        ]
+        telling = asyncio.create_task(self._tell_progress())
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        for task in (telling, *lives):
+            task.cancel()
+        await asyncio.gather(telling, *lives, return_exceptions=True)
+
+    async def _tell_progress(self) -> None:
+        while True:
+            await asyncio.sleep(0.25)
+            answered, self.acknowledged = self.acknowledged, []
+            self.tell("progress", counts=self._counts, last_s=self._last_s, acknowledged=answered)
+
+
+if __name__ == "__main__":
+    asyncio.run(Fleet(FleetSettings(**json.loads(sys.argv[1]))).run())
