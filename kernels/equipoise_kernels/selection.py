@@ -41,6 +41,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gemm": ("triton", REFERENCE),
         "gemm_large": ("deep_gemm", "scaled_mm", "triton", REFERENCE),
         "grouped_gemm": ("triton", REFERENCE),
+        "all_to_all": ("deep_ep", "triton", REFERENCE),
     }
 )
 

@@ -7,10 +7,16 @@ it: a library that imports is not yet one that works.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from equipoise_kernels.all_to_all import deep_ep, peer
+from equipoise_kernels.all_to_all.buffer import EpBuffer
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.all_to_all.window import virtual_windows
 from equipoise_kernels.formats import (
     CODE,
     QuantizedRows,
@@ -27,10 +33,12 @@ from equipoise_kernels.quant import group_quant, rms_norm_quant, silu_mul_quant,
 
 MAX_DIFFERENCE = 1e-3
 HOPPER = (9, 0)
+_PATIENCE_S = 30.0
 
 _LIBRARIES: Mapping[str, Callable[[], str | None]] = {
     "scaled_mm": libraries.scaled_mm_obstacle,
     "deep_gemm": libraries.deep_gemm_obstacle,
+    "deep_ep": deep_ep.deep_ep_obstacle,
 }
 
 
@@ -167,6 +175,33 @@ def _grouped_gemm(backend: str) -> Tensor:
     return out
 
 
+def _all_to_all(backend: str) -> Tensor:
+    """Rows through slots that double them: between two virtual ranks, or by all real ones."""
+    x, slots = _random(3, 256), torch.tensor([[0, 2], [3, 1], [1, -1]], device=_device())
+    weights = torch.tensor([[0.5, 0.25], [1.0, 2.0], [3.0, 9.0]], device=_device())
+    if backend == "reference":
+        return 2 * x.float() * (weights * (slots >= 0)).sum(dim=1, keepdim=True)
+    shape = EpShape(
+        rank=0, num_ranks=2, slots_per_rank=2, top_k=2, dim=256, max_tokens=3, payload=Payload.BF16
+    )
+    if backend == "deep_ep":
+        return deep_ep.doubled(x, slots, weights)
+    buffers = [
+        EpBuffer(
+            replace(shape, rank=rank),
+            peer.PeerBackend(replace(shape, rank=rank), window, timeout_s=_PATIENCE_S),
+            device=_device(),
+        )
+        for rank, window in enumerate(virtual_windows(shape, device=_device()))
+    ]
+    arriving = [buffer.begin_dispatch(x, slots) for buffer in buffers]
+    returning = []
+    for buffer, came in zip(buffers, [receive() for receive in arriving], strict=True):
+        assert isinstance(came.rows, Tensor)
+        returning.append(buffer.begin_combine(2 * came.rows, came.handle, weights_TK=weights))
+    return [receive() for receive in returning][1]
+
+
 _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "group_quant": _group_quant,
     "rms_norm_quant": _rms_norm_quant,
@@ -175,4 +210,5 @@ _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "gemm": _gemm,
     "gemm_large": _gemm_large,
     "grouped_gemm": _grouped_gemm,
+    "all_to_all": _all_to_all,
 }

@@ -25,6 +25,8 @@ class Specialization:
         num_stages: depth of the software pipeline.
         ctas_per_sm: programs that must fit on one multiprocessor.
         min_accumulators: float32 sums a thread holds for an FP8 product; 0 for other kernels.
+        flags: "release" or "acquire" for a kernel that tells other devices so; else empty.
+        fuses_products: whether a product may be fused into a sum, unlike in torch.
     """
 
     kernel: Any
@@ -36,6 +38,8 @@ class Specialization:
     num_stages: int
     ctas_per_sm: int
     min_accumulators: int
+    flags: str
+    fuses_products: bool
 
 
 def specialization(
@@ -48,6 +52,8 @@ def specialization(
     num_stages: int = 3,
     ctas_per_sm: int = 1,
     min_accumulators: int = 0,
+    flags: str = "",
+    fuses_products: bool = True,
 ) -> Specialization:
     """Describe a compilation.
 
@@ -61,6 +67,8 @@ def specialization(
         num_stages: depth of the software pipeline.
         ctas_per_sm: programs that must fit on one multiprocessor.
         min_accumulators: float32 sums a thread holds for an FP8 product.
+        flags: "release" or "acquire" for a kernel that tells other devices so.
+        fuses_products: whether a product may be fused into a sum.
     """
     types = arguments.split()
     names = [argument for argument in kernel.arg_names if argument not in constants]
@@ -79,4 +87,6 @@ def specialization(
         num_stages=num_stages,
         ctas_per_sm=ctas_per_sm,
         min_accumulators=min_accumulators,
+        flags=flags,
+        fuses_products=fuses_products,
     )

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from equipoise_kernels import configurations
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.bench.__main__ import NO_DEVICE, versions, why_not_here
 from equipoise_kernels.bench.bench import num_copies
 from equipoise_kernels.bench.timing import Call, GraphTimer, Timer
@@ -34,6 +36,7 @@ from equipoise_kernels.quant.rms_norm_quant import rms_norm_quant_triton
 from equipoise_kernels.quant.silu_mul_quant import silu_mul_quant_triton
 from equipoise_kernels.testing.cases import spread_normal, spread_rows, spread_weight
 from equipoise_kernels.testing.committed import TUNABLES
+from equipoise_kernels.testing.virtual_ranks import VirtualRanks
 
 Shape = tuple[int, ...]
 # A launch of an operation with a configuration, on different memory each.
@@ -191,6 +194,25 @@ def _grouped_gemm(
     ]
 
 
+def _all_to_all(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    (dim,) = shape
+    sizes = EpShape(
+        rank=0,
+        num_ranks=_GROUPS,
+        slots_per_rank=32,
+        top_k=_GROUPS,
+        dim=dim,
+        max_tokens=rows,
+        payload=Payload.BF16,
+        # Twice what even routing brings; the routes of few rows are never even.
+        capacity=2 * rows + 64,
+    )
+    return lambda config: [
+        VirtualRanks(sizes, num_tokens=rows, generator=generator, config=config).exchange
+        for _ in range(2)
+    ]
+
+
 def _quant(launch: Callable[..., None], in_factor: int = 1) -> Problem:
     def problem(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
         (dim,) = shape
@@ -230,6 +252,7 @@ def _silu_mul_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None
 
 
 PLANS: Mapping[str, Plan] = {
+    "all_to_all": Plan(buckets=(256, 1024), shapes=((7168,),), problem=_all_to_all),
     "gemm": Plan(buckets=(16, 32, 64, 128, 256, 1024, 4096), shapes=_DENSE, problem=_gemm),
     "grouped_gemm": Plan(
         buckets=(16, 32, 64, 128, 1024, 4096),

@@ -121,3 +121,38 @@ def test_a_gate_names_what_it_finds(change, named):
     what = replace(product(), ctas_per_sm=2)
     assert violations(what, GOOD) == []
     assert any(named in violation for violation in violations(what, replace(GOOD, **change)))
+
+
+RELEASES = """
+st.global.b32 [ %rd1 + 0 ], { %r1 };
+bar.sync 0;
+@%p1 atom.global.sys.acq_rel.add.u32 %r2, [ %rd2 + 0 ], %r3;
+st.global.b32 [ %rd2 + 0 ], { %r4 };
+bar.sync 0;
+@%p1 atom.global.sys.release.exch.b64 %rd3, [ %rd4 + 0 ], %rd5;
+st.shared.b32 [ %r5 + 0 ], %r6;
+"""
+ACQUIRES = "@%p1 ld.global.sys.acquire.b64 %rd3, [ %rd4 + 0 ];"
+
+
+@pytest.mark.parametrize(
+    ("kind", "ptx", "named"),
+    [
+        ("release", RELEASES, None),
+        ("release", RELEASES.replace("bar.sync 0;", "", 1), "no barrier"),
+        ("release", RELEASES.replace("sys.release", "gpu.release"), "not at system scope"),
+        ("release", RELEASES.replace(".release.", ".relaxed."), "no flag with release"),
+        ("acquire", ACQUIRES, None),
+        ("acquire", ACQUIRES.replace("sys.acquire", "volatile"), "no flag with acquire"),
+        ("acquire", ACQUIRES.replace("sys", "gpu"), "not at system scope"),
+    ],
+)
+def test_a_kernel_whose_flags_other_devices_may_misread_is_noticed(kind, ptx, named):
+    what = next(what for what in committed_specializations() if what.flags == kind)
+    found = violations(what, replace(GOOD, ptx=ptx))
+    assert found == [] if named is None else any(named in violation for violation in found)
+
+
+def test_a_product_that_is_fused_into_a_sum_against_its_description_is_noticed():
+    what = next(what for what in committed_specializations() if not what.fuses_products)
+    assert any("fused" in violation for violation in violations(what, GOOD))

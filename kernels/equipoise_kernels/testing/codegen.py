@@ -106,8 +106,12 @@ def _source(what: Specialization) -> Any:
     )
 
 
-def _options(what: Specialization) -> dict[str, int]:
-    return {"num_warps": what.num_warps, "num_stages": what.num_stages}
+def _options(what: Specialization) -> dict[str, int | bool]:
+    return {
+        "num_warps": what.num_warps,
+        "num_stages": what.num_stages,
+        "enable_fp_fusion": what.fuses_products,
+    }
 
 
 def _dump(path: str) -> str:

@@ -7,12 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from equipoise_kernels import configurations
+from equipoise_kernels.all_to_all import peer
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.gemm import dense, grouped
 from equipoise_kernels.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
 from equipoise_kernels.specialization import Specialization
 
 _HIDDEN = 7168
 _GROUPS = 32
+_EIGHT_RANKS = EpShape(
+    rank=0,
+    num_ranks=8,
+    slots_per_rank=_GROUPS,
+    top_k=8,
+    dim=_HIDDEN,
+    max_tokens=128,
+    payload=Payload.FP8,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +40,11 @@ class Tunable:
 
 
 TUNABLES: Mapping[str, Tunable] = {
+    "all_to_all": Tunable(
+        kind=peer.AllToAllConfig,
+        space=peer.CONFIG_SPACE,
+        specializations=lambda config: peer.specializations(config, _EIGHT_RANKS),
+    ),
     "gemm": Tunable(
         kind=dense.GemmConfig,
         space=dense.CONFIG_SPACE,

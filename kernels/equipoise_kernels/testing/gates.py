@@ -9,6 +9,7 @@ It needs no GPU, and must run without TRITON_INTERPRET: a process either compile
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 from equipoise_kernels.specialization import Specialization
@@ -17,6 +18,10 @@ from equipoise_kernels.testing.committed import committed_specializations
 
 # Products on the older path of the tensor cores, without asynchronous warp groups.
 _OLD_PRODUCTS = ("HMMA", "IMMA", "QMMA", "DMMA")
+# Reading a flag by adding 0 becomes a load that acquires.
+_ATOMIC = re.compile(
+    r"\b(?:atom|red|ld)\.global\.(?:[a-z.]*\.)?(?:acquire|release|acq_rel|relaxed)\."
+)
 
 
 def violations(what: Specialization, code: Code) -> list[str]:
@@ -33,6 +38,27 @@ def violations(what: Specialization, code: Code) -> list[str]:
         )
     if what.min_accumulators > 0:
         found += _violations_of_product(what, code)
+    if what.flags:
+        found += _violations_of_flags(what.flags, code.ptx)
+    if not what.fuses_products and code.count("FFMA") > 0:
+        found.append(f"has {code.count('FFMA')} products fused into sums, unlike torch")
+    return found
+
+
+def _violations_of_flags(kind: str, ptx: str) -> list[str]:
+    """What goes wrong between devices, and shows on none of them alone."""
+    lines = ptx.splitlines()
+    atomics = [n for n, line in enumerate(lines) if _ATOMIC.search(line)]
+    found = []
+    if not any(f".{kind}." in lines[n] for n in atomics):
+        found.append(f"has no flag with {kind}")
+    if any(".sys." not in lines[n] for n in atomics):
+        found.append("has a flag that is not at system scope")
+    stores = [n for n, line in enumerate(lines) if "st.global" in line]
+    for told in (n for n in atomics if "release" in lines[n] or "acq_rel" in lines[n]):
+        last = max((n for n in stores if n < told), default=0)
+        if not any("bar.sync" in line for line in lines[last:told]):
+            found.append("has no barrier between its last row and the flag")
     return found
 
 

@@ -1,0 +1,1 @@
+"""Rows to the ranks that hold their experts, and back: `buffer.EpBuffer`."""

@@ -1,0 +1,241 @@
+"""`EpBuffer`: carries rows to the ranks that hold their experts, and the experts' outputs back.
+
+Contract: every rank of the group calls the same operations in the same order, with no tokens where
+it has none. `dispatch` brings one row for each (token, slot) pair to the rank of the slot, grouped
+by slot, in a slot by sending rank, of one rank by token. `combine` brings outputs back and sums a
+token's in float32, choice 0 first, times its weights. Both give the same bits on every backend
+whose name is `reference` or `triton`; a library sums in its own order.
+
+Every exchange carries the generation of the layout, and ranks that differ are an error. Every wait
+is bounded, and who was missing is named. What breaks the contract on one rank is an error on all.
+
+Owns the checks and the order of calls; backends own the exchange. The names are those of DeepEP
+(its `ElasticBuffer`: dispatch with expansion, combine, handle; and the low-latency pair), with
+physical slots for experts: slot = rank * slots_per_rank + place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels.all_to_all.flags import GENERATION_MASK
+from equipoise_kernels.all_to_all.order import RowLayout
+from equipoise_kernels.all_to_all.payload import Rows
+from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.errors import AllToAllError, KernelInputError
+from equipoise_kernels.formats import require_dtype, require_shape
+
+# As many exchanges as a buffer's memory keeps apart.
+MAX_OPEN = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arrived:
+    """What a backend's dispatch brings.
+
+    Attributes:
+        words_NW: rows as int32 words.
+        rows_S: real rows of each own slot, int32.
+        ends_S: where they end, int32; DeepGEMM's prefix-sum layout.
+        state: what the backend needs to bring outputs back.
+    """
+
+    words_NW: Tensor
+    rows_S: Tensor
+    ends_S: Tensor
+    state: Any
+
+
+class Backend(Protocol):
+    """Who exchanges rows. A `begin` sends and never waits; what it returns receives."""
+
+    def begin_dispatch(
+        self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
+    ) -> Callable[[], Arrived]:
+        """Send rows, int32 [T, W], to their slots, int64 [T, K]; generation is int64 [1]."""
+
+    def begin_combine(
+        self, y_ND: Tensor, state: Any, *, weights_TK: Tensor | None
+    ) -> Callable[[], Tensor]:
+        """Send outputs back; receiving gives float32 [T, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpHandle:
+    """What `combine` needs to know of its dispatch; opaque."""
+
+    num_tokens: int
+    rows_shape: tuple[int, ...]
+    state: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dispatched:
+    """Rows for this rank's slots.
+
+    Attributes:
+        rows: [N, D], or [slots, rows of a slot, D] from the low-latency call. Rows between slots
+            are zeros in the former, unspecified in the latter.
+        rows_of_slot: real rows of each slot, int32 [slots].
+        slot_ends: where each slot's rows end among all N, int32 [slots].
+        handle: for `combine`.
+    """
+
+    rows: Rows
+    rows_of_slot: Tensor
+    slot_ends: Tensor
+    handle: EpHandle
+
+
+class EpBuffer:
+    """One rank's end of the exchange; used from one thread and one stream.
+
+    At most two dispatches may wait for their combine, and combines follow in the order of
+    dispatches. After an error the buffer is of no more use, and says so.
+    """
+
+    def __init__(self, shape: EpShape, backend: Backend, *, device: torch.device | str) -> None:
+        self._shape = shape
+        self._backend = backend
+        self._device = torch.device(device)
+        # On the device, so that captured graphs see a switch.
+        self._generation = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._open: list[EpHandle] = []
+        self._failed: AllToAllError | None = None
+
+    def switch(self, generation: int) -> None:
+        """Announce another generation of the layout from the next dispatch on."""
+        self._generation.fill_(generation & GENERATION_MASK)
+
+    def dispatch(self, x: Rows, slots_TK: Tensor, *, layout: RowLayout | None = None) -> Dispatched:
+        """Send rows to their slots and receive those for this rank's.
+
+        Args:
+            x: rows [T, D] of the buffer's payload; T may be 0.
+            slots_TK: physical slots of each row, int64; -1 is none.
+            layout: where rows go on the receiver; packed by default.
+
+        Raises:
+            KernelInputError: the contract is broken by this rank.
+            AllToAllError: an exchange failed; which ranks by is in its `ranks`.
+        """
+        return self.begin_dispatch(x, slots_TK, layout=layout)()
+
+    def combine(
+        self, y_ND: Tensor, handle: EpHandle, *, weights_TK: Tensor | None = None
+    ) -> Tensor:
+        """Send outputs back, and sum those for this rank's tokens: float32 [T, D].
+
+        Args:
+            y_ND: outputs in the places of the dispatched rows, bfloat16, or float32 with FP32.
+            handle: of the dispatch.
+            weights_TK: float32 factors of each choice, applied here; none by default.
+
+        Raises:
+            KernelInputError: the contract is broken by this rank.
+            AllToAllError: an exchange failed; which ranks by is in its `ranks`.
+        """
+        return self.begin_combine(y_ND, handle, weights_TK=weights_TK)()
+
+    def begin_dispatch(
+        self, x: Rows, slots_TK: Tensor, *, layout: RowLayout | None = None
+    ) -> Callable[[], Dispatched]:
+        """Send as `dispatch` does; calling the result receives."""
+        shape, layout = self._shape, layout or RowLayout()
+        words_TW = shape.payload.to_words(x, dim=shape.dim)
+        num_tokens = words_TW.shape[0]
+        if num_tokens > shape.max_tokens:
+            raise KernelInputError(
+                f"x has {num_tokens} rows, the buffer is made for {shape.max_tokens}: "
+                "send them in parts, or make a larger buffer"
+            )
+        require_dtype("slots_TK", slots_TK, torch.int64)
+        require_shape("slots_TK", slots_TK, (num_tokens, shape.top_k))
+        self._require_device(words_TW, slots_TK)
+        self._require_sound()
+        assert len(self._open) < MAX_OPEN, "combine an earlier dispatch first"
+        receive = self._guarded(
+            lambda: self._backend.begin_dispatch(
+                words_TW, slots_TK, layout=layout, generation=self._generation
+            )
+        )
+
+        def finish() -> Dispatched:
+            return self._dispatched(self._guarded(receive), layout=layout, num_tokens=num_tokens)
+
+        return finish
+
+    def begin_combine(
+        self, y_ND: Tensor, handle: EpHandle, *, weights_TK: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """Send as `combine` does; calling the result receives and sums."""
+        shape = self._shape
+        require_dtype("y_ND", y_ND, shape.payload.answer_dtype)
+        require_shape("y_ND", y_ND, handle.rows_shape)
+        if weights_TK is not None:
+            require_dtype("weights_TK", weights_TK, torch.float32)
+            require_shape("weights_TK", weights_TK, (handle.num_tokens, shape.top_k))
+            self._require_device(weights_TK)
+        self._require_device(y_ND)
+        self._require_sound()
+        assert self._open, "its dispatch is combined already"
+        assert self._open[0] is handle, "combines follow in the order of dispatches"
+        del self._open[0]
+        flat_ND = y_ND.reshape(-1, shape.dim)
+        receive = self._guarded(
+            lambda: self._backend.begin_combine(flat_ND, handle.state, weights_TK=weights_TK)
+        )
+        return lambda: self._guarded(receive)
+
+    def low_latency_dispatch(self, x: Rows, slots_TK: Tensor) -> Dispatched:
+        """`dispatch` into [slots, num_ranks * max_tokens, D], each slot's rows first."""
+        shape = self._shape
+        layout = RowLayout(rows_per_slot=shape.num_ranks * shape.max_tokens)
+        return self.dispatch(x, slots_TK, layout=layout)
+
+    def low_latency_combine(self, y_SMD: Tensor, handle: EpHandle, weights_TK: Tensor) -> Tensor:
+        """`combine` of what `low_latency_dispatch` brought."""
+        return self.combine(y_SMD, handle, weights_TK=weights_TK)
+
+    def _dispatched(self, arrived: Arrived, *, layout: RowLayout, num_tokens: int) -> Dispatched:
+        words, shape = arrived.words_NW, self._shape
+        if layout.rows_per_slot is not None:
+            words = words.view(shape.slots_per_rank, layout.rows_per_slot, -1)
+        handle = EpHandle(
+            num_tokens=num_tokens,
+            rows_shape=(*words.shape[:-1], shape.dim),
+            state=arrived.state,
+        )
+        self._open.append(handle)
+        return Dispatched(
+            rows=shape.payload.from_words(words, dim=shape.dim),
+            rows_of_slot=arrived.rows_S,
+            slot_ends=arrived.ends_S,
+            handle=handle,
+        )
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except AllToAllError as error:
+            self._failed = error
+            raise
+
+    def _require_sound(self) -> None:
+        if self._failed is not None:
+            raise AllToAllError(
+                f"this buffer failed before ({self._failed}): form the group anew",
+                ranks=self._failed.ranks,
+            ) from self._failed
+
+    def _require_device(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if tensor.device.type != self._device.type:
+                raise KernelInputError(
+                    f"a tensor is on {tensor.device}, the buffer on {self._device}: move it"
+                )

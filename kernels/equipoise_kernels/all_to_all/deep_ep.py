@@ -1,0 +1,125 @@
+"""The exchange by DeepEP's low-latency kernels, where they are installed: also between nodes.
+
+Owns the translation to `deep_ep.Buffer`, whose pair of calls is what `EpBuffer`'s low-latency pair
+is named after: one row for each (token, slot), weights applied by the receiver of the sum. It sums
+and orders the rows of a slot in its own way, its flags carry no generation, and its waits are
+bounded by its own timeout: with it, the ranks' step header alone keeps generations together.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from equipoise_kernels.all_to_all.buffer import Arrived, EpBuffer
+from equipoise_kernels.all_to_all.order import RowLayout
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.errors import KernelInputError
+
+# DeepEP is compiled for a few widths; this is DeepSeek-V3's.
+_TESTED_DIM = 7168
+
+
+def deep_ep_obstacle() -> str | None:
+    """Why DeepEP cannot be used, or None; all ranks ask together, once their group is formed."""
+    try:
+        library = importlib.import_module("deep_ep")
+    except Exception as error:  # noqa: BLE001  an extension fails to load in many ways
+        return f"deep_ep cannot be imported ({type(error).__name__}: {error})"
+    if not hasattr(getattr(library, "Buffer", None), "low_latency_dispatch"):
+        return "this deep_ep has no Buffer.low_latency_dispatch"
+    return None if dist.is_initialized() else "it needs a process group, and there is none yet"
+
+
+class DeepEpBackend:
+    """See `buffer.Backend`; rows in BF16 and the low-latency layout only.
+
+    Raises:
+        KernelInputError: the buffer's payload is another one.
+    """
+
+    def __init__(self, shape: EpShape, *, group: dist.ProcessGroup) -> None:
+        if shape.payload is not Payload.BF16:
+            raise KernelInputError(f"deep_ep carries bf16 here, not {shape.payload.value}")
+        kind = importlib.import_module("deep_ep").Buffer
+        num_bytes = kind.get_low_latency_rdma_size_hint(
+            shape.max_tokens, shape.dim, shape.num_ranks, shape.num_slots
+        )
+        self._shape = shape
+        self._library: Any = kind(
+            group,
+            num_rdma_bytes=num_bytes,
+            low_latency_mode=True,
+            num_qps_per_rank=shape.slots_per_rank,
+        )
+
+    def begin_dispatch(
+        self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
+    ) -> Callable[[], Arrived]:
+        """See `buffer.Backend`; the generation stays here."""
+        del generation
+        shape = self._shape
+        if layout.rows_per_slot != shape.num_ranks * shape.max_tokens:
+            raise KernelInputError("deep_ep lays rows out for low latency: low_latency_dispatch")
+        x_TD = words_TW.view(torch.bfloat16)
+        rows_SMD, counts_S, handle, _, receive = self._library.low_latency_dispatch(
+            x_TD, slots_TK, shape.max_tokens, shape.num_slots, use_fp8=False, return_recv_hook=True
+        )
+
+        def finish() -> Arrived:
+            receive()
+            first_S = torch.arange(shape.slots_per_rank, device=counts_S.device)
+            ends_S = first_S * rows_SMD.shape[1] + counts_S
+            return Arrived(
+                words_NW=rows_SMD.flatten(0, 1).view(torch.int32),
+                rows_S=counts_S,
+                ends_S=ends_S.to(torch.int32),
+                state=(slots_TK, handle, rows_SMD.shape),
+            )
+
+        return finish
+
+    def begin_combine(
+        self, y_ND: Tensor, state: Any, *, weights_TK: Tensor | None
+    ) -> Callable[[], Tensor]:
+        """See `buffer.Backend`; DeepEP rounds sums to BF16."""
+        slots_TK, handle, shape = state
+        if weights_TK is None:
+            weights_TK = torch.ones(slots_TK.shape, device=slots_TK.device)
+        summed, _, receive = self._library.low_latency_combine(
+            y_ND.view(shape), slots_TK, weights_TK, handle, return_recv_hook=True
+        )
+
+        def finish() -> Tensor:
+            receive()
+            total_TD: Tensor = summed.float()
+            return total_TD
+
+        return finish
+
+
+def doubled(x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Send rows [T, D] through slots 0 to 3 that double them, on all ranks of the default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    shape = EpShape(
+        rank=dist.get_rank(),
+        num_ranks=dist.get_world_size(),
+        slots_per_rank=4,
+        top_k=slots_TK.shape[1],
+        dim=_TESTED_DIM,
+        max_tokens=x_TD.shape[0],
+        payload=Payload.BF16,
+    )
+    buffer = EpBuffer(shape, DeepEpBackend(shape, group=group), device=x_TD.device)
+    wide_TD = x_TD.repeat(1, _TESTED_DIM // x_TD.shape[1])
+    here = buffer.low_latency_dispatch(wide_TD, slots_TK)
+    assert isinstance(here.rows, Tensor)
+    summed_TD = buffer.low_latency_combine(2 * here.rows, here.handle, weights_TK)
+    return summed_TD[:, : x_TD.shape[1]]

@@ -1,0 +1,90 @@
+"""What rows look like while they travel: whole words of 32 bits, whatever they mean.
+
+Owns the translation between rows and words. A row in FP8 is its codes followed by its scales, so
+that one copy carries both.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import (
+    CODE,
+    GROUP,
+    QuantizedRows,
+    require_dense_rows,
+    require_dtype,
+    require_shape,
+)
+
+WORD_BYTES = 4
+
+Rows = Tensor | QuantizedRows
+
+
+class Payload(Enum):
+    """How rows travel to experts: BF16, FP32, or FP8 with a float32 scale for 128 columns.
+
+    Experts' outputs come back as FP32 for FP32 and as BF16 for both others.
+    """
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+    FP8 = "fp8"
+
+    @property
+    def answer_dtype(self) -> torch.dtype:
+        """Of experts' outputs."""
+        return torch.float32 if self is Payload.FP32 else torch.bfloat16
+
+    def row_words(self, dim: int) -> int:
+        """Words of a row of `dim` columns on its way to an expert.
+
+        Raises:
+            KernelInputError: such rows are no whole words, or no whole groups.
+        """
+        if self is Payload.FP8:
+            if dim % GROUP != 0:
+                raise KernelInputError(f"rows in FP8 need a multiple of {GROUP} columns, not {dim}")
+            return dim // WORD_BYTES + dim // GROUP
+        return self.answer_words(dim)
+
+    def answer_words(self, dim: int) -> int:
+        """Words of a row on its way back."""
+        num_bytes = dim * self.answer_dtype.itemsize
+        if num_bytes % WORD_BYTES != 0:
+            raise KernelInputError(f"rows in BF16 need an even number of columns, not {dim}")
+        return num_bytes // WORD_BYTES
+
+    def to_words(self, x: Rows, *, dim: int) -> Tensor:
+        """Rows [T, dim] as int32 [T, words]; a view, except for FP8.
+
+        Raises:
+            KernelInputError: the rows are not of this payload.
+        """
+        if isinstance(x, QuantizedRows):
+            if self is not Payload.FP8:
+                raise KernelInputError(f"x is FP8, but the buffer carries {self.value}")
+            require_shape("x", x.codes, (x.codes.shape[0], dim))
+            codes = x.codes.contiguous().view(torch.int32)
+            return torch.cat([codes, x.scales.contiguous().view(torch.int32)], dim=1)
+        if self is Payload.FP8:
+            raise KernelInputError("x must be QuantizedRows: quantise it with group_quant")
+        require_dtype("x", x, self.answer_dtype)
+        require_shape("x", x, (x.shape[0], dim))
+        require_dense_rows("x", x)
+        return x.view(torch.int32)
+
+    def from_words(self, words: Tensor, *, dim: int) -> Rows:
+        """Undo `to_words`, [.., N, words] to rows [.., N, dim], as views."""
+        if self is not Payload.FP8:
+            return words.view(self.answer_dtype)
+        code_words = dim // WORD_BYTES
+        return QuantizedRows(
+            codes=words[..., :code_words].view(CODE),
+            scales=words[..., code_words:].view(torch.float32),
+        )

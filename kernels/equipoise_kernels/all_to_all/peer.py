@@ -1,0 +1,329 @@
+"""The exchange by Triton over peer pointers: ranks of one node write into each other's windows.
+
+Owns launches and bounded waits. The host looks at the flags after every wait, except while a CUDA
+graph is captured: then call `check` after a replay.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels import configurations
+from equipoise_kernels.all_to_all.buffer import Arrived
+from equipoise_kernels.all_to_all.flags import fine_flags, flag_of, raise_faults
+from equipoise_kernels.all_to_all.order import Incoming, Outgoing, RowLayout
+from equipoise_kernels.all_to_all.peer_kernels import (
+    receive_rows_kernel,
+    send_rows_kernel,
+    sum_answers_kernel,
+    wait_flags_kernel,
+)
+from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.all_to_all.window import Window, WindowMap
+from equipoise_kernels.jit import is_interpreting
+from equipoise_kernels.specialization import Specialization, specialization
+
+# A look at a flag takes a GPU about a microsecond, and the interpreter a hundred times that.
+_POLLS_PER_S = 1_000_000
+_POLLS_PER_LAUNCH = 20_000
+_PAUSE_S = 0.0005
+# What a thread copies at once, at best.
+_VECTOR_WORDS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllToAllConfig:
+    """Programs that share a slot's rows, words or columns that one copies at a time, and warps."""
+
+    parts: int
+    block: int
+    num_warps: int
+
+
+CONFIG_SPACE = tuple(
+    AllToAllConfig(parts=parts, block=block, num_warps=num_warps)
+    for parts, block, num_warps in product((1, 2, 4, 8), (1024, 2048, 4096), (4, 8))
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _State:
+    num_tokens: int
+    places_N: Tensor
+    incoming: Incoming
+    flag: Tensor
+
+
+class PeerBackend:
+    """See `buffer.Backend`; one stream launches everything. Waits are bounded by `timeout_s`."""
+
+    def __init__(
+        self,
+        shape: EpShape,
+        window: Window,
+        *,
+        timeout_s: float,
+        config: AllToAllConfig | None = None,
+    ) -> None:
+        self._shape = shape
+        self._map = WindowMap.of_shape(shape)
+        self._window = window
+        self._timeout_s = timeout_s
+        self._config = config or configurations.choose(
+            "all_to_all", AllToAllConfig, rows=shape.max_tokens
+        )
+        device = window.addresses.device
+        self._sequence = torch.zeros(1, dtype=torch.int64, device=device)
+        self._done_R = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
+        # What a captured graph saw that was not as it should be, until `check` looks.
+        self._bad_R = torch.zeros(shape.num_ranks, dtype=torch.bool, device=device)
+        self._bad_seen_R = torch.zeros(shape.num_ranks, dtype=torch.int64, device=device)
+        self._bad_own = torch.zeros_like(self._sequence)
+
+    def begin_dispatch(
+        self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
+    ) -> Callable[[], Arrived]:
+        """See `buffer.Backend`."""
+        outgoing = Outgoing.of_slots(slots_TK, self._shape)
+        self._sequence += 1
+        flag = flag_of(sequence=self._sequence, generation=generation, status=outgoing.status)
+        self._send(
+            words_TW,
+            order_N=outgoing.order_N,
+            blocks=(outgoing.first_RS, outgoing.counts_RS, outgoing.segment_RS),
+            flag=flag,
+            top_k=self._shape.top_k,
+        )
+
+        def finish() -> Arrived:
+            fine_R = self._wait(flag, flags_offset=self._map.flags, what="rows")
+            counts_RS = self._window.counts(self._shape).index_select(0, flag & 1)[0]
+            incoming = Incoming.of_counts(counts_RS * fine_R.unsqueeze(1), layout)
+            state = _State(
+                num_tokens=words_TW.shape[0],
+                places_N=outgoing.answer_places(self._shape),
+                incoming=incoming,
+                flag=flag,
+            )
+            return Arrived(
+                words_NW=self._receive(incoming, layout, flag),
+                rows_S=incoming.rows_S,
+                ends_S=incoming.ends_S,
+                state=state,
+            )
+
+        return finish
+
+    def begin_combine(
+        self, y_ND: Tensor, state: _State, *, weights_TK: Tensor | None
+    ) -> Callable[[], Tensor]:
+        """See `buffer.Backend`."""
+        incoming = state.incoming
+        self._send(
+            y_ND.view(torch.int32),
+            order_N=None,
+            blocks=(incoming.starts_RS, incoming.counts_RS, incoming.segment_RS),
+            flag=state.flag,
+            top_k=0,
+        )
+
+        def finish() -> Tensor:
+            self._wait(state.flag, flags_offset=self._map.answer_flags, what="outputs")
+            return self._sum(state, weights_TK)
+
+        return finish
+
+    def check(self) -> None:
+        """Raise what was wrong in a captured graph's exchanges since the last check.
+
+        Raises:
+            AllToAllError: an exchange failed; the sums since then are worth nothing.
+        """
+        bad, own = self._bad_R.tolist(), int(self._bad_own)
+        flags = zip(bad, self._bad_seen_R.tolist(), strict=True)
+        seen = [flag if is_bad else own for is_bad, flag in flags]
+        self._bad_R.zero_()
+        raise_faults(seen, own=own, timeout_s=self._timeout_s, what="rows or outputs")
+
+    def _send(
+        self,
+        words_NW: Tensor,
+        *,
+        order_N: Tensor | None,
+        blocks: tuple[Tensor, Tensor, Tensor],
+        flag: Tensor,
+        top_k: int,
+    ) -> None:
+        shape, config, where = self._shape, self._config, self._map
+        is_answer = order_N is None
+        num_words = shape.answer_words if is_answer else shape.row_words
+        vector = math.gcd(words_NW.stride(0), _VECTOR_WORDS)
+        send_rows_kernel[shape.num_ranks, shape.slots_per_rank, config.parts](
+            self._window.addresses,
+            words_NW,
+            flag if order_N is None else order_N,
+            *blocks,
+            flag,
+            self._done_R,
+            words_NW.stride(0) // vector,
+            shape.rank,
+            where.answers if is_answer else where.rows,
+            where.counts,
+            where.answer_flags if is_answer else where.flags,
+            NUM_RANKS=shape.num_ranks,
+            NUM_SLOTS=shape.slots_per_rank,
+            CAPACITY=shape.pair_rows,
+            WORDS=num_words,
+            VECTOR=vector,
+            TOP_K=top_k,
+            BLOCK=config.block,
+            PARTS=config.parts,
+            num_warps=config.num_warps,
+        )
+
+    def _wait(self, flag: Tensor, *, flags_offset: int, what: str) -> Tensor:
+        """Which ranks' flags are as they should be, bool [R]; raises if one is not."""
+        seen_R = torch.zeros_like(self._bad_seen_R)
+
+        def look(polls: int) -> Tensor:
+            wait_flags_kernel[(self._shape.num_ranks,)](
+                self._window.addresses,
+                flag,
+                seen_R,
+                self._shape.rank,
+                flags_offset,
+                polls,
+                NUM_RANKS=self._shape.num_ranks,
+                num_warps=1,
+            )
+            return fine_flags(seen_R, flag)
+
+        if _is_capturing():
+            fine_R = look(int(self._timeout_s * _POLLS_PER_S))
+            self._bad_R |= ~fine_R
+            self._bad_seen_R.copy_(torch.where(fine_R, self._bad_seen_R, seen_R))
+            self._bad_own.copy_(torch.where(fine_R.all(), self._bad_own, flag))
+            return fine_R
+        until = time.monotonic() + self._timeout_s
+        polls = 1 if is_interpreting() else _POLLS_PER_LAUNCH
+        fine_R = look(polls)
+        # A flag of this exchange that is not fine will not become so.
+        while bool(((seen_R ^ flag) << 33 != 0).any()) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+            fine_R = look(polls)
+        raise_faults(seen_R.tolist(), own=int(flag), timeout_s=self._timeout_s, what=what)
+        return fine_R
+
+    def _receive(self, incoming: Incoming, layout: RowLayout, flag: Tensor) -> Tensor:
+        shape, config = self._shape, self._config
+        most = layout.most_rows(shape)
+        num_rows = most if _is_capturing() else min(most, int(incoming.num_rows))
+        new = torch.zeros if layout.alignment > 1 else torch.empty
+        out_NW = new(num_rows, shape.row_words, dtype=torch.int32, device=flag.device)
+        receive_rows_kernel[shape.num_ranks, shape.slots_per_rank, config.parts](
+            self._window.addresses,
+            out_NW,
+            incoming.counts_RS,
+            incoming.starts_RS,
+            incoming.segment_RS,
+            flag,
+            shape.rank,
+            num_rows,
+            self._map.rows,
+            NUM_RANKS=shape.num_ranks,
+            NUM_SLOTS=shape.slots_per_rank,
+            CAPACITY=shape.pair_rows,
+            WORDS=shape.row_words,
+            BLOCK=config.block,
+            PARTS=config.parts,
+            num_warps=config.num_warps,
+        )
+        return out_NW
+
+    def _sum(self, state: _State, weights_TK: Tensor | None) -> Tensor:
+        shape, config = self._shape, self._config
+        out_TD = torch.empty(state.num_tokens, shape.dim, device=state.flag.device)
+        if state.num_tokens == 0:
+            return out_TD
+        sum_answers_kernel[state.num_tokens, -(-shape.dim // config.block)](
+            self._window.addresses,
+            state.places_N,
+            out_TD if weights_TK is None else weights_TK.contiguous(),
+            state.flag,
+            out_TD,
+            shape.rank,
+            self._map.answers,
+            NUM_RANKS=shape.num_ranks,
+            CAPACITY=shape.pair_rows,
+            DIM=shape.dim,
+            TOP_K=shape.top_k,
+            IS_BF16=shape.payload.answer_dtype is torch.bfloat16,
+            IS_WEIGHTED=weights_TK is not None,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+            enable_fp_fusion=False,  # it would change bits
+        )
+        return out_TD
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def specializations(config: AllToAllConfig, shape: EpShape) -> list[Specialization]:
+    """What a configuration compiles to for a buffer of one shape."""
+    name = f"all_to_all {config} {shape.payload.value}"
+    sizes = {"NUM_RANKS": shape.num_ranks, "CAPACITY": shape.pair_rows}
+    blocks = {"BLOCK": config.block, "NUM_SLOTS": shape.slots_per_rank, "PARTS": config.parts}
+    words = {"dispatch": (shape.row_words, shape.top_k), "combine": (shape.answer_words, 0)}
+    sends = {what: (n, math.gcd(n, _VECTOR_WORDS), k) for what, (n, k) in words.items()}
+    return [
+        *(
+            specialization(
+                send_rows_kernel,
+                name=f"{name} {what}",
+                arguments="*i64 *i32 *i64 *i64 *i64 *i64 *i64 *i32 i32 i32 i64:16 i64:16 i64:16",
+                constants=sizes | blocks | {"WORDS": words, "VECTOR": vector, "TOP_K": top_k},
+                num_warps=config.num_warps,
+                flags="release",
+            )
+            for what, (words, vector, top_k) in sends.items()
+        ),
+        specialization(
+            wait_flags_kernel,
+            name=f"{name} wait",
+            arguments="*i64 *i64 *i64 i32 i64:16 i32",
+            constants={"NUM_RANKS": shape.num_ranks},
+            num_warps=1,
+            flags="acquire",
+        ),
+        specialization(
+            receive_rows_kernel,
+            name=f"{name} receive",
+            arguments="*i64 *i32 *i64 *i64 *i64 *i64 i32 i32 i64:16",
+            constants=sizes | blocks | {"WORDS": shape.row_words},
+            num_warps=config.num_warps,
+        ),
+        specialization(
+            sum_answers_kernel,
+            name=f"{name} sum",
+            arguments="*i64 *i64 *fp32 *i64 *fp32 i32 i64:16",
+            constants=sizes
+            | {
+                "BLOCK": config.block,
+                "DIM": shape.dim,
+                "TOP_K": shape.top_k,
+                "IS_BF16": shape.payload.answer_dtype is torch.bfloat16,
+                "IS_WEIGHTED": True,
+            },
+            num_warps=config.num_warps,
+            fuses_products=False,
+        ),
+    ]

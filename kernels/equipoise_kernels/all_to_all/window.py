@@ -1,0 +1,148 @@
+"""Memory that the ranks of a node write into each other's, and where everything lies in it.
+
+Owns the map, the same for all ranks, and three ways to get such memory: a file in shared memory
+(processes on a CPU, with kernels in Triton's interpreter), CUDA symmetric memory (a GPU each), and
+one allocation for several virtual ranks in one process.
+
+A rank's window has for each of two parities and each sending rank: the flags of both directions,
+the header of counts, a slab of rows and a slab of answers. An exchange n uses parity n % 2, so that
+two may be under way. Nobody writes into a slab before its reader is done: a rank sends dispatch
+n + 2 after its combine n, for which all others have sent, and so have read dispatch n.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from equipoise_kernels.all_to_all.payload import WORD_BYTES
+from equipoise_kernels.all_to_all.shape import EpShape
+
+NUM_PARITIES = 2
+_NUMBER_BYTES = 8
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowMap:
+    """Offsets in bytes of a window's parts, each [parities, sending ranks, ..].
+
+    Attributes:
+        flags: int64, of dispatches.
+        answer_flags: int64, of combines.
+        counts: int64 [.., slots], rows for each slot.
+        rows: int32 [.., pair_rows, row_words].
+        answers: int32 [.., pair_rows, answer_words].
+        num_bytes: of all.
+    """
+
+    flags: int
+    answer_flags: int
+    counts: int
+    rows: int
+    answers: int
+    num_bytes: int
+
+    @classmethod
+    def of_shape(cls, shape: EpShape) -> WindowMap:
+        """The map that all ranks of a buffer share."""
+        areas = NUM_PARITIES * shape.num_ranks
+        sizes = (
+            areas * _NUMBER_BYTES,
+            areas * _NUMBER_BYTES,
+            areas * shape.slots_per_rank * _NUMBER_BYTES,
+            areas * shape.pair_rows * shape.row_words * WORD_BYTES,
+            areas * shape.pair_rows * shape.answer_words * WORD_BYTES,
+        )
+        offsets = [0]
+        for size in sizes:
+            offsets.append(-(-(offsets[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+        flags, answer_flags, counts, rows, answers, num_bytes = offsets
+        return cls(
+            flags=flags,
+            answer_flags=answer_flags,
+            counts=counts,
+            rows=rows,
+            answers=answers,
+            num_bytes=num_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Window:
+    """One rank's memory and the way to the others'.
+
+    Attributes:
+        local: this rank's, uint8 [num_bytes], zeros before the first exchange.
+        addresses: where each rank's begins, as this rank's kernels see it, int64 [ranks].
+        owner: keeps the mapping alive.
+    """
+
+    local: Tensor
+    addresses: Tensor
+    owner: Any = None
+
+    def counts(self, shape: EpShape) -> Tensor:
+        """The headers: int64 [parities, sending ranks, slots], a view."""
+        offset = WindowMap.of_shape(shape).counts
+        num_numbers = NUM_PARITIES * shape.num_slots
+        numbers = self.local[offset : offset + num_numbers * _NUMBER_BYTES].view(torch.int64)
+        return numbers.view(NUM_PARITIES, shape.num_ranks, shape.slots_per_rank)
+
+
+def shared_window(path: Path, shape: EpShape) -> Window:
+    """Map a file that all ranks name, in /dev/shm by custom: POSIX shared memory.
+
+    The name is new for every group, and who made it up removes the file. It is as large as all
+    windows, and zeros at first, whichever rank comes first.
+    """
+    num_bytes = WindowMap.of_shape(shape).num_bytes
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, shape.num_ranks * num_bytes)
+        mapping = mmap.mmap(descriptor, shape.num_ranks * num_bytes)
+    finally:
+        os.close(descriptor)
+    everything = torch.frombuffer(mapping, dtype=torch.uint8)
+    return _parts(everything.view(shape.num_ranks, num_bytes), owner=mapping)[shape.rank]
+
+
+def virtual_windows(shape: EpShape, *, device: torch.device | str) -> list[Window]:
+    """Windows of all ranks in one process and on one device, by rank."""
+    num_bytes = WindowMap.of_shape(shape).num_bytes
+    everything = torch.zeros(shape.num_ranks, num_bytes, dtype=torch.uint8, device=device)
+    return _parts(everything, owner=everything)
+
+
+def symmetric_window(shape: EpShape, *, group: dist.ProcessGroup, device: torch.device) -> Window:
+    """A window in CUDA symmetric memory; all ranks of the group, on one node, call it together.
+
+    Raises:
+        RuntimeError: torch cannot map the ranks' memory into each other.
+    """
+    from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415  needs CUDA
+
+    num_bytes = WindowMap.of_shape(shape).num_bytes
+    local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(local, group)
+    local.zero_()
+    # Nobody sends before everybody's flags are zeros.
+    handle.barrier()
+    addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    return Window(local=local, addresses=addresses, owner=handle)
+
+
+def _parts(everything_RB: Tensor, *, owner: Any) -> list[Window]:
+    addresses = torch.tensor(
+        [window.data_ptr() for window in everything_RB],
+        dtype=torch.int64,
+        device=everything_RB.device,
+    )
+    return [Window(local=local, addresses=addresses, owner=owner) for local in everything_RB]

@@ -1,0 +1,361 @@
+"""The exchange by kernels between virtual ranks of one process, in Triton's interpreter."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from equipoise_kernels.all_to_all import deep_ep
+from equipoise_kernels.all_to_all.buffer import EpBuffer
+from equipoise_kernels.all_to_all.collective import CollectiveBackend
+from equipoise_kernels.all_to_all.flags import (
+    FINE,
+    TOO_MANY_ROWS,
+    flag_of,
+    generation_of,
+    raise_faults,
+    sequence_of,
+    status_of,
+)
+from equipoise_kernels.all_to_all.order import Incoming, Outgoing, RowLayout
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.peer import AllToAllConfig, PeerBackend
+from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.all_to_all.window import WindowMap, virtual_windows
+from equipoise_kernels.errors import (
+    AllToAllError,
+    CapacityError,
+    GenerationMismatchError,
+    KernelInputError,
+    PeerMissingError,
+    UnknownSlotError,
+)
+from equipoise_kernels.formats import empty_rows
+from equipoise_kernels.quant.group_quant import group_quant
+
+CONFIG = AllToAllConfig(parts=2, block=128, num_warps=4)
+SHAPE = EpShape(
+    rank=0, num_ranks=2, slots_per_rank=3, top_k=2, dim=128, max_tokens=4, payload=Payload.FP32
+)
+
+
+def virtual_buffers(shape=SHAPE, *, timeout_s=30.0):
+    windows = virtual_windows(shape, device="cpu")
+    shapes = [replace(shape, rank=rank) for rank in range(shape.num_ranks)]
+    return windows, [
+        EpBuffer(one, PeerBackend(one, window, timeout_s=timeout_s, config=CONFIG), device="cpu")
+        for one, window in zip(shapes, windows, strict=True)
+    ]
+
+
+def dispatched(buffers, rows, slots, layout=None):
+    arriving = [
+        buffer.begin_dispatch(x, torch.tensor(s, dtype=torch.int64).view(-1, 2), layout=layout)
+        for buffer, x, s in zip(buffers, rows, slots, strict=True)
+    ]
+    return [receive() for receive in arriving]
+
+
+def failures(buffers, rows, slots):
+    """What each rank raises, all of them having sent."""
+    arriving = [
+        buffer.begin_dispatch(x, torch.tensor(s, dtype=torch.int64).view(-1, 2))
+        for buffer, x, s in zip(buffers, rows, slots, strict=True)
+    ]
+    seen = []
+    for receive in arriving:
+        with pytest.raises(AllToAllError) as caught:
+            receive()
+        seen.append(caught.value)
+    return seen
+
+
+def numbered(first, count):
+    """Rows that hold their number."""
+    return torch.arange(first, first + count).float().unsqueeze(1).repeat(1, SHAPE.dim)
+
+
+SLOTS = [[[0, 4], [4, 1], [2, 0]], [[4, 5], [0, -1]]]
+
+
+def test_rows_come_by_slot_then_rank_then_token_and_go_back_weighted(interpreted):
+    _, buffers = virtual_buffers()
+    rows = [numbered(10, 3), numbered(20, 2)]
+    here = dispatched(buffers, rows, SLOTS)
+    assert [one.rows[:, 7].tolist() for one in here] == [[10, 12, 21, 11, 12], [10, 11, 20, 20]]
+    assert [one.rows_of_slot.tolist() for one in here] == [[3, 1, 1], [0, 3, 1]]
+    assert [one.slot_ends.tolist() for one in here] == [[3, 4, 5], [0, 3, 4]]
+    weights = [torch.tensor([[1.0, 2.0]] * 3), torch.tensor([[0.5, 4.0]] * 2)]
+    returning = [
+        buffer.begin_combine(one.rows * (rank + 1), one.handle, weights_TK=w)
+        for rank, (buffer, one, w) in enumerate(zip(buffers, here, weights, strict=True))
+    ]
+    sums = [receive()[:, 100].tolist() for receive in returning]
+    assert sums == [[10 + 40, 22 + 22, 36], [20 + 160, 10.5]]
+
+
+def test_slots_may_start_at_multiples_and_gaps_are_zeros(interpreted):
+    _, buffers = virtual_buffers()
+    (here, _) = dispatched(
+        buffers, [numbered(10, 3), numbered(20, 2)], SLOTS, RowLayout(alignment=4)
+    )
+    assert here.rows[:, 0].tolist() == [10, 12, 21, 0, 11, 0, 0, 0, 12, 0, 0, 0]
+    assert here.slot_ends.tolist() == [3, 5, 9]
+
+
+def test_the_low_latency_pair_gives_each_slot_room_of_its_own(interpreted):
+    shape = replace(SHAPE, num_ranks=1, payload=Payload.BF16)
+    _, (buffer,) = virtual_buffers(shape)
+    x = numbered(10, 3).bfloat16()
+    slots = torch.tensor([[0, 1], [2, 1], [-1, 0]])
+    here = buffer.low_latency_dispatch(x, slots)
+    assert here.rows.shape == (3, 4, 128)
+    assert here.rows_of_slot.tolist() == [2, 2, 1]
+    assert [here.rows[s, :n, 5].tolist() for s, n in enumerate((2, 2, 1))] == [
+        [10, 12],
+        [10, 11],
+        [11],
+    ]
+    summed = buffer.low_latency_combine(here.rows, here.handle, torch.ones(3, 2))
+    assert summed[:, 3].tolist() == [20, 22, 12]
+
+
+@pytest.mark.parametrize("payload", Payload)
+def test_a_rank_alone_gets_the_same_bits_from_the_reference(payload, interpreted, generator):
+    shape = replace(SHAPE, num_ranks=1, payload=payload)
+    _, (peer,) = virtual_buffers(shape)
+    collective = CollectiveBackend(shape, group=None, timeout_s=1.0)
+    x = torch.randn(4, 128, generator=generator).to(payload.answer_dtype)
+    slots = torch.tensor([[0, 1], [2, -1], [-1, 0], [-1, -1]])
+    weights = torch.rand(4, 2, generator=generator)
+    seen = []
+    for buffer in (peer, EpBuffer(shape, collective, device="cpu")):
+        here = buffer.dispatch(group_quant(x) if payload is Payload.FP8 else x, slots)
+        rows = here.rows.dequantized() if payload is Payload.FP8 else here.rows
+        y = (rows * 0.3).to(payload.answer_dtype)
+        seen.append((rows, buffer.combine(y, here.handle, weights_TK=weights)))
+    for ours, theirs in zip(*seen, strict=True):
+        assert torch.equal(ours, theirs)
+    assert seen[0][1].abs().max() > 0
+    assert not seen[0][1][3].any()
+
+
+def test_two_exchanges_may_be_open_and_no_third_one(interpreted):
+    shape = replace(SHAPE, num_ranks=1)
+    _, (buffer,) = virtual_buffers(shape)
+    slots = torch.tensor([[0, 1]])
+    first, second = (buffer.dispatch(numbered(n, 1), slots) for n in (5, 7))
+    with pytest.raises(AssertionError, match="combine an earlier"):
+        buffer.dispatch(numbered(9, 1), slots)
+    with pytest.raises(AssertionError, match="order of dispatches"):
+        buffer.combine(second.rows, second.handle)
+    assert buffer.combine(first.rows, first.handle)[0, 0] == 10
+    assert buffer.combine(second.rows, second.handle)[0, 0] == 14
+
+
+def poisoned(windows, shape):
+    """Fill the slabs, which no rank reads before it is written."""
+    first = WindowMap.of_shape(shape).rows
+    for window in windows:
+        window.local[first:] = 0xFF
+
+
+def test_rows_beyond_the_capacity_are_an_error_on_all_ranks_and_overwrite_nothing(interpreted):
+    shape = replace(SHAPE, capacity=2)
+    windows, buffers = virtual_buffers(shape)
+    poisoned(windows, shape)
+    # Three rows for rank 0 from rank 1, which has room for two; the slab of rank 0 lies before.
+    seen = failures(buffers, [numbered(10, 1), numbered(20, 3)], [[[-1, 3]], [[0, -1]] * 3])
+    assert [type(error) for error in seen] == [CapacityError] * 2
+    assert [error.ranks for error in seen] == [(1,)] * 2
+    assert "larger capacity" in str(seen[0])
+    where = WindowMap.of_shape(shape)
+    # The first exchange uses the second half of a window.
+    slab = windows[0].local[where.rows : where.answers].view(torch.float32)
+    slab = slab[: 2 * 2 * 2 * 128].view(2, 2, 2, 128)
+    assert slab[1, 1, :, 0].tolist() == [20, 21]
+    assert slab[0].isnan().all()
+    assert slab[1, 0].isnan().all()
+    assert windows[0].local[where.answers :].eq(0xFF).all()
+
+
+def test_slots_that_do_not_exist_are_an_error_on_all_ranks(interpreted):
+    _, buffers = virtual_buffers()
+    seen = failures(buffers, [numbered(10, 1), numbered(20, 1)], [[[0, 6]], [[0, 1]]])
+    assert [type(error) for error in seen] == [UnknownSlotError] * 2
+    assert {error.ranks for error in seen} == {(0,)}
+
+
+def test_ranks_of_different_generations_are_named(interpreted):
+    _, buffers = virtual_buffers()
+    for buffer, generation in zip(buffers, (4, 5), strict=True):
+        buffer.switch(generation)
+    seen = failures(buffers, [numbered(0, 0)] * 2, [[], []])
+    assert [type(error) for error in seen] == [GenerationMismatchError] * 2
+    assert [error.ranks for error in seen] == [(1,), (0,)]
+    assert "rank 1 runs 5" in str(seen[0])
+
+
+def test_a_rank_that_sends_nothing_is_named_and_the_buffer_is_of_no_more_use(interpreted):
+    _, (buffer, _) = virtual_buffers(timeout_s=0.05)
+    with pytest.raises(
+        PeerMissingError, match=r"rank 1 did not send rows within 0\.05 s"
+    ) as caught:
+        buffer.dispatch(numbered(0, 2), torch.tensor([[0, 1], [2, 3]]))
+    assert caught.value.ranks == (1,)
+    with pytest.raises(AllToAllError, match="form the group anew"):
+        buffer.dispatch(numbered(0, 0), torch.empty(0, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("x", "slots", "named"),
+    [
+        (torch.zeros(5, 128), torch.zeros(5, 2, dtype=torch.int64), "made for 4"),
+        (torch.zeros(2, 128), torch.zeros(2, 2), "slots_TK must be int64"),
+        (torch.zeros(2, 128), torch.zeros(2, 3, dtype=torch.int64), r"slots_TK must be \[2, 2\]"),
+        (torch.zeros(2, 64), torch.zeros(2, 2, dtype=torch.int64), "x must be"),
+        (torch.zeros(2, 128).bfloat16(), torch.zeros(2, 2, dtype=torch.int64), "must be float32"),
+        (torch.zeros(2, 256)[:, ::2], torch.zeros(2, 2, dtype=torch.int64), "neighbouring"),
+        (empty_rows((2, 128), device="cpu"), torch.zeros(2, 2, dtype=torch.int64), "x is FP8"),
+    ],
+)
+def test_rows_that_break_the_contract_are_refused_before_anything_is_sent(x, slots, named):
+    buffer = EpBuffer(SHAPE, backend=None, device="cpu")
+    with pytest.raises(KernelInputError, match=named):
+        buffer.begin_dispatch(x, slots)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rank": 2}, "rank 2"),
+        ({"top_k": 0}, "top_k"),
+        ({"capacity": 0}, "pair_rows"),
+        ({"payload": Payload.FP8, "dim": 64}, "multiple of 128"),
+        ({"payload": Payload.BF16, "dim": 3}, "even"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(change, named):
+    with pytest.raises(KernelInputError, match=named):
+        replace(SHAPE, **change)
+
+
+def test_a_flag_carries_status_generation_and_sequence_and_wraps_around():
+    flag = int(
+        flag_of(
+            sequence=torch.tensor([2**31 + 5]),
+            generation=torch.tensor([2**30 + 9]),
+            status=torch.tensor([TOO_MANY_ROWS]),
+        )
+    )
+    assert (sequence_of(flag), generation_of(flag), status_of(flag)) == (5, 9, TOO_MANY_ROWS)
+
+
+def test_who_spoke_up_counts_before_who_is_silent():
+    own, other, full = (
+        int(
+            flag_of(
+                sequence=torch.tensor([s]), generation=torch.tensor([g]), status=torch.tensor([x])
+            )
+        )
+        for s, g, x in ((3, 1, FINE), (3, 2, FINE), (3, 1, TOO_MANY_ROWS))
+    )
+    late = own - 1
+    with pytest.raises(GenerationMismatchError):
+        raise_faults([own, other, None], own=own, timeout_s=1.0, what="rows")
+    with pytest.raises(CapacityError):
+        raise_faults([own, full, late], own=own, timeout_s=1.0, what="rows")
+    with pytest.raises(PeerMissingError, match="ranks 1, 2 did not"):
+        raise_faults([own, late, None], own=own, timeout_s=1.0, what="rows")
+    raise_faults([own, own], own=own, timeout_s=1.0, what="rows")
+
+
+def test_the_order_of_pairs_is_that_of_a_loop(generator):
+    shape = replace(SHAPE, num_ranks=4, slots_per_rank=2, top_k=3, max_tokens=50)
+    slots = torch.randint(-1, 8, (40, 3), generator=generator)
+    outgoing = Outgoing.of_slots(slots, shape)
+    pairs = [(int(slot), pair) for pair, slot in enumerate(slots.flatten())]
+    wanted = sorted(pair for pair in pairs if pair[0] >= 0)
+    assert outgoing.order_N[: len(wanted)].tolist() == [pair for _, pair in wanted]
+    places = outgoing.answer_places(shape)
+    sent_to = [0] * 4
+    for slot, pair in wanted:
+        rank = slot // 2
+        assert places[pair] == rank * shape.pair_rows + sent_to[rank]
+        sent_to[rank] += 1
+    assert all(places[pair] == -1 for slot, pair in pairs if slot < 0)
+
+
+def test_the_places_of_arriving_rows_are_those_of_a_loop(generator):
+    counts = torch.randint(0, 4, (3, 5), generator=generator)
+    incoming = Incoming.of_counts(counts, RowLayout())
+    order = sorted((slot, rank) for rank in range(3) for slot in range(5))
+    place, wanted = 0, {}
+    for slot, rank in order:
+        wanted[rank, slot] = list(range(place, place + int(counts[rank, slot])))
+        place += int(counts[rank, slot])
+    flat = [p for rank in range(3) for slot in range(5) for p in wanted[rank, slot]]
+    assert incoming.places().tolist() == flat
+    assert int(incoming.num_rows) == place
+
+
+def test_deep_ep_gets_its_low_latency_calls(monkeypatch):
+    """A library of one rank that does what DeepEP documents, without a GPU."""
+    calls = []
+
+    class Buffer:
+        @staticmethod
+        def get_low_latency_rdma_size_hint(*sizes):
+            return sizes
+
+        def __init__(self, group, **options):
+            calls.append((group, options))
+
+        def low_latency_dispatch(self, x, slots, max_tokens, num_slots, **options):
+            calls.append((max_tokens, num_slots, options))
+            rows = torch.zeros(num_slots, max_tokens, x.shape[1], dtype=x.dtype)
+            counts = torch.zeros(num_slots, dtype=torch.int32)
+            for token, slot in ((t, s) for t, row in enumerate(slots) for s in row if s >= 0):
+                rows[slot, counts[slot]] = x[token]
+                counts[slot] += 1
+            return rows, counts, "handle", None, lambda: calls.append("received")
+
+        def low_latency_combine(self, y, slots, weights, handle, **options):
+            assert handle == "handle"
+            taken = torch.zeros(y.shape[0], dtype=torch.int64)
+            summed = torch.zeros(slots.shape[0], y.shape[2])
+            for token, row in enumerate(slots):
+                for choice, slot in enumerate(row):
+                    if slot >= 0:
+                        summed[token] += weights[token, choice] * y[slot, taken[slot]]
+                        taken[slot] += 1
+            return summed.to(y.dtype), None, lambda: calls.append("summed")
+
+    library = type("Library", (), {"Buffer": Buffer})
+    monkeypatch.setitem(sys.modules, "deep_ep", library)
+    assert "process group" in deep_ep.deep_ep_obstacle()
+    shape = replace(SHAPE, num_ranks=1, payload=Payload.BF16)
+    buffer = EpBuffer(shape, deep_ep.DeepEpBackend(shape, group="group"), device="cpu")
+    x, slots = numbered(10, 3).bfloat16(), torch.tensor([[0, 1], [2, 1], [-1, 0]])
+    here = buffer.low_latency_dispatch(x, slots)
+    assert here.rows_of_slot.tolist() == [2, 2, 1]
+    assert here.slot_ends.tolist() == [2, 6, 9]
+    assert here.rows[1, :2, 0].tolist() == [10, 11]
+    weights = torch.tensor([[1.0, 2.0], [3.0, 4.0], [9.0, 0.5]])
+    summed = buffer.low_latency_combine(here.rows, here.handle, weights)
+    assert summed[:, 9].tolist() == [30, 77, 6]
+    options = {"num_rdma_bytes": (4, 128, 1, 3), "low_latency_mode": True, "num_qps_per_rank": 3}
+    assert calls[0] == ("group", options)
+    assert calls[2:] == ["received", "summed"]
+    with pytest.raises(KernelInputError, match="low_latency_dispatch"):
+        buffer.dispatch(x, slots)
+    with pytest.raises(KernelInputError, match="carries bf16"):
+        deep_ep.DeepEpBackend(SHAPE, group="group")
+
+
+def test_without_deep_ep_the_reason_is_kept(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    assert "cannot be imported" in deep_ep.deep_ep_obstacle()
+    monkeypatch.setitem(sys.modules, "deep_ep", object())
+    assert "low_latency_dispatch" in deep_ep.deep_ep_obstacle()
