@@ -35,8 +35,9 @@ def make_loads(*, remembered=None, counted_from=1, now=0.0, model=MODEL, policy=
 class Ranks:
     """Two ranks that count what they receive."""
 
-    def __init__(self, loads, *, layout=LAYOUT) -> None:
+    def __init__(self, loads, *, layout=LAYOUT, phase=Phase.MIXED) -> None:
         self.loads = loads
+        self.phase = phase
         self.layout = layout
         self.tokens = np.zeros((2, 8))
         self.steps = 0
@@ -51,7 +52,7 @@ class Ranks:
                 epoch=1,
                 rank=rank,
                 generation=1,
-                phase=Phase.MIXED,
+                phase=self.phase,
                 tokens=own.astype(np.uint64),
             )
             stats = RankStats(
@@ -67,6 +68,21 @@ class Ranks:
 
 def close(loads, *, number=1, now):
     return loads.close_window(number=number, generation=1, now=now)
+
+
+def test_loads_of_both_phases_add_up_and_a_window_has_the_only_phase_that_was_told():
+    loads = make_loads()
+    decode, prefill = (Ranks(loads, phase=phase) for phase in (Phase.DECODE, Phase.PREFILL))
+    decode.receive(FIRST_HALF)
+    pure = close(loads, now=10.0)
+    assert pure.phase is Phase.DECODE
+    decode.receive(FIRST_HALF)
+    prefill.receive(SECOND_HALF)
+    both = close(loads, number=2, now=20.0)
+    assert both.phase is Phase.MIXED
+    np.testing.assert_allclose(both.load, FIRST_HALF + SECOND_HALF)
+    assert both.balancedness == pytest.approx(1.0)
+    assert close(loads, number=3, now=30.0).phase is Phase.MIXED
 
 
 def test_a_window_is_due_after_the_interval_and_intervals_do_not_drift():

@@ -17,6 +17,7 @@ from equipoise.planning.load import (
     LoadAverage,
     LoadCounters,
     LoadWindow,
+    Phase,
     Shift,
     WindowLoad,
     detect_shift,
@@ -36,7 +37,7 @@ class ClosedWindow:
     `balancedness` is what happened and not what a plan promised. `generation` is the one in use
     when the window closed; `switched` says that another was in use when it opened. `shares` is what
     became of planned shares, None if that cannot be told of this window; `pace` is how long ranks
-    computed, None if they did not tell.
+    computed, None if they did not tell. `phase` is the one that all reports named, else mixed.
     """
 
     number: int
@@ -52,6 +53,7 @@ class ClosedWindow:
     shift: Shift
     shares: RealisedShares | None
     pace: Pace | None = None
+    phase: Phase = Phase.MIXED
 
 
 class PoolLoads:
@@ -94,6 +96,7 @@ class PoolLoads:
         self._busy_us = np.zeros(num_ranks, dtype=np.int64)
         self._busy_us_at_open = np.zeros(num_ranks, dtype=np.int64)
         self._generation_at_open = 0
+        self._phases: set[Phase] = set()
         self._shifted_before = False
         self._next_close_s = now + policy.interval_s
 
@@ -114,6 +117,7 @@ class PoolLoads:
         delta = self._counters.accept(report.load, layout)
         self._window.add(delta)
         self._slots.add(delta, layout)
+        self._phases.add(report.load.phase)
         rank = report.load.rank
         if not self._steps[rank] and not self._heard_from_start:
             # As with its tokens: what came before the first report is no part of this window.
@@ -187,6 +191,7 @@ class PoolLoads:
             shift=shift,
             shares=self._slots.close(factor_of_rank),
             pace=self._pace(load_of_rank),
+            phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
         )
 
     def _pace(self, load_of_rank: Load) -> Pace | None:
@@ -213,6 +218,7 @@ class PoolLoads:
         self._steps_at_open = self._steps.copy()
         self._busy_us_at_open = self._busy_us.copy()
         self._generation_at_open = generation
+        self._phases = set()
         # From the planned time, so that intervals do not drift; from now, if ticks stood still.
         planned_s = self._next_close_s + self._policy.interval_s
         self._next_close_s = planned_s if planned_s > now else now + self._policy.interval_s

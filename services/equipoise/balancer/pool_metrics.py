@@ -158,7 +158,7 @@ class PoolMetrics:
             return
         window = pool.windows[-1]
         self._gauge("window_tokens", pool, window.tokens)
-        self._add_phase(pool, "mixed", window.load_of_rank)
+        self._add_phase(pool, window.phase.value, window.load_of_rank)
         factors = None if window.pace is None else slowdowns(window.pace)
         if factors is not None and len(factors) <= MAX_RANKS_LISTED:
             for rank, factor in enumerate(factors):
