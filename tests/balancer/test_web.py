@@ -1,0 +1,267 @@
+"""The page for people: what it tells, whom it lets look, and that a real browser draws it."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib.resources import files
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from browser import browsing, require_chromium
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from equipoise.balancer.settings import BalancerSettings, InvalidSettingsError
+from equipoise.balancer.web.server import HEADERS, page_routes, serving_page
+from equipoise.balancer.web.state import MAX_COLUMNS, MAX_RANKS, PageState, heat_of
+from equipoise.balancer.web.stream import EventStreams
+from equipoise.trust.settings import Tls
+
+WAIT_S = 30.0
+
+
+class Seat:
+    """Leads the pools it is given, or follows and remembers them."""
+
+    def __init__(self, *pools, leader=""):
+        self.sources = {pool.name: SimpleNamespace(pool=pool) for pool in pools}
+        self.leader_address = leader or None
+        self.elsewhere = f"this balancer follows, the one at {leader} leads: ask there"
+
+    @property
+    def pools(self):
+        return SimpleNamespace(names=lambda: tuple(self.sources), find=self.sources.__getitem__)
+
+    @property
+    def led(self):
+        return None if self.leader_address else self.pools
+
+
+class Store:
+    """Remembers one decision a pool."""
+
+    async def decisions(self, pool, *, limit):
+        return ()
+
+
+def state_of(*pools, leader=""):
+    return PageState(Seat(*pools, leader=leader), store=Store(), clock=lambda: 0.0)
+
+
+@pytest.fixture
+def busy(serving_bench, skewed):
+    """A pool that was balanced once."""
+    serving_bench.run_traffic(skewed(1), seconds=40)
+    return serving_bench.pool
+
+
+def browse(state, **settings):
+    streams = EventStreams(state, **settings)
+    hosts = frozenset({"testserver"})
+    return TestClient(Starlette(routes=[page_routes(state, streams, hosts=hosts)]))
+
+
+def test_every_file_of_the_page_comes_with_the_headers_that_fence_it_in(busy):
+    client = browse(state_of(busy))
+    for path in ("/", "/page.css", "/page.js", "/state.json"):
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    assert "'unsafe" not in HEADERS["Content-Security-Policy"]
+    assert client.get("/../server.py").status_code == 404
+    assert client.post("/").status_code == 405
+
+
+def test_the_page_is_small_and_brings_all_it_needs():
+    folder = files("equipoise.balancer.web")
+    page = {
+        name: folder.joinpath(name).read_text() for name in ("page.html", "page.css", "page.js")
+    }
+    assert sum(map(len, page.values())) <= 40_000
+    for text in page.values():
+        links = text.replace("http://www.w3.org/2000/svg", "").replace("`http://${host}", "")
+        assert "http://" not in links
+        assert "https://" not in links
+        assert "innerHTML" not in links
+
+
+def test_a_page_of_this_machine_answers_to_no_other_name(busy):
+    client = browse(state_of(busy))
+    assert client.get("/state.json", headers={"Host": "evil.example"}).status_code == 421
+    assert client.get("/state.json", headers={"Host": "testserver:8080"}).status_code == 200
+
+
+def test_the_page_is_kept_from_other_machines_unless_that_is_said():
+    with pytest.raises(InvalidSettingsError, match="asks nobody who he is"):
+        BalancerSettings(web_listen="0.0.0.0:8080")
+    BalancerSettings(web_listen="0.0.0.0:8080", tls=Tls(insecure=True))
+    BalancerSettings(web_listen="127.0.0.1:8080")
+
+
+def test_the_state_tells_the_fleet_one_pool_and_how_its_load_fell(busy):
+    told = browse(state_of(busy)).get("/state.json").json()
+    assert told["fleet"]["leads"]
+    assert [pool["pool"] for pool in told["fleet"]["pools"]] == ["tiny"]
+    pool, window = told["pool"], busy.windows[-1]
+    assert (pool["pool"], pool["num_ranks"]) == ("tiny", 4)
+    assert pool["balancedness"] == pytest.approx(window.balancedness)
+    assert [one["generation"] for one in pool["switches"]] == sorted(
+        (one.generation for one in busy.rollouts.switches), reverse=True
+    )
+    percent = np.array(told["heat"]["percent"])
+    assert percent.shape == window.load_of_rank.shape
+    assert percent.mean(axis=1) == pytest.approx(100, abs=1)
+
+
+def test_one_of_several_pools_is_told_by_its_name(busy, hello_of, policy):
+    other = replace(busy, name="zebra")
+    client = browse(state_of(busy, other))
+    assert client.get("/state.json").json()["pool"]["pool"] == "tiny"
+    assert client.get("/state.json?pool=zebra").json()["pool"]["pool"] == "zebra"
+    assert client.get("/state.json?pool=gone").json()["pool"]["pool"] == "tiny"
+
+
+def test_a_follower_names_the_balancer_that_leads(busy):
+    fleet = browse(state_of(busy, leader="balancer-1:7070")).get("/state.json").json()["fleet"]
+    assert (fleet["leads"], fleet["leader"]) == (False, "balancer-1:7070")
+    assert "the one at balancer-1:7070 leads" in fleet["words"]
+
+
+def test_of_very_many_ranks_columns_show_the_busiest(busy):
+    load = np.ones((3, 3 * MAX_COLUMNS + 1))
+    load[1, 7] = 100.0
+    heat = heat_of(replace(busy.windows[-1], load_of_rank=load))
+    assert heat["ranks_per_column"] == 4
+    assert len(heat["percent"][0]) <= MAX_COLUMNS
+    assert np.argmax(heat["percent"][1]) == 1
+
+
+async def test_of_very_many_ranks_those_in_trouble_are_listed(busy):
+    member = next(iter(busy.roster.members.values()))
+    for rank in range(4, MAX_RANKS + 40):
+        hello = replace(member.hello, worker=f"more-{rank}")
+        busy.roster.members[hello.worker] = replace(member, hello=hello, rank=rank)
+    busy.roster.members["more-290"].gone_reason = "its stream ended"
+    pool = json.loads((await state_of(busy).events(""))["pool"])
+    assert pool["num_ranks"] == MAX_RANKS + 40
+    assert len(pool["ranks"]) == MAX_RANKS
+    assert "gone" in {rank["state"] for rank in pool["ranks"]}
+
+
+# Streams ------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def stream(address, path="/events"):
+    """Events of a stream, as (event, value)."""
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
+
+    async def events():
+        name = ""
+        while line := await reader.readline():
+            if line.startswith(b"event: "):
+                name = line[7:].decode().strip()
+            elif line.startswith(b"data: "):
+                yield name, json.loads(line[6:])
+
+    try:
+        yield head.decode(), events()
+    finally:
+        writer.close()
+
+
+async def until(events, name, holds=lambda value: True):
+    async with asyncio.timeout(WAIT_S):
+        async for event, value in events:
+            if event == name and holds(value):
+                return value
+    raise AssertionError(f"the stream ended before {name}")
+
+
+async def test_a_stream_begins_with_everything_and_goes_on_with_what_changes(serving_bench, skewed):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=10)
+    async with (
+        serving_page(state_of(bench.pool), listen="127.0.0.1:0") as address,
+        stream(address) as (head, events),
+    ):
+        assert "text/event-stream" in head
+        assert HEADERS["Content-Security-Policy"] in head
+        assert (await until(events, "fleet"))["pools"][0]["pool"] == "tiny"
+        await until(events, "pool", lambda pool: pool["windows_closed"] == 1)
+        await until(events, "heat", lambda heat: heat["window"] == 1)
+        bench.run_traffic(skewed(1), seconds=10)
+        await until(events, "heat", lambda heat: heat["window"] == 2)
+
+
+async def test_a_stream_with_nothing_to_tell_says_so(busy, monkeypatch):
+    monkeypatch.setattr("equipoise.balancer.web.stream.BEAT_S", 0.0)
+    async with (
+        serving_page(state_of(busy), listen="127.0.0.1:0") as address,
+        stream(address) as (_, events),
+    ):
+        await until(events, "beat")
+
+
+async def test_only_so_many_may_look_and_one_who_goes_makes_room(busy, monkeypatch):
+    monkeypatch.setattr("equipoise.balancer.web.server.EventStreams", _streams_for_two)
+    async with serving_page(state_of(busy), listen="127.0.0.1:0") as address:
+        async with stream(address) as (first, events), stream(address) as (second, _):
+            assert "200 OK" in first
+            assert "200 OK" in second
+            async with stream(address) as (third, _):
+                assert "503" in third
+                assert "retry-after" in third
+            await until(events, "pool")
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                async with stream(address) as (head, _):
+                    if "200 OK" in head:
+                        break
+
+
+async def test_a_balancer_that_stops_lets_those_go_who_look(busy):
+    async with asyncio.timeout(WAIT_S):
+        async with serving_page(state_of(busy), listen="127.0.0.1:0") as address:
+            looking = stream(address)
+            _, events = await looking.__aenter__()
+            await until(events, "pool")
+        async for _ in events:
+            pass
+        await looking.__aexit__(None, None, None)
+
+
+# A browser ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [390, 820, 1440])
+async def test_a_real_browser_draws_the_page(busy, width):
+    chromium = require_chromium()
+    rank = next(iter(busy.roster.members.values()))
+    busy.roster.members[rank.name] = replace(
+        rank, hello=replace(rank.hello, node="<img src=x onerror=alert(1)>")
+    )
+    async with (
+        serving_page(state_of(busy, replace(busy, name="<b>zebra")), listen="127.0.0.1:0") as where,
+        browsing(chromium) as page,
+    ):
+        await page.look(width=width, height=900, dark=width == 820)
+        await page.goto(f"http://{where}/")
+        await page.until("document.querySelector('#live').dataset.state === 'on'")
+        await page.until("document.querySelectorAll('#ranks tr').length === 4")
+        await page.until("document.querySelector('#heat-read').textContent.includes('mean')")
+        assert await page.value("document.querySelector('#chart svg').ariaLabel") != ""
+        assert await page.value("document.querySelectorAll('#chart .mark').length") >= 1
+        assert await page.value("document.documentElement.scrollWidth") == width
+        assert await page.value("document.querySelectorAll('img, b b').length") == 0
+        await page.value("document.querySelectorAll('#pools a')[1].click()")
+        await page.until("document.querySelector('#name').textContent === '<b>zebra'")
+        assert page.faults == []
+
+
+def _streams_for_two(state):
+    return EventStreams(state, max_clients=2, interval_s=0.05)
