@@ -238,8 +238,7 @@ async def test_a_balancer_that_stops_lets_those_go_who_look(busy):
 # A browser ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [390, 820, 1440])
-async def test_a_real_browser_draws_the_page(busy, width):
+async def test_a_real_browser_draws_the_page_at_three_sizes(busy):
     chromium = require_chromium()
     rank = next(iter(busy.roster.members.values()))
     busy.roster.members[rank.name] = replace(
@@ -249,15 +248,17 @@ async def test_a_real_browser_draws_the_page(busy, width):
         serving_page(state_of(busy, replace(busy, name="<b>zebra")), listen="127.0.0.1:0") as where,
         browsing(chromium) as page,
     ):
-        await page.look(width=width, height=900, dark=width == 820)
-        await page.goto(f"http://{where}/")
-        await page.until("document.querySelector('#live').dataset.state === 'on'")
-        await page.until("document.querySelectorAll('#ranks tr').length === 4")
-        await page.until("document.querySelector('#heat-read').textContent.includes('mean')")
-        assert await page.value("document.querySelector('#chart svg').ariaLabel") != ""
-        assert await page.value("document.querySelectorAll('#chart .mark').length") >= 1
-        assert await page.value("document.documentElement.scrollWidth") == width
-        assert await page.value("document.querySelectorAll('img, b b').length") == 0
+        for width in (390, 820, 1440):
+            await page.look(width=width, height=900, dark=width == 820)
+            await page.goto(f"http://{where}/?{width}")
+            await page.until("document.querySelector('#live').dataset.state === 'on'")
+            await page.until("document.querySelectorAll('#ranks tr').length === 4")
+            await page.until("document.querySelector('#heat-read').textContent.includes('mean')")
+            words = await page.value("document.querySelector('#chart svg').ariaLabel")
+            assert words.startswith("Balancedness of 4 windows")
+            assert await page.value("document.querySelectorAll('#chart .mark').length") >= 1
+            assert await page.value("document.documentElement.scrollWidth") == width
+            assert await page.value("document.querySelectorAll('img, b b').length") == 0
         await page.value("document.querySelectorAll('#pools a')[1].click()")
         await page.until("document.querySelector('#name').textContent === '<b>zebra'")
         assert page.faults == []

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.demo_settings import DemoSettings
+from equipoise.cli.main import app as program
 from equipoise.cli.options import ARGUMENT, REPEATED, command_from, explanations
 from equipoise.cli.status_settings import StatusSettings
 from equipoise.planning.policy import Policy
@@ -145,3 +146,23 @@ def test_what_settings_refuse_is_raised_as_it_is():
 def test_explanations_are_the_strings_below_the_fields():
     assert explanations(Inner) == {"half_life_s": "Seconds."}
     assert explanations(Outer)["name"] == "What people call it."
+
+
+def test_the_address_comes_from_the_environment_unless_it_is_given():
+    runner = CliRunner()
+    told = {"EQUIPOISE_ADDRESS": "nonsense"}
+    for command in (["status"], ["pause"], ["loads"], ["layout", "show"]):
+        error = runner.invoke(program, command, env=told).exception
+        assert str(error) == "address must be host:port, not 'nonsense'"
+    error = runner.invoke(program, ["status", "--address", "also:bad"], env=told).exception
+    assert "'also:bad'" in str(error)
+
+
+def test_a_shell_completes_commands():
+    asked = {
+        "_EQUIPOISE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "equipoise layout ex",
+        "COMP_CWORD": "2",
+    }
+    answer = CliRunner().invoke(program, [], prog_name="equipoise", env=asked)
+    assert answer.output.split() == ["export"]

@@ -55,7 +55,7 @@ class DemoSettings:
     listen: str = "127.0.0.1:7070"
     """Where the balancer listens, for `equipoise status` too; a free port if it is in use."""
 
-    web_listen: str = "127.0.0.1:7071"
+    web_listen: str = "127.0.0.1:7080"
     """Where the balancer shows the fleet in a browser; a free port if it is in use."""
 
     plain: bool = False

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from equipoise.cli.access import Access
+from equipoise.cli.ask_settings import ADDRESS_VARIABLE
 from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.formats.format import Format
 from equipoise.trust.settings import Tls
@@ -57,7 +58,10 @@ def preview(
     *,
     pool: Annotated[str, typer.Option(help="The pool, if there are several.")] = "",
     address: Annotated[
-        str, typer.Option(help="host:port of the balancer whose loads are planned for.")
+        str,
+        typer.Option(
+            envvar=ADDRESS_VARIABLE, help="host:port of the balancer whose loads are planned for."
+        ),
     ] = "127.0.0.1:7070",
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait for its answers.")] = 5.0,
     tls_ca: Annotated[str, typer.Option(help="PEM file of the fleet's authority.")] = "",
