@@ -150,7 +150,7 @@ async def test_what_a_succeeded_balancer_still_pushes_is_refused(balancer, other
 
 
 def test_several_balancers_are_given_with_commas(tmp_path):
-    given = "10.0.0.1:7070,balancer-1:7070"
+    given = "127.0.0.1:7070,localhost:7071"
     assert WorkerSettings(balancer=given, checkpoint=tmp_path).balancer == given
 
 

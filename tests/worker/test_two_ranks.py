@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
-from equipoise.wire.messages import GroupLost, Leaving, Serving, Staged, Switched
+from equipoise.planning.policy import Policy
+from equipoise.planning.slowness import Pace, find_slow, slowdowns
+from equipoise.wire.messages import GroupLost, Leaving, Report, Serving, Staged, Switched
 from equipoise.worker.errors import WorkerError
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
@@ -132,6 +134,49 @@ async def test_ranks_switch_at_one_step_and_no_token_changes(
         for rank, link in enumerate(pool.links):
             assert await pool.exit_code(rank) == 0
             await link.until(Leaving)
+
+
+async def test_a_rank_that_is_slowed_down_is_told_from_the_one_that_waits_for_it(
+    balancer, settings, assignment, random_layout
+):
+    layout = random_layout(1, num_ranks=2, slots_per_rank=6)
+    async with two_ranks(balancer, settings, assignment, layout) as pool:
+        generating = [
+            asyncio.create_task(generate(address, prompt, 80))
+            for address, prompt in zip(pool.addresses(), PROMPTS, strict=True)
+        ]
+        async with slowed_down(pool.processes[1]):
+            await asyncio.gather(*generating)
+        steps = 80
+        told = [
+            await link.until(Report, lambda said: said.stats.steps >= steps) for link in pool.links
+        ]
+        pace = Pace(
+            busy_us=np.array([said.stats.busy_us / said.stats.steps for said in told]),
+            load=np.array([said.load.tokens.sum() for said in told], dtype=np.float64),
+            steps=steps,
+        )
+        policy = Policy(slow_worker_windows=1)
+        assert set(find_slow([pace], policy=policy)) == {1}, slowdowns(pace)
+
+
+@asynccontextmanager
+async def slowed_down(process):
+    """The process gets a fifth of the time, however fast the machine is."""
+
+    async def stutter():
+        while True:
+            os.kill(process.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.04)
+            os.kill(process.pid, signal.SIGCONT)
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(stutter())
+    try:
+        yield
+    finally:
+        task.cancel()
+        os.kill(process.pid, signal.SIGCONT)
 
 
 def _of(layout):
