@@ -69,7 +69,7 @@ bench: $(STAMP)  ## Run the benchmarks and print their ratios
 	$(BIN)/python -m pytest -m benchmark -s $(ARGS)
 
 fuzz: $(STAMP)  ## Fuzz the worker link and the status port with a million messages
-	EQUIPOISE_FUZZ=$${EQUIPOISE_FUZZ:-900000} EQUIPOISE_FUZZ_SOCKET=$${EQUIPOISE_FUZZ_SOCKET:-100000} \
+	EQUIPOISE_FUZZ_DECODED=750000 EQUIPOISE_FUZZ_HEARD=100000 EQUIPOISE_FUZZ_SOCKET=150000 \
 	  $(BIN)/python -m pytest -s tests/balancer/test_fuzz.py $(ARGS)
 
 bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write JSON

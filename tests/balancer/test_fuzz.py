@@ -1,7 +1,7 @@
 """Fuzzed messages: through the decoding into a pool's state, and over raw sockets into a process.
 
-Seconds of it here; `make fuzz` plays a million (EQUIPOISE_FUZZ and EQUIPOISE_FUZZ_SOCKET say how
-many messages, EQUIPOISE_FUZZ_SEED which).
+Seconds of it here; `make fuzz` plays a million. EQUIPOISE_FUZZ_DECODED, _HEARD and _SOCKET say how
+many messages are only decoded, heard by a pool, and sent to a process; EQUIPOISE_FUZZ_SEED which.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ from equipoise.wire.messages import GroupLost, Hello, Leaving, Refused, Report
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from equipoise_api.v1 import worker_link_pb2 as pb
 
-NUM_MESSAGES = int(os.environ.get("EQUIPOISE_FUZZ", "6000"))
+NUM_DECODED = int(os.environ.get("EQUIPOISE_FUZZ_DECODED", "5000"))
+NUM_HEARD = int(os.environ.get("EQUIPOISE_FUZZ_HEARD", "2000"))
 NUM_ON_SOCKETS = int(os.environ.get("EQUIPOISE_FUZZ_SOCKET", "900"))
 SEED = int(os.environ.get("EQUIPOISE_FUZZ_SEED", "1"))
 ROUND = 250
@@ -55,6 +56,27 @@ class FuzzedPool:
             self._check_numbers()
         self._check_tables()
 
+    def decode(self, num_messages):
+        """Only decode `num_messages`, broken ones of all that the workers could say now."""
+        self._heal()
+        workers = list(self._bench.workers.values())
+        said = [(worker, to_balancer(self._word(worker))) for worker in workers for _ in range(64)]
+        for number in range(num_messages):
+            worker, message = said[number % len(said)]
+            broken = self._mutator.mutated(message)
+            if broken is None:
+                self.outcomes["unreadable"] += 1
+                continue
+            is_first = broken.WhichOneof("message") == "hello"
+            try:
+                heard = from_worker(broken, hello=None if is_first else worker.hello)
+            except InvalidMessageError as refusal:
+                self._check_refusal(refusal.kind, str(refusal))
+                self.outcomes["refused"] += 1
+            else:
+                assert_sane(heard, worker.hello)
+                self.outcomes["accepted"] += 1
+
     def _say_something(self):
         bench = self._bench
         worker = self._random.choice(list(bench.workers.values()))
@@ -74,11 +96,14 @@ class FuzzedPool:
             self.outcomes["accepted"] += 1
 
     def _refuse(self, worker, *, kind, reason):
-        assert len(reason) < 1500
-        assert kind.replace("_", "").isalpha(), kind
+        self._check_refusal(kind, reason)
         name, now = worker.hello.worker, self._bench.now
         self._bench.perform(self._bench.controller.refuse(name, kind=kind, reason=reason, now=now))
         self.outcomes["refused"] += 1
+
+    def _check_refusal(self, kind, reason):
+        assert len(reason) < 1500
+        assert kind.replace("_", "").isalpha(), kind
 
     def _hear(self, worker, value):
         bench = self._bench
@@ -157,10 +182,10 @@ class FuzzedPool:
     def _check_numbers(self):
         pool = self._bench.pool
         stored = pool.layouts.stored_generation or 0
-        assert pool.roster.epoch >= self._epoch
+        assert pool.roster.highest_epoch >= max(self._epoch, pool.roster.epoch)
         assert stored >= self._stored
         assert pool.layouts.next_generation > stored
-        self._epoch, self._stored = pool.roster.epoch, stored
+        self._epoch, self._stored = pool.roster.highest_epoch, stored
 
     def _check_tables(self):
         pool, now = self._bench.pool, self._bench.now
@@ -214,16 +239,20 @@ def _assert_sane_part(part, hello):
             assert_sane(part, hello)
 
 
+def test_no_fuzzed_message_is_decoded_to_nonsense(make_bench, skewed, capsys):
+    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, tokens_per_layer=1_000.0))
+    for begun in range(0, NUM_DECODED, 50_000):
+        pool.decode(min(50_000, NUM_DECODED - begun))
+    _tell(capsys, f"decoded: {dict(pool.outcomes)}")
+    assert min(pool.outcomes[what] for what in ("unreadable", "refused", "accepted")) > 50
+
+
 def test_no_fuzzed_message_breaks_a_pool_or_passes_as_nonsense(make_bench, skewed, capsys):
-    outcomes = Counter()
-    for seed in range(SEED, SEED + max(1, NUM_MESSAGES // 100_000)):
-        pool = FuzzedPool(make_bench(), seed, skewed(seed, tokens_per_layer=1_000.0))
-        for _ in range(min(NUM_MESSAGES, 100_000) // ROUND):
-            pool.round(ROUND)
-        outcomes += pool.outcomes
-    with capsys.disabled():
-        print(f"\nfuzzed, in the process: {dict(outcomes)}")
-    assert min(outcomes[what] for what in ("unreadable", "refused", "accepted")) > 50
+    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, tokens_per_layer=1_000.0))
+    for _ in range(NUM_HEARD // ROUND):
+        pool.round(ROUND)
+    _tell(capsys, f"heard by a pool: {dict(pool.outcomes)}")
+    assert min(pool.outcomes[what] for what in ("unreadable", "refused", "accepted")) > 50
 
 
 async def test_no_raw_peer_brings_a_balancer_down_or_makes_it_grow(tmp_path, hello_of, capsys):
@@ -236,11 +265,11 @@ async def test_no_raw_peer_brings_a_balancer_down_or_makes_it_grow(tmp_path, hel
         await _visit(peer, NUM_ON_SOCKETS)
         await _settled(balancer)
         grown = balancer.memory("VmRSS") - memory
-        with capsys.disabled():
-            print(
-                f"\nfuzzed, on sockets: {peer.num_said} messages; memory {memory / 2**20:.0f} MiB "
-                f"+ {grown / 2**20:.1f} MiB, files {num_files} + {balancer.num_files - num_files}"
-            )
+        _tell(
+            capsys,
+            f"on sockets: {peer.num_said} messages; memory {memory / 2**20:.0f} MiB "
+            f"+ {grown / 2**20:.1f} MiB, files {num_files} + {balancer.num_files - num_files}",
+        )
         async with grpc.aio.insecure_channel(address) as channel:
             pools = await status_pb2_grpc.StatusStub(channel).ListPools(
                 status_pb2.ListPoolsRequest(), timeout=30.0
@@ -254,6 +283,11 @@ async def test_no_raw_peer_brings_a_balancer_down_or_makes_it_grow(tmp_path, hel
     unexpected = [line for line in log.splitlines() if "Unexpected [" in line]
     assert all("Unexpected [DecodeError]" in line for line in unexpected), unexpected[:3]
     assert " ERROR equipoise" not in log, log[-4000:]
+
+
+def _tell(capsys, words):
+    with capsys.disabled():
+        print(f"\nfuzzed messages {words}")
 
 
 async def _visit(peer, num_messages):

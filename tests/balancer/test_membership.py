@@ -275,3 +275,20 @@ def test_a_worker_comes_back_although_another_one_gave_up_the_first_seat(serving
     serving_bench.hello(third.hello)
     assert third.assignment.rank == 2
     assert third.assignment.rendezvous_address == first.hello.rendezvous_address
+
+
+@pytest.mark.parametrize("what", ["epoch", "generation"])
+def test_one_word_cannot_use_up_the_numbers_of_a_pool(serving_bench, what):
+    worker = serving_bench.ranks[0]
+    serving_bench.lose(worker)
+    hello = worker.reconnecting()
+    running = hello.running
+    changed = (
+        replace(running, epoch=2**53)
+        if what == "epoch"
+        else replace(running, staged_generation=2**53)
+    )
+    with pytest.raises(RefusedWorkerError, match=f"{what} {2**53}"):
+        serving_bench.hello(replace(hello, running=changed))
+    serving_bench.hello(hello)
+    assert serving_bench.pool.roster.complete

@@ -21,6 +21,7 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 CONNECT = "/equipoise_api.v1.WorkerLink/Connect"
 STREAMS_A_CONNECTION = 50
 CONNECTING_AT_A_TIME = 64
+RETRY_S = 2.0
 EXPERT_BYTES = 44_000_000
 STEP_US = 50_000
 
@@ -92,9 +93,16 @@ class SimulatedRank:
             request_serializer=pb.ConnectRequest.SerializeToString,
             response_deserializer=pb.ConnectResponse.FromString,
         )
-        call = connect()
-        async with self._fleet.connecting:
-            await call.write(pb.ConnectRequest(hello=self._hello()))
+        while True:
+            async with self._fleet.connecting:
+                call = connect()
+                await call.write(pb.ConnectRequest(hello=self._hello()))
+            await self._live(call)
+            # Like a worker: with a new stream, if the balancer had no time for this one.
+            self._fleet.count("turned away")
+            await asyncio.sleep(RETRY_S)
+
+    async def _live(self, call) -> None:
         async with asyncio.TaskGroup() as tasks:
             async for message in call:
                 match message.WhichOneof("message"):
@@ -106,9 +114,10 @@ class SimulatedRank:
                     case "heartbeat_ack":
                         sent_s = self._sent_s.pop(message.heartbeat_ack.sequence)
                         self._fleet.acknowledged.append((sent_s, time.monotonic() - sent_s))
-                    case "rejection":
+                    case "rejection" if self._epoch:
                         self._fleet.tell("rejected", reason=message.rejection.reason)
-        self._fleet.tell("ended", worker=self._name)
+        if self._epoch:
+            self._fleet.tell("ended", worker=self._name)
 
     def _hello(self) -> pb.Hello:
         settings = self._pool.settings

@@ -59,6 +59,10 @@ from equipoise.wire.messages import (
     WorkerMessage,
 )
 
+MAX_LEAP = 2**32
+"""Epochs, or generations, that a worker may be ahead of what is known here. A balancer whose store
+was lost meets such workers; but numbers are never used again, so a wrong one would be for ever."""
+
 
 class PoolController:
     """Decides for one pool. `now` is unix time in seconds that never runs backwards.
@@ -79,6 +83,7 @@ class PoolController:
             RefusedWorkerError: it cannot be in this pool; nothing changed.
         """
         pool = self.pool
+        self._check_numbers(hello)
         self._check_running_layout(hello)
         epoch = pool.roster.epoch
         before = pool.roster.members.get(hello.worker)
@@ -241,6 +246,22 @@ class PoolController:
             self.pool.unwritten.failed = True
 
     # Membership ----------------------------------------------------------------------------------
+
+    def _check_numbers(self, hello: Hello) -> None:
+        """One worker's word must not use up the numbers of epochs and generations."""
+        running, lost = hello.running, hello.group_lost
+        epoch = running.epoch if running is not None else lost.epoch if lost is not None else 0
+        generation = max(running.generation, running.staged_generation) if running else 0
+        for what, told, known in (
+            ("epoch", epoch, self.pool.roster.highest_epoch),
+            ("generation", generation, self.pool.layouts.next_generation),
+        ):
+            if told > known + MAX_LEAP:
+                raise RefusedWorkerError(
+                    f"hello_{what}_leap",
+                    f"worker {hello.worker} speaks of {what} {told}, but pool {hello.pool} has "
+                    f"come to {known}: restart the worker",
+                )
 
     def _check_running_layout(self, hello: Hello) -> None:
         """Two layouts must not share a number; the ranks that are here are right."""
