@@ -218,6 +218,14 @@ def require_dense_rows(name: str, tensor: Tensor) -> None:
         )
 
 
+def require_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise KernelInputError unless a tensor's elements lie one after the other."""
+    if not tensor.is_contiguous():
+        raise KernelInputError(
+            f"{name} must be contiguous, not strides {list(tensor.stride())}: call contiguous()"
+        )
+
+
 def require_same_device(name: str, tensor: Tensor, other: Tensor) -> None:
     """Raise KernelInputError unless two tensors are on one device."""
     if tensor.device != other.device:

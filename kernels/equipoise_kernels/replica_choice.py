@@ -9,9 +9,11 @@ replica together.
 
 from torch import Tensor
 
-_MASK = 0xFFFFFFFF
+# The kernel in `moe/route.py` computes with the same numbers.
+MASK = 0xFFFFFFFF
 # The fraction of the golden ratio in 32 bits (Knuth, volume 3, section 6.4).
-_GOLDEN = 0x9E3779B1
+GOLDEN = 0x9E3779B1
+MIX_FACTORS = (0x85EBCA6B, 0xC2B2AE35)
 
 SHARE_BITS = 15
 """Shares count 1/2^15ths of an expert's tokens."""
@@ -36,7 +38,7 @@ def choose_replicas(
             2**SHARE_BITS, which the last replica and unused places have; None: all shares alike.
     """
     offset_TK = _mix(expert_ids_TK + (layer << 16))
-    fraction_TK = (token_ids_T.unsqueeze(1) * _GOLDEN + offset_TK) & _MASK
+    fraction_TK = (token_ids_T.unsqueeze(1) * GOLDEN + offset_TK) & MASK
     if share_ends_ER is None:
         return (fraction_TK * replica_count_E[expert_ids_TK]) >> 32
     position_TK = fraction_TK >> (32 - SHARE_BITS)
@@ -45,7 +47,7 @@ def choose_replicas(
 
 def _mix(values: Tensor) -> Tensor:
     """Spread 32-bit numbers: the finaliser of MurmurHash3 (public domain), in int64."""
-    mixed = values & _MASK
-    mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & _MASK
-    mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & _MASK
+    mixed = values & MASK
+    mixed = ((mixed ^ (mixed >> 16)) * MIX_FACTORS[0]) & MASK
+    mixed = ((mixed ^ (mixed >> 13)) * MIX_FACTORS[1]) & MASK
     return mixed ^ (mixed >> 16)

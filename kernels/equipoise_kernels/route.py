@@ -30,12 +30,13 @@ def route(
 
     Returns:
         Expert ids, int64 [T, K], and weights, float32 [T, K] with gradient to `scores_TE`, both by
-        falling biased score.
+        falling biased score; among equals the lower expert first, a NaN after all numbers.
     """
     choice_TE = scores_TE.detach() + bias_E
+    choice_TE = choice_TE.masked_fill(choice_TE.isnan(), float("-inf"))
     if top_groups < num_groups:
         choice_TE = _only_best_groups(choice_TE, num_groups=num_groups, top_groups=top_groups)
-    ids_TK = choice_TE.topk(top_k, dim=-1).indices
+    ids_TK = _best(choice_TE, top_k)
     weights_TK = scores_TE.gather(1, ids_TK)
     if normalize:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
@@ -45,8 +46,13 @@ def route(
 def _only_best_groups(choice_TE: Tensor, *, num_groups: int, top_groups: int) -> Tensor:
     grouped_TGM = choice_TE.unflatten(1, (num_groups, -1))
     group_scores_TG = grouped_TGM.topk(2, dim=-1).values.sum(dim=-1)
-    best_Tg = group_scores_TG.topk(top_groups, dim=-1).indices
+    best_Tg = _best(group_scores_TG, top_groups)
     outside_TG = group_scores_TG.new_ones(group_scores_TG.shape).scatter(1, best_Tg, 0.0).bool()
     # Minus infinity, not 0: biased scores may be negative.
     kept_TGM: Tensor = grouped_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf"))
     return kept_TGM.flatten(1)
+
+
+def _best(values_TN: Tensor, count: int) -> Tensor:
+    """Places of each row's largest values, the first of equals first: `topk` leaves that open."""
+    return values_TN.sort(dim=-1, descending=True, stable=True).indices[:, :count]

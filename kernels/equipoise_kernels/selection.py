@@ -42,6 +42,10 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gemm_large": ("deep_gemm", "scaled_mm", "triton", REFERENCE),
         "grouped_gemm": ("triton", REFERENCE),
         "all_to_all": ("deep_ep", "triton", REFERENCE),
+        "route": ("triton", REFERENCE),
+        "row_order": ("triton", REFERENCE),
+        "permute": ("triton", REFERENCE),
+        "combine": ("triton", REFERENCE),
     }
 )
 

@@ -28,6 +28,8 @@ from equipoise_kernels.formats import (
 from equipoise_kernels.gemm import dense, grouped, libraries
 from equipoise_kernels.gemm.schedule import MaskedRows
 from equipoise_kernels.jit import is_interpreting, triton_version
+from equipoise_kernels.moe import permute, route, row_order
+from equipoise_kernels.moe.routes import RoutingRule, SlotTables, empty_routes
 from equipoise_kernels.numerics import difference
 from equipoise_kernels.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
 
@@ -202,6 +204,62 @@ def _all_to_all(backend: str) -> Tensor:
     return [receive() for receive in returning][1]
 
 
+def _route(backend: str) -> Tensor:
+    device = _device()
+    rule = RoutingRule(
+        num_experts=16, num_groups=4, top_groups=2, top_k=3, normalize=True, scale=2.5
+    )
+    slots = torch.arange(32, device=device).view(16, 2)
+    rows = torch.zeros(32, dtype=torch.int64, device=device)
+    out = empty_routes(9, 3, device=device)
+    route.BACKENDS[backend](
+        _random(9, 16).float(),
+        _random(16, seed=1).float(),
+        rule=rule,
+        tables=SlotTables(
+            slots_of_expert_ER=slots, replica_count_E=torch.full((16,), 2, device=device)
+        ),
+        token_ids_T=torch.arange(9, device=device),
+        layer=3,
+        rows_S=rows,
+        num_valid=torch.tensor([8], dtype=torch.int32, device=device),
+        out=out,
+    )
+    return torch.cat([rows, out.slots_TK.flatten(), out.weights_TK.flatten()])
+
+
+def _order(backend: str) -> row_order.RowOrder:
+    slots = torch.tensor([[0, 2], [2, -1], [1, 2], [5, 0]], device=_device())
+    num_rows = row_order.most_rows(8, num_slots=3, alignment=4)
+    shapes = ((4, 2), (num_rows,), (3,))
+    places, pairs, ends = (
+        torch.empty(shape, dtype=torch.int32, device=_device()) for shape in shapes
+    )
+    out = row_order.RowOrder(place_of_pair_TK=places, pair_of_row_M=pairs, slot_ends_S=ends)
+    row_order.BACKENDS[backend](slots, alignment=4, out=out)
+    return out
+
+
+def _row_order(backend: str) -> Tensor:
+    order = _order(backend)
+    return torch.cat([order.place_of_pair_TK.flatten(), order.pair_of_row_M, order.slot_ends_S])
+
+
+def _permute(backend: str) -> Tensor:
+    order = _order("reference")
+    out = torch.zeros(len(order.pair_of_row_M), 96, device=_device())
+    permute.PERMUTERS[backend](_random(4, 96).float(), order, out=out)
+    return out
+
+
+def _combine(backend: str) -> Tensor:
+    order = _order("reference")
+    out = torch.empty(4, 96, dtype=torch.bfloat16, device=_device())
+    rows = _random(len(order.pair_of_row_M), 96)
+    permute.COMBINERS[backend](rows, order, _random(4, 2, seed=1).float(), out=out)
+    return out
+
+
 _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "group_quant": _group_quant,
     "rms_norm_quant": _rms_norm_quant,
@@ -211,4 +269,8 @@ _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "gemm_large": _gemm_large,
     "grouped_gemm": _grouped_gemm,
     "all_to_all": _all_to_all,
+    "route": _route,
+    "row_order": _row_order,
+    "permute": _permute,
+    "combine": _combine,
 }

@@ -27,6 +27,7 @@ class Specialization:
         min_accumulators: float32 sums a thread holds for an FP8 product; 0 for other kernels.
         flags: "release" or "acquire" for a kernel that tells other devices so; else empty.
         fuses_products: whether a product may be fused into a sum, unlike in torch.
+        has_wide_products: whether it multiplies 16-bit numbers by warp groups.
     """
 
     kernel: Any
@@ -40,6 +41,7 @@ class Specialization:
     min_accumulators: int
     flags: str
     fuses_products: bool
+    has_wide_products: bool
 
 
 def specialization(
@@ -54,6 +56,7 @@ def specialization(
     min_accumulators: int = 0,
     flags: str = "",
     fuses_products: bool = True,
+    has_wide_products: bool = False,
 ) -> Specialization:
     """Describe a compilation.
 
@@ -69,6 +72,7 @@ def specialization(
         min_accumulators: float32 sums a thread holds for an FP8 product.
         flags: "release" or "acquire" for a kernel that tells other devices so.
         fuses_products: whether a product may be fused into a sum.
+        has_wide_products: whether it multiplies 16-bit numbers by warp groups.
     """
     types = arguments.split()
     names = [argument for argument in kernel.arg_names if argument not in constants]
@@ -89,4 +93,5 @@ def specialization(
         min_accumulators=min_accumulators,
         flags=flags,
         fuses_products=fuses_products,
+        has_wide_products=has_wide_products,
     )

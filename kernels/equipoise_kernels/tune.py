@@ -24,6 +24,12 @@ from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.bench.__main__ import NO_DEVICE, versions, why_not_here
 from equipoise_kernels.bench.bench import num_copies
+from equipoise_kernels.bench.moe_inputs import (
+    ALIGNMENT,
+    route_inputs,
+    routed_slots,
+    row_order_of,
+)
 from equipoise_kernels.bench.timing import Call, GraphTimer, Timer
 from equipoise_kernels.configurations import Entry
 from equipoise_kernels.formats import QuantizedRows, ScaleFormat, empty_rows
@@ -31,6 +37,10 @@ from equipoise_kernels.gemm.dense import gemm_triton
 from equipoise_kernels.gemm.grouped import grouped_gemm_triton
 from equipoise_kernels.gemm.schedule import MaskedRows
 from equipoise_kernels.jit import triton_version
+from equipoise_kernels.moe.permute import combine_triton, permute_triton
+from equipoise_kernels.moe.route import route_triton
+from equipoise_kernels.moe.routes import empty_routes
+from equipoise_kernels.moe.row_order import order_rows, row_order_triton
 from equipoise_kernels.quant.group_quant import group_quant_triton
 from equipoise_kernels.quant.rms_norm_quant import rms_norm_quant_triton
 from equipoise_kernels.quant.silu_mul_quant import silu_mul_quant_triton
@@ -47,6 +57,7 @@ _DENSE = (
     (7168, 18432), (24576, 1536),
 )  # fmt: skip
 _GROUPS = 8
+_CACHED_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +224,58 @@ def _all_to_all(rows: int, shape: Shape, generator: torch.Generator) -> Callable
     ]
 
 
+def _route(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    del shape
+    # Logits come from the product before, and slots from routing: both are in the cache.
+    inputs = [route_inputs(rows, generator) for _ in range(_CACHED_COPIES)]
+    counters = inputs[0].counters()
+    out = empty_routes(rows, inputs[0].rule.top_k, device=generator.device)
+    return lambda config: [
+        lambda i=i: i.run(  # type: ignore[misc]
+            route_triton, rows_S=counters, out=out, config=config
+        )
+        for i in inputs
+    ]
+
+
+def _row_order(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    (num_slots,) = shape
+    inputs = [routed_slots(rows, generator) % num_slots for _ in range(_CACHED_COPIES)]
+    alignment = ALIGNMENT
+    out = order_rows(inputs[0], num_slots=num_slots, alignment=alignment)
+    return lambda config: [
+        lambda slots=slots: row_order_triton(  # type: ignore[misc]
+            slots, alignment=alignment, out=out, config=config
+        )
+        for slots in inputs
+    ]
+
+
+def _permute(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    order = row_order_of(rows, generator)
+    copies = num_copies(rows * shape[0])
+    inputs = [spread_normal((rows, shape[0] // 2), generator) for _ in range(copies)]
+    out = inputs[0].new_empty(len(order.pair_of_row_M), shape[0] // 2).view(torch.int32)
+    return lambda config: [
+        lambda x=x: permute_triton(  # type: ignore[misc]
+            x.view(torch.int32), order, out=out, config=config
+        )
+        for x in inputs
+    ]
+
+
+def _combine(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    order = row_order_of(rows, generator)
+    buffer = (len(order.pair_of_row_M), shape[0])
+    inputs = [spread_normal(buffer, generator) for _ in range(num_copies(2 * buffer[0] * shape[0]))]
+    weights = torch.rand(order.place_of_pair_TK.shape, generator=generator, device=generator.device)
+    out = inputs[0].new_empty(rows, shape[0])
+    return lambda config: [
+        lambda x=x: combine_triton(x, order, weights, out=out, config=config)  # type: ignore[misc]
+        for x in inputs
+    ]
+
+
 def _quant(launch: Callable[..., None], in_factor: int = 1) -> Problem:
     def problem(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
         (dim,) = shape
@@ -259,6 +322,10 @@ PLANS: Mapping[str, Plan] = {
         shapes=((4096, 7168), (7168, 2048)),
         problem=_grouped_gemm,
     ),
+    "route": Plan(buckets=(256, 8192), shapes=((256,),), problem=_route),
+    "row_order": Plan(buckets=(2048, 32768), shapes=((32,), (288,)), problem=_row_order),
+    "permute": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_permute),
+    "combine": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_combine),
     "group_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_group_quant)),
     "rms_norm_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_rms_norm_quant)),
     "silu_mul_quant": Plan(

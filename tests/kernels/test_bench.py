@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from equipoise_kernels.bench import __main__ as command
-from equipoise_kernels.bench import checks, dense_cases, grouped_cases, quant_cases
+from equipoise_kernels.bench import (
+    checks,
+    dense_cases,
+    grouped_cases,
+    moe_cases,
+    moe_inputs,
+    quant_cases,
+)
 from equipoise_kernels.bench.bench import Bench
 from equipoise_kernels.bench.report import (
     GATES,
@@ -26,11 +33,13 @@ from equipoise_kernels.bench.report import (
 )
 from equipoise_kernels.bench.timing import Timing
 from equipoise_kernels.gemm import dense
+from equipoise_kernels.moe.route import route_reference
+from equipoise_kernels.moe.routes import RoutingRule
 from equipoise_kernels.testing.cases import spread_rows, spread_weight
 
 H200 = Machine(copy_tb_s=4.3, bf16_tflops=790.0)
 KERNELS = ("gemm_kernel", "grouped_gemm_kernel", "group_quant_kernel", "rms_norm_quant_kernel",
-           "silu_mul_quant_kernel")  # fmt: skip
+           "silu_mul_quant_kernel", "route_kernel", "permute_kernel", "combine_kernel")  # fmt: skip
 
 
 class OneMicrosecond:
@@ -55,9 +64,10 @@ class OneMicrosecond:
 
 @pytest.fixture
 def bench(monkeypatch, interpreted, generator):
-    for module in (dense_cases, grouped_cases, quant_cases):
+    for module in (dense_cases, grouped_cases, moe_cases, quant_cases):
         if hasattr(module, "num_copies"):
             monkeypatch.setattr(module, "num_copies", lambda num_bytes: 2)
+    monkeypatch.setattr(moe_inputs, "ALIGNMENT", 4)
     monkeypatch.setattr(checks, "_REPEATS", 2)
     monkeypatch.setattr(grouped_cases, "_CAPACITY", 8)
     monkeypatch.setattr(grouped_cases, "_MAPS", 2)
@@ -131,6 +141,33 @@ def test_quantisation_cases_run_and_their_results_are_right(bench):
     assert [s.value for s in few] == [1.0] * 3
     num_bytes = 5 * 256 * 3 + 5 * 2 * 4
     assert many[0].value == pytest.approx(num_bytes / 1e6 / 4.3)
+
+
+RULE = RoutingRule(num_experts=8, num_groups=2, top_groups=1, top_k=2, normalize=True, scale=1.0)
+
+
+def test_routing_cases_run_and_notice_another_choice(bench, monkeypatch):
+    # What torch compiles needs a compiler; what it computes is the reference's.
+    monkeypatch.setattr(moe_cases, "compiled", lambda function: function)
+    (sample,) = moe_cases.routing(bench, [5], RULE)
+    assert (sample.gate, sample.value, list(sample.faults)) == ("C3", 1.0, [])
+
+    def forgets_the_layer(*args, **options):
+        route_reference(*args, **options | {"layer": 0})
+
+    monkeypatch.setattr(moe_cases, "route_triton", forgets_the_layer)
+    (sample,) = moe_cases.routing(bench, [5], RULE)
+    assert "slots or their counts differ from the reference" in sample.faults
+
+
+def test_cases_of_moved_rows_run_and_their_results_are_right(bench):
+    permuted, combined = moe_cases.moving(bench, 5, 128, RULE)
+    assert (permuted.gate, combined.gate) == ("C4", "C4")
+    assert not permuted.faults
+    assert not combined.faults
+    # None of 5 rows is padding: each is read once, and written for both of its choices.
+    assert permuted.value == pytest.approx((5 + 10) * (128 + 4) / 1e6 / 4.3)
+    assert combined.value == pytest.approx(2 * 128 * (10 + 5) / 1e6 / 4.3)
 
 
 def test_blocks_are_checked_one_by_one(generator):

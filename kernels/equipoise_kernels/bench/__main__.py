@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from equipoise_kernels import configurations
-from equipoise_kernels.bench import dense_cases, grouped_cases, quant_cases
+from equipoise_kernels.bench import dense_cases, grouped_cases, moe_cases, quant_cases
 from equipoise_kernels.bench.bench import Bench, measured_machine
 from equipoise_kernels.bench.report import GATES, Sample, as_json, as_text, has_passed, judge
 from equipoise_kernels.bench.timing import GraphTimer
@@ -39,6 +39,8 @@ CASES: Mapping[tuple[str, ...], Cases] = {
     ("F2",): grouped_cases.flipped_map,
     ("C1",): quant_cases.many_rows,
     ("C2",): quant_cases.few_rows,
+    ("C3",): moe_cases.routing,
+    ("C4",): moe_cases.moving,
     ("A1", "A2", "A3"): dense_cases.large,
     ("B3", "B4"): grouped_cases.flat,
 }

@@ -77,6 +77,8 @@ GATES: Mapping[str, Gate] = {
              stretch=0.90),
         Gate(name="C2", metric="quantisation, few rows: microseconds", must=5.0, target=3.5,
              is_more_better=False),
+        Gate(name="C3", metric="route: compiled reference / time", must=3.0, target=6.0),
+        Gate(name="C4", metric="permute, combine: bytes/s / copy", must=0.60, target=0.75),
         Gate(name="F2", metric="slot map flipped under one graph: right outputs", must=1.0),
         Gate(name="R6", metric="eager call: microseconds of Python", must=30.0,
              is_more_better=False),

@@ -24,6 +24,7 @@ from equipoise_kernels.quant.weight_quant import quantize_weight_reference
 _OUTLIER_SHARE = 0.001
 _OUTLIER_FACTOR = 30.0
 _GUARD = 4
+_UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def spread_normal(
@@ -118,12 +119,16 @@ def guarded(
 
 
 def _poison(tensor: Tensor) -> None:
-    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        tensor.element_size()
+    ]
     tensor.view(unsigned).fill_(0xFF if unsigned is torch.uint8 else -1)
 
 
 def _is_poison(tensor: Tensor) -> Tensor:
-    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        tensor.element_size()
+    ]
     return tensor.view(unsigned) == (0xFF if unsigned is torch.uint8 else -1)
 
 

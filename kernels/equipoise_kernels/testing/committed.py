@@ -11,6 +11,8 @@ from equipoise_kernels.all_to_all import peer
 from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.gemm import dense, grouped
+from equipoise_kernels.moe import permute, route, row_order
+from equipoise_kernels.moe.routes import RoutingRule
 from equipoise_kernels.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
 from equipoise_kernels.specialization import Specialization
 
@@ -25,6 +27,8 @@ _EIGHT_RANKS = EpShape(
     max_tokens=128,
     payload=Payload.FP8,
 )
+_RULE = RoutingRule(num_experts=256, num_groups=8, top_groups=4, top_k=8, normalize=True, scale=2.5)
+_MAX_REPLICAS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,28 @@ TUNABLES: Mapping[str, Tunable] = {
         kind=rms_norm_quant.RmsNormQuantConfig,
         space=rms_norm_quant.CONFIG_SPACE,
         specializations=lambda config: rms_norm_quant.specializations(config, _HIDDEN),
+    ),
+    "route": Tunable(
+        kind=route.RouteConfig,
+        space=route.CONFIG_SPACE,
+        specializations=lambda config: route.specializations(
+            config, _RULE, max_replicas=_MAX_REPLICAS
+        ),
+    ),
+    "row_order": Tunable(
+        kind=row_order.RowOrderConfig,
+        space=row_order.CONFIG_SPACE,
+        specializations=lambda config: row_order.specializations(config, num_slots=_GROUPS),
+    ),
+    "permute": Tunable(
+        kind=permute.PermuteConfig,
+        space=permute.CONFIG_SPACE,
+        specializations=permute.permute_specializations,
+    ),
+    "combine": Tunable(
+        kind=permute.PermuteConfig,
+        space=permute.CONFIG_SPACE,
+        specializations=lambda config: permute.combine_specializations(config, top_k=_RULE.top_k),
     ),
     "silu_mul_quant": Tunable(
         kind=silu_mul_quant.SiluMulQuantConfig,

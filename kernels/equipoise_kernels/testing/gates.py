@@ -42,6 +42,8 @@ def violations(what: Specialization, code: Code) -> list[str]:
         found += _violations_of_flags(what.flags, code.ptx)
     if not what.fuses_products and code.count("FFMA") > 0:
         found.append(f"has {code.count('FFMA')} products fused into sums, unlike torch")
+    if what.has_wide_products:
+        found += _violations_of_wide_product(code)
     return found
 
 
@@ -59,6 +61,15 @@ def _violations_of_flags(kind: str, ptx: str) -> list[str]:
         last = max((n for n in stores if n < told), default=0)
         if not any("bar.sync" in line for line in lines[last:told]):
             found.append("has no barrier between its last row and the flag")
+    return found
+
+
+def _violations_of_wide_product(code: Code) -> list[str]:
+    found = []
+    if code.count("HGMMA") == 0:
+        found.append("has no 16-bit warp-group product (HGMMA): the tile is too small")
+    if code.count(*_OLD_PRODUCTS) > 0:
+        found.append(f"has {code.count(*_OLD_PRODUCTS)} products on the old path")
     return found
 
 

@@ -1,0 +1,87 @@
+"""Routing, orders and rows of DeepSeek-V3's size, for the benchmark and for tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels.moe.route import route_reference
+from equipoise_kernels.moe.routes import Routes, RoutingRule, SlotTables, empty_routes
+from equipoise_kernels.moe.row_order import RowOrder, order_rows
+
+RULE = RoutingRule(num_experts=256, num_groups=8, top_groups=4, top_k=8, normalize=True, scale=2.5)
+_REPLICAS = 2
+ALIGNMENT = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RouteInputs:
+    """What a launch of `route` takes; two replicas of every expert."""
+
+    logits_TE: Tensor
+    bias_E: Tensor
+    rule: RoutingRule
+    tables: SlotTables
+    token_ids_T: Tensor
+    num_valid: Tensor
+
+    @property
+    def num_slots(self) -> int:
+        """Physical slots of the layout."""
+        return self.tables.slots_of_expert_ER.numel()
+
+    def run(self, backend: object, *, rows_S: Tensor, out: Routes, **options: object) -> None:
+        """Launch a backend of `route`."""
+        backend(  # type: ignore[operator]
+            self.logits_TE,
+            self.bias_E,
+            rule=self.rule,
+            tables=self.tables,
+            token_ids_T=self.token_ids_T,
+            layer=7,
+            rows_S=rows_S,
+            num_valid=self.num_valid,
+            out=out,
+            **options,
+        )
+
+    def counters(self) -> Tensor:
+        """Zero rows of every slot."""
+        return torch.zeros(self.num_slots, dtype=torch.int64, device=self.bias_E.device)
+
+
+def route_inputs(
+    num_rows: int, generator: torch.Generator, *, rule: RoutingRule = RULE
+) -> RouteInputs:
+    """Random logits and biases; an eighth of the rows is padding."""
+    device = generator.device
+    experts = torch.arange(rule.num_experts, device=device)
+    return RouteInputs(
+        logits_TE=torch.randn(num_rows, rule.num_experts, generator=generator, device=device),
+        bias_E=torch.randn(rule.num_experts, generator=generator, device=device) / 8,
+        rule=rule,
+        tables=SlotTables(
+            slots_of_expert_ER=torch.stack([experts, experts + rule.num_experts], dim=1),
+            replica_count_E=torch.full_like(experts, _REPLICAS),
+        ),
+        token_ids_T=torch.arange(num_rows, device=device),
+        num_valid=torch.tensor([num_rows - num_rows // 8], dtype=torch.int32, device=device),
+    )
+
+
+def routed_slots(num_rows: int, generator: torch.Generator, *, rule: RoutingRule = RULE) -> Tensor:
+    """Slots int64 [T, K] of random rows."""
+    inputs = route_inputs(num_rows, generator, rule=rule)
+    out = empty_routes(num_rows, rule.top_k, device=generator.device)
+    inputs.run(route_reference, rows_S=inputs.counters(), out=out)
+    return out.slots_TK
+
+
+def row_order_of(
+    num_rows: int, generator: torch.Generator, *, rule: RoutingRule = RULE
+) -> RowOrder:
+    """Where such rows lie when each slot's begin at multiples of 128."""
+    slots = routed_slots(num_rows, generator, rule=rule)
+    return order_rows(slots, num_slots=_REPLICAS * rule.num_experts, alignment=ALIGNMENT)

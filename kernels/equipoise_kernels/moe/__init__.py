@@ -1,0 +1,1 @@
+"""What a mixture of experts does besides products: choosing slots, ordering rows, summing up."""

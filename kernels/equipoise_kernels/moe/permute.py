@@ -1,0 +1,292 @@
+"""Rows into slot order, and their outputs back, weighted and summed up.
+
+Contract: `permute` copies row t to the places of its choices in a `RowOrder`; rows of nobody are
+left as they are. `combine` is, for every row,
+
+    y[t] = sum over k of weights[t, k] * rows[place of (t, k)]
+
+in float32, choice 0 first and from 0 on, rounded once; choices without a place add nothing, and are
+not read. The order of the sum is the same in every backend and whatever the layout. The kernel may
+round product and sum together (a fused multiply-add), so it differs from the twin in last bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels import configurations, selection
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import (
+    QuantizedRows,
+    empty_rows,
+    require_contiguous,
+    require_dense_rows,
+    require_dtype,
+    require_same_device,
+    require_shape,
+)
+from equipoise_kernels.jit import jit, tl
+from equipoise_kernels.moe.row_order import RowOrder
+from equipoise_kernels.specialization import Specialization, specialization
+
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermuteConfig:
+    """Columns (words of 4 bytes, when copying) that a program has at a time, and its warps."""
+
+    columns: int
+    num_warps: int
+
+
+CONFIG_SPACE = tuple(
+    PermuteConfig(columns=columns, num_warps=num_warps)
+    for columns in (512, 1024, 2048)
+    for num_warps in (2, 4, 8)
+)
+
+
+def permute(
+    x: Tensor | QuantizedRows, order: RowOrder, *, out: Tensor | QuantizedRows | None = None
+) -> Tensor | QuantizedRows:
+    """Copy rows to their places by the backend that was selected for this process.
+
+    Args:
+        x: rows [T, D] of any dtype, a multiple of 4 bytes each, or quantised rows.
+        order: where they go.
+        out: [M, D] of the same kind; new rows by default, those of nobody uninitialised.
+
+    Raises:
+        KernelInputError: the contract is broken.
+    """
+    if out is None:
+        out = _empty_like(x, num_rows=len(order.pair_of_row_M))
+    if isinstance(x, QuantizedRows) != isinstance(out, QuantizedRows):
+        raise KernelInputError("x and out must both be quantised, or neither")
+    sources, targets = _parts(x), _parts(out)
+    for name, source, target in zip(("x", "scales"), sources, targets, strict=False):
+        if source.dim() != 2:
+            raise KernelInputError(f"{name} must be [T, columns], not {list(source.shape)}")
+        require_shape(name, source, (len(order.place_of_pair_TK), source.shape[1]))
+        require_dtype("out", target, source.dtype)
+        require_shape("out", target, (len(order.pair_of_row_M), source.shape[1]))
+        require_same_device("out", target, source)
+        require_same_device("order", order.pair_of_row_M, source)
+    run = PERMUTERS[selection.backend("permute", sources[0].device)]
+    run(_words("x", sources[0]), order, out=_words("out", targets[0]))
+    for source, target in zip(sources[1:], targets[1:], strict=True):
+        run(source, order, out=target)
+    return out
+
+
+def combine(
+    rows_MD: Tensor, order: RowOrder, weights_TK: Tensor, *, out: Tensor | None = None
+) -> Tensor:
+    """Weigh and sum up rows by the backend that was selected for this process.
+
+    Args:
+        rows_MD: rows in slot order, bfloat16, float16 or float32.
+        order: where each choice's row lies.
+        weights_TK: float32.
+        out: [T, D] of the rows' dtype; a new tensor by default.
+
+    Raises:
+        KernelInputError: the contract is broken.
+    """
+    require_dtype("rows", rows_MD, torch.bfloat16, torch.float16, torch.float32)
+    if rows_MD.dim() != 2 or rows_MD.shape[0] < len(order.pair_of_row_M):
+        raise KernelInputError(
+            f"rows must be [{len(order.pair_of_row_M)}, D], not {list(rows_MD.shape)}"
+        )
+    require_dense_rows("rows", rows_MD)
+    require_dtype("weights", weights_TK, torch.float32)
+    require_shape("weights", weights_TK, order.place_of_pair_TK.shape)
+    require_contiguous("weights", weights_TK)
+    shape = (len(weights_TK), rows_MD.shape[1])
+    out = rows_MD.new_empty(shape) if out is None else out
+    require_dtype("out", out, rows_MD.dtype)
+    require_shape("out", out, shape)
+    require_dense_rows("out", out)
+    for name, tensor in (("weights", weights_TK), ("out", out), ("order", order.place_of_pair_TK)):
+        require_same_device(name, tensor, rows_MD)
+    run = COMBINERS[selection.backend("combine", rows_MD.device)]
+    run(rows_MD, order, weights_TK, out=out)
+    return out
+
+
+def permute_reference(x_TW: Tensor, order: RowOrder, *, out: Tensor) -> None:
+    """The torch twin."""
+    places_N = (order.pair_of_row_M >= 0).nonzero().squeeze(1)
+    rows_N = order.pair_of_row_M[places_N].to(torch.int64) // order.place_of_pair_TK.shape[1]
+    out[places_N] = x_TW[rows_N]
+
+
+def combine_reference(rows_MD: Tensor, order: RowOrder, weights_TK: Tensor, *, out: Tensor) -> None:
+    """The torch twin."""
+    sum_TD = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for places_T, weights_T in zip(
+        order.place_of_pair_TK.unbind(1), weights_TK.unbind(1), strict=True
+    ):
+        has_place_T = places_T >= 0
+        chosen = rows_MD[places_T[has_place_T].to(torch.int64)].float()
+        sum_TD[has_place_T] += weights_T[has_place_T].unsqueeze(1) * chosen
+    out.copy_(sum_TD)
+
+
+def permute_triton(
+    x_TW: Tensor, order: RowOrder, *, out: Tensor, config: PermuteConfig | None = None
+) -> None:
+    """Launch the kernel; the configuration is the committed one of this device by default."""
+    num_rows, num_columns = out.shape
+    if num_rows == 0 or num_columns == 0:
+        return
+    config = config or configurations.choose("permute", PermuteConfig, rows=num_rows)
+    permute_kernel[(num_rows,)](
+        x_TW,
+        order.pair_of_row_M,
+        out,
+        order.place_of_pair_TK.shape[1],
+        num_columns,
+        *x_TW.stride(),
+        *out.stride(),
+        COLUMNS=config.columns,
+        num_warps=config.num_warps,
+    )
+
+
+def combine_triton(
+    rows_MD: Tensor,
+    order: RowOrder,
+    weights_TK: Tensor,
+    *,
+    out: Tensor,
+    config: PermuteConfig | None = None,
+) -> None:
+    """Launch the kernel; the configuration is the committed one of this device by default."""
+    num_rows, dim = out.shape
+    if num_rows == 0 or dim == 0:
+        return
+    config = config or configurations.choose("combine", PermuteConfig, rows=num_rows)
+    combine_kernel[(num_rows, -(-dim // config.columns))](
+        rows_MD,
+        order.place_of_pair_TK,
+        weights_TK,
+        out,
+        dim,
+        rows_MD.stride(0),
+        out.stride(0),
+        TOP_K=weights_TK.shape[1],
+        COLUMNS=config.columns,
+        num_warps=config.num_warps,
+    )
+
+
+PERMUTERS = {"reference": permute_reference, "triton": permute_triton}
+COMBINERS = {"reference": combine_reference, "triton": combine_triton}
+
+
+@jit
+def permute_kernel(
+    x_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    top_k: int,
+    num_columns: int,
+    x_row_stride: int,
+    x_column_stride: int,
+    out_row_stride: int,
+    out_column_stride: int,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """One row of the buffer a program."""
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.load(pairs_ptr + row).to(tl.int64)
+    x_ptr += pair // top_k * x_row_stride
+    out_ptr += row * out_row_stride
+    for first in range(0, num_columns, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        mask = (columns < num_columns) & (pair >= 0)
+        words = tl.load(x_ptr + columns * x_column_stride, mask=mask)
+        tl.store(out_ptr + columns * out_column_stride, words, mask=mask)
+
+
+@jit
+def combine_kernel(
+    rows_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    dim: int,
+    rows_stride: int,
+    out_stride: int,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Some columns of one row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < dim
+    total = tl.zeros([COLUMNS], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        place = tl.load(places_ptr + row * TOP_K + choice).to(tl.int64)
+        weight = tl.load(weights_ptr + row * TOP_K + choice)
+        mask = inside & (place >= 0)
+        values = tl.load(rows_ptr + place * rows_stride + columns, mask=mask, other=0.0)
+        total += tl.where(place >= 0, weight, 0.0) * values.to(tl.float32)
+    tl.store(out_ptr + row * out_stride + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def permute_specializations(config: PermuteConfig) -> list[Specialization]:
+    """What a configuration compiles to: codes by words, and scales by columns."""
+    return [
+        specialization(
+            permute_kernel,
+            name=f"permute {config} {name}",
+            arguments=f"{kind} *i32 {kind} i32 i32 {strides}",
+            constants={"COLUMNS": config.columns} | constants,
+            num_warps=config.num_warps,
+        )
+        # A stride of 1 is a constant to Triton.
+        for name, kind, strides, constants in (
+            ("words", "*i32", "i32:16 i32:16", {"x_column_stride": 1, "out_column_stride": 1}),
+            ("scales", "*fp32", "i32 i32 i32 i32", {}),
+        )
+    ]
+
+
+def combine_specializations(config: PermuteConfig, *, top_k: int) -> list[Specialization]:
+    """What a configuration compiles to."""
+    return [
+        specialization(
+            combine_kernel,
+            name=f"combine {config} top_k={top_k}",
+            arguments="*bf16 *i32 *fp32 *bf16 i32:16 i32:16 i32:16",
+            constants={"TOP_K": top_k, "COLUMNS": config.columns},
+            num_warps=config.num_warps,
+        )
+    ]
+
+
+def _parts(rows: Tensor | QuantizedRows) -> tuple[Tensor, ...]:
+    return (rows.codes, rows.scales) if isinstance(rows, QuantizedRows) else (rows,)
+
+
+def _words(name: str, rows: Tensor) -> Tensor:
+    """The same memory as numbers of 4 bytes, so that one kernel copies every dtype."""
+    require_dense_rows(name, rows)
+    per_word = max(1, _WORD_BYTES // rows.element_size())
+    if rows.shape[1] % per_word != 0 or rows.stride(0) % per_word != 0:
+        raise KernelInputError(f"{name}'s rows must be multiples of 4 bytes: pad its columns")
+    if rows.storage_offset() % per_word != 0:
+        raise KernelInputError(f"{name} must start at a multiple of 4 bytes: call clone()")
+    return rows.view(torch.int32)
+
+
+def _empty_like(x: Tensor | QuantizedRows, *, num_rows: int) -> Tensor | QuantizedRows:
+    if isinstance(x, QuantizedRows):
+        return empty_rows((num_rows, x.codes.shape[-1]), device=x.codes.device)
+    return x.new_empty(num_rows, x.shape[-1])

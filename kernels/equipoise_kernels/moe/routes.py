@@ -1,0 +1,123 @@
+"""What routing is told and what it answers: a model's rule, a layout's tables, rows' slots.
+
+Owns the checks that these are consistent; `moe.route` computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import (
+    require_contiguous,
+    require_dense_rows,
+    require_dtype,
+    require_same_device,
+    require_shape,
+)
+
+MAX_EXPERTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRule:
+    """A model's numbers, as `equipoise_kernels.route` has them.
+
+    Raises:
+        KernelInputError: they contradict each other.
+    """
+
+    num_experts: int
+    num_groups: int
+    top_groups: int
+    top_k: int
+    normalize: bool
+    scale: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_groups <= self.num_experts <= MAX_EXPERTS:
+            raise KernelInputError(f"{self}: need 1 <= groups <= experts <= {MAX_EXPERTS}")
+        if self.num_experts % self.num_groups != 0:
+            raise KernelInputError(f"{self}: experts must divide into equal groups")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise KernelInputError(f"{self}: need 1 <= top_groups <= groups")
+        if self.top_groups < self.num_groups and self.group_size < 2:
+            raise KernelInputError(f"{self}: groups to choose from need 2 experts each")
+        if not 1 <= self.top_k <= self.top_groups * self.group_size:
+            raise KernelInputError(f"{self}: a row cannot have {self.top_k} experts")
+
+    @property
+    def group_size(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.num_groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotTables:
+    """One layer of a layout, as tables on the device.
+
+    Attributes:
+        slots_of_expert_ER: physical slot of each replica, int64 [E, R]; unused places anything.
+        replica_count_E: int64, in 1..R.
+        share_ends_ER: where each replica's share ends, int64, as `choose_replicas` wants it; None:
+            all shares alike.
+
+    Raises:
+        KernelInputError: they do not belong together.
+    """
+
+    slots_of_expert_ER: Tensor
+    replica_count_E: Tensor
+    share_ends_ER: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        slots = self.slots_of_expert_ER
+        require_dtype("slots_of_expert", slots, torch.int64)
+        if slots.dim() != 2 or slots.shape[1] == 0:
+            raise KernelInputError(f"slots_of_expert must be [E, R], not {list(slots.shape)}")
+        require_dense_rows("slots_of_expert", slots)
+        require_dtype("replica_count", self.replica_count_E, torch.int64)
+        require_shape("replica_count", self.replica_count_E, slots.shape[:1])
+        require_same_device("replica_count", self.replica_count_E, slots)
+        require_contiguous("replica_count", self.replica_count_E)
+        if self.share_ends_ER is not None:
+            require_dtype("share_ends", self.share_ends_ER, torch.int64)
+            require_shape("share_ends", self.share_ends_ER, slots.shape)
+            require_dense_rows("share_ends", self.share_ends_ER)
+            require_same_device("share_ends", self.share_ends_ER, slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routes:
+    """Where rows go, by choice: experts and slots int64 [T, K], weights float32 [T, K].
+
+    Raises:
+        KernelInputError: the three do not belong together.
+    """
+
+    expert_ids_TK: Tensor
+    slots_TK: Tensor
+    weights_TK: Tensor
+
+    def __post_init__(self) -> None:
+        for name, tensor, dtype in (
+            ("expert_ids", self.expert_ids_TK, torch.int64),
+            ("slots", self.slots_TK, torch.int64),
+            ("weights", self.weights_TK, torch.float32),
+        ):
+            require_dtype(name, tensor, dtype)
+            require_shape(name, tensor, self.slots_TK.shape)
+            require_dense_rows(name, tensor)
+
+
+def empty_routes(num_rows: int, top_k: int, *, device: torch.device) -> Routes:
+    """Uninitialised routes."""
+    shape = (num_rows, top_k)
+    return Routes(
+        expert_ids_TK=torch.empty(shape, dtype=torch.int64, device=device),
+        slots_TK=torch.empty(shape, dtype=torch.int64, device=device),
+        weights_TK=torch.empty(shape, dtype=torch.float32, device=device),
+    )
