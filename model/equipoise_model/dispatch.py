@@ -5,8 +5,11 @@ No row is ever dropped, however skewed the routing.
 
 A layer costs two all-to-all exchanges: every rank sends its rows and their slots to all ranks, each
 runs its own slots' experts, and every output goes back by itself. Sending a row only where its
-experts are would need a third exchange before, for the counts. While a pool has about as many ranks
-as a row has experts, that saves no traffic, and a small step's time is the number of exchanges.
+experts are, as the kernels' `EpBuffer` does, needs a third exchange before, for the counts. While a
+pool has about as many ranks as a row has experts, that saves no traffic, and a small step's time is
+the number of exchanges: between four ranks over gloo on two busy cores, rows of 256 numbers and 4
+choices, medians of 60 alternating rounds were 8.8 ms against 20.9 ms with 2 rows a rank, and 8.8 ms
+against 17.4 ms with 64.
 """
 
 from collections.abc import Sequence

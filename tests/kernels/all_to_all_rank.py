@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
+from equipoise_kernels import selection
 from equipoise_kernels.all_to_all.buffer import EpBuffer
 from equipoise_kernels.all_to_all.collective import CollectiveBackend
+from equipoise_kernels.all_to_all.opening import open_buffer
 from equipoise_kernels.all_to_all.order import RowLayout
 from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.all_to_all.peer import AllToAllConfig, PeerBackend
@@ -49,6 +51,17 @@ def opened(shape, folder, name, *, timeout_s):
         "gloo": EpBuffer(shape, collective, device="cpu"),
         "peer": EpBuffer(shape, peer, device="cpu"),
     }
+
+
+def opened_by_name(shape):
+    """A buffer of each backend that can be selected here."""
+    buffers = {}
+    for name in ("reference", "triton"):
+        selection.Process.adopt(selection.resolve(name, lambda operation, backend: None))
+        buffers[name] = open_buffer(
+            shape, group=dist.group.WORLD, device="cpu", timeout_s=PATIENCE_S
+        )
+    return buffers
 
 
 def problem(shape, epoch):
@@ -137,7 +150,7 @@ def main():
         buffers = opened(shape, folder, payload.value, timeout_s=PATIENCE_S)
         report["faults"] += [f"{payload.value}: {fault}" for fault in compare(buffers, shape)]
     shape = shape_of(rank, num_ranks, Payload.FP32)
-    report["faults"] += overlapping(opened(shape, folder, "two", timeout_s=PATIENCE_S), shape)
+    report["faults"] += overlapping(opened_by_name(shape), shape)
     for name, buffer in opened(shape, folder, "skewed", timeout_s=PATIENCE_S).items():
         buffer.switch(8 if rank == 1 else 7)
         report[f"{name} skewed"] = words_of_failure(buffer, shape)

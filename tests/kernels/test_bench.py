@@ -10,8 +10,11 @@ import random
 import pytest
 import torch
 
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.bench import __main__ as command
 from equipoise_kernels.bench import (
+    all_to_all_cases,
     checks,
     dense_cases,
     grouped_cases,
@@ -35,11 +38,13 @@ from equipoise_kernels.bench.timing import Timing
 from equipoise_kernels.gemm import dense
 from equipoise_kernels.moe.route import route_reference
 from equipoise_kernels.moe.routes import RoutingRule
+from equipoise_kernels.testing import virtual_ranks
 from equipoise_kernels.testing.cases import spread_rows, spread_weight
 
 H200 = Machine(copy_tb_s=4.3, bf16_tflops=790.0)
 KERNELS = ("gemm_kernel", "grouped_gemm_kernel", "group_quant_kernel", "rms_norm_quant_kernel",
-           "silu_mul_quant_kernel", "route_kernel", "permute_kernel", "combine_kernel")  # fmt: skip
+           "silu_mul_quant_kernel", "route_kernel", "permute_kernel", "combine_kernel",
+           "send_rows_kernel")  # fmt: skip
 
 
 class OneMicrosecond:
@@ -168,6 +173,33 @@ def test_cases_of_moved_rows_run_and_their_results_are_right(bench):
     # None of 5 rows is padding: each is read once, and written for both of its choices.
     assert permuted.value == pytest.approx((5 + 10) * (128 + 4) / 1e6 / 4.3)
     assert combined.value == pytest.approx(2 * 128 * (10 + 5) / 1e6 / 4.3)
+
+
+@pytest.mark.parametrize("measure", [all_to_all_cases.many_tokens, all_to_all_cases.few_tokens])
+def test_exchanges_between_virtual_ranks_run_and_their_sums_are_right(bench, measure):
+    shape = EpShape(
+        rank=0, num_ranks=2, slots_per_rank=2, top_k=2, dim=128, max_tokens=3, payload=Payload.BF16
+    )
+    (sample,) = measure(bench, shape)
+    assert list(sample.faults) == []
+    num_bytes = 256 * (6 + 3 * 12) + 3 * 256 * 12 + 512 * 6
+    assert sample.raw["tb_s"] == pytest.approx(num_bytes / 1e6)
+    assert sample.value == pytest.approx(num_bytes / 1e6 / 4.3 if sample.gate == "E1" else 0.5)
+
+
+def test_a_wrong_sum_fails_the_gate(bench, monkeypatch):
+    shape = EpShape(
+        rank=0, num_ranks=1, slots_per_rank=2, top_k=2, dim=128, max_tokens=3, payload=Payload.BF16
+    )
+    right = virtual_ranks.VirtualRanks.exchange
+
+    def wrong(self):
+        right(self)
+        self.sums[0][2, 100] += 1e-6
+
+    monkeypatch.setattr(virtual_ranks.VirtualRanks, "exchange", wrong)
+    (sample,) = all_to_all_cases.many_tokens(bench, shape)
+    assert any("last bit" in fault for fault in sample.faults)
 
 
 def test_blocks_are_checked_one_by_one(generator):

@@ -34,6 +34,8 @@ from equipoise_kernels.specialization import Specialization, specialization
 _POLLS_PER_S = 1_000_000
 _POLLS_PER_LAUNCH = 20_000
 _PAUSE_S = 0.0005
+# Interpreting, whoever looks takes the processor from whom it waits for.
+_INTERPRETER_PAUSE_S = 0.01
 # What a thread copies at once, at best.
 _VECTOR_WORDS = 4
 
@@ -212,11 +214,13 @@ class PeerBackend:
             self._bad_own.copy_(torch.where(fine_R.all(), self._bad_own, flag))
             return fine_R
         until = time.monotonic() + self._timeout_s
-        polls = 1 if is_interpreting() else _POLLS_PER_LAUNCH
+        polls, pause_s = _POLLS_PER_LAUNCH, _PAUSE_S
+        if is_interpreting():
+            polls, pause_s = 1, _INTERPRETER_PAUSE_S
         fine_R = look(polls)
         # A flag of this exchange that is not fine will not become so.
         while bool(((seen_R ^ flag) << 33 != 0).any()) and time.monotonic() < until:
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s)
             fine_R = look(polls)
         raise_faults(seen_R.tolist(), own=int(flag), timeout_s=self._timeout_s, what=what)
         return fine_R

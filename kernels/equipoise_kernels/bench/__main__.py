@@ -20,7 +20,13 @@ from typing import Any
 import torch
 
 from equipoise_kernels import configurations
-from equipoise_kernels.bench import dense_cases, grouped_cases, moe_cases, quant_cases
+from equipoise_kernels.bench import (
+    all_to_all_cases,
+    dense_cases,
+    grouped_cases,
+    moe_cases,
+    quant_cases,
+)
 from equipoise_kernels.bench.bench import Bench, measured_machine
 from equipoise_kernels.bench.report import GATES, Sample, as_json, as_text, has_passed, judge
 from equipoise_kernels.bench.timing import GraphTimer
@@ -42,6 +48,8 @@ CASES: Mapping[tuple[str, ...], Cases] = {
     ("C3",): moe_cases.routing,
     ("C4",): moe_cases.moving,
     ("A1", "A2", "A3"): dense_cases.large,
+    ("E2",): all_to_all_cases.few_tokens,
+    ("E1",): all_to_all_cases.many_tokens,
     ("B3", "B4"): grouped_cases.flat,
 }
 # B5 is measured beside these.
