@@ -144,3 +144,19 @@ def test_a_newcomer_gets_replicas_of_the_heaviest_experts_and_pulls_them_from_al
     assert not moves[0]
     assert not moves[1]
     assert {move.sources[0] for move in moves[2]} == {RankSource(rank=0), RankSource(rank=1)}
+
+
+def test_a_rank_that_says_it_holds_an_expert_twice_gets_another_one_there():
+    before = contiguous_layout(num_layers=2, num_experts=8, num_ranks=2, slots_per_rank=5)
+    held = [part.copy() for part in parts(before)]
+    held[1][0, 4] = held[1][0, 0]
+    layout = recover(
+        held,
+        load=np.ones((2, 8)),
+        model=shape(2, 8),
+        topology=topology(2, 5),
+        committed=before,
+        generation=2,
+    )
+    assert layout.expert_of_slot[0, 5] == held[1][0, 0]
+    assert len(set(layout.expert_of_slot[0, 5:])) == 5

@@ -102,13 +102,24 @@ def _side_by_side(
     """What ranks hold, in rank order; who holds nothing gets its part of a layout that fits."""
     table = np.full((model.num_layers, topology.num_slots), NOTHING, dtype=np.int32)
     first_slot = topology.first_slot
+    allowed = -(-max(topology.slots_of_rank) // model.num_experts)
     for rank, own in enumerate(held):
         columns = slice(first_slot[rank], first_slot[rank + 1])
         if own is not None:
-            table[:, columns] = own
+            table[:, columns] = _without_twins(own, allowed=allowed)
         elif committed is not None:
             table[:, columns] = committed[:, columns]
     return table
+
+
+def _without_twins(own: ExpertTable, *, allowed: int) -> ExpertTable:
+    """A needless copy on a rank, as of one that was lost while it was filled, is an empty slot."""
+    order = np.argsort(own, axis=1, kind="stable")
+    ordered = np.take_along_axis(own, order, axis=1)
+    is_twin = np.zeros(own.shape, dtype=bool)
+    again = ordered[:, allowed:] == ordered[:, : max(0, own.shape[1] - allowed)]
+    np.put_along_axis(is_twin, order[:, allowed:], again, axis=1)
+    return np.where(is_twin, np.int32(NOTHING), own)
 
 
 def _fill(slots: npt.NDArray[np.int32], load: npt.NDArray[np.float64], topology: Topology) -> None:
