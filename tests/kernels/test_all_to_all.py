@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from equipoise_kernels.all_to_all import deep_ep
+from equipoise_kernels.all_to_all import deep_ep, peer
 from equipoise_kernels.all_to_all.buffer import EpBuffer
 from equipoise_kernels.all_to_all.collective import CollectiveBackend
 from equipoise_kernels.all_to_all.flags import (
@@ -124,13 +124,13 @@ def test_the_low_latency_pair_gives_each_slot_room_of_its_own(interpreted):
 @pytest.mark.parametrize("payload", Payload)
 def test_a_rank_alone_gets_the_same_bits_from_the_reference(payload, interpreted, generator):
     shape = replace(SHAPE, num_ranks=1, payload=payload)
-    _, (peer,) = virtual_buffers(shape)
+    _, (triton,) = virtual_buffers(shape)
     collective = CollectiveBackend(shape, group=None, timeout_s=1.0)
     x = torch.randn(4, 128, generator=generator).to(payload.answer_dtype)
     slots = torch.tensor([[0, 1], [2, -1], [-1, 0], [-1, -1]])
     weights = torch.rand(4, 2, generator=generator)
     seen = []
-    for buffer in (peer, EpBuffer(shape, collective, device="cpu")):
+    for buffer in (triton, EpBuffer(shape, collective, device="cpu")):
         here = buffer.dispatch(group_quant(x) if payload is Payload.FP8 else x, slots)
         rows = here.rows.dequantized() if payload is Payload.FP8 else here.rows
         y = (rows * 0.3).to(payload.answer_dtype)
@@ -359,3 +359,22 @@ def test_without_deep_ep_the_reason_is_kept(monkeypatch):
     assert "cannot be imported" in deep_ep.deep_ep_obstacle()
     monkeypatch.setitem(sys.modules, "deep_ep", object())
     assert "low_latency_dispatch" in deep_ep.deep_ep_obstacle()
+
+
+def test_in_a_captured_graph_nothing_is_raised_until_somebody_checks(interpreted, monkeypatch):
+    monkeypatch.setattr(peer, "_is_capturing", lambda: True)
+    backends = [
+        PeerBackend(replace(SHAPE, rank=rank), window, timeout_s=1e-6, config=CONFIG)
+        for rank, window in enumerate(virtual_windows(SHAPE, device="cpu"))
+    ]
+    buffers = [EpBuffer(SHAPE, backend, device="cpu") for backend in backends]
+    here = dispatched(buffers, [numbered(10, 3), numbered(20, 2)], SLOTS)
+    # Nobody knows how many rows come, so there is room for the most.
+    assert here[0].rows.shape == (2 * 4 * 2, 128)
+    assert here[0].rows[:5, 7].tolist() == [10, 12, 21, 11, 12]
+    backends[0].check()
+    lonely = buffers[0].dispatch(numbered(10, 3), torch.tensor(SLOTS[0]))
+    assert lonely.rows_of_slot.tolist() == [2, 1, 1]
+    with pytest.raises(PeerMissingError, match="rank 1 did not send"):
+        backends[0].check()
+    backends[0].check()
