@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import pytest
 
 from equipoise.balancer import planning_thread as planning_thread_module
+from equipoise.balancer import pools as pools_module
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.policies import PolicyBook
 from equipoise.balancer.pools import Pools
@@ -150,3 +151,30 @@ async def test_a_worker_that_floods_its_pool_delays_no_other(tmp_path, worker_of
         assert flooded.pool.refusals.of("report_shape") > 1000
         assert not pools["steady"].pool.refusals.all()
         task.cancel()
+
+
+async def test_a_pool_that_does_not_end_is_left_behind_and_named(
+    tmp_path, worker_of, hello_of, monkeypatch, caplog
+):
+    monkeypatch.setattr(pools_module, "END_TIMEOUT_S", 0.05)
+    released = asyncio.Event()
+
+    async def deaf(_self):
+        while not released.is_set():
+            with suppress(asyncio.CancelledError):
+                await released.wait()
+
+    monkeypatch.setattr(pools_module.PoolRunner, "run", deaf)
+    store = SqliteStore(tmp_path / "state.sqlite")
+    book = PolicyBook(Policy())
+    async with (
+        asyncio.timeout(WAIT_S),
+        Pools(store=store, policies=book, clock=steady_clock(), tenure=Tenure()) as pools,
+    ):
+        await Serving(
+            pools, worker_of(hello_of(pool="deaf", num_ranks=1, slots_per_rank=32))
+        ).join()
+        await asyncio.sleep(0)  # The pool's task begins.
+    assert "pool deaf did not end within 0.05 s of its term (it is in deaf" in caplog.text
+    released.set()
+    await store.close()

@@ -20,6 +20,9 @@ from equipoise.wire.messages import Hello
 MAX_POOLS = 1024
 """Pools of one balancer; the bound keeps a peer from making them without end."""
 
+END_TIMEOUT_S = 3.0
+"""Seconds that the pools of a term may take to end, before the next term begins without them."""
+
 _View = TypeVar("_View")
 
 _log = logging.getLogger(__name__)
@@ -49,9 +52,22 @@ class Pools:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for task in self._tasks:
+        ending = tuple(self._tasks)
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not ending:
+            return
+        # Bounded: whatever holds a pool of a term that is over must not hold up the next term. It
+        # can do no harm: it has no tenure, and the store fences its writes.
+        _, late = await asyncio.wait(ending, timeout=END_TIMEOUT_S)
+        for task in late:
+            where = " <- ".join(f"{frame.f_code.co_name}" for frame in reversed(task.get_stack()))
+            _log.error(
+                "%s did not end within %g s of its term (it is in %s): it is left behind",
+                task.get_name(),
+                END_TIMEOUT_S,
+                where,
+            )
 
     async def admit(self, hello: Hello, mailbox: Mailbox) -> PoolRunner:
         """Let a worker into its pool; the first one that fits makes the pool.
