@@ -17,6 +17,8 @@ from equipoise_kernels.all_to_all.buffer import EpBuffer
 from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.all_to_all.window import virtual_windows
+from equipoise_kernels.attention import mla_decode
+from equipoise_kernels.attention.latents import PlainLatents
 from equipoise_kernels.formats import (
     CODE,
     QuantizedRows,
@@ -260,6 +262,24 @@ def _combine(backend: str) -> Tensor:
     return out
 
 
+def _mla_decode(backend: str) -> Tensor:
+    lengths = torch.tensor([19, 0], dtype=torch.int32, device=_device())
+    tables = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32, device=_device())
+    out = mla_decode.Attended(
+        out_BHR=_random(2, 4, 512), lse_BH=torch.empty(2, 4, device=_device())
+    )
+    mla_decode.BACKENDS[backend](
+        _random(2, 4, 576, seed=1),
+        PlainLatents(latents_BPC=_random(4, 16, 576, seed=2), rank=512),
+        tables_BS=tables,
+        lengths_B=lengths,
+        scale=0.05,
+        tokens_per_split=None,
+        out=out,
+    )
+    return out.out_BHR
+
+
 _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "group_quant": _group_quant,
     "rms_norm_quant": _rms_norm_quant,
@@ -273,4 +293,5 @@ _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "row_order": _row_order,
     "permute": _permute,
     "combine": _combine,
+    "mla_decode": _mla_decode,
 }

@@ -22,6 +22,8 @@ import torch
 from equipoise_kernels import configurations
 from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.attention.latents import PlainLatents
+from equipoise_kernels.attention.mla_decode import Attended, mla_decode_triton
 from equipoise_kernels.bench.__main__ import NO_DEVICE, versions, why_not_here
 from equipoise_kernels.bench.bench import num_copies
 from equipoise_kernels.bench.moe_inputs import (
@@ -58,6 +60,8 @@ _DENSE = (
 )  # fmt: skip
 _GROUPS = 8
 _CACHED_COPIES = 2
+_HEADS = 128
+_BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +280,38 @@ def _combine(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[A
     ]
 
 
+def _mla_decode(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    (length,) = shape
+    num_blocks = -(-length // _BLOCK_TOKENS)
+    device = generator.device
+    size = (rows * num_blocks, _BLOCK_TOKENS, 576)
+    caches = [
+        PlainLatents(latents_BPC=spread_normal(size, generator).clamp(-3, 3), rank=512)
+        for _ in range(num_copies(2 * rows * length * 576))
+    ]
+    query = torch.randn(rows, _HEADS, 576, generator=generator, device=device).bfloat16()
+    tables = (
+        torch.randperm(len(caches[0].latents_BPC), generator=generator, device=device)
+        .to(torch.int32)
+        .view(rows, -1)
+    )
+    lengths = torch.full((rows,), length, dtype=torch.int32, device=device)
+    out = Attended(out_BHR=query.new_empty(rows, _HEADS, 512), lse_BH=query[..., 0].float())
+    return lambda config: [
+        lambda cache=cache: mla_decode_triton(  # type: ignore[misc]
+            query,
+            cache,
+            tables_BS=tables,
+            lengths_B=lengths,
+            scale=576**-0.5,
+            tokens_per_split=None,
+            out=out,
+            config=config,
+        )
+        for cache in caches
+    ]
+
+
 def _quant(launch: Callable[..., None], in_factor: int = 1) -> Problem:
     def problem(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
         (dim,) = shape
@@ -326,6 +362,7 @@ PLANS: Mapping[str, Plan] = {
     "row_order": Plan(buckets=(2048, 32768), shapes=((32,), (288,)), problem=_row_order),
     "permute": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_permute),
     "combine": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_combine),
+    "mla_decode": Plan(buckets=(8, 128), shapes=((4096,),), problem=_mla_decode),
     "group_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_group_quant)),
     "rms_norm_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_rms_norm_quant)),
     "silu_mul_quant": Plan(

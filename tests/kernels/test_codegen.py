@@ -156,3 +156,13 @@ def test_a_kernel_whose_flags_other_devices_may_misread_is_noticed(kind, ptx, na
 def test_a_product_that_is_fused_into_a_sum_against_its_description_is_noticed():
     what = next(what for what in committed_specializations() if not what.fuses_products)
     assert any("fused" in violation for violation in violations(what, GOOD))
+
+
+@pytest.mark.parametrize(
+    ("instructions", "named"), [({}, "HGMMA"), ({"HGMMA": 8, "HMMA": 1}, "old path")]
+)
+def test_a_16_bit_product_goes_by_warp_groups(instructions, named):
+    what = next(what for what in committed_specializations() if what.has_wide_products)
+    assert violations(what, replace(GOOD, instructions={"HGMMA": 8})) == []
+    (found,) = violations(what, replace(GOOD, instructions=instructions))
+    assert named in found

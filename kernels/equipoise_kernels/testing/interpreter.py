@@ -2,7 +2,8 @@
 
 The interpreter of Triton 3.6 (and 3.9) rounds float32 to E4M3 and bfloat16 wrongly: carries out of
 the mantissa are lost, numbers beyond the largest become NaN. Here its one conversion routine gives
-way to `ml_dtypes`, with the GPU's rules: to nearest even, and E4M3 saturates.
+way to `ml_dtypes`, with the GPU's rules: to nearest even, and E4M3 saturates. A product of bfloat16
+numbers, of which it multiplies the bits, is computed in float32.
 """
 
 from __future__ import annotations
@@ -35,11 +36,19 @@ def corrected_casts() -> Iterator[None]:
             return original(values, source, target, rounding)
         return cast(values, source.name, target.name)
 
+    builder = interpreter.InterpreterBuilder
+    original_dot = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return original_dot(self, _without_bf16(a), _without_bf16(b), *others)
+
     interpreter._convert_float = convert  # noqa: SLF001
+    builder.create_dot = create_dot
     try:
         yield
     finally:
         interpreter._convert_float = original  # noqa: SLF001
+        builder.create_dot = original_dot
 
 
 def cast(values: Any, source: str, target: str) -> Any:
@@ -51,6 +60,14 @@ def cast(values: Any, source: str, target: str) -> Any:
         converted = numbers.astype(_FORMATS[target])
     bits = np.dtype(f"uint{8 * converted.dtype.itemsize}")
     return converted.view(bits).reshape(values.shape)
+
+
+def _without_bf16(handle: Any) -> Any:
+    """The same numbers as float32, if they are bfloat16."""
+    if handle.dtype.scalar.name != "bf16":
+        return handle
+    values = cast(handle.data, "bf16", "fp32").view(np.float32)
+    return interpreter.TensorHandle(values, interpreter.tl.float32)
 
 
 def _truncates(rounding: Any) -> bool:

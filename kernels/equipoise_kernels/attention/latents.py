@@ -1,0 +1,159 @@
+"""The paged cache of latents, as the kernels of attention see it.
+
+Contract: a layer's cache is blocks of a fixed number of positions (a power of two), and at each
+position a latent: R compressed numbers, then P rotated ones. Either one tensor [blocks, positions,
+R + P] of bfloat16 or float32, or in FP8: codes [blocks, positions, R] with a float32 scale for each
+128 of them, and the rotated numbers in bfloat16, since those carry the position.
+
+A sequence's table says which blocks hold its positions, int32 [.., blocks of a sequence].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import (
+    CODE,
+    GROUP,
+    require_dense_rows,
+    require_dtype,
+    require_same_device,
+    require_shape,
+)
+
+_ROTARY_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlainLatents:
+    """Latents as they are: bfloat16 or float32 [blocks, positions, R + P].
+
+    Raises:
+        KernelInputError: the tensor or `rank` does not fit the contract.
+    """
+
+    latents_BPC: Tensor
+    rank: int
+
+    def __post_init__(self) -> None:
+        require_dtype("latents", self.latents_BPC, torch.bfloat16, torch.float32)
+        _require_blocks("latents", self.latents_BPC)
+        _require_widths(self.rank, self.latents_BPC.shape[-1] - self.rank)
+
+    @property
+    def block_tokens(self) -> int:
+        """Positions of a block."""
+        return self.latents_BPC.shape[1]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self.latents_BPC.shape[0]
+
+    @property
+    def rotary(self) -> int:
+        """P: rotated numbers of a latent."""
+        return self.latents_BPC.shape[2] - self.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        return self.latents_BPC.device
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Compressed numbers, their scales (none: the same again), rotated numbers."""
+        compressed, rotary = self.latents_BPC.split([self.rank, self.rotary], dim=-1)
+        return compressed, compressed, rotary
+
+    def values(self) -> Tensor:
+        """float32 [blocks, positions, R + P]."""
+        return self.latents_BPC.float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QuantizedLatents:
+    """Latents in FP8: 656 bytes a position with R = 512 and P = 64, 1152 in bfloat16.
+
+    Raises:
+        KernelInputError: the tensors do not fit the contract.
+    """
+
+    codes_BPR: Tensor
+    scales_BPG: Tensor
+    rotary_BPP: Tensor
+
+    def __post_init__(self) -> None:
+        require_dtype("codes", self.codes_BPR, CODE)
+        require_dtype("scales", self.scales_BPG, torch.float32)
+        require_dtype("rotary", self.rotary_BPP, torch.bfloat16)
+        for name, tensor in (("codes", self.codes_BPR), ("scales", self.scales_BPG),
+                             ("rotary", self.rotary_BPP)):  # fmt: skip
+            _require_blocks(name, tensor)
+            require_shape(name, tensor[..., 0], self.codes_BPR.shape[:2])
+            require_same_device(name, tensor, self.codes_BPR)
+        _require_widths(self.rank, self.rotary)
+        if self.rank % GROUP != 0:
+            raise KernelInputError(f"codes must be multiples of {GROUP}, not {self.rank}")
+        require_shape("scales", self.scales_BPG, (*self.codes_BPR.shape[:2], self.rank // GROUP))
+
+    @property
+    def block_tokens(self) -> int:
+        """Positions of a block."""
+        return self.codes_BPR.shape[1]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self.codes_BPR.shape[0]
+
+    @property
+    def rank(self) -> int:
+        """R: compressed numbers of a latent."""
+        return self.codes_BPR.shape[2]
+
+    @property
+    def rotary(self) -> int:
+        """P: rotated numbers of a latent."""
+        return self.rotary_BPP.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        return self.codes_BPR.device
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, their scales, rotated numbers."""
+        return self.codes_BPR, self.scales_BPG, self.rotary_BPP
+
+    def values(self) -> Tensor:
+        """float32 [blocks, positions, R + P]; codes times scales are rounded to bfloat16."""
+        scales = self.scales_BPG.repeat_interleave(GROUP, dim=-1)
+        compressed = (self.codes_BPR.float() * scales).bfloat16()
+        return torch.cat([compressed, self.rotary_BPP], dim=-1).float()
+
+
+Latents = PlainLatents | QuantizedLatents
+
+
+def _require_blocks(name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 3 or tensor.shape[0] == 0:
+        raise KernelInputError(f"{name} must be [blocks, positions, ..], not {list(tensor.shape)}")
+    positions = tensor.shape[1]
+    if positions == 0 or positions & (positions - 1):
+        raise KernelInputError(f"a block must have a power of two of positions, not {positions}")
+    require_dense_rows(name, tensor)
+
+
+def _require_widths(rank: int, rotary: int) -> None:
+    for name, width in (("compressed", rank), ("rotated", rotary)):
+        if width < _ROTARY_MULTIPLE or width & (width - 1):
+            raise KernelInputError(
+                f"latents must have a power of two of {name} numbers, at least "
+                f"{_ROTARY_MULTIPLE}, not {width}"
+            )

@@ -1,0 +1,418 @@
+"""Attention of single queries to paged latents (multi-head latent attention, absorbed).
+
+Contract: queries [B, H, R + P] of bfloat16 or float32, neighbouring columns, with the key's
+up-projection absorbed and the last P rotated; B may be 0. Query b sees positions 0 to
+lengths[b] - 1 of the blocks in its table, int32 [B, S]. With c the latents (`attention.latents`):
+
+    s      = scale * <query, c>                     lse = log(sum over positions of exp(s))
+    out    = sum over positions of exp(s - lse) * (the first R of c)
+
+out has the queries' dtype, [B, H, R], lse is float32 [B, H] (natural logarithm). A query that sees
+nothing gets zeros and minus infinity. A block that the cache does not have, or a length beyond the
+table, makes the query's outputs NaN: nothing is read out of bounds, and it does not pass unseen.
+
+Split-KV: a program takes `tokens_per_split` positions of a query, and a second kernel merges their
+results in the order of positions. Splits depend on `tokens_per_split` alone, and a program sees one
+query only, so results do not depend on what a query is batched with, if that number is given.
+
+Sums are float32. The kernel rounds weights to the latents' dtype for the second product (bfloat16
+for FP8), the twin does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels import configurations, selection
+from equipoise_kernels.attention.latents import Latents, QuantizedLatents
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import (
+    GROUP,
+    require_contiguous,
+    require_dense_rows,
+    require_dtype,
+    require_same_device,
+    require_shape,
+)
+from equipoise_kernels.jit import constant, jit, tl
+from equipoise_kernels.specialization import Specialization, specialization
+
+_GROUP = constant(GROUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaDecodeConfig:
+    """Heads of a program, positions of a step and of a split, warps, pipeline depth."""
+
+    heads: int
+    tokens: int
+    tokens_per_split: int
+    num_warps: int
+    num_stages: int
+
+
+CONFIG_SPACE = tuple(
+    MlaDecodeConfig(
+        heads=64,
+        tokens=tokens,
+        tokens_per_split=tokens_per_split,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    for tokens, num_warps in ((16, 8), (32, 8), (64, 8))
+    for tokens_per_split in (512, 2048, 8192)
+    for num_stages in (2, 3)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attended:
+    """Outputs [B, H, R] of the queries' dtype, and logarithms of their sums, float32 [B, H]."""
+
+    out_BHR: Tensor
+    lse_BH: Tensor
+
+
+def mla_decode(
+    query_BHC: Tensor,
+    latents: Latents,
+    *,
+    tables_BS: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    tokens_per_split: int | None = None,
+    out: Attended | None = None,
+) -> Attended:
+    """Attend by the backend that was selected for this process.
+
+    Args:
+        query_BHC: absorbed queries.
+        latents: one layer's cache.
+        tables_BS: blocks of each query's sequence; those beyond its length may be anything.
+        lengths_B: positions that each query sees, int32.
+        scale: factor of the scores.
+        tokens_per_split: positions that are summed up together, a multiple of 64; by default what
+            was tuned for so many queries.
+        out: where to write; new tensors by default.
+
+    Raises:
+        KernelInputError: the contract is broken.
+    """
+    require_dtype("query", query_BHC, torch.bfloat16, torch.float32)
+    if query_BHC.dim() != 3 or query_BHC.shape[1] == 0:
+        raise KernelInputError(f"query must be [B, H, C], not {list(query_BHC.shape)}")
+    num_queries, num_heads, _ = query_BHC.shape
+    require_shape("query", query_BHC, (num_queries, num_heads, latents.rank + latents.rotary))
+    require_dense_rows("query", query_BHC)
+    require_dtype("tables", tables_BS, torch.int32)
+    if tables_BS.dim() != 2 or tables_BS.shape[1] == 0:
+        raise KernelInputError(f"tables must be [B, S], not {list(tables_BS.shape)}")
+    require_shape("tables", tables_BS, (num_queries, tables_BS.shape[1]))
+    require_dtype("lengths", lengths_B, torch.int32)
+    require_shape("lengths", lengths_B, (num_queries,))
+    if tokens_per_split is not None and (tokens_per_split < 64 or tokens_per_split % 64 != 0):
+        raise KernelInputError(f"tokens_per_split must be a multiple of 64, not {tokens_per_split}")
+    out = out or Attended(
+        out_BHR=query_BHC.new_empty(num_queries, num_heads, latents.rank),
+        lse_BH=query_BHC.new_empty(num_queries, num_heads, dtype=torch.float32),
+    )
+    require_dtype("out", out.out_BHR, query_BHC.dtype)
+    require_shape("out", out.out_BHR, (num_queries, num_heads, latents.rank))
+    require_dtype("lse", out.lse_BH, torch.float32)
+    require_shape("lse", out.lse_BH, (num_queries, num_heads))
+    for name, tensor in (("tables", tables_BS), ("lengths", lengths_B),
+                         ("out", out.out_BHR), ("lse", out.lse_BH)):  # fmt: skip
+        require_contiguous(name, tensor)
+        require_same_device(name, tensor, query_BHC)
+    if latents.device != query_BHC.device:
+        raise KernelInputError(f"latents are on {latents.device}, queries elsewhere: move them")
+    BACKENDS[selection.backend("mla_decode", query_BHC.device)](
+        query_BHC,
+        latents,
+        tables_BS=tables_BS,
+        lengths_B=lengths_B,
+        scale=scale,
+        tokens_per_split=tokens_per_split,
+        out=out,
+    )
+    return out
+
+
+def mla_decode_reference(
+    query_BHC: Tensor,
+    latents: Latents,
+    *,
+    tables_BS: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    tokens_per_split: int | None,
+    out: Attended,
+) -> None:
+    """The torch twin: float32, all positions of a query at once."""
+    del tokens_per_split
+    block_tokens, capacity = latents.block_tokens, tables_BS.shape[1] * latents.block_tokens
+    values = latents.values()
+    for query, (table_S, length) in enumerate(
+        zip(tables_BS.tolist(), lengths_B.tolist(), strict=True)
+    ):
+        used = table_S[: -(-max(length, 0) // block_tokens)]
+        if length > capacity or any(not 0 <= block < latents.num_blocks for block in used):
+            out.out_BHR[query], out.lse_BH[query] = float("nan"), float("nan")
+            continue
+        seen_LC = values[used].flatten(0, 1)[: max(length, 0)]
+        scores_HL = query_BHC[query].float() @ seen_LC.T * scale
+        lse_H = scores_HL.logsumexp(dim=-1)
+        weights_HL = (scores_HL - lse_H.unsqueeze(1)).exp()
+        out.out_BHR[query] = (weights_HL @ seen_LC[:, : latents.rank]).to(out.out_BHR.dtype)
+        out.lse_BH[query] = lse_H
+
+
+def mla_decode_triton(
+    query_BHC: Tensor,
+    latents: Latents,
+    *,
+    tables_BS: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    tokens_per_split: int | None,
+    out: Attended,
+    config: MlaDecodeConfig | None = None,
+) -> None:
+    """Launch the kernels; the configuration is the committed one of this device by default."""
+    num_queries, num_heads, _ = query_BHC.shape
+    if num_queries == 0:
+        return
+    config = config or configurations.choose("mla_decode", MlaDecodeConfig, rows=num_queries)
+    per_split = tokens_per_split or config.tokens_per_split
+    num_splits = -(-tables_BS.shape[1] * latents.block_tokens // per_split)
+    partial = out
+    if num_splits > 1:
+        partial = Attended(
+            out_BHR=query_BHC.new_empty(
+                num_queries * num_splits, num_heads, latents.rank, dtype=torch.float32
+            ),
+            lse_BH=query_BHC.new_empty(num_queries * num_splits, num_heads, dtype=torch.float32),
+        )
+    compressed, scales, rotary = latents.parts
+    mla_decode_kernel[(num_queries, -(-num_heads // config.heads), num_splits)](
+        query_BHC,
+        compressed,
+        scales,
+        rotary,
+        tables_BS,
+        lengths_B,
+        partial.out_BHR,
+        partial.lse_BH,
+        scale,
+        latents.num_blocks,
+        num_heads,
+        tables_BS.shape[1],
+        per_split,
+        query_BHC.stride(0),
+        query_BHC.stride(1),
+        compressed.stride(0),
+        compressed.stride(1),
+        scales.stride(0),
+        scales.stride(1),
+        rotary.stride(0),
+        rotary.stride(1),
+        QUANTIZED=isinstance(latents, QuantizedLatents),
+        RANK=latents.rank,
+        ROTARY=latents.rotary,
+        BLOCK_TOKENS=latents.block_tokens,
+        HEADS=config.heads,
+        TOKENS=config.tokens,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if num_splits > 1:
+        mla_merge_kernel[(num_queries, num_heads)](
+            partial.out_BHR,
+            partial.lse_BH,
+            out.out_BHR,
+            out.lse_BH,
+            num_splits,
+            num_heads,
+            RANK=latents.rank,
+            num_warps=4,
+        )
+
+
+BACKENDS = {"reference": mla_decode_reference, "triton": mla_decode_triton}
+
+
+@jit
+def mla_decode_kernel(
+    query_ptr: tl.tensor,
+    compressed_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    rotary_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    scale: float,
+    num_blocks: int,
+    num_heads: int,
+    table_size: int,
+    tokens_per_split: int,
+    query_stride: int,
+    head_stride: int,
+    block_stride: int,
+    token_stride: int,
+    scale_block_stride: int,
+    scale_token_stride: int,
+    rotary_block_stride: int,
+    rotary_token_stride: int,
+    QUANTIZED: tl.constexpr,
+    RANK: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> None:
+    """Some heads of one query and the positions of one split."""
+    query = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    split = tl.program_id(2)
+    has_head = (heads < num_heads)[:, None]
+    ranks = tl.arange(0, RANK)
+    rotaries = tl.arange(0, ROTARY)
+    head_ptrs = query_ptr + query * query_stride + heads[:, None] * head_stride
+    q = tl.load(head_ptrs + ranks[None, :], mask=has_head, other=0.0)
+    q_rotary = tl.load(head_ptrs + RANK + rotaries[None, :], mask=has_head, other=0.0)
+
+    length = tl.load(lengths_ptr + query)
+    capacity = table_size * BLOCK_TOKENS
+    start = split * tokens_per_split
+    stop = tl.minimum(tl.minimum(start + tokens_per_split, length), capacity)
+    largest = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, RANK], tl.float32)
+    for first in range(start, stop, TOKENS):
+        tokens = first + tl.arange(0, TOKENS)
+        is_seen = tokens < stop
+        table_ptrs = tables_ptr + query * table_size + tokens // BLOCK_TOKENS
+        block = tl.load(table_ptrs, mask=is_seen, other=0).to(tl.int64)
+        exists = (block >= 0) & (block < num_blocks)
+        is_read = (is_seen & exists)[:, None]
+        place = (tokens % BLOCK_TOKENS).to(tl.int64)
+        ptrs = compressed_ptr + (block * block_stride + place * token_stride)[:, None]
+        values = tl.load(ptrs + ranks[None, :], mask=is_read, other=0.0)
+        if QUANTIZED:
+            ptrs = scales_ptr + (block * scale_block_stride + place * scale_token_stride)[:, None]
+            groups = tl.arange(0, RANK // _GROUP)[None, :]
+            values = _dequantized(values, tl.load(ptrs + groups, mask=is_read, other=0.0))
+        ptrs = rotary_ptr + (block * rotary_block_stride + place * rotary_token_stride)[:, None]
+        rotary = tl.load(ptrs + rotaries[None, :], mask=is_read, other=0.0)
+
+        scores = _product(q, tl.trans(values)) + _product(q_rotary, tl.trans(rotary))
+        scores = tl.where(is_seen[None, :], scores * scale, float("-inf"))
+        scores = tl.where((is_seen & (exists == 0))[None, :], float("nan"), scores)
+        larger = tl.maximum(largest, tl.max(scores, axis=1))
+        weights = tl.exp(scores - larger[:, None])
+        fading = tl.exp(largest - larger)
+        total = total * fading + tl.sum(weights, axis=1)
+        acc = acc * fading[:, None] + _product(weights.to(values.dtype), values)
+        largest = larger
+    is_empty = start >= stop
+    divisor = tl.where(is_empty, 1.0, total)
+    lse = tl.where(is_empty, float("-inf"), largest + tl.log(divisor))
+    lse = tl.where(length > capacity, float("nan"), lse)
+    result = tl.where((length > capacity) & has_head, float("nan"), acc / divisor[:, None])
+
+    row = (query * tl.num_programs(2) + split) * num_heads + heads
+    out_ptrs = out_ptr + row[:, None] * RANK + ranks[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=has_head)
+    tl.store(lse_ptr + row, lse, mask=heads < num_heads)
+
+
+@jit
+def mla_merge_kernel(
+    partial_ptr: tl.tensor,
+    partial_lse_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    num_splits: int,
+    num_heads: int,
+    RANK: tl.constexpr,
+) -> None:
+    """One head of one query: its splits, first to last."""
+    query = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    ranks = tl.arange(0, RANK)
+    largest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([RANK], tl.float32)
+    for split in range(num_splits):
+        row = (query * num_splits + split) * num_heads + head
+        lse = tl.load(partial_lse_ptr + row)
+        # An empty split weighs nothing; minus infinity less itself would be NaN.
+        if lse != float("-inf"):
+            larger = tl.maximum(largest, lse)
+            fading, weight = tl.exp(largest - larger), tl.exp(lse - larger)
+            total = total * fading + weight
+            acc = acc * fading + weight * tl.load(partial_ptr + row * RANK + ranks)
+            largest = larger
+    is_empty = total == 0.0
+    divisor = tl.where(is_empty, 1.0, total)
+    out_row = query * num_heads + head
+    result = (acc / divisor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_row * RANK + ranks, result)
+    lse = tl.where(is_empty, float("-inf"), largest + tl.log(divisor))
+    tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)
+
+
+@jit
+def _dequantized(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """Codes [tokens, R] times their scales [tokens, R / 128], in bfloat16."""
+    grouped = tl.reshape(codes.to(tl.float32), [codes.shape[0], scales.shape[1], _GROUP])
+    return tl.reshape(grouped * scales[:, :, None], codes.shape).to(tl.bfloat16)
+
+
+@jit
+def _product(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+    """Float32 operands without the tensor cores' shorter format; a mixed pair in the right's."""
+    return tl.dot(left.to(right.dtype), right, input_precision="ieee")
+
+
+def specializations(
+    config: MlaDecodeConfig, *, rank: int, rotary: int, block_tokens: int
+) -> list[Specialization]:
+    """What a configuration compiles to: both kinds of latents, several splits, and the merge."""
+    numbers = "fp32 i32 i32 i32 i32:16 i32:16 i32:16 i32:16 i32:16"
+    decode = [
+        specialization(
+            mla_decode_kernel,
+            name=f"mla_decode {config.heads}x{config.tokens} warps={config.num_warps} "
+            f"stages={config.num_stages} quantized={quantized}",
+            arguments=(
+                f"*bf16 {'*fp8e4nv *fp32' if quantized else '*bf16 *bf16'} *bf16 *i32 *i32 "
+                f"*fp32 *fp32 {numbers} {'i32 i32' if quantized else 'i32:16 i32:16'} "
+                "i32:16 i32:16"
+            ),
+            constants={
+                "QUANTIZED": quantized,
+                "RANK": rank,
+                "ROTARY": rotary,
+                "BLOCK_TOKENS": block_tokens,
+                "HEADS": config.heads,
+                "TOKENS": config.tokens,
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            has_wide_products=True,
+        )
+        for quantized in (False, True)
+    ]
+    merge = specialization(
+        mla_merge_kernel,
+        name=f"mla_merge rank={rank}",
+        arguments="*fp32 *fp32 *bf16 *fp32 i32 i32",
+        constants={"RANK": rank},
+        num_warps=4,
+    )
+    return [*decode, merge]
