@@ -11,6 +11,7 @@ from redis_server import RedisServer, free_port, require_redis
 from equipoise.balancer.__main__ import run
 from equipoise.balancer.leadership import LeaseTiming
 from equipoise.balancer.settings import BalancerSettings, InvalidSettingsError, LeaseKind
+from equipoise.trust.settings import Tls
 
 START = """
 import sys
@@ -147,7 +148,10 @@ def test_a_missing_kubernetes_client_is_named_with_the_command_that_installs_it(
     [
         ({"store": ""}, "store must be a file or redis://"),
         ({"advertise": "here"}, "advertise must be host:port"),
-        ({"store": "redis://r/0", "listen": "0.0.0.0:7070"}, "advertise must be given"),
+        (
+            {"store": "redis://r/0", "listen": "0.0.0.0:7070", "tls": Tls(insecure=True)},
+            "advertise must be given",
+        ),
         ({"lease": LeaseKind.KUBERNETES}, "needs a store that balancers share"),
         ({"lease_duration_s": 0.5}, "lease_duration_s must be from 1 to 60"),
         ({"lease_duration_s": float("nan")}, "lease_duration_s must be from 1 to 60"),
