@@ -78,3 +78,23 @@ def test_casts_are_tritons_own_again_after_the_with():
     with corrected_casts():
         assert interpreter._convert_float is not before
     assert interpreter._convert_float is before
+
+
+@jit
+def dot_kernel(a_ptr, b_ptr, out_ptr):
+    places = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out_ptr + places, tl.dot(tl.load(a_ptr + places), tl.load(b_ptr + places)))
+
+
+def dot(a, b):
+    out = torch.empty(16, 16)
+    dot_kernel[(1,)](a, b, out)
+    return out
+
+
+def test_products_of_bfloat16_are_of_numbers_and_not_of_their_bits():
+    a, b = (torch.randn(16, 16).bfloat16() for _ in range(2))
+    with corrected_casts():
+        torch.testing.assert_close(dot(a, b), a.float() @ b.float(), rtol=1e-5, atol=1e-5)
+    # When this fails, Triton's interpreter has learnt it, and `corrected_casts` can do less.
+    assert not torch.allclose(dot(a, b), a.float() @ b.float(), rtol=0.1)
