@@ -11,7 +11,7 @@ KERNELS := $(VENV)/.installed-kernels
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis helm demo test test-cluster lint bench fuzz bench-gpu tune protos chart
+.PHONY: help setup redis helm demo test test-cluster lint bench fuzz bench-gpu chaos tune protos chart
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,9 @@ bench: $(STAMP)  ## Run the benchmarks and print their ratios
 fuzz: $(STAMP)  ## Fuzz the worker link and the status port with a million messages
 	EQUIPOISE_FUZZ_DECODED=750000 EQUIPOISE_FUZZ_HEARD=100000 EQUIPOISE_FUZZ_SOCKET=150000 \
 	  $(BIN)/python -m pytest -s tests/balancer/test_fuzz.py $(ARGS)
+
+chaos: $(STAMP) redis  ## Let seeded faults befall a real fleet and check what must hold (ARGS="--runs 200")
+	PYTHONPATH=tests/support $(BIN)/python -m chaos $(ARGS)
 
 bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write JSON
 	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.bench $(ARGS)

@@ -106,7 +106,7 @@ class Fleet:
             finally:
                 for task in (*waits, changed):
                     task.cancel()
-            self._raise_if_ended()
+            self.check()
 
     async def until_serving(self, name: str, address: str, *, timeout_s: float) -> None:
         """Wait until gRPC health at `address` says SERVING.
@@ -119,7 +119,7 @@ class Fleet:
             health = health_pb2_grpc.HealthStub(channel)
             while True:
                 left_s = deadline - time.monotonic()
-                self._raise_if_ended()
+                self.check()
                 if left_s <= 0:
                     raise FleetError(
                         f"{name} was not serving at {address} after {timeout_s:g} s\n"
@@ -166,7 +166,8 @@ class Fleet:
         lines = text.splitlines()[-_LOG_TAIL_LINES:] or ["(it printed nothing)"]
         return "\n".join(f"  {name} | {line}" for line in lines)
 
-    def _raise_if_ended(self) -> None:
+    def check(self) -> None:
+        """Raises FleetError: a process ended that nobody stopped; as `watch`, but at once."""
         for name, process in self._processes.items():
             if process.returncode is not None and name not in self._expected_ends:
                 raise FleetError(

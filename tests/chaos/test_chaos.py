@@ -1,0 +1,32 @@
+"""A short campaign: a real fleet survives one run on each ground; `make chaos` has many."""
+
+import pytest
+from chaos.campaign import results, undisturbed_answers
+from chaos.plan import Ground
+from redis_server import require_redis
+
+from equipoise.planning.warm_up import warm_up
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SEEDS = {Ground.REDIS: 37, Ground.SQLITE: 19}
+
+
+@pytest.fixture(scope="module")
+def answers():
+    warm_up()
+    return undisturbed_answers()
+
+
+@pytest.mark.parametrize("ground", Ground)
+async def test_nothing_is_violated_whatever_befalls(ground, answers, tmp_path):
+    if ground is Ground.REDIS:
+        require_redis()
+    performed = [
+        result
+        async for result in results(
+            [SEEDS[ground]], ground=ground, folder=tmp_path, answers=answers, clock_library=None
+        )
+    ]
+    assert [result.violations for result in performed] == [()]
+    assert performed[0].num_answers > 0

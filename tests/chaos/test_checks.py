@@ -1,0 +1,67 @@
+"""Planted faults: each check finds what it is there for, and nothing in a run that was well."""
+
+from dataclasses import replace
+
+import pytest
+from chaos.checks import CHECKS, violations
+from chaos.history import Answer, History, StepSeen
+
+WHOLE = Answer(prompt="code: def", tokens=(7, 8, 9), expected=(7, 8, 9), took_s=1.0)
+
+
+def well() -> History:
+    """A run in which everything held, a refusal and a broken epoch included."""
+    return History(
+        answers=[WHOLE, replace(WHOLE, tokens=(), refusal="the pool is down")],
+        steps=[
+            StepSeen(1, 5, 2, "worker-0"),
+            StepSeen(1, 5, 2, "worker-1"),
+            StepSeen(1, 6, 3, "worker-0"),
+            StepSeen(2, 1, 2, "worker-0"),  # Another epoch counts its steps anew.
+        ],
+        layouts={2: {11}, 3: {12}},
+    )
+
+
+def test_a_run_that_was_well_violates_nothing():
+    assert violations(well()) == []
+
+
+PLANTED = {
+    "a token differs": lambda history: history.answers.append(replace(WHOLE, tokens=(7, 9, 9))),
+    "an accepted request was lost": lambda history: history.answers.append(
+        replace(WHOLE, tokens=(7,), breakage="the stream ended")
+    ),
+    "two generations in one step": lambda history: history.steps.append(
+        StepSeen(1, 6, 2, "worker-1")
+    ),
+    "a generation went back": lambda history: history.steps.append(StepSeen(1, 7, 2, "worker-0")),
+    "a generation was reused": lambda history: history.layouts[3].add(13),
+    "a wait beyond its bound": lambda history: history.overdue.append("not whole within 60 s"),
+    "an expert without a verified copy": lambda history: history.unverified.append("expert 3"),
+    "a process died by itself": lambda history: history.died.append("worker-1 ended"),
+}
+
+
+def test_every_check_has_a_planted_fault():
+    assert PLANTED.keys() == CHECKS.keys()
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_fault_is_found_and_named(what):
+    history = well()
+    PLANTED[what](history)
+    assert [violation.what for violation in violations(history)] == [what]
+
+
+def test_an_answer_that_is_too_short_is_a_loss():
+    history = well()
+    history.answers.append(replace(WHOLE, tokens=(7, 8)))
+    (violation,) = violations(history)
+    assert violation.words.endswith("2 of 3 tokens came")
+
+
+def test_a_client_that_waited_too_long_was_not_served_in_time():
+    history = well()
+    history.answers.append(replace(WHOLE, took_s=500.0))
+    assert [violation.what for violation in violations(history)] == ["a wait beyond its bound"]

@@ -1,0 +1,289 @@
+"""`Arena`: the whole fleet as processes of this machine, with a relay before every one of them.
+
+Redis or a file, one or two balancers, four workers of the tiny model, a gateway. Workers and
+balancers are known to each other by 127.0.0.2 only, where the relays listen; what checks the fleet
+asks at 127.0.0.1, where the processes do.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+import grpc
+import numpy as np
+import psutil
+from redis_server import RedisServer
+
+from chaos import with_clock
+from chaos.clients import Clients
+from chaos.history import History, StepSeen
+from chaos.plan import NUM_WORKERS, Ground
+from chaos.relay import Relay, forwarding
+from equipoise.cli.fleet import Fleet, FleetError, free_address
+from equipoise.cli.traffic import Prompt
+from equipoise.worker.settings import packaged_checkpoint
+from equipoise_api.v1 import status_pb2 as pb
+from equipoise_api.v1 import status_pb2_grpc, worker_pb2, worker_pb2_grpc
+from equipoise_model.checkpoint import Checkpoint
+from equipoise_model.experts import checksum
+
+WORKERS = tuple(f"worker-{number}" for number in range(NUM_WORKERS))
+SLOTS_PER_RANK = 12
+NUM_CLIENTS = 6
+START_BOUND_S = 180.0
+
+_NEAR, _FAR = "127.0.0.1", "127.0.0.2"
+_POLL_S = 0.1
+
+Condition = Callable[[pb.PoolStatus], bool]
+
+
+class Arena:
+    """A fleet that serves clients while the block runs; faults are done to its parts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ground: Ground,
+        answers: Mapping[Prompt, Sequence[int]],
+        clock_library: Path | None = None,
+    ) -> None:
+        self.ground = ground
+        self.history = History()
+        self.fleet = Fleet(folder)
+        self.redis = RedisServer(folder / "redis") if ground is Ground.REDIS else None
+        self.balancers = ("balancer-0", "balancer-1") if self.redis else ("balancer-0",)
+        self.clock_file = folder / "clock"
+        self.relays: dict[str, Relay] = {}
+        self._folder = folder
+        self._clock_library = clock_library
+        names = (*self.balancers, *WORKERS, "gateway", *map(_rendezvous, WORKERS))
+        self._ports = dict(zip(names, _free_ports(len(names)), strict=True))
+        self.clients = Clients(self._near("gateway"), answers=answers, history=self.history)
+        self._checksums = _checksums()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def _open(self) -> None:
+        self.clock_file.write_text("+0")
+        if self.redis is not None:
+            self._stack.callback(self.redis.kill)
+            await asyncio.to_thread(self.redis.start)
+        for name in (*self.balancers, *WORKERS):
+            relay = Relay(self._far(name), target=self._near(name), observer=self._observer(name))
+            self.relays[name] = await self._stack.enter_async_context(relay)
+        for name in map(_rendezvous, WORKERS):
+            await self._stack.enter_async_context(
+                forwarding(self._far(name), target=self._near(name))
+            )
+        await self._stack.enter_async_context(self.fleet)
+        for name in self.balancers:
+            await self.start(name)
+        for name in WORKERS:
+            await self.start(name)
+        await self.start("gateway")
+        await self.until(whole, bound_s=START_BOUND_S)
+        serving = asyncio.create_task(self.clients.run(NUM_CLIENTS))
+        self._stack.push_async_callback(_ended, serving)
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def start(self, name: str) -> None:
+        """Start a process that does not run, with the arguments it always has."""
+        if name.startswith("balancer") and self._clock_library is not None:
+            wrapped = (
+                with_clock.__file__, str(self._clock_library), str(self.clock_file),
+                "-m", "equipoise.cli.main",
+            )  # fmt: skip
+            await self.fleet.start(name, self._arguments(name), program=wrapped)
+        else:
+            await self.fleet.start(name, self._arguments(name))
+
+    def running(self, name: str) -> bool:
+        """Whether the process lives."""
+        with suppress(KeyError, psutil.NoSuchProcess):
+            process = psutil.Process(self.fleet.pid(name))
+            return process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    async def leader(self) -> str:
+        """The balancer that leads as it says itself; the first one if none does."""
+        for name in self.balancers:
+            if await self._status(name) is not None:
+                return name
+        return self.balancers[0]
+
+    async def status(self) -> pb.PoolStatus | None:
+        """What the leader tells of the pool; None when there is none, or no pool."""
+        for name in self.balancers:
+            if (status := await self._status(name)) is not None:
+                return status
+        return None
+
+    async def until(self, condition: Condition, *, bound_s: float) -> pb.PoolStatus:
+        """The first status of a leader for which the condition holds.
+
+        Raises:
+            TimeoutError: there was none within the bound; says what there was.
+            FleetError: a process ended by itself.
+        """
+        deadline_s = time.monotonic() + bound_s
+        status = None
+        while time.monotonic() < deadline_s:
+            status = await self.status()
+            if status is not None and condition(status):
+                return status
+            self.check_alive()
+            await asyncio.sleep(_POLL_S)
+        raise TimeoutError(_in_words(status))
+
+    def check_alive(self) -> None:
+        """Raises FleetError: a process ended that nobody ended."""
+        self.fleet.check()
+
+    async def note_layout(self) -> None:
+        """Tell the history which layout is committed."""
+        response = await self._committed()
+        layout = response.layout
+        digest = hash((layout.expert_of_slot, layout.share_of_slot))
+        self.history.layouts.setdefault(layout.generation, set()).add(digest)
+
+    async def verify_experts(self) -> None:
+        """Fetch what every slot of the committed layout holds, and tell what is not right."""
+        layout = (await self._committed()).layout
+        status = await self.status()
+        assert status is not None
+        table = np.frombuffer(layout.expert_of_slot, "<i4").reshape(layout.num_layers, -1)
+        worker_of_rank = {rank.rank: rank.worker for rank in status.ranks}
+        slots_per_rank = layout.num_slots // layout.num_ranks
+        for rank, worker in worker_of_rank.items():
+            own = table[:, rank * slots_per_rank : (rank + 1) * slots_per_rank]
+            async with grpc.aio.insecure_channel(self._near(worker)) as channel:
+                stub = worker_pb2_grpc.ExpertTransferStub(channel)
+                for (layer, _), expert in np.ndenumerate(own):
+                    request = worker_pb2.FetchRequest(
+                        epoch=status.epoch, layer=layer, expert=int(expert)
+                    )
+                    held = hashlib.blake2b(digest_size=16)
+                    async for piece in stub.Fetch(request, timeout=10.0):
+                        held.update(piece.data)
+                    if held.digest() != self._checksums[layer, int(expert)]:
+                        self.history.unverified.append(
+                            f"{worker}: expert {expert} of layer {layer} is not the checkpoint's"
+                        )
+
+    async def _committed(self) -> pb.GetLayoutResponse:
+        async with grpc.aio.insecure_channel(self._near(await self.leader())) as channel:
+            stub = status_pb2_grpc.StatusStub(channel)
+            return await stub.GetLayout(pb.GetLayoutRequest(), timeout=5.0)
+
+    async def _status(self, name: str) -> pb.PoolStatus | None:
+        async with grpc.aio.insecure_channel(self._near(name)) as channel:
+            call = status_pb2_grpc.StatusStub(channel).GetStatus(pb.GetStatusRequest(), timeout=2.0)
+            with suppress(grpc.aio.AioRpcError):
+                response = await call
+                # A follower answers too, and says who leads.
+                followed = dict(await call.trailing_metadata() or ()).get("equipoise-leader")
+                return None if followed else response.status
+        return None
+
+    def _observer(self, name: str) -> Callable[[worker_pb2.GenerateResponse], None]:
+        def observe(response: worker_pb2.GenerateResponse) -> None:
+            if response.tokens:
+                self.history.steps.append(
+                    StepSeen(response.epoch, response.step, response.generation, name)
+                )
+
+        return observe
+
+    def _arguments(self, name: str) -> list[str]:
+        addresses = ",".join(self._far(balancer) for balancer in self.balancers)
+        if name in self.balancers:
+            store = self.redis.url if self.redis else str(self._folder / "state.sqlite")
+            return [
+                "balancer", f"--listen={self._near(name)}", f"--advertise={self._far(name)}",
+                f"--store={store}", "--interval-s=2", "--min-tokens=100",
+            ]  # fmt: skip
+        if name in WORKERS:
+            return [
+                "worker", f"--listen={self._near(name)}", f"--advertise-host={_FAR}",
+                f"--balancer={addresses}", f"--worker={name}", f"--num-ranks={NUM_WORKERS}",
+                f"--slots-per-rank={SLOTS_PER_RANK}",
+                f"--rendezvous-port={self._ports[_rendezvous(name)]}",
+                f"--node=node-{int(name[-1]) // 2}",
+            ]  # fmt: skip
+        known = [f"--balancer={self._far(balancer)}" for balancer in self.balancers]
+        return ["gateway", f"--listen={self._near(name)}", *known]
+
+    def _near(self, name: str) -> str:
+        return f"{_NEAR}:{self._ports[name]}"
+
+    def _far(self, name: str) -> str:
+        return f"{_FAR}:{self._ports[name]}"
+
+
+def whole(status: pb.PoolStatus) -> bool:
+    """All workers are ranks that serve, and nothing is rolled out."""
+    return (
+        status.health == pb.POOL_HEALTH_SERVING
+        and {rank.worker for rank in status.ranks} == set(WORKERS)
+        and not status.HasField("rollout")
+    )
+
+
+def _free_ports(number: int) -> list[int]:
+    """Ports below those that the system gives to whoever asks for any: nobody takes them between.
+
+    A process that is restarted must find its port free again.
+    """
+    candidates = random.sample(range(12_000, 30_000), 50 * number)
+    free = (port for port in candidates if free_address(f"{_NEAR}:{port}") == f"{_NEAR}:{port}")
+    return list(itertools.islice(free, number))
+
+
+def _rendezvous(worker: str) -> str:
+    return f"{worker}-rendezvous"
+
+
+async def _ended(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _checksums() -> dict[tuple[int, int], bytes]:
+    """BLAKE2b-128 of every expert, by MoE layer and logical expert."""
+    checkpoint = Checkpoint.open(packaged_checkpoint())
+    return {
+        (layer, expert): checksum(checkpoint.read_expert(layer, expert))
+        for layer in range(checkpoint.config.num_moe_layers)
+        for expert in range(checkpoint.config.n_routed_experts)
+    }
+
+
+def _in_words(status: pb.PoolStatus | None) -> str:
+    if status is None:
+        return "no balancer led, or it knew no pool"
+    ranks = ", ".join(f"{rank.worker} {rank.state}" for rank in status.ranks)
+    rollout = f", rollout {status.rollout.state}" if status.HasField("rollout") else ""
+    return (
+        f"health {pb.PoolHealth.Name(status.health)} ({status.health_reason}), epoch "
+        f"{status.epoch}, generation {status.generation}{rollout}, ranks: {ranks}"
+    )
+
+
+__all__ = ["WORKERS", "Arena", "FleetError", "whole"]

@@ -1,0 +1,163 @@
+"""Many runs on few fleets: performs what seeds mean, and judges it."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos.arena import NUM_CLIENTS, Arena, Condition, FleetError, whole
+from chaos.checks import Violation, violations
+from chaos.faults import suffer
+from chaos.history import History
+from chaos.plan import DOMAINS, Fault, Ground, Kind, Run, plan_run
+from equipoise.cli.reference import ReferenceModel
+from equipoise.cli.traffic import Prompt, prompts_of
+from equipoise.worker.settings import packaged_checkpoint
+from equipoise_api.v1 import status_pb2 as pb
+from equipoise_model.train.data import heldout_prompts
+
+WHOLE_BOUND_S = 60.0
+"""All workers serve again this long after the last fault, restarted processes included."""
+
+BALANCED_BOUND_S = 60.0
+"""The busiest rank carries at most `BALANCED` times the mean again this long after that."""
+
+ANSWER_BOUND_S = 30.0
+"""Every client has got an answer of its own this long after that."""
+
+BALANCED = 1.3
+RUNS_PER_ARENA = 10
+"""A fleet that survived so many runs is exchanged for a new one, whose start is a test too."""
+
+PROMPTS_PER_DOMAIN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A run and what came of it; `longest_pause_s` is the longest time without any token."""
+
+    run: Run
+    violations: tuple[Violation, ...]
+    num_answers: int
+    num_refused: int
+    longest_pause_s: float
+    took_s: float
+
+
+def undisturbed_answers() -> dict[Prompt, tuple[int, ...]]:
+    """What a model in one process answers to every prompt that clients will send."""
+    model = ReferenceModel.load(packaged_checkpoint())
+    answers = {}
+    for domain in DOMAINS:
+        texts = heldout_prompts(domain, num_prompts=PROMPTS_PER_DOMAIN, seed=11)
+        answers.update(model.answer(prompts_of(domain, texts, max_tokens=(24, 64), seed=11)))
+    return answers
+
+
+async def results(
+    seeds: Iterable[int],
+    *,
+    ground: Ground,
+    folder: Path,
+    answers: Mapping[Prompt, Sequence[int]],
+    clock_library: Path | None,
+) -> AsyncIterator[Result]:
+    """Perform the runs in their order; a fleet that violated anything is not used again."""
+    without = frozenset(() if clock_library else (Kind.CLOCK_JUMPS,))
+    left = [plan_run(seed, ground=ground, without=without) for seed in seeds]
+    for number in itertools.count():
+        if not left:
+            return
+        place = folder / f"{ground}-{number}-seed-{left[0].seed}"
+        place.mkdir(parents=True)
+        async with Arena(
+            place, ground=ground, answers=answers, clock_library=clock_library
+        ) as arena:
+            for _ in range(min(RUNS_PER_ARENA, len(left))):
+                result = await perform(arena, left.pop(0))
+                yield result
+                if result.violations:
+                    break
+
+
+async def perform(arena: Arena, run: Run) -> Result:
+    """Let a run befall a fleet that is whole."""
+    history = arena.history = arena.clients.history = History()
+    began_s = time.monotonic()
+    arena.clients.shift_to(run.domain)
+    noting = asyncio.create_task(_note_layouts(arena))
+    try:
+        async with asyncio.TaskGroup() as befalling:
+            for fault in run.faults:
+                befalling.create_task(_at(arena, fault))
+        await _recovered(arena)
+    except FleetError as error:
+        history.died.append(str(error))
+    finally:
+        noting.cancel()
+        await asyncio.gather(noting, return_exceptions=True)
+    return Result(
+        run=run,
+        violations=tuple(violations(history)),
+        num_answers=sum(not answer.refusal for answer in history.answers),
+        num_refused=sum(bool(answer.refusal) for answer in history.answers),
+        longest_pause_s=max(
+            (later - sooner for sooner, later in itertools.pairwise(history.token_times_s)),
+            default=0.0,
+        ),
+        took_s=time.monotonic() - began_s,
+    )
+
+
+async def _at(arena: Arena, fault: Fault) -> None:
+    await asyncio.sleep(fault.at_s)
+    await suffer(arena, fault)
+
+
+async def _recovered(arena: Arena) -> None:
+    """Wait for everything that must be well again, each with its bound."""
+    if not await _within(arena, "whole again", whole, bound_s=WHOLE_BOUND_S):
+        return
+    last_window = (await arena.until(lambda _: True, bound_s=10.0)).windows_closed
+
+    def balanced(status: pb.PoolStatus) -> bool:
+        return (
+            status.windows_closed > last_window
+            and bool(status.windows)
+            and 0 < status.windows[-1].max_over_mean <= BALANCED
+            and whole(status)
+        )
+
+    if not await _within(arena, "balanced again", balanced, bound_s=BALANCED_BOUND_S):
+        return
+    try:
+        await arena.clients.until_whole(2 * NUM_CLIENTS, timeout_s=ANSWER_BOUND_S)
+    except TimeoutError:
+        arena.history.overdue.append(f"no client was answered within {ANSWER_BOUND_S:g} s")
+        return
+    # A fleet that is balanced rolls nothing out; if it does all the same, then a little later.
+    await arena.until(whole, bound_s=WHOLE_BOUND_S)
+    await arena.verify_experts()
+
+
+async def _within(arena: Arena, name: str, condition: Condition, *, bound_s: float) -> bool:
+    began_s = time.monotonic()
+    try:
+        await arena.until(condition, bound_s=bound_s)
+    except TimeoutError as error:
+        arena.history.overdue.append(f"not {name} within {bound_s:g} s: {error}")
+        return False
+    arena.history.waits[name] = (time.monotonic() - began_s, bound_s)
+    return True
+
+
+async def _note_layouts(arena: Arena) -> None:
+    """See which layout each generation is, as long as the run lasts."""
+    while True:
+        try:
+            await arena.note_layout()
+        except Exception:  # noqa: BLE001 - nobody leads just now, or nothing is committed
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)

@@ -1,0 +1,113 @@
+"""`Clients`: HTTP clients of the gateway that never stop asking, and what they got."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+import httpx2
+
+from chaos.history import Answer, History
+from equipoise.cli.traffic import Prompt
+
+_TURNED_AWAY = {429, 503}
+
+
+class Clients:
+    """Closed-loop clients: each asks, reads to the end, asks again. `history` may be exchanged."""
+
+    def __init__(
+        self, gateway: str, *, answers: Mapping[Prompt, Sequence[int]], history: History
+    ) -> None:
+        self.history = history
+        self.num_whole = 0
+        self._gateway = gateway
+        self._answers = answers
+        self._of_domain = {
+            domain: itertools.cycle(list(prompts))
+            for domain, prompts in itertools.groupby(answers, key=lambda prompt: prompt.domain)
+        }
+        self._domain = next(iter(self._of_domain))
+        self._changed = asyncio.Condition()
+
+    def shift_to(self, domain: str) -> None:
+        """Requests that start from now on are of this domain."""
+        self._domain = domain
+
+    async def run(self, num_clients: int) -> None:
+        """Ask until cancelled."""
+        async with (
+            httpx2.AsyncClient(base_url=f"http://{self._gateway}", timeout=120.0) as http,
+            asyncio.TaskGroup() as clients,
+        ):
+            for _ in range(num_clients):
+                clients.create_task(self._ask_on(http))
+
+    async def until_whole(self, more: int, *, timeout_s: float) -> None:
+        """Wait until so many more requests came to their end.
+
+        Raises:
+            TimeoutError: they did not within the bound.
+        """
+        wanted = self.num_whole + more
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(lambda: self.num_whole >= wanted)
+
+    async def _ask_on(self, http: httpx2.AsyncClient) -> None:
+        while True:
+            answer = await self._ask(http, next(self._of_domain[self._domain]))
+            self.history.answers.append(answer)
+            if answer.refusal or answer.breakage:
+                await asyncio.sleep(0.2)
+                continue
+            async with self._changed:
+                self.num_whole += 1
+                self._changed.notify_all()
+
+    async def _ask(self, http: httpx2.AsyncClient, prompt: Prompt) -> Answer:
+        tokens: list[int] = []
+        refusal = breakage = ""
+        began_s = time.monotonic()
+        body = {
+            "prompt": list(prompt.tokens),
+            "max_tokens": prompt.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        try:
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code in _TURNED_AWAY:
+                    refusal = (await response.aread()).decode()
+                elif response.status_code != 200:
+                    breakage = f"{response.status_code}: {(await response.aread()).decode()}"
+                else:
+                    breakage = await self._read(response, tokens)
+        except httpx2.HTTPError as error:
+            breakage = f"{type(error).__name__}: {error}"
+        return Answer(
+            prompt=f"{prompt.domain}: {bytes(prompt.tokens)[-24:].decode(errors='replace')}",
+            tokens=tuple(tokens),
+            expected=tuple(self._answers[prompt]),
+            took_s=time.monotonic() - began_s,
+            refusal=refusal,
+            breakage=breakage,
+        )
+
+    async def _read(self, response: httpx2.Response, tokens: list[int]) -> str:
+        """Why the stream did not come to its end; empty if it did."""
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return ""
+            if not line.startswith("data: "):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                return f"after {len(tokens)} tokens: {event['error']}"
+            for choice in event["choices"]:
+                if choice["token_ids"]:
+                    self.history.token_times_s.append(time.monotonic())
+                tokens += choice["token_ids"]
+        return f"the stream ended after {len(tokens)} tokens without [DONE]"

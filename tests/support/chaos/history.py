@@ -1,0 +1,48 @@
+"""What happened in a run, as far as it can be seen from outside. Only data."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class StepSeen(NamedTuple):
+    """A step in which a rank made a token, as its answer to a request says."""
+
+    epoch: int
+    step: int
+    generation: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a client got for one request, and what it should have got.
+
+    `refusal` is set if it was turned away in words before its first token; `breakage` if it was
+    accepted and did not come to its end.
+    """
+
+    prompt: str
+    tokens: tuple[int, ...]
+    expected: tuple[int, ...]
+    took_s: float
+    refusal: str = ""
+    breakage: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """The whole of a run; times are seconds of one monotonic clock."""
+
+    answers: list[Answer] = field(default_factory=list)
+    steps: list[StepSeen] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+    layouts: dict[int, set[int]] = field(default_factory=dict)
+    """Hashes of the layouts that were seen under each committed generation."""
+    waits: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """What was waited for after the faults: how long, and the bound; both seconds."""
+    overdue: list[str] = field(default_factory=list)
+    """Waits that reached their bound, with what was there instead."""
+    unverified: list[str] = field(default_factory=list)
+    """Experts of which no rank has a right copy, in words."""
+    died: list[str] = field(default_factory=list)
+    """Processes that ended though nobody ended them, with their last words."""

@@ -1,0 +1,119 @@
+"""What befalls the fleet in a run: drawn from a seed, replayable, and nothing but data."""
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+NUM_WORKERS = 4
+DOMAINS = ("code", "arithmetic", "english")
+
+
+class Ground(StrEnum):
+    """The two ways to run a control plane; each has faults that the other cannot have."""
+
+    REDIS = "redis"
+    """Two balancers, of which one leads, and their state in Redis."""
+    SQLITE = "sqlite"
+    """One balancer and its state in a file."""
+
+
+class Kind(StrEnum):
+    """What can go wrong."""
+
+    WORKER_KILLED = "worker killed"
+    WORKER_HANGS = "worker hangs"
+    WORKER_STOPPED = "worker asked to stop"
+    WORKER_STUTTERS = "worker stutters"
+    BALANCER_KILLED = "balancer killed"
+    BALANCER_HANGS = "balancer hangs"
+    FOLLOWER_KILLED = "follower killed"
+    LINK_CUT = "links cut"
+    LINK_PARTED = "network parted"
+    LINK_LOSSY = "messages dropped"
+    LINK_SLOW = "messages delayed"
+    LINK_ECHOES = "messages duplicated"
+    LINK_SHUFFLED = "messages reordered"
+    LINK_GARBLED = "messages garbled"
+    EXPERTS_CORRUPTED = "expert bytes corrupted"
+    TRANSFER_STALLS = "transfers stall"
+    STRANGER = "stranger of another version"
+    CLOCK_JUMPS = "clock jumps"
+    REDIS_KILLED = "Redis killed"
+    REDIS_HANGS = "Redis hangs"
+    REDIS_FULL = "Redis full"
+    REDIS_EMPTIED = "Redis restarted empty"
+    DISK_FULL = "disk full"
+
+
+_ONLY_REDIS = {
+    Kind.FOLLOWER_KILLED,
+    Kind.REDIS_KILLED,
+    Kind.REDIS_HANGS,
+    Kind.REDIS_FULL,
+    Kind.REDIS_EMPTIED,
+}
+_ONLY_SQLITE = {Kind.DISK_FULL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault: when it begins, how long it lasts, and whom it hits.
+
+    `victim` is a number of a worker where the kind is about one. `draw` is what the fault draws
+    from, so that it does the same whatever befell before.
+    """
+
+    kind: Kind
+    at_s: float
+    lasts_s: float
+    victim: int
+    draw: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Everything that a seed means."""
+
+    seed: int
+    ground: Ground
+    domain: str
+    faults: tuple[Fault, ...]
+
+
+def plan_run(seed: int, *, ground: Ground, without: frozenset[Kind] = frozenset()) -> Run:
+    """One to three faults within some seconds, in traffic that shifts when the run begins.
+
+    Kinds that cannot be had here are left out after they were drawn: a seed means the same
+    everywhere otherwise.
+
+    The shift makes the balancer roll layouts out, so that faults meet rollouts in every state.
+    """
+    rng = random.Random(f"{ground}/{seed}")
+    kinds = kinds_of(ground)
+    faults = [
+        Fault(
+            kind=rng.choice(kinds),
+            at_s=rng.uniform(0.2, 6.0),
+            lasts_s=rng.uniform(0.3, 7.0),
+            victim=rng.randrange(NUM_WORKERS),
+            draw=rng.randrange(2**32),
+        )
+        for _ in range(rng.choice((1, 1, 2, 2, 3)))
+    ]
+    return Run(
+        seed=seed,
+        ground=ground,
+        domain=DOMAINS[seed % len(DOMAINS)],
+        faults=tuple(
+            sorted(
+                (fault for fault in faults if fault.kind not in without),
+                key=lambda fault: fault.at_s,
+            )
+        ),
+    )
+
+
+def kinds_of(ground: Ground) -> tuple[Kind, ...]:
+    """The kinds that a ground can have, in their order."""
+    foreign = _ONLY_SQLITE if ground is Ground.REDIS else _ONLY_REDIS
+    return tuple(kind for kind in Kind if kind not in foreign)

@@ -1,0 +1,256 @@
+"""`Relay`: stands in front of a gRPC server and lets messages through as the weather has it.
+
+Messages pass as bytes, whatever service they belong to, so that it serves both sides of every
+contract. It looks at two of them only: which worker says Hello, to give its link weather of its
+own, and which tokens a rank made in which step, to tell the history.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from equipoise_api.v1 import worker_link_pb2, worker_pb2
+
+_CONNECT = "/equipoise_api.v1.WorkerLink/Connect"
+_GENERATE = "/equipoise_api.v1.Inference/Generate"
+_FETCH = "/equipoise_api.v1.ExpertTransfer/Fetch"
+
+_POLL_S = 0.02
+
+Observer = Callable[[worker_pb2.GenerateResponse], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Weather:
+    """What befalls the messages of a link; probabilities are of each message, each way.
+
+    `parted` holds back everything until it is over, as a network does whose packets are lost and
+    sent again. Corruption of experts is of each piece of one.
+    """
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    parted: bool = False
+    dropped: float = 0.0
+    doubled: float = 0.0
+    swapped: float = 0.0
+    garbled: float = 0.0
+    delay_s: float = 0.0
+    corrupted: float = 0.0
+    stalled: bool = False
+
+    def befall(self, message: bytes, *, garbling: bool) -> list[bytes]:
+        """What becomes of a message by itself: nothing, another, itself, or itself twice."""
+        if self.rng.random() < self.dropped:
+            return []
+        if garbling and self.rng.random() < self.garbled:
+            message = _garbled(message, self.rng)
+        return [message] * (2 if self.rng.random() < self.doubled else 1)
+
+
+class Relay:
+    """Serves `listen` (host:port) with what `target` answers. An asynchronous context."""
+
+    def __init__(self, listen: str, *, target: str, observer: Observer | None = None) -> None:
+        self.listen = listen
+        self.weather = Weather()
+        self.weather_of: dict[str, Weather] = {}
+        self._target = target
+        self._observer = observer
+        self._calls: dict[asyncio.Task[Any], str] = {}
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server.add_generic_rpc_handlers((_Everything(self._relay),))
+
+    async def __aenter__(self) -> Self:
+        assert self._server.add_insecure_port(self.listen), self.listen
+        self._channel = grpc.aio.insecure_channel(
+            self._target,
+            # A target that was restarted is to be reached at once, not after a back-off.
+            options=(
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 300),
+            ),
+        )
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._server.stop(0)
+        await self._channel.close()
+
+    def cut(self, worker: str = "") -> None:
+        """Break all calls that run, or those of one worker's link."""
+        for task, name in list(self._calls.items()):
+            if not worker or name == worker:
+                task.cancel()
+
+    def clear(self) -> None:
+        """End all bad weather."""
+        self.weather = Weather()
+        self.weather_of.clear()
+
+    async def _relay(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
+        call = self._channel.stream_stream(method)(metadata=_forwarded(context))
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[task] = ""
+        sender = asyncio.create_task(self._send(method, requests, call, task))
+        try:
+            await self._answer(method, call, context, task)
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details())
+        except asyncio.CancelledError:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the link was cut")
+        finally:
+            del self._calls[task]
+            sender.cancel()
+            call.cancel()
+            with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                await sender
+
+    async def _send(
+        self, method: str, requests: AsyncIterator[bytes], call: Any, task: asyncio.Task[Any]
+    ) -> None:
+        first = True
+        with suppress(asyncio.InvalidStateError, grpc.aio.UsageError):
+            async for message in self._through(method, requests, task, upwards=True):
+                if first and method == _CONNECT:
+                    self._calls[task] = _worker_of(message)
+                first = False
+                await call.write(message)
+            await call.done_writing()
+
+    async def _answer(self, method: str, call: Any, context: Any, task: asyncio.Task[Any]) -> None:
+        # A rank says with its metadata that it took a request, long before its first token.
+        await context.send_initial_metadata(tuple(await call.initial_metadata() or ()))
+        async for message in self._through(method, _read(call), task):
+            if method == _GENERATE and self._observer is not None:
+                self._observer(worker_pb2.GenerateResponse.FromString(message))
+            if method == _FETCH:
+                message = await self._transferred(message)  # noqa: PLW2901
+            await context.write(message)
+        if (code := await call.code()) is not grpc.StatusCode.OK:
+            await context.abort(code, await call.details(), await call.trailing_metadata() or ())
+
+    async def _through(
+        self,
+        method: str,
+        messages: AsyncIterator[bytes],
+        task: asyncio.Task[Any],
+        *,
+        upwards: bool = False,
+    ) -> AsyncIterator[bytes]:
+        """What the weather leaves of the messages of one direction of a call.
+
+        Only what goes up is garbled: the balancer distrusts what it hears. Workers believe a
+        balancer whose messages arrived whole, as TCP and TLS see to. Other calls than the worker
+        link know the weather of transfers only, and cuts.
+        """
+        kept: bytes | None = None
+        async for message in messages:
+            weather = await self._clear_enough(task)
+            if method != _CONNECT:
+                yield message
+                continue
+            if weather.delay_s:
+                await asyncio.sleep(weather.rng.uniform(0, weather.delay_s))
+            passing = weather.befall(message, garbling=upwards)
+            if passing and kept is None and weather.rng.random() < weather.swapped:
+                kept = passing.pop()
+            for one in passing:
+                yield one
+            if passing and kept is not None:
+                yield kept
+                kept = None
+        if kept is not None:
+            yield kept
+
+    async def _clear_enough(self, task: asyncio.Task[Any]) -> Weather:
+        """The weather of a call's link, once it lets anything pass at all."""
+        while True:
+            weather = self.weather_of.get(self._calls.get(task, ""), self.weather)
+            if not weather.parted:
+                return weather
+            await asyncio.sleep(_POLL_S)
+
+    async def _transferred(self, message: bytes) -> bytes:
+        while self.weather.stalled:  # noqa: ASYNC110 - the weather is plain data
+            await asyncio.sleep(_POLL_S)
+        if self.weather.rng.random() >= self.weather.corrupted:
+            return message
+        piece = worker_pb2.FetchResponse.FromString(message)
+        data = bytearray(piece.data)
+        if data:
+            data[self.weather.rng.randrange(len(data))] ^= 1 << self.weather.rng.randrange(8)
+        return worker_pb2.FetchResponse(data=bytes(data)).SerializeToString()
+
+
+@asynccontextmanager
+async def forwarding(listen: str, *, target: str) -> AsyncIterator[None]:
+    """Pass the bytes of every connection on, both ways; for what is not gRPC."""
+    host, _, port = target.rpartition(":")
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            upper_reader, upper_writer = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(_pass(reader, upper_writer), _pass(upper_reader, writer))
+        writer.close()
+
+    host_here, _, port_here = listen.rpartition(":")
+    async with await asyncio.start_server(connected, host_here, int(port_here)):
+        yield
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+class _Everything(grpc.GenericRpcHandler):
+    """Every method, as a stream of bytes each way, which on the wire it is."""
+
+    def __init__(self, relay: Callable[..., Any]) -> None:
+        self._relay = relay
+
+    def service(self, handler_call_details: Any) -> Any:
+        method = handler_call_details.method
+
+        async def serve(requests: AsyncIterator[bytes], context: Any) -> None:
+            await self._relay(method, requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+
+async def _read(call: Any) -> AsyncIterator[bytes]:
+    while (message := await call.read()) is not grpc.aio.EOF:
+        yield message
+
+
+def _worker_of(message: bytes) -> str:
+    try:
+        return worker_link_pb2.ConnectRequest.FromString(message).hello.worker
+    except DecodeError:
+        return ""
+
+
+def _forwarded(context: Any) -> tuple[tuple[str, str | bytes], ...]:
+    return tuple(
+        (key, value)
+        for key, value in context.invocation_metadata() or ()
+        if not key.startswith(("grpc-", "user-agent", ":"))
+    )
+
+
+def _garbled(message: bytes, rng: random.Random) -> bytes:
+    data = bytearray(message) or bytearray(b"\0")
+    for _ in range(rng.randrange(1, 4)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)

@@ -1,0 +1,26 @@
+"""Runs a program of Python's whose wall clock another process can set.
+
+`python with_clock.py LIBRARY FILE PROGRAM...`: libfaketime reads FILE (for example "+3600") anew at
+every look at the clock. The monotonic clock stays true, as it does when somebody sets the time.
+"""
+
+import os
+import sys
+
+
+def main(arguments: list[str]) -> None:
+    """Replace this process by the program."""
+    library, file, *program = arguments
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": library,
+        "FAKETIME_TIMESTAMP_FILE": file,
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "DONT_FAKE_MONOTONIC": "1",
+    }
+    os.execve(sys.executable, [sys.executable, *program], environment)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
