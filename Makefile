@@ -62,7 +62,7 @@ lint: $(STAMP)  ## Style, types, borders between rooms, protos against their stu
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/codespell --skip '*.json,*.safetensors,constraints.txt,.venv,*_pb2*' --ignore-words-list 'te,ans,nd' .
+	$(BIN)/codespell --skip '*.json,*.safetensors,constraints.txt,.venv,*_pb2*' --ignore-words-list 'te,ans,nd,intervall' .
 	$(BIN)/python protos/check.py
 
 bench: $(STAMP)  ## Run the benchmarks and print their ratios
