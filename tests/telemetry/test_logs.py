@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -62,11 +63,13 @@ def test_text_is_for_people():
 
 def test_a_balancer_told_to_log_json_writes_nothing_else(tmp_path):
     command = [sys.executable, "-m", "equipoise.cli.main", "balancer", "--log-format", "json"]
-    arguments = ["--listen", "256.0.0.1:0", "--store", str(tmp_path / "state.sqlite")]
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        arguments = ["--listen", address, "--store", str(tmp_path / "state.sqlite")]
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
+        )
     *lines, last = done.stderr.splitlines()
     assert done.returncode == 1
-    assert last.startswith("equipoise balancer: cannot listen on 256.0.0.1:0")
+    assert last.startswith(f"equipoise balancer: cannot listen on {address}")
     assert all(json.loads(line)["message"] for line in lines)

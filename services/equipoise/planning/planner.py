@@ -248,7 +248,9 @@ def _worth_changing(
 ) -> tuple[npt.NDArray[np.bool_], str]:
     """Layers that gain more than jitter and chance, [layers], and in words why others do not."""
     before, after = (problem.balancedness_of_layer(*placed) for placed in (one, other))
-    changes, comparison = after - before > LEAST_LAYER_GAIN, ""
+    # A pool that holds nothing yet has nothing to keep for the sake of it.
+    least_gain = 0.0 if problem.is_new else LEAST_LAYER_GAIN
+    changes, comparison = after - before > least_gain, ""
     if samples is not None:
         beyond, words = gains_beyond_chance(problem, 1 / before - 1 / after, samples=samples)
         num_kept = int((changes & ~beyond).sum())
