@@ -58,6 +58,16 @@ def test_a_plan_that_gains_is_accepted_with_its_gain_and_its_price():
     assert "no shift: steady" in verdict.reason
 
 
+def test_even_shares_that_follow_from_replicas_are_not_spoken_of():
+    held = np.array([[0, 1, 2, 0, 1, 3]], dtype=np.int32)
+    wanted = np.array([[0, 1, 2, 0, 2, 3]], dtype=np.int32)  # Expert 1 loses a replica to 2.
+    current = Layout(generation=4, num_experts=4, num_ranks=2, expert_of_slot=held)
+    load = np.array([[100.0, 100.0, 900.0, 100.0]])
+    verdict = verdict_on(current=current, proposed=wanted, average=load, window=load)
+    assert verdict.accepted
+    assert (verdict.moves, verdict.reshared) == (1, 0)
+
+
 def test_too_few_tokens_decide_nothing():
     verdict = verdict_on(window=HOT_PAIR / 10)
     assert not verdict.accepted

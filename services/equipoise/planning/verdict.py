@@ -116,7 +116,9 @@ def _cost(
     one that stages nothing.
     """
     moved = target.expert_of_slot != current.expert_of_slot
-    reshared = int(((target.shares() != current.shares()) & ~moved).sum())
+    # Even shares follow from the experts' replicas: no word is needed for them.
+    is_uneven = target.share_of_slot is not None or current.share_of_slot is not None
+    reshared = int(((target.shares() != current.shares()) & ~moved).sum()) if is_uneven else 0
     moves_of_rank = np.add.reduceat(moved.sum(axis=0), current.first_slot[:-1])
     most_bytes = int(moves_of_rank.max()) * model.expert_bytes
     pull_s = most_bytes / policy.bandwidth_bytes_per_s
