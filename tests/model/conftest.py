@@ -4,31 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from small_models import SMALL
 
-from equipoise_model.config import ModelConfig, RopeConfig
+from equipoise_model.config import RopeConfig
 from equipoise_model.transformer import Transformer
 
-PLAIN = ModelConfig(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    num_hidden_layers=3,
-    first_k_dense_replace=1,
-    num_attention_heads=4,
-    q_lora_rank=32,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=16,
-    v_head_dim=16,
-    n_routed_experts=8,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    num_nextn_predict_layers=1,
-    max_position_embeddings=256,
-)
+PLAIN = dataclasses.replace(SMALL, n_group=1, topk_group=1, num_nextn_predict_layers=1)
 YARN = dataclasses.replace(
     PLAIN,
     rope=RopeConfig(

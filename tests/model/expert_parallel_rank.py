@@ -9,34 +9,15 @@ from datetime import timedelta
 
 import numpy as np
 import torch
+from small_models import MOE_LAYERS as CONFIG
 from torch import distributed as dist
 
-from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.experts import StagedExperts
 from equipoise_model.moe import MoE
 from equipoise_model.placement import Placement
 
-CONFIG = ModelConfig(
-    vocab_size=32,
-    hidden_size=64,
-    intermediate_size=64,
-    moe_intermediate_size=32,
-    num_hidden_layers=2,
-    first_k_dense_replace=0,
-    num_attention_heads=2,
-    q_lora_rank=None,
-    kv_lora_rank=16,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=16,
-    v_head_dim=16,
-    n_routed_experts=16,
-    n_shared_experts=1,
-    num_experts_per_tok=4,
-    n_group=4,
-    topk_group=2,
-)
 NUM_SLOTS = 24
 NUM_ROWS = 26
 

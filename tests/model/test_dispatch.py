@@ -1,32 +1,13 @@
 import numpy as np
 import pytest
 import torch
+from small_models import MOE_LAYERS as CONFIG
 
-from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import ExpertSlots, StagedExperts
 from equipoise_model.placement import Placement
 from equipoise_model.router import Routing
 
-CONFIG = ModelConfig(
-    vocab_size=32,
-    hidden_size=64,
-    intermediate_size=64,
-    moe_intermediate_size=32,
-    num_hidden_layers=2,
-    first_k_dense_replace=0,
-    num_attention_heads=2,
-    q_lora_rank=None,
-    kv_lora_rank=16,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=16,
-    v_head_dim=16,
-    n_routed_experts=16,
-    n_shared_experts=1,
-    num_experts_per_tok=4,
-    n_group=4,
-    topk_group=2,
-)
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 16, 4
 
 

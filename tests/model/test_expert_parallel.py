@@ -10,7 +10,7 @@ import pytest
 import torch
 
 PROGRAM = Path(__file__).with_name("expert_parallel_rank.py")
-ROOMS = [Path(__file__).parents[2] / room for room in ("model", "kernels")]
+FOLDERS = [Path(__file__).parents[2] / folder for folder in ("model", "kernels", "tests/support")]
 TIMEOUT_S = 120
 GROUP_SIZES = (2, 4)
 NUM_ROWS, TOP_K, NUM_LAYERS, NUM_EXPERTS = 26, 4, 2, 16
@@ -27,7 +27,7 @@ def run_group(num_ranks, folder):
     rendezvous = folder / f"rendezvous-{num_ranks}"
     results = [folder / f"result-{num_ranks}-{rank}" for rank in range(num_ranks)]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, ROOMS)),
+        "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
         "OMP_NUM_THREADS": "1",
     }
     processes = [

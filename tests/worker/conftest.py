@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from small_models import SMALL as CONFIG
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
@@ -19,31 +20,10 @@ from equipoise.worker.held import HeldExperts, StagedGeneration
 from equipoise.worker.settings import WorkerSettings
 from equipoise_api.v1 import worker_link_pb2_grpc
 from equipoise_model.checkpoint import Checkpoint, save
-from equipoise_model.config import ModelConfig
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.generate import greedy
 from equipoise_model.transformer import Transformer
 
-CONFIG = ModelConfig(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    num_hidden_layers=3,
-    first_k_dense_replace=1,
-    num_attention_heads=4,
-    q_lora_rank=32,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=16,
-    v_head_dim=16,
-    n_routed_experts=8,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    n_group=2,
-    topk_group=2,
-    max_position_embeddings=256,
-)
 BOUND_S = 60.0
 
 

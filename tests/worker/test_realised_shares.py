@@ -1,35 +1,25 @@
 """From a layout's shares through the model's dispatch to the counters that workers report."""
 
+import dataclasses
+
 import numpy as np
 import torch
+from small_models import MOE_LAYERS
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.realised import realised_shares
 from equipoise.planning.shares import WHOLE, even_shares
 from equipoise.worker.applier import placement_of
-from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import ExpertSlots
 from equipoise_model.router import Routing
 
-CONFIG = ModelConfig(
-    vocab_size=32,
+CONFIG = dataclasses.replace(
+    MOE_LAYERS,
     hidden_size=16,
-    intermediate_size=16,
     moe_intermediate_size=16,
-    num_hidden_layers=2,
-    first_k_dense_replace=0,
-    num_attention_heads=2,
-    q_lora_rank=None,
-    kv_lora_rank=16,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=16,
-    v_head_dim=16,
     n_routed_experts=8,
-    n_shared_experts=1,
     num_experts_per_tok=2,
-    n_group=4,
-    topk_group=2,
 )
 
 
