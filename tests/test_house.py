@@ -18,7 +18,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import pkgutil, importlib
 import equipoise.planning, equipoise.wire, equipoise.balancer, equipoise.gateway
-import equipoise.cli.main, equipoise.cli.status
+import equipoise.cli.main, equipoise.cli.look.status
 for room in (equipoise.planning, equipoise.wire, equipoise.balancer, equipoise.gateway):
     for module in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
         if not module.name.endswith("__main__"):

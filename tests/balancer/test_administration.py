@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.balancer.admin_requests import (
+from equipoise.balancer.pool.admin_requests import (
     AdminRequest,
     Pause,
     Pin,
@@ -14,8 +14,8 @@ from equipoise.balancer.admin_requests import (
     RollBack,
     Unpin,
 )
-from equipoise.balancer.effects import WriteAudit, WriteProposed
-from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.pool.effects import WriteAudit, WriteProposed
+from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.planning.layout import contiguous_layout
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from equipoise.balancer.bounds import WRITE_TIMEOUT_S, Bounds
-from equipoise.balancer.status import pool_status
+from equipoise.balancer.service.status import pool_status
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import WorkerBound
 

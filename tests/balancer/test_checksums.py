@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from equipoise.balancer.checksums import ChecksumTable
+from equipoise.balancer.pool.checksums import ChecksumTable
 from equipoise.planning.layout import contiguous_layout
 
 LAYOUT = contiguous_layout(num_layers=2, num_experts=6, num_ranks=2, slots_per_rank=4)

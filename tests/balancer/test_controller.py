@@ -4,9 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.balancer.effects import WriteAdopted, WriteCommitted, WriteMembership, WriteProposed
-from equipoise.balancer.health import Health
-from equipoise.balancer.status import pool_status
+from equipoise.balancer.pool.effects import (
+    WriteAdopted,
+    WriteCommitted,
+    WriteMembership,
+    WriteProposed,
+)
+from equipoise.balancer.pool.health import Health
+from equipoise.balancer.service.status import pool_status
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import Abort, Assignment, Stage

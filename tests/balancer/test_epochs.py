@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equipoise.balancer.effects import WriteAdopted, WriteMembership
-from equipoise.balancer.health import Health
-from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.pool.effects import WriteAdopted, WriteMembership
+from equipoise.balancer.pool.health import Health
+from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.planning.moves import CheckpointSource, RankSource
 from equipoise.wire.messages import Assignment, GroupLost, Leaving
 

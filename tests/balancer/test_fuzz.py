@@ -19,8 +19,8 @@ from redis_server import free_port
 from scale import balancing
 
 from equipoise.balancer.errors import RefusedWorkerError
-from equipoise.balancer.pools import MAX_POOLS
-from equipoise.balancer.status import loads_response, pool_status
+from equipoise.balancer.pool.pools import MAX_POOLS
+from equipoise.balancer.service.status import loads_response, pool_status
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.load import LoadReport
 from equipoise.wire.convert import from_worker, to_balancer

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager, suppress
 import numpy as np
 import pytest
 
-from equipoise.balancer import planning_thread as planning_thread_module
-from equipoise.balancer import pools as pools_module
-from equipoise.balancer.mailbox import Mailbox
-from equipoise.balancer.policies import PolicyBook
-from equipoise.balancer.pools import Pools
-from equipoise.balancer.proposal import propose
-from equipoise.balancer.runner import steady_clock
-from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.balancer.policy.book import PolicyBook
+from equipoise.balancer.pool import planning_thread as planning_thread_module
+from equipoise.balancer.pool import pools as pools_module
+from equipoise.balancer.pool.mailbox import Mailbox
+from equipoise.balancer.pool.pools import Pools
+from equipoise.balancer.pool.proposal import propose
+from equipoise.balancer.pool.runner import steady_clock
+from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import Assignment
 

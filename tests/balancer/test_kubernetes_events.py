@@ -4,8 +4,8 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client
 
-from equipoise.balancer import kubernetes_events as events_module
-from equipoise.balancer.kubernetes_events import KubernetesEvents
+from equipoise.balancer.telemetry import kubernetes_events as events_module
+from equipoise.balancer.telemetry.kubernetes_events import KubernetesEvents
 
 
 class EventServer:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from equipoise.balancer.leadership import (
+from equipoise.balancer.leadership.standing import (
     TABLE,
     Candidate,
     Due,

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from equipoise.balancer.leadership import Candidate, LeaseTiming, Role
-from equipoise.balancer.lease_elector import Elector
-from equipoise.balancer.lease_redis import RedisRegister
-from equipoise.balancer.lease_register import ALONE, RegisterError, SoleRegister
+from equipoise.balancer.leadership.elector import Elector
+from equipoise.balancer.leadership.redis_register import RedisRegister
+from equipoise.balancer.leadership.register import ALONE, RegisterError, SoleRegister
+from equipoise.balancer.leadership.standing import Candidate, LeaseTiming, Role
 
 BOUND_S = 60.0
 QUICK = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.1, request_timeout_s=0.1)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equipoise.balancer.loads import PoolLoads
-from equipoise.balancer.store import AverageRecord
+from equipoise.balancer.pool.loads import PoolLoads
+from equipoise.balancer.store.store import AverageRecord
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import LoadReport, Phase
 from equipoise.planning.policy import Policy

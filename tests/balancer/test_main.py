@@ -9,7 +9,7 @@ import pytest
 from redis_server import RedisServer, free_port, require_redis
 
 from equipoise.balancer.__main__ import run
-from equipoise.balancer.leadership import LeaseTiming
+from equipoise.balancer.leadership.standing import LeaseTiming
 from equipoise.balancer.settings import BalancerSettings, InvalidSettingsError, LeaseKind
 from equipoise.trust.settings import Tls
 
@@ -136,7 +136,7 @@ def test_a_cluster_that_is_not_there_is_one_line_and_exit_status_1(tmp_path, cap
 def test_a_missing_kubernetes_client_is_named_with_the_command_that_installs_it(
     capsys, monkeypatch
 ):
-    monkeypatch.setitem(sys.modules, "equipoise.balancer.lease_kubernetes", None)
+    monkeypatch.setitem(sys.modules, "equipoise.balancer.leadership.kubernetes_register", None)
     settings = BalancerSettings(store="redis://127.0.0.1:1/0", lease=LeaseKind.KUBERNETES)
     assert run(settings) == 1
     (line,) = capsys.readouterr().err.splitlines()

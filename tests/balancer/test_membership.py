@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from equipoise.balancer.errors import RefusedWorkerError
-from equipoise.balancer.health import Health
+from equipoise.balancer.pool.health import Health
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.errors import InvalidMessageError

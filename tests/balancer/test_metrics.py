@@ -8,16 +8,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from scrapes import documented, ours, scrape, value_of
 
-from equipoise.balancer.leadership import LeaseTiming
-from equipoise.balancer.loads import PoolLoads
-from equipoise.balancer.memory import PoolMemory
-from equipoise.balancer.policies import PolicyBook
-from equipoise.balancer.pool import Pool
-from equipoise.balancer.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
-from equipoise.balancer.refusals import MAX_KINDS
-from equipoise.balancer.roster import Member
+from equipoise.balancer.leadership.standing import LeaseTiming
+from equipoise.balancer.policy.book import PolicyBook
+from equipoise.balancer.pool.loads import PoolLoads
+from equipoise.balancer.pool.memory import PoolMemory
+from equipoise.balancer.pool.pool import Pool
+from equipoise.balancer.pool.refusals import MAX_KINDS
+from equipoise.balancer.pool.roster import Member
 from equipoise.balancer.server import serving
-from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.balancer.telemetry.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
 from equipoise.planning.topology import ModelShape
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.histogram import Histogram

@@ -1,6 +1,6 @@
 """How many messages a stream may bring."""
 
-from equipoise.balancer.pace import Pace, message_pace
+from equipoise.balancer.service.pace import Pace, message_pace
 from equipoise.planning.policy import Policy
 
 

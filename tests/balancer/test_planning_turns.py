@@ -2,8 +2,8 @@
 
 import asyncio
 
-from equipoise.balancer import planning_turns
-from equipoise.balancer.planning_turns import MAX_AT_ONCE, PlanningTurns
+from equipoise.balancer.pool import planning_turns
+from equipoise.balancer.pool.planning_turns import MAX_AT_ONCE, PlanningTurns
 
 WAIT_S = 30.0
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from equipoise.balancer.status import pool_status
+from equipoise.balancer.service.status import pool_status
 from equipoise.planning.policy import Policy
 from equipoise.planning.promise import Outcome
 

@@ -7,10 +7,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from equipoise.balancer import policy_file as policy_file_module
-from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.policy import file as policy_file_module
+from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import READY, serving
-from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.messages import Assignment, Rejection

@@ -8,8 +8,8 @@ from redis import Redis
 from redis.crc import key_slot
 from redis_server import RedisServer, free_port, require_redis
 
-from equipoise.balancer.redis_store import HASH_TAG, RedisStore
-from equipoise.balancer.store import (
+from equipoise.balancer.store.redis_store import HASH_TAG, RedisStore
+from equipoise.balancer.store.store import (
     AverageRecord,
     StoreConflictError,
     StoreError,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from equipoise.balancer.effects import (
+from equipoise.balancer.pool.effects import (
     WriteAdopted,
     WriteAverage,
     WriteCommitted,
@@ -10,9 +10,9 @@ from equipoise.balancer.effects import (
     WriteMembership,
     WriteProposed,
 )
-from equipoise.balancer.health import Health
-from equipoise.balancer.memory import recall
-from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.balancer.pool.health import Health
+from equipoise.balancer.pool.memory import recall
+from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.wire.messages import Abort, Assignment
 
 

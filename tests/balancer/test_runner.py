@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
-from equipoise.balancer import runner as runner_module
-from equipoise.balancer.controller import PoolController
-from equipoise.balancer.health import Health
-from equipoise.balancer.mailbox import Mailbox
-from equipoise.balancer.memory import PoolMemory
-from equipoise.balancer.planning_turns import PlanningTurns
-from equipoise.balancer.policies import PolicyBook
-from equipoise.balancer.runner import PoolRunner, steady_clock
-from equipoise.balancer.store import StoreConflictError, StoreError, StoreFault, TermOverError
+from equipoise.balancer.policy.book import PolicyBook
+from equipoise.balancer.pool import runner as runner_module
+from equipoise.balancer.pool.controller import PoolController
+from equipoise.balancer.pool.health import Health
+from equipoise.balancer.pool.mailbox import Mailbox
+from equipoise.balancer.pool.memory import PoolMemory
+from equipoise.balancer.pool.planning_turns import PlanningTurns
+from equipoise.balancer.pool.runner import PoolRunner, steady_clock
+from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import Assignment, HeartbeatAck
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from equipoise.balancer.archive import Archive
 from equipoise.balancer.errors import UnknownPoolError
-from equipoise.balancer.leadership import Candidate, LeaseTiming
-from equipoise.balancer.lease_elector import Elector
-from equipoise.balancer.lease_register import SoleRegister
-from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.leadership.elector import Elector
+from equipoise.balancer.leadership.register import SoleRegister
+from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
+from equipoise.balancer.policy.book import PolicyBook
+from equipoise.balancer.pool.archive import Archive
+from equipoise.balancer.pool.runner import steady_clock
 from equipoise.balancer.readiness import Readiness
-from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.server import serving
-from equipoise.balancer.sqlite_store import SqliteStore
-from equipoise.balancer.store import StoreError, StoreFault
+from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.balancer.store.store import StoreError, StoreFault
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.wire.convert import from_balancer, to_balancer

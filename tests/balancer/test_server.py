@@ -11,9 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from equipoise.balancer.errors import BalancerError
-from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import serving
-from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.wire.convert import from_balancer, to_balancer

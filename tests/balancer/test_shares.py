@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from equipoise.balancer.status import pool_status
+from equipoise.balancer.service.status import pool_status
 from equipoise.planning.policy import Algorithm, Weighting
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from equipoise.balancer.status import pool_status
+from equipoise.balancer.service.status import pool_status
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import GroupLost
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from equipoise.balancer.status import loads_response, pool_status, pool_summary
+from equipoise.balancer.service.status import loads_response, pool_status, pool_summary
 from equipoise_api.v1 import status_pb2 as pb
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equipoise.balancer.hold import Hold
-from equipoise.balancer.redis_store import RedisStore
-from equipoise.balancer.sqlite_file import SCHEMA_VERSION
-from equipoise.balancer.sqlite_store import SqliteStore
-from equipoise.balancer.store import (
+from equipoise.balancer.store.hold import Hold
+from equipoise.balancer.store.redis_store import RedisStore
+from equipoise.balancer.store.sqlite_file import SCHEMA_VERSION
+from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
@@ -343,7 +343,7 @@ async def test_a_proposal_is_over_when_it_is_committed(store):
 
 
 async def test_a_second_balancer_on_one_file_is_told_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("equipoise.balancer.sqlite_file._LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("equipoise.balancer.store.sqlite_file._LOCK_TIMEOUT_S", 0.0)
     first = SqliteStore(tmp_path / "state")
     with pytest.raises(StoreError, match="held by another process"):
         SqliteStore(tmp_path / "state")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from equipoise.balancer.health import Health
+from equipoise.balancer.pool.health import Health
 from equipoise.planning.policy import Policy
 
 FAULT = "redis://store: no answer within 2 s"

@@ -10,9 +10,9 @@ from authority import Authority, write_token
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from equipoise.balancer.policies import PolicyBook
+from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import serving
-from equipoise.balancer.sqlite_store import SqliteStore
+from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError

@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from equipoise.balancer.effects import (
+from equipoise.balancer.pool.effects import (
     WriteAdopted,
     WriteCommitted,
     WriteDecision,
     WriteMembership,
     WriteProposed,
 )
-from equipoise.balancer.health import Health
-from equipoise.balancer.memory import PoolMemory
+from equipoise.balancer.pool.health import Health
+from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.wire.messages import Stage
 
 ACTIONS = 100

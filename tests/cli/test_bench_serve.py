@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from scripted_ranks import Fault
 
-from equipoise.cli.bench_load import Served
-from equipoise.cli.bench_report import report
-from equipoise.cli.bench_requests import AskedRequest, asked_requests
-from equipoise.cli.bench_serve import run
-from equipoise.cli.bench_settings import BenchServeSettings
+from equipoise.cli.bench.load import Served
+from equipoise.cli.bench.report import report
+from equipoise.cli.bench.requests import AskedRequest, asked_requests
+from equipoise.cli.bench.serve import run
+from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.tool_settings import ToolInputError
 
 

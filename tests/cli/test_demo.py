@@ -3,9 +3,9 @@ import asyncio
 import pytest
 from rich.console import Console
 
-from equipoise.cli.demo import Demo, DemoError, DemoSettings, run
-from equipoise.cli.demo_view import PlainScreen
-from equipoise.cli.fleet import Fleet, FleetError
+from equipoise.cli.demo.fleet import Fleet, FleetError
+from equipoise.cli.demo.run import Demo, DemoError, DemoSettings, run
+from equipoise.cli.demo.view import PlainScreen
 
 
 @pytest.mark.parametrize(

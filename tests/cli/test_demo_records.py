@@ -1,6 +1,6 @@
 import pytest
 
-from equipoise.cli.demo_records import switches_of, windows_of
+from equipoise.cli.demo.records import switches_of, windows_of
 from equipoise_api.v1 import status_pb2
 
 

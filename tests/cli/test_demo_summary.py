@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from equipoise.cli.demo_summary import summary
-from equipoise.cli.outcome import DomainShift, Latency, Outcome, Span, Switch
+from equipoise.cli.demo.outcome import DomainShift, Latency, Outcome, Span, Switch
+from equipoise.cli.demo.summary import summary
 
 SHIFT = DomainShift(
     from_domain="code",

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from equipoise.cli.demo_view import (
+from equipoise.cli.demo.outcome import Latency, Window
+from equipoise.cli.demo.view import (
     LiveScreen,
     Mark,
     PlainScreen,
@@ -13,7 +14,6 @@ from equipoise.cli.demo_view import (
     open_screen,
     picture,
 )
-from equipoise.cli.outcome import Latency, Window
 from equipoise_api.v1 import status_pb2
 
 YES = status_pb2.Decision(

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from equipoise.cli.fleet import Fleet, FleetError, free_address, tethered
+from equipoise.cli.demo.fleet import Fleet, FleetError, free_address, tethered
 
 BOUND_S = 30.0
 SLEEPER = ("-c", "import signal; signal.pause()")
@@ -43,7 +43,7 @@ async def test_leaving_the_block_ends_every_process(tmp_path):
 
 
 async def test_a_process_that_ignores_the_request_to_stop_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("equipoise.cli.fleet.STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("equipoise.cli.demo.fleet.STOP_TIMEOUT_S", 0.05)
     address = free_address("127.0.0.1:0")
     async with Fleet(tmp_path, program=SERVER) as fleet:
         await fleet.start("balancer", [address, "SERVING"])
@@ -82,7 +82,7 @@ async def test_a_name_whose_process_was_stopped_can_be_started_again(tmp_path):
 
 
 async def test_a_process_that_never_serves_is_reported_after_the_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr("equipoise.cli.fleet.STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("equipoise.cli.demo.fleet.STOP_TIMEOUT_S", 0.05)
     address = free_address("127.0.0.1:0")
     async with Fleet(tmp_path, program=SERVER) as fleet:
         await fleet.start("balancer", [address, "NOT_SERVING"])
@@ -116,7 +116,7 @@ def test_an_address_of_another_machine_is_refused():
 def test_a_tethered_process_dies_with_its_parent_even_when_that_is_killed():
     child = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     parent = (
-        "import subprocess, sys; from equipoise.cli.fleet import tethered\n"
+        "import subprocess, sys; from equipoise.cli.demo.fleet import tethered\n"
         f"subprocess.run(tethered([sys.executable, '-c', {child!r}]))"
     )
     command = [sys.executable, "-c", parent]

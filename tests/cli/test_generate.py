@@ -6,11 +6,11 @@ import io
 import pytest
 from scripted_ranks import Fault, undisturbed
 
-from equipoise.cli.generate import run
-from equipoise.cli.generate_settings import GenerateSettings
-from equipoise.cli.reference import ReferenceModel
+from equipoise.cli.demo.reference import ReferenceModel
+from equipoise.cli.demo.traffic import Prompt
+from equipoise.cli.generate.run import run
+from equipoise.cli.generate.settings import GenerateSettings
 from equipoise.cli.tool_settings import ToolInputError
-from equipoise.cli.traffic import Prompt
 from equipoise.worker.settings import packaged_checkpoint
 
 PROMPT = "def balance("

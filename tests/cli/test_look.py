@@ -8,10 +8,10 @@ import grpc
 import numpy as np
 import pytest
 
-from equipoise.cli import decisions, layouts, loads
 from equipoise.cli.access import BalancerRefusedError
 from equipoise.cli.ask_settings import AskSettings, InvalidSettingsError
-from equipoise.cli.look_settings import (
+from equipoise.cli.look import decisions, layouts, loads
+from equipoise.cli.look.settings import (
     DecisionsSettings,
     LayoutDiffSettings,
     LayoutExportSettings,

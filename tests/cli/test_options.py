@@ -8,10 +8,10 @@ import typer
 from typer.testing import CliRunner
 
 from equipoise.balancer.settings import BalancerSettings
-from equipoise.cli.demo_settings import DemoSettings
+from equipoise.cli.demo.settings import DemoSettings
+from equipoise.cli.look.status_settings import StatusSettings
 from equipoise.cli.main import app as program
 from equipoise.cli.options import ARGUMENT, REPEATED, command_from, explanations
-from equipoise.cli.status_settings import StatusSettings
 from equipoise.planning.policy import Policy
 from equipoise.worker.settings import WorkerSettings
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from equipoise.cli import orders
 from equipoise.cli.access import LEADER_METADATA, Access, BalancerRefusedError
 from equipoise.cli.ask_settings import InvalidSettingsError
-from equipoise.cli.order_settings import (
+from equipoise.cli.order import orders
+from equipoise.cli.order.settings import (
     OrderSettings,
     PinSettings,
     PreviewSettings,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.cli.outcome import (
+from equipoise.cli.demo.outcome import (
     Latency,
     Outcome,
     Span,
@@ -15,7 +15,7 @@ from equipoise.cli.outcome import (
     split_latency,
     steps_of_two_generations,
 )
-from equipoise.cli.traffic import Arrival, Completion, Gap, Prompt
+from equipoise.cli.demo.traffic import Arrival, Completion, Gap, Prompt
 
 PROMPT = Prompt(domain="code", tokens=(1, 2, 3), max_tokens=3)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from equipoise.cli.policies import policies_of
+from equipoise.cli.offline.policies_by_name import policies_of
 from equipoise.cli.tool_settings import ToolInputError
 from equipoise.planning.policy import Algorithm, Policy
 

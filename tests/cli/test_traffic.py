@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from equipoise.cli.traffic import Prompt, Traffic, prompts_of
+from equipoise.cli.demo.traffic import Prompt, Traffic, prompts_of
 from equipoise_api.v1 import worker_pb2, worker_pb2_grpc
 
 BOUND_S = 30.0

@@ -13,8 +13,8 @@ import grpc
 import psutil
 import pytest
 
-from equipoise.cli.fleet import Fleet, free_address
-from equipoise.cli.status_feed import StatusFeed
+from equipoise.cli.demo.fleet import Fleet, free_address
+from equipoise.cli.look.status_feed import StatusFeed
 from equipoise_api.v1 import status_pb2, worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.e2e

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from equipoise.cli.fleet import Fleet, free_address
-from equipoise.cli.status_feed import StatusFeed
+from equipoise.cli.demo.fleet import Fleet, free_address
+from equipoise.cli.look.status_feed import StatusFeed
 from equipoise.worker.settings import packaged_checkpoint
 from equipoise_api.v1 import status_pb2, worker_pb2, worker_pb2_grpc
 from equipoise_model.checkpoint import Checkpoint

@@ -13,15 +13,15 @@ from functools import partial
 from pathlib import Path
 
 from equipoise.balancer.errors import BalancerError
-from equipoise.balancer.leadership import LeaseTiming
-from equipoise.balancer.lease_redis import RedisRegister
-from equipoise.balancer.lease_register import ALONE, LeaseRegister, RegisterError
-from equipoise.balancer.policies import PolicyBook
-from equipoise.balancer.redis_store import RedisStore
+from equipoise.balancer.leadership.redis_register import RedisRegister
+from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
+from equipoise.balancer.leadership.standing import LeaseTiming
+from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import serving
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
-from equipoise.balancer.sqlite_store import SqliteStore
-from equipoise.balancer.store import Store, StoreError, StoreFault
+from equipoise.balancer.store.redis_store import RedisStore
+from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.balancer.store.store import Store, StoreError, StoreFault
 from equipoise.planning.warm_up import warm_up
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.logs import configure_logs
@@ -117,7 +117,7 @@ async def _open_register(settings: BalancerSettings) -> LeaseRegister | None:
     if settings.lease is LeaseKind.STORE:
         return RedisRegister(settings.store, timeout_s=timeout_s)
     try:
-        kubernetes = importlib.import_module("equipoise.balancer.lease_kubernetes")
+        kubernetes = importlib.import_module("equipoise.balancer.leadership.kubernetes_register")
     except ModuleNotFoundError as error:
         raise BalancerError(
             f"a Kubernetes lease needs {error.name}: pip install 'equipoise[kubernetes]'"
@@ -135,8 +135,8 @@ async def _open_events(
     if "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
     try:
-        cluster = importlib.import_module("equipoise.balancer.cluster")
-        events = importlib.import_module("equipoise.balancer.kubernetes_events")
+        cluster = importlib.import_module("equipoise.balancer.leadership.cluster")
+        events = importlib.import_module("equipoise.balancer.telemetry.kubernetes_events")
         api, namespace = await cluster.connect()
     except (ModuleNotFoundError, RegisterError) as error:
         _log.warning("refused policies make no Kubernetes events: %s", error)

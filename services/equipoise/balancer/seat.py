@@ -8,14 +8,14 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from equipoise.balancer.archive import Archive
 from equipoise.balancer.bounds import Bound
-from equipoise.balancer.lease_elector import Elector, Tenure
-from equipoise.balancer.policies import PolicyBook
-from equipoise.balancer.pools import Pools
+from equipoise.balancer.leadership.elector import Elector, Tenure
+from equipoise.balancer.policy.book import PolicyBook
+from equipoise.balancer.pool.archive import Archive
+from equipoise.balancer.pool.pools import Pools
+from equipoise.balancer.pool.runner import Clock
 from equipoise.balancer.readiness import Readiness
-from equipoise.balancer.runner import Clock
-from equipoise.balancer.store import Store, StoreError, TermOverError
+from equipoise.balancer.store.store import Store, StoreError, TermOverError
 
 REFRESH_S = 2.0
 """Seconds between two looks of a follower into the store."""

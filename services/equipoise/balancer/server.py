@@ -17,21 +17,21 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from equipoise.balancer.admin_service import AdminService
 from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.errors import BalancerError
-from equipoise.balancer.http_ports import open_http
-from equipoise.balancer.leadership import Candidate, LeaseTiming
-from equipoise.balancer.lease_elector import Elector
-from equipoise.balancer.lease_register import ALONE, LeaseRegister, SoleRegister
-from equipoise.balancer.policies import PolicyBook
-from equipoise.balancer.policy_file import PolicyFile
+from equipoise.balancer.leadership.elector import Elector
+from equipoise.balancer.leadership.register import ALONE, LeaseRegister, SoleRegister
+from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
+from equipoise.balancer.policy.book import PolicyBook
+from equipoise.balancer.policy.file import PolicyFile
+from equipoise.balancer.pool.runner import steady_clock
 from equipoise.balancer.readiness import Readiness
-from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
-from equipoise.balancer.status_service import StatusService
-from equipoise.balancer.store import Store
-from equipoise.balancer.worker_link import WorkerLinkService
+from equipoise.balancer.service.admin_service import AdminService
+from equipoise.balancer.service.status_service import StatusService
+from equipoise.balancer.service.worker_link import WorkerLinkService
+from equipoise.balancer.store.store import Store
+from equipoise.balancer.telemetry.http_ports import open_http
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights

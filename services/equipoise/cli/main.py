@@ -13,25 +13,25 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from equipoise.balancer.settings import BalancerSettings
-from equipoise.cli.bench_settings import BenchServeSettings
-from equipoise.cli.convert_settings import ConvertSettings
-from equipoise.cli.demo_settings import DemoSettings
-from equipoise.cli.generate_settings import GenerateSettings
-from equipoise.cli.look_commands import add_look_commands
+from equipoise.cli.bench.settings import BenchServeSettings
+from equipoise.cli.demo.settings import DemoSettings
+from equipoise.cli.generate.settings import GenerateSettings
+from equipoise.cli.look.commands import add_look_commands
+from equipoise.cli.look.status_settings import StatusSettings
+from equipoise.cli.offline.convert_settings import ConvertSettings
+from equipoise.cli.offline.plan_settings import PlanSettings
+from equipoise.cli.offline.replay_settings import ReplaySettings
+from equipoise.cli.offline.whatif_settings import WhatIfSettings
 from equipoise.cli.options import command_from
-from equipoise.cli.order_settings import (
+from equipoise.cli.order.settings import (
     OrderSettings,
     PinSettings,
     PreviewSettings,
     RebalanceSettings,
     RollbackSettings,
 )
-from equipoise.cli.plan_settings import PlanSettings
-from equipoise.cli.policy_commands import policy_app
-from equipoise.cli.replay_settings import ReplaySettings
-from equipoise.cli.status_settings import StatusSettings
+from equipoise.cli.policy.commands import policy_app
 from equipoise.cli.tool_settings import ToolInputError
-from equipoise.cli.whatif_settings import WhatIfSettings
 from equipoise.formats.errors import FormatError
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.policy.errors import PolicyError
@@ -105,7 +105,7 @@ def _gateway(settings: GatewaySettings) -> int:
 
 def _status(settings: StatusSettings) -> int:
     """Show a pool: balance, ranks, rollout, decisions. Exit status 3 when not all ranks serve."""
-    return _run_of("equipoise.cli.status")(settings)
+    return _run_of("equipoise.cli.look.status")(settings)
 
 
 def _rebalance(settings: RebalanceSettings) -> int:
@@ -145,37 +145,37 @@ def _preview(settings: PreviewSettings) -> int:
 
 def _demo(settings: DemoSettings) -> int:
     """Watch a fleet on this machine drift out of balance and come back."""
-    return _run_of("equipoise.cli.demo")(settings)
+    return _run_of("equipoise.cli.demo.run")(settings)
 
 
 def _plan(settings: PlanSettings) -> int:
     """Plan a layout for recorded loads: its balance, its price, and a file for any engine."""
-    return _run_of("equipoise.cli.plan")(settings)
+    return _run_of("equipoise.cli.offline.plan")(settings)
 
 
 def _replay(settings: ReplaySettings) -> int:
     """Replay recorded windows under several policies: what the balancer would have done."""
-    return _run_of("equipoise.cli.replay")(settings)
+    return _run_of("equipoise.cli.offline.replay")(settings)
 
 
 def _whatif(settings: WhatIfSettings) -> int:
     """Compare numbers of GPUs and of redundant slots for recorded loads, and choose one."""
-    return _run_of("equipoise.cli.whatif")(settings)
+    return _run_of("equipoise.cli.offline.whatif")(settings)
 
 
 def _generate(settings: GenerateSettings) -> int:
     """Let a model go on with a text: in this process, or at a URL."""
-    return _run_of("equipoise.cli.generate")(settings)
+    return _run_of("equipoise.cli.generate.run")(settings)
 
 
 def _bench_serve(settings: BenchServeSettings) -> int:
     """Measure how fast a server of OpenAI's form answers. Exit status 1 when a request failed."""
-    return _run_of("equipoise.cli.bench_serve")(settings)
+    return _run_of("equipoise.cli.bench.serve")(settings)
 
 
 def _convert(settings: ConvertSettings) -> int:
     """Write one engine's file of loads or of a layout as another's."""
-    return _run_of("equipoise.cli.convert")(settings)
+    return _run_of("equipoise.cli.offline.convert")(settings)
 
 
 def _run_of(module: str) -> Callable[[Any], int]:
@@ -186,7 +186,8 @@ def _run_of(module: str) -> Callable[[Any], int]:
 
 def _order(name: str) -> Callable[[Any], int]:
     """A command of the orders' module, imported now."""
-    order: Callable[[Any], int] = getattr(importlib.import_module("equipoise.cli.orders"), name)
+    orders = importlib.import_module("equipoise.cli.order.orders")
+    order: Callable[[Any], int] = getattr(orders, name)
     return order
 
 

@@ -25,8 +25,8 @@ from chaos.clients import Clients
 from chaos.history import History, StepSeen
 from chaos.plan import NUM_WORKERS, Ground
 from chaos.relay import Relay, forwarding
-from equipoise.cli.fleet import Fleet, FleetError, free_address
-from equipoise.cli.traffic import Prompt
+from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
+from equipoise.cli.demo.traffic import Prompt
 from equipoise.worker.settings import packaged_checkpoint
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc, worker_pb2, worker_pb2_grpc

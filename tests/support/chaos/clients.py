@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import httpx2
 
 from chaos.history import Answer, History
-from equipoise.cli.traffic import Prompt
+from equipoise.cli.demo.traffic import Prompt
 
 _TURNED_AWAY = {429, 503}
 

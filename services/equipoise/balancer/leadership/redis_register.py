@@ -1,0 +1,62 @@
+"""`RedisRegister`: the lease beside the state, in the Redis server that the balancers share.
+
+Weaker than a quorum: a server that fails over to a replica that had not heard of the last renewal
+forgets it. Then two balancers may lead for as long as the older one's lease is valid, and the term
+keeps the older one from writing.
+"""
+
+from equipoise.balancer.leadership.register import RegisterError, record_from_text, record_to_text
+from equipoise.balancer.leadership.standing import LeaseRecord, Sighting
+from equipoise.balancer.store.redis_link import RedisLink
+from equipoise.balancer.store.redis_store import HASH_TAG
+from equipoise.balancer.store.store import StoreError
+
+_KEY = f"{HASH_TAG}:lease"
+
+_REPLACE = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+return 1
+"""
+
+
+class RedisRegister:
+    """A `LeaseRegister` in the Redis server at `url`, with a connection of its own.
+
+    Raises:
+        StoreError: the URL is none.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        self._link = RedisLink(url, timeout_s=timeout_s)
+        self._replace = self._link.redis.register_script(_REPLACE)
+
+    async def read(self) -> Sighting | None:
+        """The record now; None if there is none."""
+        try:
+            async with self._link.explained():
+                found = await self._link.redis.get(_KEY)
+        except StoreError as error:
+            raise RegisterError(str(error)) from error
+        if found is None:
+            return None
+        text = found.decode(errors="replace") if isinstance(found, bytes) else found
+        return Sighting(record=record_from_text(text, where=self._where), version=text)
+
+    async def write(self, record: LeaseRecord, *, replacing: str | None) -> Sighting | None:
+        """Put `record` in the place of version `replacing`; None if another one was there."""
+        text = record_to_text(record)
+        try:
+            async with self._link.explained():
+                replaced = await self._replace(keys=[_KEY], args=[replacing or "", text])
+        except StoreError as error:
+            raise RegisterError(str(error)) from error
+        return Sighting(record=record, version=text) if replaced else None
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._link.close()
+
+    @property
+    def _where(self) -> str:
+        return f"key {_KEY} of {self._link.name}"

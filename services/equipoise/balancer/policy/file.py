@@ -1,0 +1,97 @@
+"""`PolicyFile`: follows a policy file by its contents, and offers them to the book.
+
+A mounted ConfigMap changes by a link in its folder that is swapped, so that a watch on the file
+sees the first change and no other (and with `subPath` nothing changes ever). What the path leads to
+is read again and again instead: it needs no right in the cluster, and works for any file.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from equipoise.balancer.daemon_thread import in_daemon_thread
+from equipoise.balancer.policy.book import PolicyBook
+from equipoise.balancer.readiness import Readiness
+from equipoise.policy.reading import MAX_BYTES
+
+POLL_S = 1.0
+"""Seconds between two looks."""
+
+SETTLE_S = 0.2
+"""Seconds after which a file that changed must still be the same: editors write in pieces."""
+
+READ_TIMEOUT_S = 5.0
+"""Seconds a look may take; a network mount can hang."""
+
+_log = logging.getLogger(__name__)
+
+
+class PolicyFile:
+    """The file at `path`. `on_refusal` hears of each refusal, in words; it must have a bound."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        book: PolicyBook,
+        readiness: Readiness,
+        clock: Callable[[], float],
+        on_refusal: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        self._path = path
+        self._book = book
+        self._readiness = readiness
+        self._clock = clock
+        self._on_refusal = on_refusal
+        self._known: bytes | str | None = None
+
+    async def run(self) -> None:
+        """Look, until cancelled."""
+        while True:
+            try:
+                await self._look_once_settled()
+            except Exception:  # noqa: BLE001 - a fault of ours must not end the watch
+                _log.exception("a look at the policy file failed")
+            await asyncio.sleep(POLL_S)
+
+    async def look(self) -> None:
+        """Offer what the file holds now, if that is new."""
+        await self._offer(await self._contents())
+
+    async def _look_once_settled(self) -> None:
+        found = await self._contents()
+        if found == self._known:
+            return
+        await asyncio.sleep(SETTLE_S)
+        if await self._contents() == found:
+            await self._offer(found)
+
+    async def _offer(self, found: bytes | str) -> None:
+        if found == self._known:
+            return
+        self._known, source, now = found, str(self._path), self._clock()
+        num_refused = self._book.num_refused
+        if isinstance(found, str):
+            self._book.refuse(f"policy {source}: {found}", now=now)
+        else:
+            # What is no UTF-8 becomes a character that no policy has, in the line where it is.
+            self._book.offer(found.decode(errors="replace"), source=source, now=now)
+        self._readiness.note("policy", self._book.missing)
+        refusal = self._book.latest_refusal
+        if self._on_refusal and refusal is not None and self._book.num_refused > num_refused:
+            await self._on_refusal(refusal.reason)
+
+    async def _contents(self) -> bytes | str:
+        """The file's bytes, or in words why there are none."""
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                return await in_daemon_thread(self._read, name="policy file")
+        except TimeoutError:
+            return f"cannot be read within {READ_TIMEOUT_S:g} s"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+
+    def _read(self) -> bytes:
+        with self._path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)

@@ -1,0 +1,254 @@
+"""`PoolLoads`: the loads of one pool in one epoch, from reports to windows and averages.
+
+Owns no decision: it says what the load is and whether it shifted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from equipoise.balancer.pool.memory import FAST, SLOW, SLOW_SQUARES
+from equipoise.balancer.store.store import AverageRecord
+from equipoise.planning.balance import balancedness, balancedness_per_layer
+from equipoise.planning.layout import Layout
+from equipoise.planning.load import (
+    Load,
+    LoadAverage,
+    LoadCounters,
+    LoadWindow,
+    Phase,
+    Shift,
+    WindowLoad,
+    detect_shift,
+)
+from equipoise.planning.policy import Policy
+from equipoise.planning.realised import RealisedShares, SlotWindow
+from equipoise.planning.slowness import Pace
+from equipoise.planning.topology import ModelShape
+from equipoise.wire.messages import Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClosedWindow:
+    """One planning interval as it was measured.
+
+    `load` is float64 [layers, experts] in tokens, `load_of_rank` [layers, ranks] by receiver, so
+    `balancedness` is what happened and not what a plan promised. `generation` is the one in use
+    when the window closed; `switched` says that another was in use when it opened. `shares` is what
+    became of planned shares, None if that cannot be told of this window; `pace` is how long ranks
+    computed, None if they did not tell. `phase` is the one that all reports named, else mixed.
+    """
+
+    number: int
+    closed_s: float
+    load: Load
+    load_of_rank: Load
+    balancedness: float
+    balancedness_min_layer: float
+    max_over_mean: float
+    tokens: float
+    generation: int
+    switched: bool
+    shift: Shift
+    shares: RealisedShares | None
+    pace: Pace | None = None
+    phase: Phase = Phase.MIXED
+
+
+class PoolLoads:
+    """Counters, the open window, and a fast and a slow average beside it.
+
+    `remembered` are averages of an earlier life of the pool, used if they fit its shape; a
+    half-life that changed since only says how fast they fade. `counted_from` is the first
+    generation whose counters began while we listen.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        model: ModelShape,
+        num_ranks: int,
+        policy: Policy,
+        remembered: Mapping[str, AverageRecord],
+        counted_from: int,
+        now: float,
+    ) -> None:
+        self._policy = policy
+        self._model = model
+        self._heard_from_start = counted_from == 1
+        self._counters = LoadCounters(epoch=epoch, counted_from=counted_from)
+        self._window = LoadWindow(
+            num_layers=model.num_layers,
+            num_experts=model.num_experts,
+            num_ranks=num_ranks,
+            opened_s=now,
+        )
+        self._slots = SlotWindow()
+        self.fast = self._average(remembered.get(FAST), policy.fast_half_life_s, now=now)
+        self.slow = replace(
+            self._average(remembered.get(SLOW), policy.slow_half_life_s, now=now),
+            decayed_squares=_squares(remembered.get(SLOW), remembered.get(SLOW_SQUARES)),
+        )
+        self._steps = np.zeros(num_ranks, dtype=np.int64)
+        self._steps_at_open = np.zeros(num_ranks, dtype=np.int64)
+        self._busy_us = np.zeros(num_ranks, dtype=np.int64)
+        self._busy_us_at_open = np.zeros(num_ranks, dtype=np.int64)
+        self._generation_at_open = 0
+        self._phases: set[Phase] = set()
+        self._shifted_before = False
+        self._next_close_s = now + policy.interval_s
+
+    def adopt(self, policy: Policy, *, now: float) -> None:
+        """Go on under another policy: averages keep their values, and forget at another pace."""
+        opened_s = self._next_close_s - self._policy.interval_s
+        self._next_close_s = max(now, opened_s + policy.interval_s)
+        self.fast = replace(self.fast, half_life_s=policy.fast_half_life_s)
+        self.slow = replace(self.slow, half_life_s=policy.slow_half_life_s)
+        self._policy = policy
+
+    def accept(self, report: Report, layout: Layout) -> None:
+        """Count a report; `layout` is that of its generation, or the newest one known.
+
+        Raises:
+            InvalidReportError: the report cannot be used; nothing is remembered of it.
+        """
+        delta = self._counters.accept(report.load, layout)
+        self._window.add(delta)
+        self._slots.add(delta, layout)
+        self._phases.add(report.load.phase)
+        rank = report.load.rank
+        if not self._steps[rank] and not self._heard_from_start:
+            # As with its tokens: what came before the first report is no part of this window.
+            self._steps_at_open[rank] = report.stats.steps
+            self._busy_us_at_open[rank] = report.stats.busy_us
+        self._steps[rank] = max(int(self._steps[rank]), report.stats.steps)
+        self._busy_us[rank] = max(int(self._busy_us[rank]), report.stats.busy_us)
+
+    def is_due(self, *, now: float) -> bool:
+        """Whether the open window has lasted a planning interval."""
+        return now >= self._next_close_s
+
+    def close_window(self, *, number: int, generation: int, now: float) -> ClosedWindow:
+        """Close the window under its number, fold it into both averages, and look for a shift.
+
+        When traffic shifted, the slow average forgets what came before this window: it would take
+        half-lives to believe what the fast one knows already. A shift falls somewhere into a
+        window, so that window is a mixture; the one after it is the first that is pure, and what
+        came before is forgotten once more.
+        """
+        load = self._window.close(now=now)
+        self.fast = self.fast.fold(load.tokens_of_expert, now=now)
+        self.slow = self.slow.fold(load.tokens_of_expert, now=now)
+        shift = detect_shift(
+            self.fast.per_second(),
+            self.slow.per_second(),
+            tokens=load.tokens_per_layer,
+            threshold=self._policy.shift_threshold,
+        )
+        if shift.detected or self._shifted_before:
+            self.slow = self.slow.restarted(
+                load.tokens_of_expert, duration_s=load.duration_s, now=now
+            )
+        self._shifted_before = shift.detected
+        closed = self._closed(load, shift, number=number, generation=generation, now=now)
+        self._open_next(generation=generation, now=now)
+        return closed
+
+    def records(self, *, now: float) -> dict[str, AverageRecord]:
+        """Both averages for the store, and the squares if they are used; `now` is unix time."""
+        records = {
+            name: AverageRecord(
+                half_life_s=average.half_life_s,
+                time_unix_s=now,
+                weight_s=average.decayed_duration_s,
+                tokens=average.decayed_tokens,
+            )
+            for name, average in ((FAST, self.fast), (SLOW, self.slow))
+        }
+        if self._policy.risk_z and self.slow.decayed_squares is not None:
+            records[SLOW_SQUARES] = replace(records[SLOW], tokens=self.slow.decayed_squares)
+        return records
+
+    def _closed(
+        self, load: WindowLoad, shift: Shift, *, number: int, generation: int, now: float
+    ) -> ClosedWindow:
+        factor_of_rank = self._to_common_steps()
+        load_of_rank = load.tokens_of_rank * factor_of_rank
+        per_layer = balancedness_per_layer(load_of_rank)
+        return ClosedWindow(
+            number=number,
+            closed_s=now,
+            load=load.tokens_of_expert,
+            load_of_rank=load_of_rank,
+            balancedness=balancedness(load_of_rank),
+            balancedness_min_layer=float(per_layer.min()),
+            max_over_mean=float((1 / per_layer).mean()),
+            tokens=float(load.tokens_of_expert.sum()),
+            generation=generation,
+            switched=self._generation_at_open not in {0, generation},
+            shift=shift,
+            shares=self._slots.close(factor_of_rank),
+            pace=self._pace(load_of_rank),
+            phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
+        )
+
+    def _pace(self, load_of_rank: Load) -> Pace | None:
+        """How long each rank computed for a step; None if one of them made none or did not tell."""
+        steps = self._steps - self._steps_at_open
+        busy_us = (self._busy_us - self._busy_us_at_open).astype(np.float64)
+        if (steps <= 0).any() or (busy_us <= 0).any():
+            return None
+        return Pace(busy_us=busy_us / steps, load=load_of_rank.sum(axis=0), steps=int(steps.min()))
+
+    def _to_common_steps(self) -> Load:
+        """Factors, [ranks], that bring each rank's tokens to the same number of steps.
+
+        Ranks report at different moments, but step together; without this, a window that caught
+        one report more of a rank would call it overloaded.
+        """
+        steps = (self._steps - self._steps_at_open).astype(np.float64)
+        if (steps <= 0).any():
+            return np.ones_like(steps)
+        factors: Load = steps.mean() / steps
+        return factors
+
+    def _open_next(self, *, generation: int, now: float) -> None:
+        self._steps_at_open = self._steps.copy()
+        self._busy_us_at_open = self._busy_us.copy()
+        self._generation_at_open = generation
+        self._phases = set()
+        # From the planned time, so that intervals do not drift; from now, if ticks stood still.
+        planned_s = self._next_close_s + self._policy.interval_s
+        self._next_close_s = planned_s if planned_s > now else now + self._policy.interval_s
+
+    def _average(
+        self, record: AverageRecord | None, half_life_s: float, *, now: float
+    ) -> LoadAverage:
+        fresh = LoadAverage.start(
+            num_layers=self._model.num_layers,
+            num_experts=self._model.num_experts,
+            half_life_s=half_life_s,
+            now=now,
+        )
+        if record is None or record.tokens.shape != fresh.decayed_tokens.shape:
+            return fresh
+        return LoadAverage(
+            half_life_s=half_life_s,
+            folded_s=now,
+            decayed_tokens=record.tokens,
+            decayed_duration_s=record.weight_s,
+        )
+
+
+def _squares(average: AverageRecord | None, squares: AverageRecord | None) -> Load | None:
+    """Remembered squares, if they were written together with the average."""
+    if (
+        average is None
+        or squares is None
+        or (squares.time_unix_s, squares.weight_s) != (average.time_unix_s, average.weight_s)
+        or squares.tokens.shape != average.tokens.shape
+    ):
+        return None
+    return squares.tokens

@@ -1,0 +1,142 @@
+"""Opening epochs: from who is here to who is which rank, in which layout, told to everybody.
+
+When that is, `planning/membership.py` decides; which layout, `planning/recovery.py`. Nothing is
+told before the store has it.
+"""
+
+import logging
+
+from equipoise.balancer.pool.effects import Chain, Effect, Send, WriteAdopted, WriteMembership
+from equipoise.balancer.pool.epoch_log import EpochRecord, Unwritten
+from equipoise.balancer.pool.orders import assignment
+from equipoise.balancer.pool.pool import Pool
+from equipoise.balancer.pool.roster import Member
+from equipoise.balancer.pool.slow_workers import excluded_workers, need_excluded
+from equipoise.balancer.store.store import Membership
+from equipoise.planning.membership import Opening, next_epoch
+from equipoise.planning.recovery import recover, recovery_moves
+
+_log = logging.getLogger(__name__)
+
+
+def open_if_due(pool: Pool, *, now: float) -> Chain:
+    """Deal the ranks anew if it is time; else remember what is waited for.
+
+    Level-triggered: called after every word and every tick.
+    """
+    shape = pool.roster.shape
+    if shape is None:
+        return ()
+    silent, excluded = silent_workers(pool, now=now), excluded_workers(pool, now=now)
+    if pool.roster.settled and not (silent or excluded or pool.unheard or pool.opening.reason):
+        return ()  # The usual case, at every tick of every pool: there is nothing to decide.
+    opening = next_epoch(
+        pool.roster.candidates(silent, excluded=excluded),
+        num_ranks=pool.roster.wanted_ranks,
+        slots_per_rank=shape.slots_per_rank,
+        num_experts=shape.model.num_experts,
+        unheard=pool.unheard,
+        is_rolling_out=pool.rollouts.current is not None,
+        policy=pool.policy,
+        now=now,
+    )
+    if opening.is_down:
+        need_excluded(pool)
+    if opening != pool.opening:
+        pool.revision += 1
+        pool.opening = opening
+    return _open(pool, opening, now=now) if opening.workers else ()
+
+
+def retry(pool: Pool) -> Chain:
+    """What opens the epoch once more, if the store did not take it."""
+    if not pool.unwritten.failed:
+        return ()
+    pool.unwritten.failed = False
+    return pool.unwritten.chain
+
+
+def assign_returned(pool: Pool) -> Chain:
+    """Ranks that came back hear who is who, as soon as all are known and written down."""
+    if pool.unwritten.chain or not pool.roster.peers:
+        return ()
+    return tuple(
+        _assignment(pool, member)
+        for member in pool.roster.seated()
+        if member.connected and not member.assigned and member.lost_reason is None
+    )
+
+
+def silent_workers(pool: Pool, *, now: float) -> frozenset[str]:
+    """Workers whose stream is open and who have not spoken for too long."""
+    silent_after_s = pool.silent_after_s
+    return frozenset(
+        member.name
+        for member in pool.roster.members.values()
+        if member.connected and now - member.last_heard_s > silent_after_s
+    )
+
+
+def _open(pool: Pool, opening: Opening, *, now: float) -> Chain:
+    roster = pool.roster
+    load = pool.load()
+    roster.open_epoch(
+        frozenset(opening.workers), left_out=f"it takes no part in the next epoch: {opening.reason}"
+    )
+    assert roster.shape is not None, "workers have a shape"
+    topology, seated = roster.topology(), roster.seated()
+    held = [member.held for member in seated]
+    layout = recover(
+        held,
+        load=load,
+        model=roster.shape.model,
+        topology=topology,
+        committed=pool.layouts.current,
+        generation=pool.layouts.next_generation,
+    )
+    pool.layouts.run(layout)
+    pool.begin_epoch(opened_here=True, now=now)
+    if pool.verified is not None and any(table is not None for table in held):
+        pool.moves = recovery_moves(held, target=layout, topology=topology, checksums=pool.verified)
+    membership = Membership(epoch=roster.epoch, workers=tuple(member.name for member in seated))
+    _note(pool, opening, membership, now=now)
+    effects: list[Effect] = []
+    if layout.generation != pool.layouts.stored_generation:
+        effects.append(WriteAdopted(layout=layout))
+        pool.adopting = layout.generation
+    effects.append(WriteMembership(membership=membership))
+    effects += [_assignment(pool, member) for member in seated]
+    pool.unwritten = Unwritten(chain=tuple(effects))
+    return pool.unwritten.chain
+
+
+def _note(pool: Pool, opening: Opening, membership: Membership, *, now: float) -> None:
+    _log.info(
+        "%s: epoch %d opens with %d ranks: %s",
+        pool.name,
+        membership.epoch,
+        len(membership.workers),
+        opening.reason,
+    )
+    if opening.bound:
+        pool.bounds.note(opening.bound, opening.reason)
+    pool.epochs.opened(
+        EpochRecord(
+            epoch=membership.epoch,
+            workers=membership.workers,
+            reason=opening.reason,
+            opened_s=now,
+        )
+    )
+    pool.opening, pool.unheard = Opening(), frozenset()
+    pool.revision += 1
+
+
+def _assignment(pool: Pool, member: Member) -> Send:
+    return assignment(
+        pool.roster,
+        member=member,
+        layouts=pool.layouts,
+        moves=() if member.rank is None else pool.moves.get(member.rank, ()),
+        policy=pool.policy,
+    )

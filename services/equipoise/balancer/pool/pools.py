@@ -1,0 +1,162 @@
+"""`Pools`: all pools that a balancer leads for one term, each run by its own task."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self, TypeVar
+
+from equipoise.balancer.errors import RefusedWorkerError, UnknownPoolError
+from equipoise.balancer.leadership.elector import Tenure
+from equipoise.balancer.policy.book import PolicyBook
+from equipoise.balancer.pool.controller import PoolController
+from equipoise.balancer.pool.mailbox import Mailbox
+from equipoise.balancer.pool.memory import PoolMemory, recall
+from equipoise.balancer.pool.planning_turns import PlanningTurns
+from equipoise.balancer.pool.runner import Clock, PoolRunner
+from equipoise.balancer.store.store import Store
+from equipoise.wire.messages import Hello
+
+MAX_POOLS = 1024
+"""Pools of one balancer; the bound keeps a peer from making them without end."""
+
+END_TIMEOUT_S = 3.0
+"""Seconds that the pools of a term may take to end, before the next term begins without them."""
+
+_View = TypeVar("_View")
+
+_log = logging.getLogger(__name__)
+
+
+class Pools:
+    """Pools by name, those of the store from the start. Used as an asynchronous context."""
+
+    def __init__(self, *, store: Store, policies: PolicyBook, clock: Clock, tenure: Tenure) -> None:
+        self._store = store
+        self._policies = policies
+        self._clock = clock
+        self._tenure = tenure
+        self._turns = PlanningTurns()
+        self._runners: dict[str, PoolRunner] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        for name in await self._store.pools():
+            memory = await recall(self._store, name)
+            self._register(name, self._runner(name, memory))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        ending = tuple(self._tasks)
+        for task in ending:
+            task.cancel()
+        if not ending:
+            return
+        # Bounded: whatever holds a pool of a term that is over must not hold up the next term. It
+        # can do no harm: it has no tenure, and the store fences its writes.
+        _, late = await asyncio.wait(ending, timeout=END_TIMEOUT_S)
+        for task in late:
+            where = " <- ".join(f"{frame.f_code.co_name}" for frame in reversed(task.get_stack()))
+            _log.error(
+                "%s did not end within %g s of its term (it is in %s): it is left behind",
+                task.get_name(),
+                END_TIMEOUT_S,
+                where,
+            )
+
+    async def admit(self, hello: Hello, mailbox: Mailbox) -> PoolRunner:
+        """Let a worker into its pool; the first one that fits makes the pool.
+
+        Raises:
+            RefusedWorkerError: it cannot be in that pool.
+        """
+        runner = self._runners.get(hello.pool)
+        if runner is None:
+            if len(self._runners) >= MAX_POOLS:
+                raise RefusedWorkerError(
+                    "hello_too_many_pools",
+                    f"worker {hello.worker}: this balancer has {MAX_POOLS} pools already: name "
+                    f"one of them, or start another balancer",
+                )
+            fresh = self._runner(hello.pool, PoolMemory())
+            fresh.admit(hello, mailbox)
+            self._register(hello.pool, fresh)
+            return fresh
+        runner.admit(hello, mailbox)
+        return runner
+
+    def refuse_worker(self, pool: str, worker: str, *, kind: str, reason: str) -> None:
+        """Count a worker that was refused, in its pool if there is one."""
+        runner = self._runners.get(pool)
+        if runner is None:
+            _log.warning("refused (%s): %s", kind, reason)
+        else:
+            runner.refuse(worker, kind=kind, reason=reason)
+
+    def close_streams(self) -> None:
+        """End the streams of all workers and watchers, which would outlive any grace."""
+        for runner in self._runners.values():
+            runner.close_streams()
+
+    def names(self) -> tuple[str, ...]:
+        """All pools, sorted by name."""
+        return tuple(sorted(self._runners))
+
+    def find(self, name: str) -> PoolRunner:
+        """A pool by its name, which may be empty when there is exactly one.
+
+        Raises:
+            UnknownPoolError: there is no such pool, or the name was left out and there are several.
+        """
+        return pick(self._runners, name)
+
+    def heard_of(self, term: int) -> bool:
+        """Whether `term`, of which a worker heard, is above ours, which then ends."""
+        if term <= self._tenure.term:
+            return False
+        self._tenure.outranked(term)
+        return True
+
+    def _runner(self, name: str, memory: PoolMemory) -> PoolRunner:
+        return PoolRunner(
+            PoolController(name, policies=self._policies, memory=memory),
+            store=self._store,
+            tenure=self._tenure,
+            turns=self._turns,
+            clock=self._clock,
+        )
+
+    def _register(self, name: str, runner: PoolRunner) -> None:
+        self._runners[name] = runner
+        task = asyncio.create_task(runner.run(), name=f"pool {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("%s broke down", task.get_name(), exc_info=task.exception())
+
+
+def pick(pools: Mapping[str, _View], name: str) -> _View:
+    """One of `pools` by its name, which may be empty when there is exactly one.
+
+    Raises:
+        UnknownPoolError: there is no such pool, or the name was left out and there are several.
+    """
+    if not name and len(pools) == 1:
+        return next(iter(pools.values()))
+    found = pools.get(name)
+    if found is not None:
+        return found
+    if not pools:
+        raise UnknownPoolError("there is no pool yet: start workers with this balancer's address")
+    known = ", ".join(sorted(pools))
+    if not name:
+        raise UnknownPoolError(f"there are several pools, name one of them: {known}")
+    raise UnknownPoolError(f"there is no pool {name!r}; there are: {known}")

@@ -1,0 +1,343 @@
+"""`PoolRunner`: the hands of one pool. It does what `PoolController` wants, in order, with bounds.
+
+Owns the pool's streams, its ticks and its writes. It decides nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from equipoise.balancer.bounds import WRITE_TIMEOUT_S
+from equipoise.balancer.leadership.elector import Tenure
+from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome, Wish
+from equipoise.balancer.pool.answers import Answers
+from equipoise.balancer.pool.controller import PoolController
+from equipoise.balancer.pool.effects import (
+    Chain,
+    Propose,
+    Send,
+    Write,
+    WriteAdopted,
+    WriteAudit,
+    WriteAverage,
+    WriteCommitted,
+    WriteDecision,
+    WriteMembership,
+    WriteProposed,
+)
+from equipoise.balancer.pool.mailbox import Mailbox
+from equipoise.balancer.pool.planning_thread import PlanningThread, PlanTimeoutError
+from equipoise.balancer.pool.planning_turns import PlanningTurns
+from equipoise.balancer.pool.pool import Pool
+from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
+from equipoise.telemetry.logs import about
+from equipoise.wire.messages import (
+    Abort,
+    Assignment,
+    HeartbeatAck,
+    Hello,
+    Stage,
+    WorkerMessage,
+)
+
+TICK_S = 0.1
+"""Seconds between looks at the clock; every bound of a policy is late by this at most."""
+
+Clock = Callable[[], float]
+
+_log = logging.getLogger(__name__)
+
+
+class PoolRunner:
+    """Runs one pool until its task is cancelled; `closed` when its streams were let go.
+
+    `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
+    time that never runs backwards. Plans are computed on a thread of the pool's own, when `turns`
+    lets it.
+    """
+
+    def __init__(
+        self,
+        controller: PoolController,
+        *,
+        store: Store,
+        tenure: Tenure,
+        turns: PlanningTurns,
+        clock: Clock,
+    ) -> None:
+        self._controller = controller
+        self._store = store
+        self._tenure = tenure
+        self._clock = clock
+        self._planning = PlanningThread(controller.pool.name, turns=turns)
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._chains: asyncio.Queue[Chain] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._answers = Answers()
+        self.closed = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether messages may still be sent: to be asked right before each of them is."""
+        return self._tenure.holds()
+
+    @property
+    def pool(self) -> Pool:
+        """The state, to be read only."""
+        return self._controller.pool
+
+    def admit(self, hello: Hello, mailbox: Mailbox) -> None:
+        """Let a worker in; the stream it had before, if any, is closed.
+
+        Raises:
+            RefusedWorkerError: it cannot be in this pool; its earlier stream, if any, stays.
+        """
+        chain = self._controller.hello(hello, now=self._clock())
+        previous = self._mailboxes.get(hello.worker)
+        if previous is not None:
+            _log.info("%s: worker %s opened a newer stream", hello.pool, hello.worker)
+            previous.close()
+        self._mailboxes[hello.worker] = mailbox
+        _log.info("%s: worker %s at %s is connected", hello.pool, hello.worker, hello.address)
+        self._submit(chain)
+
+    def receive(self, worker: str, mailbox: Mailbox, value: WorkerMessage) -> None:
+        """Take what a worker said; the last words of a stream that was replaced are dropped.
+
+        Raises:
+            InvalidMessageError, InvalidReportError: it cannot be used; the rest goes on.
+        """
+        if self._mailboxes.get(worker) is mailbox:
+            self._submit(self._controller.message(worker, value, now=self._clock()))
+
+    def refuse(self, worker: str, *, kind: str, reason: str) -> None:
+        """Count what was refused and tell the worker, if it is in."""
+        self._submit(self._controller.refuse(worker, kind=kind, reason=reason, now=self._clock()))
+        count = self.pool.refusals.of(kind)
+        if count & (count - 1) == 0:
+            # The 1st, 2nd, 4th, 8th: a worker that repeats itself must not fill the log.
+            _log.warning("%s: refused (%s, time %d): %s", self.pool.name, kind, count, reason)
+
+    def leave(self, worker: str, mailbox: Mailbox, *, reason: str) -> None:
+        """A stream has ended; it matters only if it is the worker's newest."""
+        if self._mailboxes.get(worker) is not mailbox:
+            return
+        del self._mailboxes[worker]
+        _log.info("%s: worker %s is gone: %s", self.pool.name, worker, reason)
+        self._submit(self._controller.lost(worker, reason=reason, now=self._clock()))
+
+    async def administer(self, wish: Wish, *, who: str, reason: str, what: str) -> Outcome:
+        """Do what an operator wants, once it is recorded; `what` is the wish in words.
+
+        Raises:
+            UnansweredError: the store did not take it, or this balancer ceased to lead.
+        """
+        # A plan, what is written before it, and the record of the order.
+        timeout_s = self.pool.policy.plan_timeout_s + 2 * WRITE_TIMEOUT_S
+        async with self._answers.asked(timeout_s=timeout_s) as (ticket, answer):
+            request = AdminRequest(ticket=ticket, who=who, reason=reason, what=what, wish=wish)
+            self._submit(self._controller.administer(request, now=self._clock()))
+            return await answer
+
+    def close_streams(self) -> None:
+        """The balancer stops: workers, watchers and operators are let go."""
+        self.closed = True
+        self._answers.fail_all("this balancer ceased to lead: ask the next leader for the status")
+        for mailbox in self._mailboxes.values():
+            mailbox.close()
+        self._notify()
+
+    async def until_changed(self, revision: int) -> None:
+        """Wait until the pool's revision is another one than `revision`, or it is closed."""
+        while self.pool.revision == revision and not self.closed:
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Tick, and do what is wanted, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tick())
+            while True:
+                chain = await self._chains.get()
+                with self._surviving("carrying out a decision"):
+                    await self._perform(chain, tasks)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            with self._surviving("a tick"):
+                self._submit(self._controller.tick(now=self._clock()))
+
+    @contextmanager
+    def _surviving(self, what: str) -> Iterator[None]:
+        """Log a fault of ours, which must not take the pool's streams down."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001
+            _log.exception("%s: %s failed", self.pool.name, what)
+
+    def _submit(self, chain: Chain) -> None:
+        """Queue a chain; answers to heartbeats overtake it: a slow store is no hung balancer."""
+        for effect in chain:
+            if isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck):
+                self._post(effect)
+        rest = tuple(
+            effect
+            for effect in chain
+            if not (isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck))
+        )
+        if rest:
+            self._chains.put_nowait(rest)
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _perform(self, chain: Chain, tasks: asyncio.TaskGroup) -> None:
+        for effect in chain:
+            if not self._tenure.holds():
+                return
+            match effect:
+                case Send():
+                    self._post(effect)
+                case Propose():
+                    tasks.create_task(self._propose(effect))
+                case _:
+                    if not await self._write(effect):
+                        return
+
+    def _post(self, send: Send) -> None:
+        mailbox = self._mailboxes.get(send.worker)
+        if mailbox is None:
+            return
+        match send.message:
+            case Assignment() | Stage() | Abort() as push:
+                mailbox.post(replace(push, term=self._tenure.term))
+            case message:
+                mailbox.post(message)
+
+    async def _propose(self, effect: Propose) -> None:
+        started_s = time.perf_counter()
+        try:
+            proposal = await self._planning.propose(effect.request)
+        except PlanTimeoutError as error:
+            _log.error("%s: %s", self.pool.name, error)
+            self._give_up_plan(effect, str(error), timed_out=True)
+            return
+        except Exception as error:  # noqa: BLE001
+            # A fault of ours, which must not take the pool's streams down.
+            _log.exception("%s: planning failed", self.pool.name)
+            reason = f"the planner failed ({error!r}); the next window tries again"
+            self._give_up_plan(effect, reason, timed_out=False)
+            return
+        plan_ms = 1000 * (time.perf_counter() - started_s)
+        with self._surviving("adopting a plan"):
+            self._submit(
+                self._controller.proposed(
+                    proposal, plan_ms=plan_ms, now=self._clock(), asked=effect.asked
+                )
+            )
+
+    def _give_up_plan(self, effect: Propose, reason: str, *, timed_out: bool) -> None:
+        failed = self._controller.proposal_failed(
+            reason, timed_out=timed_out, now=self._clock(), asked=effect.asked
+        )
+        self._submit(failed)
+
+    async def _write(self, write: Write) -> bool:
+        """Write and report back; False if the store did not take it."""
+        try:
+            # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                written = await self._store_write(write)
+        except TimeoutError:
+            reason = f"the store did not answer within {WRITE_TIMEOUT_S:g} s"
+            self._note_failure(write, reason, timed_out=True)
+            return False
+        except StoreError as error:
+            self._note_failure(write, str(error), timed_out=error.fault is StoreFault.SLOW)
+            self._question_tenure(error)
+            return False
+        except Exception as error:  # noqa: BLE001
+            # A fault of ours: the pool goes on without this write, and says so.
+            _log.exception("%s: a write failed", self.pool.name)
+            self._note_failure(write, f"the store failed: {error}")
+            return False
+        self._submit(self._controller.written(written, now=self._clock()))
+        if isinstance(written, WriteAudit):
+            answer = replace(written.answer, sequence=written.record.sequence)
+            self._answers.give(written.request.ticket, answer)
+        return True
+
+    def _question_tenure(self, error: StoreError) -> None:
+        """What the store remembers is not what we know: a new term reads everything anew."""
+        if isinstance(error, TermOverError):
+            self._tenure.outranked(error.highest_term)
+        elif error.fault in {StoreFault.CONFLICT, StoreFault.LOST}:
+            self._tenure.give_up(str(error))
+
+    def _note_failure(self, write: Write, reason: str, *, timed_out: bool = False) -> None:
+        _log.error("%s: %s", self.pool.name, reason, extra=about(pool=self.pool.name))
+        self._controller.write_failed(write, reason=reason, timed_out=timed_out)
+        if isinstance(write, WriteAudit):
+            self._answers.fail(write.request.ticket, f"nothing was done: {reason}")
+        self._notify()
+
+    async def _store_write(self, write: Write) -> Write:
+        store, name, term = self._store, self.pool.name, self._tenure.term
+        match write:
+            case WriteProposed():
+                await store.put_proposed(name, write.layout, term=term)
+            case WriteCommitted():
+                await store.commit(name, write.generation, previous=write.previous, term=term)
+                _log.info(
+                    "%s: generation %d is committed",
+                    name,
+                    write.generation,
+                    extra=about(pool=name, generation=write.generation, term=term),
+                )
+            case WriteAdopted():
+                await store.adopt(name, write.layout, term=term)
+            case WriteMembership():
+                await store.put_membership(name, write.membership, term=term)
+                _log.info(
+                    "%s: epoch %d: %s",
+                    name,
+                    write.membership.epoch,
+                    ", ".join(write.membership.workers),
+                    extra=about(pool=name, epoch=write.membership.epoch, term=term),
+                )
+            case WriteAverage():
+                await store.put_average(name, write.name, write.record, term=term)
+            case WriteDecision():
+                numbered = await store.add_decision(name, write.record, term=term)
+                verdict = "yes" if numbered.accepted else "no"
+                _log.info(
+                    "%s: decision %d: %s: %s", name, numbered.sequence, verdict, numbered.reason
+                )
+                return replace(write, record=numbered)
+            case WriteAudit():
+                return await self._store_audit(write)
+        return write
+
+    async def _store_audit(self, write: WriteAudit) -> WriteAudit:
+        name, term = self.pool.name, self._tenure.term
+        entry = await self._store.add_audit(name, write.record, hold=write.hold, term=term)
+        _log.info(
+            "%s: order %d of %s: %s: %s: %s",
+            *(name, entry.sequence, entry.who, entry.what),
+            *("done" if entry.accepted else "refused", entry.outcome),
+        )
+        return replace(write, record=entry)
+
+
+def steady_clock() -> Clock:
+    """Unix time as it was at the call, and since then as monotonic as a machine can be.
+
+    One number serves bounds, which must not jump, and people, who read dates.
+    """
+    offset_s = time.time() - time.monotonic()
+    return lambda: offset_s + time.monotonic()

@@ -1,0 +1,1 @@
+"""What the balancer answers over gRPC: workers, whoever looks, and operators."""

@@ -1,0 +1,276 @@
+"""The Admin service: operators' requests, checked, handed to their pool, and answered in words.
+
+Owns the way from a message to a wish and back. What can be done is the pool's decision.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import grpc
+
+from equipoise.balancer.errors import UnansweredError, UnknownPoolError
+from equipoise.balancer.pool.admin_requests import (
+    Outcome,
+    Pause,
+    Pin,
+    Preview,
+    Rebalance,
+    Resume,
+    RollBack,
+    Unpin,
+    Wish,
+)
+from equipoise.balancer.pool.pools import Pools
+from equipoise.balancer.pool.proposal import Proposal
+from equipoise.balancer.pool.runner import PoolRunner
+from equipoise.balancer.seat import Seat
+from equipoise.balancer.service.status import audit_to_proto, decision_to_proto
+from equipoise.balancer.service.status_service import LEADER_METADATA
+from equipoise.balancer.store.store import (
+    MAX_AUDIT_ENTRIES,
+    MAX_DECISIONS,
+    DecisionRecord,
+    Store,
+    StoreError,
+)
+from equipoise.planning.errors import InvalidPolicyError
+from equipoise.planning.layout import Layout
+from equipoise.planning.policy import RANGES, Policy
+from equipoise.wire import checks
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.layouts import layout_from_proto, layout_to_proto
+from equipoise_api.v1 import admin_pb2 as pb
+from equipoise_api.v1 import admin_pb2_grpc as pb_grpc
+
+DEFAULT_AUDIT = 20
+"""Orders listed when no limit is named."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdminService(pb_grpc.AdminServicer):
+    """Orders go to the balancer that leads; `caller` says who is on the other end of a call."""
+
+    def __init__(self, seat: Seat, *, store: Store, caller: Callable[[_Context], str]) -> None:
+        self._seat = seat
+        self._store = store
+        self._caller = caller
+
+    async def TriggerRebalance(  # noqa: N802 - the contract's name
+        self, request: pb.TriggerRebalanceRequest, context: _Context
+    ) -> pb.TriggerRebalanceResponse:
+        """Plan now, and roll out what is worth it."""
+        runner = await self._find(request.pool, context)
+        what = "rebalance, whatever it gains" if request.force else "rebalance"
+        outcome = await self._ask(runner, Rebalance(force=request.force), what, request, context)
+        return pb.TriggerRebalanceResponse(outcome=_outcome(outcome))
+
+    async def Pause(  # noqa: N802
+        self, request: pb.PauseRequest, context: _Context
+    ) -> pb.PauseResponse:
+        """Adopt no plan any more."""
+        runner = await self._find(request.pool, context)
+        outcome = await self._ask(runner, Pause(), "pause", request, context)
+        return pb.PauseResponse(outcome=_outcome(outcome))
+
+    async def Resume(  # noqa: N802
+        self, request: pb.ResumeRequest, context: _Context
+    ) -> pb.ResumeResponse:
+        """Plan again."""
+        runner = await self._find(request.pool, context)
+        outcome = await self._ask(runner, Resume(), "resume", request, context)
+        return pb.ResumeResponse(outcome=_outcome(outcome))
+
+    async def Rollback(  # noqa: N802
+        self, request: pb.RollbackRequest, context: _Context
+    ) -> pb.RollbackResponse:
+        """Go back to what a generation was."""
+        runner = await self._find(request.pool, context)
+        generation = request.generation or await self._before_latest_plan(runner, context)
+        layout = await self._committed(runner, generation, context)
+        wish = RollBack(layout=layout, keep_planning=request.keep_planning)
+        what = f"roll back to generation {generation}"
+        what += " and go on planning" if request.keep_planning else ""
+        outcome = await self._ask(runner, wish, what, request, context)
+        return pb.RollbackResponse(outcome=_outcome(outcome))
+
+    async def Pin(  # noqa: N802
+        self, request: pb.PinRequest, context: _Context
+    ) -> pb.PinResponse:
+        """Keep a placement."""
+        runner = await self._find(request.pool, context)
+        wish, what = Pin(), "pin what runs"
+        if request.WhichOneof("target") == "layout":
+            try:
+                wish = Pin(layout=layout_from_proto(request.layout, kind="pin"))
+            except InvalidMessageError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            what = "pin a given layout"
+        elif request.generation:
+            layout = await self._committed(runner, request.generation, context)
+            wish = Pin(layout=layout, generation=request.generation)
+            what = f"pin generation {request.generation}"
+        outcome = await self._ask(runner, wish, what, request, context)
+        return pb.PinResponse(outcome=_outcome(outcome))
+
+    async def Unpin(  # noqa: N802
+        self, request: pb.UnpinRequest, context: _Context
+    ) -> pb.UnpinResponse:
+        """Keep it no longer."""
+        runner = await self._find(request.pool, context)
+        outcome = await self._ask(runner, Unpin(), "unpin", request, context)
+        return pb.UnpinResponse(outcome=_outcome(outcome))
+
+    async def Preview(  # noqa: N802
+        self, request: pb.PreviewRequest, context: _Context
+    ) -> pb.PreviewResponse:
+        """Say what a plan would do."""
+        runner = await self._find(request.pool, context)
+        try:
+            policy = changed_policy(runner.pool.policy, request.policy, request.algorithm)
+        except InvalidPolicyError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        changes = [f"{name} {value:g}" for name, value in sorted(request.policy.items())]
+        changes += [f"algorithm {request.algorithm}"] if request.algorithm else []
+        what = f"preview with {', '.join(changes)}" if changes else "preview"
+        outcome = await self._ask(runner, Preview(policy=policy), what, request, context)
+        response = pb.PreviewResponse(outcome=_outcome(outcome))
+        if outcome.proposal is not None:
+            _describe(outcome.proposal, response)
+        return response
+
+    async def ListAudit(  # noqa: N802
+        self, request: pb.ListAuditRequest, context: _Context
+    ) -> pb.ListAuditResponse:
+        """Past orders, newest first; followers know them too."""
+        if request.limit > MAX_AUDIT_ENTRIES:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"limit must be at most {MAX_AUDIT_ENTRIES}, not {request.limit}",
+            )
+        try:
+            pool = self._seat.pools.find(request.pool).pool
+            entries = await self._store.audit(pool.name, limit=request.limit or DEFAULT_AUDIT)
+        except UnknownPoolError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except StoreError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        return pb.ListAuditResponse(entries=[audit_to_proto(entry) for entry in entries])
+
+    async def _find(self, name: str, context: _Context) -> PoolRunner:
+        """The pool, if this balancer leads."""
+        pools: Pools | None = self._seat.led
+        if pools is None:
+            if self._seat.leader_address:
+                leader = ((LEADER_METADATA, self._seat.leader_address),)
+                context.set_trailing_metadata(leader)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._seat.elsewhere)
+        try:
+            return pools.find(name)
+        except UnknownPoolError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    async def _ask(
+        self, runner: PoolRunner, wish: Wish, what: str, request: Any, context: _Context
+    ) -> Outcome:
+        reason = checks.reason(request.reason) if request.reason else ""
+        try:
+            return await runner.administer(
+                wish,
+                who=self._caller(context),
+                reason=reason,
+                what=f"{what} ({reason})" if reason else what,
+            )
+        except UnansweredError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def _committed(self, runner: PoolRunner, generation: int, context: _Context) -> Layout:
+        """A layout that all ranks ran once."""
+        pool = runner.pool.name
+        try:
+            commits = await self._store.commits(pool)
+            layout = await self._store.layout(pool, generation) if generation in commits else None
+        except StoreError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        if layout is None:
+            kept = ", ".join(map(str, commits)) or "none"
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"pool {pool} has no committed generation {generation}; those kept are: {kept}",
+            )
+        return layout
+
+    async def _before_latest_plan(self, runner: PoolRunner, context: _Context) -> int:
+        """The generation from which the latest plan that came to something started."""
+        pool = runner.pool
+        try:
+            decisions = await self._store.decisions(pool.name, limit=MAX_DECISIONS)
+        except StoreError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        now = pool.layouts.stored_generation
+        adopted = (decision.base_generation for decision in decisions if decision.accepted)
+        before = next((generation for generation in adopted if generation != now), None)
+        if before is None:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"pool {pool.name} has adopted no plan yet: there is nothing to go back to",
+            )
+        return before
+
+
+def changed_policy(policy: Policy, changes: Mapping[str, float], algorithm: str) -> Policy:
+    """The policy with some numbers changed, and another algorithm unless that is empty.
+
+    Raises:
+        InvalidPolicyError: there is no such number, or it is out of its range.
+    """
+    numbers = [field.name for field in fields(Policy) if field.name in RANGES]
+    unknown = sorted(set(changes) - set(numbers))
+    if unknown:
+        raise InvalidPolicyError(
+            f"a policy has no number {unknown[0]!r}; there are: {', '.join(numbers)}"
+        )
+    values: dict[str, Any] = {
+        name: round(value) if isinstance(getattr(policy, name), int) else value
+        for name, value in changes.items()
+    }
+    if algorithm:
+        values["algorithm"] = algorithm
+    return replace(policy, **values)
+
+
+def _outcome(outcome: Outcome) -> pb.Outcome:
+    return pb.Outcome(
+        accepted=outcome.accepted,
+        reason=outcome.reason,
+        generation=outcome.generation,
+        sequence=outcome.sequence,
+    )
+
+
+def _describe(proposal: Proposal, response: pb.PreviewResponse) -> None:
+    request, verdict, plan = proposal.request, proposal.verdict, proposal.plan
+    response.decision.CopyFrom(
+        decision_to_proto(
+            DecisionRecord(
+                time_unix_s=request.now,
+                accepted=verdict.accepted,
+                reason=verdict.reason,
+                base_generation=request.current.generation,
+                balancedness_current=verdict.balancedness_current,
+                balancedness_proposed=verdict.balancedness_proposed,
+                moves=verdict.moves,
+                bytes=verdict.bytes,
+                algorithm=plan.algorithm.value,
+                plan_ms=0.0,
+                shift_detected=request.shift.detected,
+            )
+        )
+    )
+    last = request.first_generation + max(0, len(proposal.waves) - 1)
+    layout = request.current.with_placement(
+        plan.expert_of_slot, generation=last, share_of_slot=plan.share_of_slot
+    )
+    response.layout.CopyFrom(layout_to_proto(layout))
+    response.num_waves = len(proposal.waves)

@@ -1,0 +1,338 @@
+"""A pool's state as the Status service shows it. Reads, never changes."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from equipoise.balancer.bounds import Bound
+from equipoise.balancer.pool.health import Health
+from equipoise.balancer.pool.loads import ClosedWindow
+from equipoise.balancer.pool.pool import MAX_JUDGED, Pool
+from equipoise.balancer.pool.roster import Member
+from equipoise.balancer.store.store import AuditRecord, DecisionRecord
+from equipoise.planning.layout import Layout
+from equipoise.planning.promise import Promise, Realised
+from equipoise.planning.slowness import slowdowns
+from equipoise.wire.layouts import layout_to_proto
+from equipoise_api.v1 import status_pb2 as pb
+from equipoise_api.v1 import worker_link_pb2 as link_pb
+
+_HEALTH = {
+    Health.WAITING: pb.POOL_HEALTH_WAITING,
+    Health.SERVING: pb.POOL_HEALTH_SERVING,
+    Health.DEGRADED: pb.POOL_HEALTH_DEGRADED,
+    Health.DOWN: pb.POOL_HEALTH_DOWN,
+}
+
+
+def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb.PoolStatus:
+    """One pool's whole state; `election` are the waits of the balancer that are no pool's."""
+    diagnosis = pool.diagnosis()
+    latest = _LatestWindow.of(pool)
+    status = pb.PoolStatus(
+        pool=pool.name,
+        health=_HEALTH[diagnosis.health],
+        health_reason=diagnosis.reason,
+        epoch=pool.roster.epoch,
+        generation=pool.layouts.stored_generation or 0,
+        ranks=[_rank_status(pool, member, latest, now=now) for member in pool.roster.seated()],
+        windows_closed=pool.windows_closed,
+        interval_s=pool.policy.interval_s,
+        refusals=[
+            pb.Refusal(kind=refusal.kind, count=refusal.count, latest=refusal.latest)
+            for refusal in pool.refusals.all()
+        ],
+        switches=_switches(pool),
+        revision=pool.revision,
+        rollouts_completed=pool.rollouts.completed,
+        rollouts_aborted=pool.rollouts.aborted,
+        windows=[_window_status(window) for window in pool.windows],
+        bounds=[_bound_status(bound) for bound in (*pool.bounds.all(), *election)],
+        policy=_policy_status(pool),
+        epochs=[
+            pb.EpochStatus(
+                epoch=record.epoch,
+                workers=record.workers,
+                reason=record.reason,
+                opened_unix_s=record.opened_s,
+                serving_after_s=record.serving_after_s,
+            )
+            for record in pool.epochs.newest_first()
+        ],
+        audit=[audit_to_proto(record) for record in pool.audit],
+        promises=_promises(pool),
+    )
+    if pool.roster.shape is not None:
+        model = pool.roster.shape.model
+        status.model.CopyFrom(
+            link_pb.ModelShape(
+                num_layers=model.num_layers,
+                num_experts=model.num_experts,
+                num_groups=model.num_groups,
+                expert_bytes=model.expert_bytes,
+            )
+        )
+    if pool.windows:
+        window = pool.windows[-1]
+        status.balancedness = window.balancedness
+        status.balancedness_min_layer = window.balancedness_min_layer
+        status.window_tokens = round(window.tokens)
+        if window.shares is not None:
+            status.shares.CopyFrom(pb.ShareStatus(**asdict(window.shares)))
+    rollout = _rollout_status(pool, now=now)
+    if rollout is not None:
+        status.rollout.CopyFrom(rollout)
+    if pool.last_decision is not None:
+        status.last_decision.CopyFrom(decision_to_proto(pool.last_decision))
+    if pool.hold.reason:
+        status.hold.CopyFrom(_hold_status(pool))
+    return status
+
+
+def pool_summary(pool: Pool) -> pb.PoolSummary:
+    """One pool in a line."""
+    return pb.PoolSummary(
+        pool=pool.name,
+        health=_HEALTH[pool.diagnosis().health],
+        generation=pool.layouts.stored_generation or 0,
+        ranks_serving=sum(
+            member.connected and member.serving and member.rank not in pool.silent
+            for member in pool.roster.seated()
+        ),
+        num_ranks=pool.roster.num_ranks or pool.roster.wanted_ranks,
+        balancedness=pool.windows[-1].balancedness if pool.windows else 0.0,
+    )
+
+
+def decision_to_proto(decision: DecisionRecord) -> pb.Decision:
+    """A verdict as it was recorded."""
+    return pb.Decision(
+        sequence=decision.sequence,
+        time_unix_s=decision.time_unix_s,
+        accepted=decision.accepted,
+        reason=decision.reason,
+        base_generation=decision.base_generation,
+        balancedness_current=decision.balancedness_current,
+        balancedness_proposed=decision.balancedness_proposed,
+        moves=decision.moves,
+        bytes=decision.bytes,
+        algorithm=decision.algorithm,
+        plan_ms=decision.plan_ms,
+        shift_detected=decision.shift_detected,
+        kind=decision.kind.value,
+        policy_hash=decision.policy_hash,
+    )
+
+
+def audit_to_proto(record: AuditRecord) -> pb.AuditEntry:
+    """An operator's order as it was recorded."""
+    return pb.AuditEntry(
+        sequence=record.sequence,
+        time_unix_s=record.time_unix_s,
+        who=record.who,
+        what=record.what,
+        accepted=record.accepted,
+        outcome=record.outcome,
+    )
+
+
+def loads_response(pool: Pool) -> pb.GetLoadsResponse | None:
+    """The loads that decisions rest on; None before all ranks of the pool served."""
+    if pool.loads is None or pool.roster.shape is None:
+        return None
+    model = pool.roster.shape.model
+    response = pb.GetLoadsResponse(
+        num_layers=model.num_layers,
+        num_experts=model.num_experts,
+        slow_tokens_per_s=pool.loads.slow.per_second().astype("<f8").tobytes(),
+        fast_tokens_per_s=pool.loads.fast.per_second().astype("<f8").tobytes(),
+        slow_half_life_s=pool.policy.slow_half_life_s,
+        fast_half_life_s=pool.policy.fast_half_life_s,
+    )
+    if pool.windows and pool.windows[-1].load.shape == (model.num_layers, model.num_experts):
+        latest = pool.windows[-1]
+        response.window_tokens = latest.load.astype("<f8").tobytes()
+        response.num_ranks = latest.load_of_rank.shape[1]
+        response.window_rank_tokens = latest.load_of_rank.astype("<f8").tobytes()
+        response.window_generation = latest.generation
+    return response
+
+
+def layout_response(pool: Pool, layout: Layout) -> pb.GetLayoutResponse:
+    """A layout, with the nodes of the ranks if they are those of the epoch."""
+    nodes = [peer.node for peer in pool.roster.peers]
+    return pb.GetLayoutResponse(
+        layout=layout_to_proto(layout),
+        node_of_rank=nodes if len(nodes) == layout.num_ranks else [],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LatestWindow:
+    """What the latest window says of each rank; empty where it says nothing."""
+
+    load_shares: Sequence[float] = ()
+    busy_step_us: Sequence[float] = ()
+    slowdowns: Sequence[float] = ()
+
+    @classmethod
+    def of(cls, pool: Pool) -> "_LatestWindow":
+        if not pool.windows:
+            return cls()
+        window = pool.windows[-1]
+        load_of_rank = window.load_of_rank.sum(axis=0)
+        total = float(load_of_rank.sum())
+        factors = None if window.pace is None else slowdowns(window.pace)
+        return cls(
+            load_shares=(load_of_rank / total).tolist() if total > 0 else (),
+            busy_step_us=() if window.pace is None else window.pace.busy_us.tolist(),
+            slowdowns=() if factors is None else [float(factor) for factor in factors],
+        )
+
+
+def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: float) -> pb.RankStatus:
+    assert member.rank is not None, "seated members have a rank"
+    status = pb.RankStatus(
+        rank=member.rank,
+        worker=member.name,
+        node=member.hello.node,
+        host=member.hello.host,
+        zone=member.hello.zone,
+        address=member.hello.address,
+        state=_rank_state(pool, member),
+        generation=member.generation,
+        staged_generation=member.staged_generation,
+        silent_s=max(0.0, now - member.last_heard_s),
+        load_share=_of_rank(latest.load_shares, member.rank),
+        busy_step_us=round(_of_rank(latest.busy_step_us, member.rank)),
+        slowdown=_of_rank(latest.slowdowns, member.rank),
+    )
+    if member.rank in pool.slow:
+        status.trouble = pool.slow[member.rank].reason
+    if member.stats is not None:
+        status.tokens_processed = member.stats.tokens_processed
+        status.tokens_generated = member.stats.tokens_generated
+        status.median_step_us = member.stats.median_step_us
+        status.active_requests = member.stats.active_requests
+        status.queued_requests = member.stats.queued_requests
+        status.cache_tokens = member.stats.cache_tokens
+        status.cache_tokens_used = member.stats.cache_tokens_used
+        status.prefix_tokens_sought = member.stats.prefix_tokens_sought
+        status.prefix_tokens_found = member.stats.prefix_tokens_found
+        status.requests_paused = member.stats.requests_paused
+        status.drafts = member.stats.drafts
+        status.drafts_accepted = member.stats.drafts_accepted
+    return status
+
+
+def _rank_state(pool: Pool, member: Member) -> str:
+    if not member.connected:
+        return "gone"
+    if member.rank in pool.silent:
+        return "silent"
+    return "leaving" if member.draining else "connected"
+
+
+def _of_rank(values: Sequence[float], rank: int) -> float:
+    """A rank's value; 0 for one that the window did not have."""
+    return values[rank] if rank < len(values) else 0.0
+
+
+def _rollout_status(pool: Pool, *, now: float) -> pb.RolloutStatus | None:
+    rollout = pool.rollouts.current
+    if rollout is None:
+        return None
+    expert_bytes = pool.roster.shape.model.expert_bytes if pool.roster.shape is not None else 0
+    return pb.RolloutStatus(
+        generation=rollout.target.generation,
+        state=rollout.state.value,
+        moves=pool.rollouts.moves,
+        bytes=pool.rollouts.moves * expert_bytes,
+        waves_left=pool.rollouts.waves_left,
+        staged_ranks=sorted(rollout.staged_ranks),
+        switched_ranks=sorted(rollout.switched_ranks),
+        state_age_s=max(0.0, now - rollout.entered_s),
+    )
+
+
+def _hold_status(pool: Pool) -> pb.HoldStatus:
+    hold, current = pool.hold, pool.layouts.current
+    return pb.HoldStatus(
+        paused=hold.paused,
+        pinned=hold.pinned,
+        pinned_generation=hold.pinned_generation,
+        at_pin=hold.pin is not None and current is not None and current.same_placement(hold.pin),
+    )
+
+
+def _policy_status(pool: Pool) -> pb.PolicyStatus:
+    refusal = pool.policies.latest_refusal
+    return pb.PolicyStatus(
+        hash=pool.in_force.digest,
+        source=pool.in_force.source,
+        loaded_unix_s=pool.in_force.loaded_s,
+        num_refused=pool.policies.num_refused,
+        refusal=refusal.reason if refusal is not None else "",
+        refused_unix_s=refusal.refused_s if refusal is not None else 0.0,
+        is_paused=pool.policy.pause,
+    )
+
+
+def _promises(pool: Pool) -> list[pb.PromiseStatus]:
+    waiting = [] if pool.watched is None else [_promise_status(pool.watched.promise)]
+    judged = [
+        _promise_status(one.promise, realised=one.realised, judged_s=one.judged_s)
+        for one in pool.judged
+    ]
+    return (waiting + judged)[:MAX_JUDGED]
+
+
+def _promise_status(
+    promise: Promise, *, realised: Realised | None = None, judged_s: float = 0.0
+) -> pb.PromiseStatus:
+    status = pb.PromiseStatus(
+        generation=promise.generation,
+        before_generation=promise.before.generation,
+        judged_unix_s=judged_s,
+        outcome="open",
+        balancedness_promised=promise.balancedness_promised,
+        gain_promised=promise.gain,
+    )
+    if realised is not None:
+        status.outcome = realised.outcome.value
+        status.balancedness_realised = realised.balancedness
+        status.gain_realised = realised.gain
+        status.reason = realised.reason
+    return status
+
+
+def _bound_status(bound: Bound) -> pb.BoundStatus:
+    return pb.BoundStatus(
+        name=bound.name, bound_s=bound.bound_s, reached=bound.reached, latest=bound.latest
+    )
+
+
+def _switches(pool: Pool) -> list[pb.SwitchStatus]:
+    return [
+        pb.SwitchStatus(
+            generation=switch.generation,
+            step=switch.step,
+            max_stall_us=switch.max_stall_us,
+            median_step_us=switch.median_step_us,
+            moves=switch.moves,
+            staging_s=switch.staging_s,
+            time_unix_s=switch.time_s,
+        )
+        for switch in pool.rollouts.switches
+    ]
+
+
+def _window_status(window: ClosedWindow) -> pb.WindowStatus:
+    return pb.WindowStatus(
+        window=window.number,
+        closed_unix_s=window.closed_s,
+        balancedness=window.balancedness,
+        max_over_mean=window.max_over_mean,
+        tokens=round(window.tokens),
+        generation=window.generation,
+        shift_detected=window.shift.detected,
+    )

@@ -1,0 +1,150 @@
+"""The Status service: what anyone may ask. It changes nothing and never waits for a worker."""
+
+import asyncio
+import math
+from typing import Any, NoReturn
+
+import grpc
+
+from equipoise.balancer.errors import UnknownPoolError
+from equipoise.balancer.pool.archive import RememberedPool
+from equipoise.balancer.pool.runner import Clock, PoolRunner
+from equipoise.balancer.seat import Seat
+from equipoise.balancer.service.status import (
+    decision_to_proto,
+    layout_response,
+    loads_response,
+    pool_status,
+    pool_summary,
+)
+from equipoise.balancer.store.store import MAX_DECISIONS, Store, StoreError
+from equipoise_api.v1 import status_pb2 as pb
+from equipoise_api.v1 import status_pb2_grpc as pb_grpc
+
+DEFAULT_WATCH_INTERVAL_S = 0.5
+"""Least time between two messages of a watch that does not ask for another."""
+
+SHORTEST_WATCH_INTERVAL_S = 0.05
+"""Watchers cannot ask for more than twenty messages a second."""
+
+DEFAULT_DECISIONS = 20
+"""Decisions listed when no limit is named."""
+
+LEADER_METADATA = "equipoise-leader"
+"""Trailing metadata of a follower's answers: host:port of the balancer that leads."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class StatusService(pb_grpc.StatusServicer):
+    """Answers from the pools' memory; older layouts and decisions come from the store."""
+
+    def __init__(self, seat: Seat, *, store: Store, clock: Clock) -> None:
+        self._seat = seat
+        self._store = store
+        self._clock = clock
+
+    async def ListPools(  # noqa: N802 - the contract's name
+        self, request: pb.ListPoolsRequest, context: _Context
+    ) -> pb.ListPoolsResponse:
+        """All pools, sorted by name."""
+        del request
+        self._name_leader(context)
+        pools = self._seat.pools
+        return pb.ListPoolsResponse(
+            pools=[pool_summary(pools.find(name).pool) for name in pools.names()],
+            not_ready=self._seat.not_ready,
+        )
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: _Context
+    ) -> pb.GetStatusResponse:
+        """One pool's whole state."""
+        runner = await self._find(request.pool, context)
+        return pb.GetStatusResponse(status=self._status(runner))
+
+    async def WatchStatus(  # type: ignore[override]  # noqa: N802
+        self, request: pb.WatchStatusRequest, context: _Context
+    ) -> None:
+        """The state now, and again after it changed."""
+        runner = await self._find(request.pool, context)
+        interval_s = request.min_interval_s or DEFAULT_WATCH_INTERVAL_S
+        if not (math.isfinite(interval_s) and interval_s > 0):
+            await _refuse(
+                context, f"min_interval_s must be a positive number of seconds, not {interval_s}"
+            )
+        while not runner.closed:
+            status = self._status(runner)
+            await context.write(pb.WatchStatusResponse(status=status))
+            await asyncio.sleep(max(interval_s, SHORTEST_WATCH_INTERVAL_S))
+            await runner.until_changed(status.revision)
+
+    async def GetLayout(  # noqa: N802
+        self, request: pb.GetLayoutRequest, context: _Context
+    ) -> pb.GetLayoutResponse:
+        """The committed layout, or one that the store still keeps."""
+        runner = await self._find(request.pool, context)
+        pool = runner.pool
+        if request.generation == 0:
+            layout = pool.layouts.committed
+        else:
+            try:
+                layout = await self._store.layout(pool.name, request.generation)
+            except StoreError as error:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        if layout is None:
+            wanted = f"generation {request.generation}" if request.generation else "layout yet"
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"pool {pool.name} has no {wanted}; its next is {pool.layouts.next_generation}",
+            )
+        return layout_response(pool, layout)
+
+    async def GetLoads(  # noqa: N802
+        self, request: pb.GetLoadsRequest, context: _Context
+    ) -> pb.GetLoadsResponse:
+        """Both averages and the latest window, by logical expert."""
+        runner = await self._find(request.pool, context)
+        response = loads_response(runner.pool)
+        if response is None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"pool {runner.pool.name} has no loads yet: {runner.pool.diagnosis().reason}",
+            )
+        return response
+
+    async def ListDecisions(  # noqa: N802
+        self, request: pb.ListDecisionsRequest, context: _Context
+    ) -> pb.ListDecisionsResponse:
+        """Past verdicts, newest first."""
+        runner = await self._find(request.pool, context)
+        if request.limit > MAX_DECISIONS:
+            await _refuse(context, f"limit must be at most {MAX_DECISIONS}, not {request.limit}")
+        try:
+            decisions = await self._store.decisions(
+                runner.pool.name, limit=request.limit or DEFAULT_DECISIONS
+            )
+        except StoreError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        return pb.ListDecisionsResponse(
+            decisions=[decision_to_proto(decision) for decision in decisions]
+        )
+
+    def _status(self, runner: PoolRunner | RememberedPool) -> pb.PoolStatus:
+        return pool_status(runner.pool, now=self._clock(), election=self._seat.bounds)
+
+    async def _find(self, name: str, context: _Context) -> PoolRunner | RememberedPool:
+        self._name_leader(context)
+        try:
+            return self._seat.pools.find(name)
+        except UnknownPoolError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    def _name_leader(self, context: _Context) -> None:
+        """Say with every answer of a follower where a better one is to be had."""
+        if self._seat.leader_address:
+            context.set_trailing_metadata(((LEADER_METADATA, self._seat.leader_address),))
+
+
+async def _refuse(context: _Context, reason: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)

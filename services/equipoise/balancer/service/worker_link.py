@@ -1,0 +1,180 @@
+"""The WorkerLink service: one stream a worker, in which one cannot harm another."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import grpc
+
+from equipoise.balancer.errors import RefusedWorkerError
+from equipoise.balancer.pool.mailbox import Mailbox
+from equipoise.balancer.pool.pools import Pools
+from equipoise.balancer.pool.runner import PoolRunner
+from equipoise.balancer.seat import Seat
+from equipoise.balancer.service.pace import Pace, message_pace
+from equipoise.planning.errors import InvalidReportError
+from equipoise.trust.identity import Caller
+from equipoise.wire.convert import from_worker, to_worker
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.limits import max_message_bytes
+from equipoise.wire.messages import Hello, Leaving, Rejection
+from equipoise_api.v1 import worker_link_pb2 as pb
+from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
+
+HELLO_TIMEOUT_S = 10.0
+"""Seconds a stream may stay without saying who it is."""
+
+DRAIN_TIMEOUT_S = 1.0
+"""Seconds the last messages of a stream may take to leave."""
+
+_Requests = AsyncIterator[pb.ConnectRequest]
+_Context = grpc.aio.ServicerContext[pb.ConnectRequest, pb.ConnectResponse]
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerLinkService(pb_grpc.WorkerLinkServicer):
+    """Turns streams into words for the pools, and the pools' words into messages.
+
+    `caller` says who is on the other end of a call; a worker speaks for itself only.
+    """
+
+    def __init__(self, seat: Seat, *, caller: Callable[[_Context], Caller]) -> None:
+        self._seat = seat
+        self._caller = caller
+
+    # A coroutine that writes, not a generator: its clean-up runs the moment it is cancelled.
+    async def Connect(  # type: ignore[override]  # noqa: N802 - the contract's name
+        self, request_iterator: _Requests, context: _Context
+    ) -> None:
+        """Serve one worker for as long as its stream lives."""
+        mailbox = Mailbox()
+        try:
+            hello = await self._introduction(request_iterator)
+            pools = self._seat.led
+            if pools is None or pools.heard_of(hello.highest_term):
+                await context.write(to_worker(self._redirection()))
+                return
+            runner = await self._admit(pools, hello, mailbox, caller=self._caller(context))
+        except (InvalidMessageError, RefusedWorkerError) as error:
+            await context.write(to_worker(Rejection(reason=str(error), fatal=True)))
+            return
+        reason = "its stream was cut"
+        try:
+            reason = await _converse(request_iterator, context, hello, runner, mailbox)
+        finally:
+            runner.leave(hello.worker, mailbox, reason=reason)
+
+    async def _introduction(self, requests: _Requests) -> Hello:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await anext(requests)
+            hello = from_worker(first, hello=None)
+        except (TimeoutError, StopAsyncIteration):
+            raise InvalidMessageError(
+                "hello_missing", f"a stream must say Hello within {HELLO_TIMEOUT_S:g} s"
+            ) from None
+        except InvalidMessageError as error:
+            _log.warning("refused (%s): %s", error.kind, error)
+            raise
+        assert isinstance(hello, Hello), "the first message is Hello or refused"
+        return hello
+
+    async def _admit(
+        self, pools: Pools, hello: Hello, mailbox: Mailbox, *, caller: Caller
+    ) -> PoolRunner:
+        try:
+            _check_identity(caller, hello)
+            return await pools.admit(hello, mailbox)
+        except RefusedWorkerError as error:
+            pools.refuse_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
+            raise
+
+    def _redirection(self) -> Rejection:
+        return Rejection(
+            reason=self._seat.elsewhere,
+            fatal=True,
+            not_leading=True,
+            leader_address=self._seat.leader_address,
+        )
+
+
+async def _converse(
+    requests: _Requests, context: _Context, hello: Hello, runner: PoolRunner, mailbox: Mailbox
+) -> str:
+    """Read and write until either side is done; returns why the conversation ended."""
+    reader = asyncio.create_task(_read(requests, hello, runner, mailbox))
+    writer = asyncio.create_task(_write(mailbox, context, runner))
+    try:
+        await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+        if not reader.done():
+            return "its stream broke" if writer.exception() else "the balancer closed its stream"
+        mailbox.close()
+        await asyncio.wait({writer}, timeout=DRAIN_TIMEOUT_S)
+        return reader.result()
+    finally:
+        reader.cancel()
+        writer.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+
+async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: Mailbox) -> str:
+    reason = "its stream ended"
+    pace = message_pace(runner.pool.policy)
+    try:
+        async for request in requests:
+            try:
+                _check_message(request, hello, pace)
+                value = from_worker(request, hello=hello)
+                runner.receive(hello.worker, mailbox, value)
+            except (InvalidMessageError, InvalidReportError) as error:
+                text = f"worker {hello.worker}: {error}"
+                runner.refuse(hello.worker, kind=error.kind, reason=text)
+                continue
+            if isinstance(value, Leaving):
+                reason = f"it left: {value.reason}"
+    except Exception:  # noqa: BLE001
+        # A fault of ours ends this stream only; the worker reconnects and says what it runs.
+        _log.exception("the stream of worker %s failed", hello.worker)
+        return "the balancer failed on a message"
+    return reason
+
+
+def _check_identity(caller: Caller, hello: Hello) -> None:
+    """Refuse a worker that speaks for another one."""
+    if not caller.may_speak_for(pool=hello.pool, worker=hello.worker):
+        raise RefusedWorkerError(
+            "hello_identity",
+            f"{caller} may not speak for worker {hello.worker} of pool {hello.pool}: give it a "
+            "certificate or token of its own",
+        )
+
+
+def _check_message(request: pb.ConnectRequest, hello: Hello, pace: Pace) -> None:
+    """Refuse what no worker of that shape says, and more than one that works well says.
+
+    Raises:
+        InvalidMessageError: "link_rate" or "link_size".
+    """
+    if not pace.take(now=asyncio.get_running_loop().time()):
+        raise InvalidMessageError(
+            "link_rate",
+            f"more than {pace.per_s:g} messages a second: the one above that is dropped",
+        )
+    size, most = request.ByteSize(), max_message_bytes(hello)
+    if size > most:
+        raise InvalidMessageError(
+            "link_size",
+            f"a message of {size} bytes, but one of {hello.model.num_layers} layers x "
+            f"{hello.slots_per_rank} slots has at most {most}",
+        )
+
+
+async def _write(mailbox: Mailbox, context: _Context, runner: PoolRunner) -> None:
+    async for message in mailbox.messages():
+        # The last look before the wire: this process may have been paused since it was posted.
+        if not runner.leads:
+            return
+        await context.write(to_worker(message))

@@ -1,0 +1,401 @@
+"""`RedisStore`: the store that several balancers share, of which one leads.
+
+Owns what the keys mean; each step is a script of `redis_scripts.py`, the connection is
+`redis_link`'s. Decides nothing.
+
+All keys have one hash tag, so a cluster keeps them together: one script can then look at the term,
+which is common to all pools, and write a pool. A write survives what the server's own persistence
+survives (`appendfsync always` for a power cut); a server that forgot is noticed, never trusted:
+the contents have a random name, the incarnation, which is checked by every step.
+"""
+
+import json
+import math
+import secrets
+from asyncio import Lock
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from equipoise.balancer.store import redis_scripts as scripts
+from equipoise.balancer.store.hold import Hold, pack_hold, unpack_hold
+from equipoise.balancer.store.redis_link import RedisLink
+from equipoise.balancer.store.store import (
+    MAX_AUDIT_ENTRIES,
+    MAX_DECISIONS,
+    MAX_LAYOUTS,
+    AuditRecord,
+    AverageRecord,
+    DecisionRecord,
+    Membership,
+    StoreConflictError,
+    StoreError,
+    StoreFault,
+    TermOverError,
+)
+from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import Layout
+
+SCHEMA_VERSION = 3
+"""Raised with every change of keys or records; other versions are refused, never guessed at."""
+
+OLDEST_VERSION = 1
+"""Records from this version on are read as they are: layouts without shares are even splits, and
+nobody ordered anything before orders were kept."""
+
+HASH_TAG = "{equipoise}"
+"""Begins every key. Two fleets share a server by using two databases of it."""
+
+REQUEST_TIMEOUT_S = 2.0
+"""How long the server may take for one step."""
+
+_Value = TypeVar("_Value")
+
+
+class RedisStore:
+    """A `Store` in the Redis server at `url`; connects when it is first used.
+
+    After it found its contents lost it starts anew with what is there, so whoever hears of it must
+    read everything again.
+
+    Raises:
+        StoreError: the URL is none.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+        self._link = RedisLink(url, timeout_s=timeout_s)
+        self._incarnation: str | None = None
+        self._opening = Lock()
+
+    async def highest_term(self) -> int:
+        """The highest term that ever wrote; 0 in a new store."""
+        (term,) = await self._read("", scripts.HIGHEST_TERM)
+        return int(term)
+
+    async def fence(self, *, term: int) -> None:
+        """From now on refuse lower terms."""
+        await self._write("", scripts.FENCE, term=term)
+
+    async def pools(self) -> tuple[str, ...]:
+        """Names of all pools the store knows, sorted."""
+        (names,) = await self._read("", scripts.POOLS)
+        return tuple(sorted(name.decode() for name in names))
+
+    async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
+        """Remember a layout before anybody is asked to stage it; see `Store`."""
+        answer, *rest = await self._step(
+            pool,
+            scripts.PUT_PROPOSED,
+            layout.generation,
+            _pack_layout(layout),
+            MAX_LAYOUTS,
+            term=term,
+        )
+        if answer == b"used":
+            raise StoreConflictError(
+                f"pool {pool}: generation {layout.generation} was used before, the next is "
+                f"{int(rest[0]) + 1}"
+            )
+
+    async def commit(self, pool: str, generation: int, *, previous: int | None, term: int) -> None:
+        """Make a proposed layout the committed one, if `previous` still is; see `Store`."""
+        before = "" if previous is None else previous
+        answer, *rest = await self._step(pool, scripts.COMMIT, generation, before, term=term)
+        if answer == b"other":
+            raise StoreConflictError(
+                f"pool {pool}: generation {generation} was to follow {previous}, but "
+                f"{rest[0].decode() or None} is committed"
+            )
+        if answer == b"unknown":
+            raise StoreConflictError(f"pool {pool}: generation {generation} was never proposed")
+
+    async def adopt(self, pool: str, layout: Layout, *, term: int) -> None:
+        """Commit the layout that all ranks report to run; see `Store`."""
+        packed = _pack_layout(layout)
+        await self._write(pool, scripts.ADOPT, layout.generation, packed, MAX_LAYOUTS, term=term)
+
+    async def committed(self, pool: str) -> Layout | None:
+        """The layout that all ranks were last known to run."""
+        generation, packed = await self._read(pool, scripts.COMMITTED)
+        if generation is not None and packed is None:
+            raise self._damaged(f"pool {pool} lacks its committed layout {generation.decode()}")
+        return self._layout(pool, generation, packed)
+
+    async def proposed(self, pool: str) -> Layout | None:
+        """The newest layout above the committed one, if any."""
+        return self._layout(pool, *await self._read(pool, scripts.PROPOSED))
+
+    async def layout(self, pool: str, generation: int) -> Layout | None:
+        """A layout that was proposed or adopted and is still kept."""
+        return self._layout(pool, *await self._read(pool, scripts.LAYOUT, generation))
+
+    async def next_generation(self, pool: str) -> int:
+        """The number after the highest ever used; 1 for a new pool."""
+        (highest,) = await self._read(pool, scripts.HIGHEST_GENERATION)
+        return self._sense(f"highest generation of pool {pool}", lambda: int(highest)) + 1
+
+    async def put_membership(self, pool: str, membership: Membership, *, term: int) -> None:
+        """Remember an epoch, which must not be below the latest."""
+        workers = json.dumps(membership.workers)
+        answer, *rest = await self._step(
+            pool, scripts.PUT_MEMBERSHIP, membership.epoch, workers, term=term
+        )
+        if answer == b"later":
+            raise StoreConflictError(
+                f"pool {pool}: epoch {membership.epoch} is over, the latest is {int(rest[0])}"
+            )
+
+    async def membership(self, pool: str) -> Membership | None:
+        """The latest epoch."""
+        epoch, workers = await self._read(pool, scripts.MEMBERSHIP)
+        if epoch is None:
+            return None
+        return self._sense(
+            f"membership of pool {pool}",
+            lambda: Membership(epoch=int(epoch), workers=tuple(json.loads(workers))),
+        )
+
+    async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
+        """Remember a moving average by its name."""
+        await self._write(pool, scripts.PUT_AVERAGE, name, _pack_average(record), term=term)
+
+    async def average(self, pool: str, name: str) -> AverageRecord | None:
+        """A moving average as it was put last."""
+        (packed,) = await self._read(pool, scripts.AVERAGE, name)
+        if packed is None:
+            return None
+        return self._sense(f"average {name} of pool {pool}", lambda: _unpack_average(packed))
+
+    async def add_decision(
+        self, pool: str, decision: DecisionRecord, *, term: int
+    ) -> DecisionRecord:
+        """Append a decision; returns it with its sequence number."""
+        record = {key: value for key, value in asdict(decision).items() if key != "sequence"}
+        (sequence,) = await self._write(
+            pool, scripts.ADD_DECISION, json.dumps(record), MAX_DECISIONS, term=term
+        )
+        return replace(decision, sequence=int(sequence))
+
+    async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
+        """The newest decisions, newest first."""
+        (entries,) = await self._read(pool, scripts.DECISIONS, max(0, limit))
+        return self._sense(
+            f"decisions of pool {pool}",
+            lambda: tuple(
+                DecisionRecord(**_unpack_entry(number, fields)) for number, fields in entries or ()
+            ),
+        )
+
+    async def commits(self, pool: str) -> tuple[int, ...]:
+        """Generations that were committed and whose layouts are still kept, ascending."""
+        (generations,) = await self._read(pool, scripts.COMMITS)
+        return tuple(sorted(int(generation) for generation in generations))
+
+    async def add_audit(
+        self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
+    ) -> AuditRecord:
+        """Append an order and set what the pool is held to, in one step; see `Store`."""
+        fields = {key: value for key, value in asdict(record).items() if key != "sequence"}
+        (sequence,) = await self._write(
+            pool,
+            scripts.ADD_AUDIT,
+            json.dumps(fields),
+            MAX_AUDIT_ENTRIES,
+            "" if hold is None else pack_hold(hold),
+            term=term,
+        )
+        return replace(record, sequence=int(sequence))
+
+    async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
+        """The newest orders, newest first."""
+        (entries,) = await self._read(pool, scripts.AUDIT, max(0, limit))
+        return self._sense(
+            f"audit of pool {pool}",
+            lambda: tuple(
+                AuditRecord(**_unpack_entry(number, fields)) for number, fields in entries or ()
+            ),
+        )
+
+    async def hold(self, pool: str) -> Hold:
+        """What operators hold the pool to."""
+        (packed,) = await self._read(pool, scripts.HOLD)
+        if packed is None:
+            return Hold()
+        return self._sense(f"hold of pool {pool}", lambda: unpack_hold(packed))
+
+    async def close(self) -> None:
+        """Close the connections; no method may be called after."""
+        await self._link.close()
+
+    async def _read(self, pool: str, script: str, *arguments: str | int | bytes) -> list[Any]:
+        _, *values = await self._step(pool, script, *arguments, term="")
+        return values
+
+    async def _write(
+        self, pool: str, script: str, *arguments: str | int | bytes, term: int
+    ) -> list[Any]:
+        _, *values = await self._step(pool, script, *arguments, term=term)
+        return values
+
+    async def _step(
+        self, pool: str, script: str, *arguments: str | int | bytes, term: int | str
+    ) -> list[Any]:
+        """Run a script: its answer in a word, then its values."""
+        incarnation = await self._open()
+        answer, *values = await self._run(
+            scripts.PRELUDE + script, _keys(pool), (incarnation, term, pool, *arguments)
+        )
+        if answer == b"over":
+            assert isinstance(term, int), "reads have no term"
+            raise TermOverError(store=self._link.name, term=term, highest_term=int(values[0]))
+        if answer == b"lost":
+            self._incarnation = None
+            raise StoreError(
+                f"{self._link.name} was emptied or replaced since this balancer read it: "
+                "everything is read again and the workers are asked what they run",
+                fault=StoreFault.LOST,
+            )
+        return [answer, *values]
+
+    async def _open(self) -> str:
+        """Name of the contents, which are made when there are none."""
+        async with self._opening:
+            if self._incarnation is None:
+                schema, found = await self._run(
+                    scripts.OPEN,
+                    _keys("")[:1],
+                    (secrets.token_hex(8), SCHEMA_VERSION, OLDEST_VERSION),
+                )
+                if schema != str(SCHEMA_VERSION).encode() or found is None:
+                    raise StoreError(
+                        f"{self._link.name} has schema version "
+                        f"{'unknown' if schema is None else schema.decode()}, this release reads "
+                        f"{SCHEMA_VERSION}: use the release that wrote it, or name another "
+                        "database to start anew from what the workers report",
+                        fault=StoreFault.FOREIGN,
+                    )
+                self._incarnation = found.decode()
+            return self._incarnation
+
+    async def _run(
+        self, script: str, keys: tuple[str, ...], arguments: tuple[str | int | bytes, ...]
+    ) -> list[Any]:
+        async with self._link.explained():
+            registered = self._link.redis.register_script(script)
+            answer: list[Any] = await registered(keys=keys, args=arguments)
+            return answer
+
+    def _layout(self, pool: str, generation: bytes | None, packed: bytes | None) -> Layout | None:
+        if generation is None or packed is None:
+            return None
+        return self._sense(
+            f"layout of pool {pool}", lambda: _unpack_layout(int(generation), packed)
+        )
+
+    def _sense(self, what: str, unpack: Callable[[], _Value]) -> _Value:
+        """What `unpack` makes of a record; one that makes no sense is named."""
+        try:
+            return unpack()
+        except (InvalidLayoutError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise self._damaged(f"{what}: {error}") from error
+
+    def _damaged(self, finding: str) -> StoreError:
+        return StoreError(
+            f"{self._link.name} is damaged ({finding}): empty its database, or name another, to "
+            "start anew from what the workers report",
+            fault=StoreFault.DAMAGED,
+        )
+
+
+def _keys(pool: str) -> tuple[str, ...]:
+    """Keys in the order in which the scripts name them."""
+    own = f"{HASH_TAG}:pool:{pool}"
+    return (
+        f"{HASH_TAG}:meta",
+        f"{HASH_TAG}:pools",
+        own,
+        f"{own}:layouts",
+        f"{own}:averages",
+        f"{own}:decisions",
+        f"{own}:commits",
+        f"{own}:audit",
+    )
+
+
+# Records: a line of JSON, then the table's bytes. ------------------------------------------------
+
+
+def _pack(header: dict[str, Any], table: bytes) -> bytes:
+    return json.dumps(header, sort_keys=True).encode() + b"\n" + table
+
+
+def _unpack(packed: bytes) -> tuple[dict[str, Any], bytes]:
+    header, _, table = packed.partition(b"\n")
+    return json.loads(header), table
+
+
+def _pack_layout(layout: Layout) -> bytes:
+    header: dict[str, Any] = {
+        "num_layers": layout.num_layers,
+        "num_experts": layout.num_experts,
+        "num_ranks": layout.num_ranks,
+        "slots_of_rank": layout.slots_of_rank,
+    }
+    table = layout.expert_of_slot.astype("<i4", copy=False).tobytes()
+    if layout.share_of_slot is None:
+        return _pack(header, table)
+    # Behind the table, by the number of its bytes, so that a record without shares has none.
+    header["table_bytes"] = len(table)
+    return _pack(header, table + layout.share_of_slot.astype("<u2").tobytes())
+
+
+def _unpack_layout(generation: int, packed: bytes) -> Layout:
+    header, cells = _unpack(packed)
+    end = header.get("table_bytes", len(cells))
+    table = np.frombuffer(cells[:end], dtype="<i4").reshape(header["num_layers"], -1)
+    shares = None
+    if end < len(cells):
+        shares = np.frombuffer(cells[end:], dtype="<u2").reshape(table.shape).astype(np.int32)
+    return Layout(
+        generation=generation,
+        num_experts=header["num_experts"],
+        num_ranks=header["num_ranks"],
+        slots_of_rank=tuple(header["slots_of_rank"]),
+        expert_of_slot=table.astype(np.int32),
+        share_of_slot=shares,
+    )
+
+
+def _pack_average(record: AverageRecord) -> bytes:
+    num_layers, num_experts = record.tokens.shape
+    header = {
+        "half_life_s": record.half_life_s,
+        "time_unix_s": record.time_unix_s,
+        "weight_s": record.weight_s,
+        "num_layers": num_layers,
+        "num_experts": num_experts,
+    }
+    return _pack(header, record.tokens.astype("<f8", copy=False).tobytes())
+
+
+def _unpack_average(packed: bytes) -> AverageRecord:
+    header, cells = _unpack(packed)
+    table = np.frombuffer(cells, dtype="<f8")
+    numbers = [header[name] for name in ("half_life_s", "time_unix_s", "weight_s")]
+    if not (np.isfinite(table).all() and all(map(math.isfinite, numbers)) and numbers[0] > 0):
+        raise ValueError("it is not finite")
+    half_life_s, time_unix_s, weight_s = numbers
+    return AverageRecord(
+        half_life_s=half_life_s,
+        time_unix_s=time_unix_s,
+        weight_s=weight_s,
+        tokens=table.reshape(header["num_layers"], header["num_experts"]).astype(np.float64),
+    )
+
+
+def _unpack_entry(number: bytes, fields: list[bytes]) -> dict[str, Any]:
+    """The fields of a numbered record of a stream."""
+    record = dict(zip(fields[::2], fields[1::2], strict=True))
+    return {"sequence": int(number.partition(b"-")[0]), **json.loads(record[b"record"])}

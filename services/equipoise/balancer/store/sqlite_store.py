@@ -1,0 +1,375 @@
+"""`SqliteStore`: the store in one file of this machine, the default of a single balancer.
+
+Owns what the rows mean; the file itself is `sqlite_file`'s. Decides nothing.
+"""
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.balancer.store.hold import Hold, pack_hold, unpack_hold
+from equipoise.balancer.store.sqlite_file import SqliteFile
+from equipoise.balancer.store.store import (
+    MAX_AUDIT_ENTRIES,
+    MAX_DECISIONS,
+    MAX_LAYOUTS,
+    AuditRecord,
+    AverageRecord,
+    DecisionRecord,
+    Membership,
+    StoreConflictError,
+)
+from equipoise.planning.layout import Layout
+
+
+class SqliteStore:
+    """A `Store` in an SQLite file, which is made when missing. Opened until `close`.
+
+    Raises:
+        StoreError: the file cannot be opened, is damaged, is somebody else's or another version's,
+            or another process holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = SqliteFile(path)
+        self._db = self._file.db
+
+    async def highest_term(self) -> int:
+        """The highest term that ever wrote; 0 in a new store."""
+        return await self._file.read(self._file.highest_term)
+
+    async def fence(self, *, term: int) -> None:
+        """From now on refuse lower terms."""
+        await self._file.write(lambda: None, term=term)
+
+    async def pools(self) -> tuple[str, ...]:
+        """Names of all pools the store knows, sorted."""
+
+        def read() -> tuple[str, ...]:
+            return tuple(name for (name,) in self._db.execute("SELECT pool FROM pools"))
+
+        return tuple(sorted(await self._file.read(read)))
+
+    async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
+        """Remember a layout before anybody is asked to stage it; see `Store`."""
+
+        def write() -> None:
+            known = self._layout(pool, layout.generation)
+            if known is not None and known.same_placement(layout):
+                return
+            highest = self._pool_value(pool, "highest") or 0
+            if layout.generation <= highest:
+                raise StoreConflictError(
+                    f"pool {pool}: generation {layout.generation} was used before, the next is "
+                    f"{highest + 1}"
+                )
+            self._put_layout(pool, layout)
+
+        await self._file.write(write, term=term)
+
+    async def commit(self, pool: str, generation: int, *, previous: int | None, term: int) -> None:
+        """Make a proposed layout the committed one, if `previous` still is; see `Store`."""
+
+        def write() -> None:
+            committed = self._pool_value(pool, "committed")
+            if committed == generation:
+                return
+            if committed != previous:
+                raise StoreConflictError(
+                    f"pool {pool}: generation {generation} was to follow {previous}, but "
+                    f"{committed} is committed"
+                )
+            if self._layout(pool, generation) is None:
+                raise StoreConflictError(f"pool {pool}: generation {generation} was never proposed")
+            self._set_committed(pool, generation)
+
+        await self._file.write(write, term=term)
+
+    async def adopt(self, pool: str, layout: Layout, *, term: int) -> None:
+        """Commit the layout that all ranks report to run; see `Store`."""
+
+        def write() -> None:
+            self._put_layout(pool, layout)
+            self._set_committed(pool, layout.generation)
+
+        await self._file.write(write, term=term)
+
+    async def committed(self, pool: str) -> Layout | None:
+        """The layout that all ranks were last known to run."""
+
+        def read() -> Layout | None:
+            generation = self._pool_value(pool, "committed")
+            if generation is None:
+                return None
+            layout = self._layout(pool, generation)
+            if layout is None:
+                raise self._file.damaged(f"pool {pool} lacks its committed layout {generation}")
+            return layout
+
+        return await self._file.read(read)
+
+    async def proposed(self, pool: str) -> Layout | None:
+        """The newest layout above the committed one, if any."""
+
+        def read() -> Layout | None:
+            row = self._db.execute(
+                "SELECT max(generation) FROM layouts WHERE pool = ? AND generation >"
+                " (SELECT coalesce(committed, 0) FROM pools WHERE pool = ?)",
+                (pool, pool),
+            ).fetchone()
+            return None if row[0] is None else self._layout(pool, row[0])
+
+        return await self._file.read(read)
+
+    async def layout(self, pool: str, generation: int) -> Layout | None:
+        """A layout that was proposed or adopted and is still kept."""
+        return await self._file.read(lambda: self._layout(pool, generation))
+
+    async def next_generation(self, pool: str) -> int:
+        """The number after the highest ever used; 1 for a new pool."""
+        return await self._file.read(lambda: (self._pool_value(pool, "highest") or 0) + 1)
+
+    async def put_membership(self, pool: str, membership: Membership, *, term: int) -> None:
+        """Remember an epoch, which must not be below the latest."""
+
+        def write() -> None:
+            latest = self._pool_value(pool, "epoch")
+            if latest is not None and latest > membership.epoch:
+                raise StoreConflictError(
+                    f"pool {pool}: epoch {membership.epoch} is over, the latest is {latest}"
+                )
+            workers = json.dumps(membership.workers)
+            self._set_pool(pool, epoch=membership.epoch, workers=workers)
+
+        await self._file.write(write, term=term)
+
+    async def membership(self, pool: str) -> Membership | None:
+        """The latest epoch."""
+
+        def read() -> Membership | None:
+            epoch = self._pool_value(pool, "epoch")
+            if epoch is None:
+                return None
+            workers = tuple(json.loads(self._pool_value(pool, "workers")))
+            return Membership(epoch=epoch, workers=workers)
+
+        return await self._file.read(read)
+
+    async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
+        """Remember a moving average by its name."""
+        num_layers, num_experts = record.tokens.shape
+        tokens = record.tokens.astype("<f8", copy=False).tobytes()
+        numbers = (record.half_life_s, record.time_unix_s, record.weight_s)
+
+        def write() -> None:
+            self._know(pool)
+            self._db.execute(
+                "INSERT OR REPLACE INTO averages VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (pool, name, *numbers, num_layers, num_experts, tokens),
+            )
+
+        await self._file.write(write, term=term)
+
+    async def average(self, pool: str, name: str) -> AverageRecord | None:
+        """A moving average as it was put last."""
+
+        def read() -> AverageRecord | None:
+            row = self._db.execute(
+                "SELECT half_life_s, time_unix_s, weight_s, num_layers, num_experts, tokens"
+                " FROM averages WHERE pool = ? AND name = ?",
+                (pool, name),
+            ).fetchone()
+            return None if row is None else self._average(f"average {name} of pool {pool}", row)
+
+        return await self._file.read(read)
+
+    async def add_decision(
+        self, pool: str, decision: DecisionRecord, *, term: int
+    ) -> DecisionRecord:
+        """Append a decision; returns it with its sequence number."""
+
+        def write() -> DecisionRecord:
+            self._know(pool)
+            sequence = self._pool_value(pool, "num_decisions") + 1
+            self._set_pool(pool, num_decisions=sequence)
+            record = {key: value for key, value in asdict(decision).items() if key != "sequence"}
+            self._db.execute(
+                "INSERT INTO decisions VALUES (?, ?, ?)", (pool, sequence, json.dumps(record))
+            )
+            self._db.execute(
+                "DELETE FROM decisions WHERE pool = ? AND sequence <= ?",
+                (pool, sequence - MAX_DECISIONS),
+            )
+            return replace(decision, sequence=sequence)
+
+        return await self._file.write(write, term=term)
+
+    async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
+        """The newest decisions, newest first."""
+
+        def read() -> tuple[DecisionRecord, ...]:
+            rows = self._db.execute(
+                "SELECT sequence, record FROM decisions WHERE pool = ?"
+                " ORDER BY sequence DESC LIMIT ?",
+                (pool, max(0, limit)),
+            )
+            return tuple(
+                DecisionRecord(sequence=sequence, **json.loads(record)) for sequence, record in rows
+            )
+
+        return await self._file.read(read)
+
+    async def commits(self, pool: str) -> tuple[int, ...]:
+        """Generations that were committed and whose layouts are still kept, ascending."""
+
+        def read() -> tuple[int, ...]:
+            rows = self._db.execute(
+                "SELECT generation FROM commits JOIN layouts USING (pool, generation)"
+                " WHERE pool = ? ORDER BY generation",
+                (pool,),
+            )
+            return tuple(generation for (generation,) in rows)
+
+        return await self._file.read(read)
+
+    async def add_audit(
+        self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
+    ) -> AuditRecord:
+        """Append an order and set what the pool is held to, in one step; see `Store`."""
+
+        def write() -> AuditRecord:
+            self._know(pool)
+            sequence = self._pool_value(pool, "num_audit") + 1
+            self._set_pool(pool, num_audit=sequence)
+            if hold is not None:
+                self._set_pool(pool, hold=pack_hold(hold))
+            fields = {key: value for key, value in asdict(record).items() if key != "sequence"}
+            self._db.execute(
+                "INSERT INTO audit VALUES (?, ?, ?)", (pool, sequence, json.dumps(fields))
+            )
+            self._db.execute(
+                "DELETE FROM audit WHERE pool = ? AND sequence <= ?",
+                (pool, sequence - MAX_AUDIT_ENTRIES),
+            )
+            return replace(record, sequence=sequence)
+
+        return await self._file.write(write, term=term)
+
+    async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
+        """The newest orders, newest first."""
+
+        def read() -> tuple[AuditRecord, ...]:
+            rows = self._db.execute(
+                "SELECT sequence, record FROM audit WHERE pool = ? ORDER BY sequence DESC LIMIT ?",
+                (pool, max(0, limit)),
+            )
+            return tuple(
+                AuditRecord(sequence=sequence, **json.loads(record)) for sequence, record in rows
+            )
+
+        return await self._file.read(read)
+
+    async def hold(self, pool: str) -> Hold:
+        """What operators hold the pool to."""
+
+        def read() -> Hold:
+            packed = self._pool_value(pool, "hold")
+            return Hold() if packed is None else unpack_hold(packed)
+
+        return await self._file.read(read)
+
+    async def close(self) -> None:
+        """Release the file; no method may be called after."""
+        await self._file.close()
+
+    def _know(self, pool: str) -> None:
+        self._db.execute("INSERT OR IGNORE INTO pools (pool) VALUES (?)", (pool,))
+
+    def _pool_value(self, pool: str, column: str) -> Any:
+        row = self._db.execute(
+            f"SELECT {column} FROM pools WHERE pool = ?",  # noqa: S608 - columns are ours
+            (pool,),
+        ).fetchone()
+        return None if row is None else row[0]
+
+    def _set_pool(self, pool: str, **columns: int | str) -> None:
+        self._know(pool)
+        assignments = ", ".join(f"{column} = ?" for column in columns)
+        self._db.execute(
+            f"UPDATE pools SET {assignments} WHERE pool = ?",  # noqa: S608 - columns are ours
+            (*columns.values(), pool),
+        )
+
+    def _set_committed(self, pool: str, generation: int) -> None:
+        self._set_pool(pool, committed=generation)
+        self._db.execute("INSERT OR IGNORE INTO commits VALUES (?, ?)", (pool, generation))
+        # Of layouts that are dropped nothing is remembered.
+        self._db.execute(
+            "DELETE FROM commits WHERE pool = :pool AND generation NOT IN"
+            " (SELECT generation FROM layouts WHERE pool = :pool)",
+            {"pool": pool},
+        )
+
+    def _put_layout(self, pool: str, layout: Layout) -> None:
+        self._know(pool)
+        cells = layout.expert_of_slot.astype("<i4", copy=False).tobytes()
+        shares = layout.share_of_slot
+        self._db.execute(
+            "INSERT OR REPLACE INTO layouts VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                pool,
+                layout.generation,
+                layout.num_layers,
+                layout.num_experts,
+                layout.num_ranks,
+                cells,
+                None if shares is None else shares.astype("<u2").tobytes(),
+            ),
+        )
+        highest = max(layout.generation, self._pool_value(pool, "highest"))
+        self._set_pool(pool, highest=highest)
+        self._db.execute(
+            "DELETE FROM layouts WHERE pool = :pool AND generation NOT IN"
+            " (SELECT generation FROM layouts WHERE pool = :pool"
+            "  ORDER BY generation DESC LIMIT :kept)"
+            " AND generation IS NOT (SELECT committed FROM pools WHERE pool = :pool)",
+            {"pool": pool, "kept": MAX_LAYOUTS},
+        )
+
+    def _layout(self, pool: str, generation: int) -> Layout | None:
+        row = self._db.execute(
+            "SELECT num_layers, num_experts, num_ranks, expert_of_slot, share_of_slot"
+            " FROM layouts WHERE pool = ? AND generation = ?",
+            (pool, generation),
+        ).fetchone()
+        if row is None:
+            return None
+        num_layers, num_experts, num_ranks, cells, parts = row
+        table = np.frombuffer(cells, dtype="<i4").reshape(num_layers, -1)
+        shares = None
+        if parts is not None:
+            shares = np.frombuffer(parts, dtype="<u2").reshape(table.shape).astype(np.int32)
+        return Layout(
+            generation=generation,
+            num_experts=num_experts,
+            num_ranks=num_ranks,
+            expert_of_slot=table.astype(np.int32),
+            share_of_slot=shares,
+        )
+
+    def _average(self, what: str, row: tuple[Any, ...]) -> AverageRecord:
+        *numbers, num_layers, num_experts, tokens = row
+        half_life_s, time_unix_s, weight_s = numbers
+        table = np.frombuffer(tokens, dtype="<f8").reshape(num_layers, num_experts)
+        if not (np.isfinite(table).all() and all(map(math.isfinite, numbers)) and half_life_s > 0):
+            raise self._file.damaged(f"{what} is not finite")
+        return AverageRecord(
+            half_life_s=half_life_s,
+            time_unix_s=time_unix_s,
+            weight_s=weight_s,
+            tokens=table.astype(np.float64),
+        )

@@ -1,0 +1,1 @@
+"""What the balancer tells without being asked: metrics, Kubernetes Events, pages over HTTP."""

@@ -1,0 +1,62 @@
+"""`BalancerCollector`: the balancer's metrics, read from its state when somebody asks.
+
+Keeps nothing and changes nothing. What there is of a pool is `pool_metrics.py`'s business.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from equipoise.balancer.pool.runner import Clock
+from equipoise.balancer.seat import Seat
+from equipoise.balancer.telemetry.pool_metrics import PoolMetrics
+
+
+class BalancerCollector(Collector):
+    """Collects from the pools that the balancer of `seat` leads; a follower shows none."""
+
+    def __init__(self, seat: Seat, *, clock: Clock) -> None:
+        self._seat = seat
+        self._clock = clock
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as they stand now."""
+        pools = self._seat.led
+        yield GaugeMetricFamily(
+            "equipoise_leader", "1 if this balancer leads, else 0.", value=float(pools is not None)
+        )
+        yield GaugeMetricFamily(
+            "equipoise_leader_term",
+            "Highest fencing number of a leader that this balancer knows of.",
+            value=float(self._seat.highest_term),
+        )
+        yield GaugeMetricFamily(
+            "equipoise_ready",
+            "1 if this balancer could take workers, if it led, else 0.",
+            value=float(not self._seat.not_ready),
+        )
+        yield from self._election()
+        metrics = PoolMetrics(now=self._clock())
+        if pools is not None:
+            for name in pools.names():
+                metrics.add(pools.find(name).pool)
+        yield from metrics.families()
+
+    def _election(self) -> Iterator[Metric]:
+        """The waits of the election, if there are others to be elected."""
+        longest = GaugeMetricFamily(
+            "equipoise_election_bound_seconds",
+            "Longest that a wait of the election may take.",
+            labels=("bound",),
+        )
+        reached = CounterMetricFamily(
+            "equipoise_election_bound_reached",
+            "How often a wait of the election reached its bound.",
+            labels=("bound",),
+        )
+        for bound in self._seat.bounds:
+            longest.add_metric([bound.name], bound.bound_s)
+            reached.add_metric([bound.name], float(bound.reached))
+        yield longest
+        yield reached

@@ -1,0 +1,213 @@
+"""`PoolMetrics`: one pool's state and tally as Prometheus writes them.
+
+Owns names and labels, which docs/metrics.md explains. The number of series of a pool is bounded:
+there is none by expert or by layer, and pools of more than `MAX_RANKS_LISTED` ranks have none by
+rank.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from equipoise.balancer.pool.health import Health
+from equipoise.balancer.pool.pool import Pool
+from equipoise.planning.balance import balancedness_per_layer
+from equipoise.planning.load import Load
+from equipoise.planning.promise import Outcome
+from equipoise.planning.slowness import slowdowns
+from equipoise.telemetry.histogram import Histogram
+
+MAX_RANKS_LISTED = 400
+"""Beyond it the three series of each rank are left out; the pool's own remain."""
+
+_P, _PHASE, _RANK = ("pool",), ("pool", "phase"), ("pool", "rank")
+
+_GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "pool_health": (("pool", "health"), "1 for the health that the pool is in, else 0."),
+    "ranks": (("pool", "state"), "Ranks of the epoch: serving, loading, silent or gone."),
+    "policy_info": (("pool", "hash"), "1 for the policy in force, named by its values."),
+    "epoch": (_P, "Membership number."),
+    "generation": (_P, "Committed generation."),
+    "rollout_generation": (_P, "Generation that is being rolled out; 0 if none is."),
+    "rollout_waves_left": (_P, "Waves behind the one that is being rolled out."),
+    "balancedness": (_PHASE, "Mean over layers of mean / max rank load in the latest window."),
+    "balancedness_p5_layer": (_PHASE, "The same of the layer that 5 % of the layers are below."),
+    "balancedness_worst_layer": (_PHASE, "The same of the worst layer."),
+    "rank_load_max_over_mean": (_PHASE, "Mean over layers of max / mean rank load."),
+    "window_tokens": (_P, "Expert assignments in the latest window."),
+    "predicted_gain": (_P, "Balancedness that the latest judged rollout promised to gain."),
+    "realised_gain": (_P, "Balancedness that the latest judged rollout gained."),
+    "report_age_max_seconds": (
+        _P,
+        "Seconds since the last word of the rank that spoke longest ago.",
+    ),
+    "store_up": (_P, "1 if the store took the pool's latest write, else 0."),
+    "bound_seconds": (("pool", "bound"), "Longest that a wait may take."),
+    "rank_load_ratio": (_RANK, "Load of a rank in the latest window, as a multiple of the mean."),
+    "rank_slowdown_ratio": (
+        _RANK,
+        "Computing time a step over the median rank's, load taken off.",
+    ),
+    "slow_ranks": (_P, "Ranks that compute slower than policy allows, and not for their load."),
+    "excluded_workers": (_P, "Workers that are left out for being slow."),
+    "rank_silence_seconds": (_RANK, "Seconds since the last word of a rank."),
+}
+
+_COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "windows": (_P, "Windows closed."),
+    "shifts": (_P, "Windows in which traffic had shifted."),
+    "decisions": (("pool", "verdict"), "Verdicts, yes or no."),
+    "rollouts": (("pool", "outcome"), "Plans rolled out: completed, aborted or rolled_back."),
+    "promises": (
+        ("pool", "outcome"),
+        "Rollouts judged by what they brought: kept, traffic_changed or rolled_back.",
+    ),
+    "waves": (_P, "Generations that all ranks switched to."),
+    "slow_ranks_found": (_P, "How often a rank was found to be slow."),
+    "moves": (_P, "Slots whose expert these changed."),
+    "pulled_bytes": (("pool", "source"), "Bytes pulled for them, from a peer or the checkpoint."),
+    "refusals": (("pool", "kind"), "Messages and workers that were refused."),
+    "bound_reached": (("pool", "bound"), "How often a wait reached its bound."),
+}
+
+_HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "plan_seconds": (_P, "Time to compute a plan and its verdict."),
+    "wave_seconds": (_P, "Time from the first Stage of a wave to the last word of its switch."),
+    "wave_state_seconds": (("pool", "state"), "Time that a wave was in a state."),
+    "switch_stall_seconds": (_P, "Time that steps stood still at a switch, of the slowest rank."),
+}
+
+
+class PoolMetrics:
+    """Families of metrics to which pools are added one by one; `now` is the pools' clock."""
+
+    def __init__(self, *, now: float) -> None:
+        self._now = now
+        self._gauges = {
+            name: GaugeMetricFamily(f"equipoise_{name}", text, labels=labels)
+            for name, (labels, text) in _GAUGES.items()
+        }
+        self._counters = {
+            name: CounterMetricFamily(f"equipoise_{name}", text, labels=labels)
+            for name, (labels, text) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: HistogramMetricFamily(f"equipoise_{name}", text, labels=labels)
+            for name, (labels, text) in _HISTOGRAMS.items()
+        }
+
+    def families(self) -> Iterator[Metric]:
+        """All families."""
+        yield from self._gauges.values()
+        yield from self._counters.values()
+        yield from self._histograms.values()
+
+    def add(self, pool: Pool) -> None:
+        """Tell one pool's state and tally."""
+        self._add_state(pool)
+        self._add_ranks(pool)
+        self._add_balance(pool)
+        self._add_tally(pool)
+        for bound in pool.bounds.all():
+            self._gauge("bound_seconds", pool, bound.bound_s, bound.name)
+            self._count("bound_reached", pool, bound.reached, bound.name)
+        for refusal in pool.refusals.all():
+            self._count("refusals", pool, refusal.count, refusal.kind)
+
+    def _add_state(self, pool: Pool) -> None:
+        health = pool.diagnosis().health
+        for one in Health:
+            self._gauge("pool_health", pool, one is health, one.value)
+        rollout = pool.rollouts.current
+        self._gauge("policy_info", pool, 1, pool.in_force.digest)
+        self._gauge("epoch", pool, pool.roster.epoch)
+        self._gauge("generation", pool, pool.layouts.stored_generation or 0)
+        self._gauge("rollout_generation", pool, rollout.target.generation if rollout else 0)
+        self._gauge("rollout_waves_left", pool, pool.rollouts.waves_left)
+        self._gauge("store_up", pool, not pool.store_fault)
+        self._gauge("slow_ranks", pool, len(pool.slow))
+        self._gauge("excluded_workers", pool, len(pool.excluded))
+
+    def _add_ranks(self, pool: Pool) -> None:
+        states = dict.fromkeys(("serving", "loading", "silent", "gone"), 0)
+        ages_s = []
+        seated = pool.roster.seated()
+        for member in seated:
+            age_s = max(0.0, self._now - member.last_heard_s)
+            ages_s.append(age_s)
+            if not member.connected:
+                states["gone"] += 1
+            elif member.rank in pool.silent:
+                states["silent"] += 1
+            else:
+                states["serving" if member.serving else "loading"] += 1
+            if len(seated) <= MAX_RANKS_LISTED:
+                self._gauge("rank_silence_seconds", pool, age_s, str(member.rank))
+        for state, count in states.items():
+            self._gauge("ranks", pool, count, state)
+        self._gauge("report_age_max_seconds", pool, max(ages_s, default=0.0))
+
+    def _add_balance(self, pool: Pool) -> None:
+        if not pool.windows or not pool.windows[-1].tokens:
+            return
+        window = pool.windows[-1]
+        self._gauge("window_tokens", pool, window.tokens)
+        self._add_phase(pool, window.phase.value, window.load_of_rank)
+        factors = None if window.pace is None else slowdowns(window.pace)
+        if factors is not None and len(factors) <= MAX_RANKS_LISTED:
+            for rank, factor in enumerate(factors):
+                self._gauge("rank_slowdown_ratio", pool, factor, str(rank))
+        load_of_rank = window.load_of_rank.sum(axis=0)
+        if len(load_of_rank) <= MAX_RANKS_LISTED:
+            for rank, ratio in enumerate(load_of_rank / load_of_rank.mean()):
+                self._gauge("rank_load_ratio", pool, ratio, str(rank))
+
+    def _add_phase(self, pool: Pool, phase: str, load_of_rank: Load) -> None:
+        busy = load_of_rank.max(axis=1) > 0
+        per_layer = balancedness_per_layer(load_of_rank[busy])
+        self._gauge("balancedness", pool, per_layer.mean(), phase)
+        self._gauge("balancedness_p5_layer", pool, float(np.percentile(per_layer, 5)), phase)
+        self._gauge("balancedness_worst_layer", pool, per_layer.min(), phase)
+        self._gauge("rank_load_max_over_mean", pool, (1 / per_layer).mean(), phase)
+
+    def _add_tally(self, pool: Pool) -> None:
+        tally = pool.tally
+        self._count("windows", pool, pool.windows_closed)
+        self._count("shifts", pool, tally.shifts)
+        self._count("decisions", pool, tally.accepted, "yes")
+        self._count("decisions", pool, tally.declined, "no")
+        self._count("rollouts", pool, pool.rollouts.completed, "completed")
+        self._count("rollouts", pool, pool.rollouts.aborted, "aborted")
+        self._count("rollouts", pool, tally.rolled_back, "rolled_back")
+        self._count("waves", pool, tally.waves)
+        self._count("moves", pool, tally.moves)
+        self._count("slow_ranks_found", pool, tally.slow_found)
+        self._count("pulled_bytes", pool, tally.peer_bytes, "peer")
+        self._count("pulled_bytes", pool, tally.checkpoint_bytes, "checkpoint")
+        for outcome in Outcome:
+            self._count("promises", pool, tally.promises[outcome], outcome.value)
+        if pool.judged:
+            self._gauge("predicted_gain", pool, pool.judged[0].promise.gain)
+            self._gauge("realised_gain", pool, pool.judged[0].realised.gain)
+        self._histogram("plan_seconds", pool, tally.plan_s)
+        self._histogram("wave_seconds", pool, tally.wave_s)
+        self._histogram("switch_stall_seconds", pool, tally.stall_s)
+        for state, histogram in tally.state_s.items():
+            self._histogram("wave_state_seconds", pool, histogram, state.value)
+
+    def _gauge(self, name: str, pool: Pool, value: float, *labels: str) -> None:
+        self._gauges[name].add_metric([pool.name, *labels], float(value))
+
+    def _count(self, name: str, pool: Pool, value: float, *labels: str) -> None:
+        self._counters[name].add_metric([pool.name, *labels], float(value))
+
+    def _histogram(self, name: str, pool: Pool, histogram: Histogram, *labels: str) -> None:
+        self._histograms[name].add_metric(
+            [pool.name, *labels], buckets=histogram.buckets(), sum_value=histogram.sum
+        )

@@ -1,0 +1,1 @@
+"""`equipoise bench serve`: how fast a server answers, from outside."""

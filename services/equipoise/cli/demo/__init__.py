@@ -1,0 +1,1 @@
+"""`equipoise demo`: the whole story on one machine, and its figures."""

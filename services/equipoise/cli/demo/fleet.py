@@ -1,0 +1,225 @@
+"""`Fleet`: a balancer and its workers as processes of this machine.
+
+Owns starting, watching, measuring and stopping them: nothing it started outlives it. Must not know
+what the processes do or what is shown of them.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from equipoise.cli.demo import tether
+
+STOP_TIMEOUT_S = 10.0
+"""A process that was asked to stop is killed after this long."""
+
+_LOG_TAIL_LINES = 12
+_LOG_TAIL_BYTES = 16 * 1024
+
+
+class FleetError(RuntimeError):
+    """A process of the fleet ended by itself or never became ready; shows its last log lines."""
+
+
+class Fleet:
+    """Processes that live no longer than the `async with` block they were started in.
+
+    Each runs `python PROGRAM... ARGUMENTS...` with one computing thread, in its own process group
+    (a Ctrl-C at the terminal reaches only us, and we stop them in order), tied to this process by
+    the kernel (`tether`), and writes its output to `folder/NAME.log`.
+    """
+
+    def __init__(
+        self, folder: Path, *, program: Sequence[str] = ("-m", "equipoise.cli.main")
+    ) -> None:
+        self._folder = folder
+        self._program = tuple(program)
+        self._processes: dict[str, Process] = {}
+        self._expected_ends: set[str] = set()
+        self._changed = asyncio.Event()
+        self._peak_memory_bytes = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Shielded, because a second cancellation must not leave the stop half done.
+        await asyncio.shield(self._stop_all())
+
+    async def start(
+        self, name: str, arguments: Sequence[str], *, program: Sequence[str] | None = None
+    ) -> None:
+        """Start the program (ours, if not another) under a name that no running process has."""
+        running = self._processes.get(name)
+        assert running is None or running.returncode is not None, f"{name} is running"
+        with self.log_path(name).open("ab") as log:
+            self._processes[name] = await asyncio.create_subprocess_exec(
+                *tethered([sys.executable, *(program or self._program), *arguments]),
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                process_group=0,
+                env=single_threaded(os.environ),
+            )
+        self._expected_ends.discard(name)
+        self._changed.set()
+
+    async def stop(self, name: str, *, with_signal: signal.Signals = signal.SIGTERM) -> int:
+        """End one process on purpose and return its exit status, killing it after the bound."""
+        self._expected_ends.add(name)
+        return await _end(self._processes[name], with_signal=with_signal)
+
+    async def watch(self) -> None:
+        """Wait until a process ends that nobody stopped.
+
+        Raises:
+            FleetError: always, in the end; names the process, its exit status and its last lines.
+        """
+        while True:
+            self._changed.clear()
+            waits = {
+                asyncio.create_task(process.wait()): name
+                for name, process in self._processes.items()
+                if name not in self._expected_ends
+            }
+            changed = asyncio.create_task(self._changed.wait())
+            try:
+                await asyncio.wait({*waits, changed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (*waits, changed):
+                    task.cancel()
+            self.check()
+
+    async def until_serving(self, name: str, address: str, *, timeout_s: float) -> None:
+        """Wait until gRPC health at `address` says SERVING.
+
+        Raises:
+            FleetError: the process ended, or was not serving within the bound.
+        """
+        deadline = time.monotonic() + timeout_s
+        async with grpc.aio.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            while True:
+                left_s = deadline - time.monotonic()
+                self.check()
+                if left_s <= 0:
+                    raise FleetError(
+                        f"{name} was not serving at {address} after {timeout_s:g} s\n"
+                        f"{self.log_tail(name)}"
+                    )
+                with suppress(grpc.aio.AioRpcError):
+                    answer = await health.Check(
+                        health_pb2.HealthCheckRequest(), timeout=min(left_s, 1.0)
+                    )
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                await asyncio.sleep(min(left_s, 0.05))
+
+    def pid(self, name: str) -> int:
+        """Process id of a process that was started."""
+        return self._processes[name].pid
+
+    def memory_bytes(self) -> int:
+        """Resident memory of this process and of the fleet; pages they share count in each."""
+        pids = [os.getpid()]
+        pids += [process.pid for process in self._processes.values() if process.returncode is None]
+        total = 0
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                total += psutil.Process(pid).memory_info().rss
+        self._peak_memory_bytes = max(self._peak_memory_bytes, total)
+        return total
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Most that `memory_bytes` ever returned."""
+        return self._peak_memory_bytes
+
+    def log_path(self, name: str) -> Path:
+        """File that holds everything the process printed."""
+        return self._folder / f"{name}.log"
+
+    def log_tail(self, name: str) -> str:
+        """Last lines the process printed, each led by its name."""
+        with self.log_path(name).open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - _LOG_TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        lines = text.splitlines()[-_LOG_TAIL_LINES:] or ["(it printed nothing)"]
+        return "\n".join(f"  {name} | {line}" for line in lines)
+
+    def check(self) -> None:
+        """Raises FleetError: a process ended that nobody stopped; as `watch`, but at once."""
+        for name, process in self._processes.items():
+            if process.returncode is not None and name not in self._expected_ends:
+                raise FleetError(
+                    f"{name} ended by itself with exit status {process.returncode}; "
+                    f"its last lines:\n{self.log_tail(name)}"
+                )
+
+    async def _stop_all(self) -> None:
+        """Workers first and all at once, because one that leaves breaks the others' steps."""
+        names = list(self._processes)
+        self._expected_ends.update(names)
+        balancers = [name for name in names if name == "balancer"]
+        workers = [name for name in names if name != "balancer"]
+        for wave in (workers, balancers):
+            await asyncio.gather(
+                *(_end(self._processes[name], with_signal=signal.SIGTERM) for name in wave)
+            )
+
+
+def tethered(command: Sequence[str]) -> list[str]:
+    """The command, led by the script that ties it to this process."""
+    return [sys.executable, "-S", str(Path(tether.__file__)), str(os.getpid()), *command]
+
+
+def single_threaded(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with one computing thread: processes share few cores and must not spin."""
+    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {**environment, **dict.fromkeys(threads, "1"), "PYTHONUNBUFFERED": "1"}
+
+
+def free_address(preferred: str) -> str:
+    """`preferred` if nobody listens there, else a free port of the same host; host:port."""
+    host, _, port = preferred.rpartition(":")
+    for candidate in (int(port), 0):
+        with socket.socket() as probe:
+            # As gRPC does: a port whose last connections are still fading is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, candidate))
+            except OSError:
+                continue
+            return f"{host}:{probe.getsockname()[1]}"
+    raise FleetError(f"no free port on {host}: is it an address of this machine?")
+
+
+async def _end(process: Process, *, with_signal: signal.Signals) -> int:
+    with suppress(ProcessLookupError):
+        process.send_signal(with_signal)
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            return await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()

@@ -1,0 +1,231 @@
+"""What a demo shows while it runs: a live picture on a terminal, lines elsewhere.
+
+Owns only how it looks; the figures come ready made in a `Scene`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from equipoise.cli.demo.outcome import (
+    DRIFTED_MAX_OVER_MEAN,
+    RECOVERED_MAX_OVER_MEAN,
+    Latency,
+    Window,
+)
+from equipoise.cli.look.view import ranks_view
+from equipoise_api.v1 import status_pb2
+
+_BARS = "▁▂▃▄▅▆▇█"
+_HIGHEST_BAR = 2.2  # rank max/mean that fills the line
+_NUM_BARS = 64
+_NUM_DECISIONS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A change of traffic: from `at_s` on, requests that start are of `domain`."""
+
+    at_s: float
+    domain: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One moment of the demo; sequences are in the order of time."""
+
+    elapsed_s: float
+    doing: str
+    status: status_pb2.PoolStatus | None
+    windows: Sequence[Window]
+    decisions: Sequence[status_pb2.Decision]
+    marks: Sequence[Mark]
+    tokens_per_s: float
+    latency: Latency
+    requests: int
+    failed_requests: int
+    tokens_compared: int
+    tokens_identical: int
+    references_ready: int
+    references_total: int
+    memory_bytes: int
+
+
+class LiveScreen:
+    """Redraws one picture in place; what is said scrolls by above it, the last one stays."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def say(self, text: str, *, at_s: float) -> None:
+        """Say something once."""
+        self._live.console.print(Text(f"{at_s:5.0f} s  {text}"), soft_wrap=True)
+
+    def show(self, scene: Scene) -> None:
+        """Show this moment."""
+        self._live.update(picture(scene), refresh=True)
+
+
+class PlainScreen:
+    """Prints a line for each window and decision, and what is said, in order."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._windows_shown = 0
+        self._decisions_shown = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def say(self, text: str, *, at_s: float) -> None:
+        """Say something once."""
+        self._console.print(Text(f"{at_s:5.0f} s  {text}"), soft_wrap=True)
+
+    def show(self, scene: Scene) -> None:
+        """Print what is new in this moment."""
+        for decision in scene.decisions[self._decisions_shown :]:
+            self.say(decision_line(decision), at_s=scene.elapsed_s)
+        self._decisions_shown = len(scene.decisions)
+        if len(scene.windows) > self._windows_shown and scene.marks:
+            self.say(window_line(scene), at_s=scene.elapsed_s)
+        self._windows_shown = len(scene.windows)
+
+
+Screen = LiveScreen | PlainScreen
+
+
+def open_screen(console: Console, *, plain: bool) -> Screen:
+    """A live picture if the console is a terminal that can show one and `plain` is off."""
+    if plain or not console.is_terminal or console.is_dumb_terminal:
+        return PlainScreen(console)
+    return LiveScreen(console)
+
+
+def window_line(scene: Scene) -> str:
+    """The newest window and the traffic meanwhile, as one line."""
+    window = scene.windows[-1]
+    latency = scene.latency
+    # A window that closed just before a shift is shown just behind it.
+    begun = [mark for mark in scene.marks if mark.at_s < window.closed_s] or scene.marks[:1]
+    return (
+        f"{begun[-1].domain:<10}  window {len(scene.windows):>2}  "
+        f"rank max/mean {window.max_over_mean:.2f}  generation {window.generation}  "
+        f"{scene.tokens_per_s:.0f} tokens/s  "
+        f"inter-token p50 {latency.p50_ms:.0f} p99 {latency.p99_ms:.0f} ms  "
+        f"{scene.tokens_identical:,} of {scene.tokens_compared:,} tokens identical  "
+        f"{scene.failed_requests} failed"
+    )
+
+
+def decision_line(decision: status_pb2.Decision) -> str:
+    """A verdict with its reason, as one line."""
+    moves = f", {decision.moves} moves" if decision.accepted else ""
+    shift = ", a shift of traffic" if decision.shift_detected else ""
+    word = "yes" if decision.accepted else "no"
+    return f"decision {decision.sequence}: {word}{moves}{shift}: {decision.reason}"
+
+
+def picture(scene: Scene) -> RenderableType:
+    """The whole live view."""
+    parts: list[RenderableType] = [_headline(scene)]
+    if scene.references_ready < scene.references_total and not scene.marks:
+        parts.append(
+            Text(f"reference tokens: {scene.references_ready} of {scene.references_total} prompts")
+        )
+    if scene.status is not None:
+        parts += [ranks_view(scene.status, tokens_per_s={}), _rollout(scene.status)]
+    if scene.windows:
+        parts.append(balance_chart(scene.windows, scene.marks))
+    if scene.marks:
+        parts.append(_traffic(scene))
+    if scene.decisions:
+        parts.append(_decisions(scene.decisions[-_NUM_DECISIONS:]))
+    return Panel(Group(*parts), title="equipoise demo", border_style="dim")
+
+
+def balance_chart(windows: Sequence[Window], marks: Sequence[Mark]) -> RenderableType:
+    """Rank max/mean a window as bars, higher is worse, with each domain's name where it begins."""
+    shown = windows[-_NUM_BARS:]
+    bars = Text("rank max/mean  ")
+    names, begun = "", 0
+    for place, window in enumerate(shown, start=len(bars)):
+        value = window.max_over_mean
+        height = (value - 1) / (_HIGHEST_BAR - 1) * len(_BARS)
+        bars.append(_BARS[max(0, min(int(height), len(_BARS) - 1))], style=_color(value))
+        while begun < len(marks) and marks[begun].at_s < window.closed_s:
+            names = names.ljust(place)[:place] + f"└{marks[begun].domain}"
+            begun += 1
+    newest = shown[-1].max_over_mean
+    bars.append(f"  {newest:.2f}", style=f"bold {_color(newest)}")
+    return Group(bars, Text(names, style="dim"))
+
+
+def _headline(scene: Scene) -> RenderableType:
+    gib = scene.memory_bytes / 2**30
+    return Text.assemble(
+        (f"{scene.elapsed_s:.0f} s  ", "dim"), (scene.doing, "bold"), (f"  {gib:.1f} GiB", "dim")
+    )
+
+
+def _rollout(status: status_pb2.PoolStatus) -> RenderableType:
+    """A line that is empty in quiet times, so that the picture does not jump."""
+    if not status.HasField("rollout"):
+        return Text("no rollout", style="dim")
+    rollout = status.rollout
+    return Text(
+        f"rollout of generation {rollout.generation}: {rollout.state}, {rollout.moves} moves",
+        style="yellow",
+    )
+
+
+def _traffic(scene: Scene) -> RenderableType:
+    latency = scene.latency
+    identical = "green" if scene.tokens_identical == scene.tokens_compared else "bold red"
+    return Text.assemble(
+        f"{scene.tokens_per_s:.0f} tokens/s  inter-token p50 {latency.p50_ms:.0f} "
+        f"p99 {latency.p99_ms:.0f} ms  {scene.requests:,} requests, ",
+        (f"{scene.failed_requests} failed", "bold red" if scene.failed_requests else "green"),
+        ", ",
+        (f"{scene.tokens_identical:,} of {scene.tokens_compared:,} tokens identical", identical),
+    )
+
+
+def _decisions(decisions: Sequence[status_pb2.Decision]) -> RenderableType:
+    return Group(
+        *(
+            Text(decision_line(decision), style="" if decision.accepted else "dim")
+            for decision in decisions
+        )
+    )
+
+
+def _color(max_over_mean: float) -> str:
+    if max_over_mean <= RECOVERED_MAX_OVER_MEAN:
+        return "green"
+    return "yellow" if max_over_mean < DRIFTED_MAX_OVER_MEAN else "red"

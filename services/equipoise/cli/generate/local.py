@@ -1,0 +1,103 @@
+"""`texts`: a text made by a worker's engine in this process. Imports torch."""
+
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+
+from equipoise.cli.generate.settings import GenerateSettings
+from equipoise.cli.tool_settings import ToolInputError
+from equipoise.gateway.attempt import Finish, Made
+from equipoise.gateway.choice import Choice
+from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.worker.alone import engine_alone
+from equipoise.worker.engine import Engine, StepResult
+from equipoise.worker.sequence import FinishReason, Request
+from equipoise.worker.settings import WorkerSettings
+from equipoise_model.sampling_params import SamplingError, SamplingParams
+
+_FINISH = {FinishReason.LENGTH: Finish.LENGTH, FinishReason.STOP: Finish.STOP, None: None}
+_LOOK_S = 1.0
+"""Between two steps, the engine's health is looked at this often."""
+
+
+def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[str, None, None]:
+    """Pieces of the text behind the prompt as they are made.
+
+    Raises:
+        ToolInputError: a sampling value is out of range, or the text does not fit the model.
+        GatewayError, CheckpointError, WorkerError: the checkpoint is of no use.
+    """
+    sampling = _sampling(settings, seed=seed)
+    tokenizer = Tokenizer.of_checkpoint(settings.checkpoint)
+    ends = frozenset() if settings.ignore_eos else tokenizer.end_tokens
+    request = Request(
+        key=1,
+        prompt=_tokens(tokenizer, prompt),
+        max_tokens=settings.max_tokens,
+        stop_tokens=ends,
+        sampling=sampling,
+    )
+    steps: SimpleQueue[StepResult] = SimpleQueue()
+    engine = engine_alone(
+        WorkerSettings(
+            checkpoint=settings.checkpoint,
+            max_requests=1,
+            context_length=len(request.prompt) + request.max_tokens,
+        ),
+        publish=steps.put,
+    )
+    choice = Choice(tokenizer, stops=settings.stop, stop_tokens=ends)
+    with _running(engine) as ended:
+        engine.submit(request)
+        for made in _made(steps, ended):
+            piece = choice.read(made)
+            yield piece.text
+            if piece.finish is not None:
+                return
+
+
+def _made(steps: SimpleQueue[StepResult], ended: Future[None]) -> Iterator[Made]:
+    while True:
+        try:
+            result = steps.get(timeout=_LOOK_S)
+        except Empty:
+            if ended.done():
+                ended.result()
+            continue
+        for emission in result.emissions:
+            yield Made(tokens=(emission.token,), finish=_FINISH[emission.finish])
+
+
+@contextmanager
+def _running(engine: Engine) -> Iterator[Future[None]]:
+    """The engine steps on a thread of its own until the block is left."""
+    with ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
+        ended = thread.submit(engine.run)
+        try:
+            yield ended
+        finally:
+            engine.leave()
+
+
+def _tokens(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
+    try:
+        return tokenizer.encode(prompt)
+    except UnicodeEncodeError:
+        raise ToolInputError("the prompt has bytes that are no UTF-8") from None
+
+
+def _sampling(settings: GenerateSettings, *, seed: int) -> SamplingParams:
+    try:
+        return SamplingParams(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            repetition_penalty=settings.repetition_penalty,
+            presence_penalty=settings.presence_penalty,
+            frequency_penalty=settings.frequency_penalty,
+            seed=seed,
+        )
+    except SamplingError as error:
+        raise ToolInputError(f"--{str(error).replace('_', '-')}") from None

@@ -1,0 +1,1 @@
+"""`status`, `layout`, `decisions`, `epochs`, `loads`: looking at a fleet."""

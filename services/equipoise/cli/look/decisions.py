@@ -1,0 +1,135 @@
+"""`equipoise decisions`: what was decided, with the reasons; and `equipoise epochs`: who took part.
+
+Only asks and shows.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from typing import NoReturn
+
+from rich.table import Table
+from rich.text import Text
+
+from equipoise.cli.ask_settings import AskSettings
+from equipoise.cli.balancer_client import BalancerClient, asking
+from equipoise.cli.look.settings import DecisionsSettings
+from equipoise.cli.words import bytes_words, clock_words, console
+from equipoise.wire.plain import as_json
+from equipoise_api.v1 import status_pb2 as pb
+
+_RETRY_S = 1.0
+
+
+def run(settings: DecisionsSettings) -> int:
+    """Show the latest decisions, newest first; with `follow` oldest first, and on.
+
+    Raises:
+        BalancerRefusedError: the balancer cannot be asked, or does not know the pool.
+    """
+    with asking(settings) as client:
+        decisions = client.decisions(limit=settings.limit)
+        if settings.follow:
+            _follow(client, decisions, as_lines=settings.json)
+    if settings.json:
+        print(json.dumps({"decisions": [as_json(one) for one in decisions]}, indent=2))
+    elif decisions:
+        console().print(decisions_table(decisions))
+    else:
+        print("nothing was decided yet: a plan is made at the end of a window that had traffic")
+    return 0
+
+
+def epochs(settings: AskSettings) -> int:
+    """Show the latest changes of who takes part, newest first.
+
+    Raises:
+        BalancerRefusedError: the balancer cannot be asked, or does not know the pool.
+    """
+    with asking(settings) as client:
+        status = client.status()
+    if settings.json:
+        told = [as_json(one) for one in status.epochs]
+        print(json.dumps({"pool": status.pool, "epoch": status.epoch, "epochs": told}, indent=2))
+    elif status.epochs:
+        console().print(epochs_table(status.epochs))
+    else:
+        print(
+            f"pool {status.pool} is in epoch {status.epoch}; the balancer that leads has opened "
+            "none since it started"
+        )
+    return 0
+
+
+def decisions_table(decisions: Iterable[pb.Decision]) -> Table:
+    """A line a decision."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("", "time", "", "balancedness", "moves", "bytes", "reason"):
+        right = name in {"moves", "bytes"}
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "reason")
+    for one in decisions:
+        planned = one.kind != "policy"
+        table.add_row(
+            Text(str(one.sequence), style="dim"),
+            clock_words(one.time_unix_s),
+            _verdict(one),
+            f"{one.balancedness_current:.3f} → {one.balancedness_proposed:.3f}" if planned else "",
+            f"{one.moves:,}" if planned else "",
+            bytes_words(one.bytes) if planned else "",
+            Text(one.reason),
+        )
+    return table
+
+
+def epochs_table(told: Iterable[pb.EpochStatus]) -> Table:
+    """A line an epoch."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("epoch", "opened", "ranks", "serving after", "reason"):
+        right = name in {"epoch", "ranks", "serving after"}
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "reason")
+    for one in told:
+        after = f"{one.serving_after_s:.1f} s" if one.serving_after_s else "not yet"
+        table.add_row(
+            str(one.epoch),
+            clock_words(one.opened_unix_s),
+            str(len(one.workers)),
+            after,
+            Text(one.reason),
+        )
+    return table
+
+
+def _follow(client: BalancerClient, decisions: list[pb.Decision], *, as_lines: bool) -> NoReturn:
+    """Print each decision once, also over restarts of the balancer."""
+    newest = 0
+
+    def show(latest: list[pb.Decision]) -> None:
+        nonlocal newest
+        for one in sorted(latest, key=lambda decision: decision.sequence):
+            if one.sequence > newest:
+                print(json.dumps(as_json(one)) if as_lines else _line(one), flush=True)
+                newest = one.sequence
+
+    def take(status: pb.PoolStatus) -> None:
+        missed = status.last_decision.sequence - newest
+        if missed == 1:
+            show([status.last_decision])
+        elif missed > 1:
+            show(client.decisions(limit=min(missed, 1000)))
+
+    show(decisions)
+    while True:
+        print(client.watch(take), file=sys.stderr, flush=True)
+        time.sleep(_RETRY_S)
+
+
+def _line(one: pb.Decision) -> str:
+    word = _verdict(one).plain
+    return f"{clock_words(one.time_unix_s)}  {one.sequence:>5}  {word:<6}  {one.reason}"
+
+
+def _verdict(one: pb.Decision) -> Text:
+    if one.kind == "policy":
+        return Text("policy", style="cyan")
+    return Text("yes", style="bold green") if one.accepted else Text("no", style="dim")

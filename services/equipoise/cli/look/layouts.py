@@ -1,0 +1,242 @@
+"""`equipoise layout …`: a pool's layouts shown, compared, and exchanged with files of any engine.
+
+Owns no order but one: `import` pins what a file says. What can be done is the balancer's decision.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from equipoise.cli.balancer_client import BalancerClient, asking
+from equipoise.cli.look.settings import (
+    LayoutDiffSettings,
+    LayoutExportSettings,
+    LayoutImportSettings,
+    LayoutShowSettings,
+)
+from equipoise.cli.order.orders import give
+from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.words import console
+from equipoise.formats.expected import Expected
+from equipoise.formats.files import read_placement, write_placement
+from equipoise.formats.placement import Placement
+from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import Layout
+from equipoise.planning.shares import WHOLE
+from equipoise.wire.layouts import layout_from_proto, layout_to_proto
+from equipoise_api.v1 import admin_pb2
+
+SAME, DIFFERENT = 0, 3
+"""Exit statuses of `diff`."""
+
+_NUM_NAMED = 6
+
+
+def show(settings: LayoutShowSettings) -> int:
+    """Show a layout: a line a layer, or one layer rank by rank.
+
+    Raises:
+        BalancerRefusedError: the balancer cannot be asked, or has no such layout.
+        ToolInputError: there is no such layer.
+    """
+    with asking(settings) as client:
+        response = client.layout(settings.generation)
+    layout = layout_from_proto(response.layout)
+    if settings.layer is not None and not 0 <= settings.layer < layout.num_layers:
+        raise ToolInputError(
+            f"--layer must be from 0 to {layout.num_layers - 1}, not {settings.layer}"
+        )
+    if settings.json:
+        print(json.dumps(_document(layout, list(response.node_of_rank)), indent=2))
+        return 0
+    out = console()
+    out.print(
+        f"generation {layout.generation}: {layout.num_layers} layers x {layout.num_experts} "
+        f"experts in {layout.num_slots} slots on {layout.num_ranks} ranks"
+    )
+    table = _layers_table(layout)
+    if settings.layer is not None:
+        table = _ranks_table(layout, settings.layer, list(response.node_of_rank))
+    out.print(table)
+    return 0
+
+
+def diff(settings: LayoutDiffSettings) -> int:
+    """Say what moves between two layouts; exit status 3 if they differ.
+
+    Raises:
+        BalancerRefusedError: the balancer cannot be asked, or has no such layout.
+        FormatError: a file cannot be read.
+        ToolInputError: the two are of different shapes.
+    """
+    with asking(settings) as client:
+        after = _either(settings.after or "0", client)
+        before = _either(settings.before, client, like=after)
+    if before.expert_of_slot.shape != after.expert_of_slot.shape:
+        raise ToolInputError(
+            f"{settings.before} has {_shape(before)}, {settings.after or 'what runs'} has "
+            f"{_shape(after)}: they cannot be compared"
+        )
+    changed = before.expert_of_slot != after.expert_of_slot
+    shares = before.shares() != after.shares()
+    is_same = before.same_placement(after)
+    document = {
+        "same": is_same,
+        "moves": int(changed.sum()),
+        "changed_shares": int((shares & ~changed).sum()),
+        "moves_of_layer": changed.sum(axis=1).tolist(),
+        "moves_of_rank": changed.sum(axis=0).reshape(after.num_ranks, -1).sum(axis=1).tolist(),
+    }
+    if settings.json:
+        print(json.dumps(document, indent=2))
+    else:
+        _print_diff(before, after, document)
+    return SAME if is_same else DIFFERENT
+
+
+def export(settings: LayoutExportSettings) -> int:
+    """Write a layout to a file of any engine's format.
+
+    Raises:
+        BalancerRefusedError: the balancer cannot be asked, or has no such layout.
+        FormatError: it cannot be written, or the format cannot say it.
+    """
+    assert settings.file is not None, "settings check it"
+    with asking(settings) as client:
+        layout = layout_from_proto(client.layout(settings.generation).layout)
+    placement = Placement(
+        expert_of_slot=layout.expert_of_slot,
+        num_experts=layout.num_experts,
+        num_ranks=layout.num_ranks,
+        first_moe_layer=settings.first_moe_layer,
+        share_of_slot=layout.share_of_slot,
+    )
+    write_placement(placement, settings.file, form=settings.format)
+    told = {"generation": layout.generation, "file": str(settings.file), "format": settings.format}
+    if settings.json:
+        print(json.dumps(told, indent=2))
+    else:
+        print(f"generation {layout.generation} is written to {settings.file} for {told['format']}")
+    return 0
+
+
+def import_(settings: LayoutImportSettings) -> int:
+    """Pin the pool to the layout in a file; exit status 3 if the balancer refuses.
+
+    Raises:
+        BalancerRefusedError: the balancer cannot be asked.
+        FormatError: the file cannot be read, or is no layout for this pool.
+    """
+    assert settings.file is not None, "settings check it"
+    with asking(settings) as client:
+        running = layout_from_proto(client.layout().layout)
+    layout = _read(
+        settings.file,
+        like=running,
+        first_moe_layer=settings.first_moe_layer,
+        form=settings.file_format,
+    )
+    reason = settings.reason or f"imported from {settings.file.name}"
+    request = admin_pb2.PinRequest(
+        pool=settings.pool, reason=reason, layout=layout_to_proto(layout)
+    )
+    return give(settings, "Pin", request)
+
+
+def _either(words: str, client: BalancerClient, *, like: Layout | None = None) -> Layout:
+    """A generation's layout, or a file's."""
+    if words.isdigit():
+        return layout_from_proto(client.layout(int(words)).layout)
+    return _read(Path(words), like=like or layout_from_proto(client.layout().layout))
+
+
+def _read(
+    path: Path, *, like: Layout, first_moe_layer: int | None = None, form: Any = None
+) -> Layout:
+    """The layout in a file, for the ranks of `like`."""
+    expected = Expected(
+        num_layers=like.num_layers,
+        num_experts=like.num_experts,
+        num_ranks=like.num_ranks,
+        first_moe_layer=first_moe_layer,
+    )
+    placement = read_placement(path, form=form, expected=expected)
+    try:
+        return Layout(
+            generation=like.generation,
+            num_experts=placement.num_experts,
+            num_ranks=like.num_ranks,
+            expert_of_slot=placement.expert_of_slot,
+            share_of_slot=placement.share_of_slot,
+        )
+    except InvalidLayoutError as error:
+        raise ToolInputError(f"{path}: {error}") from None
+
+
+def _layers_table(layout: Layout) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("layer", "most replicas", "replicated", "experts with most replicas"):
+        table.add_column(name, justify="left" if name.startswith("experts") else "right")
+    for layer, counts in enumerate(layout.replica_counts()):
+        chosen = [int(e) for e in np.argsort(-counts, kind="stable")[:_NUM_NAMED] if counts[e] > 1]
+        words = "  ".join(f"{expert} x{counts[expert]}" for expert in chosen)
+        table.add_row(str(layer), str(counts.max()), str(int((counts > 1).sum())), words)
+    return table
+
+
+def _ranks_table(layout: Layout, layer: int, nodes: list[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("rank", justify="right")
+    if nodes:
+        table.add_column("node")
+    table.add_column(f"experts in the slots of layer {layer}; bold ones have replicas")
+    counts, shares = layout.replica_counts()[layer], layout.share_of_slot
+    for rank in range(layout.num_ranks):
+        words = Text()
+        for slot in range(layout.first_slot[rank], layout.first_slot[rank + 1]):
+            expert = int(layout.expert_of_slot[layer, slot])
+            words.append(f"{expert:>4}", style="bold cyan" if counts[expert] > 1 else "")
+            if shares is not None and counts[expert] > 1:
+                words.append(f" ({shares[layer, slot] / WHOLE:.0%})", style="dim")
+        table.add_row(str(rank), *([Text(nodes[rank])] if nodes else []), words)
+    return table
+
+
+def _print_diff(before: Layout, after: Layout, document: dict[str, Any]) -> None:
+    if document["same"]:
+        print("they place experts alike")
+        return
+    print(
+        f"{document['moves']:,} moves, and {document['changed_shares']:,} other slots with another "
+        "share"
+    )
+    counts_before, counts_after = before.replica_counts(), after.replica_counts()
+    for layer, moves in enumerate(document["moves_of_layer"]):
+        if not moves:
+            continue
+        gained = counts_after[layer] - counts_before[layer]
+        changes = [int(e) for e in np.argsort(-np.abs(gained), kind="stable") if gained[e]]
+        words = "  ".join(f"{expert} {gained[expert]:+d}" for expert in changes[:_NUM_NAMED])
+        more = f"  and {len(changes) - _NUM_NAMED} more" if len(changes) > _NUM_NAMED else ""
+        replicas = f"; replicas of experts: {words}{more}" if words else ""
+        print(f"  layer {layer}: {moves:,} moves{replicas}")
+
+
+def _document(layout: Layout, nodes: list[str]) -> dict[str, Any]:
+    shares = layout.share_of_slot
+    return {
+        "generation": layout.generation,
+        "num_experts": layout.num_experts,
+        "num_ranks": layout.num_ranks,
+        "node_of_rank": nodes,
+        "expert_of_slot": layout.expert_of_slot.tolist(),
+        "share_of_slot": None if shares is None else (shares / WHOLE).tolist(),
+    }
+
+
+def _shape(layout: Layout) -> str:
+    return f"{layout.num_layers} layers of {layout.num_slots} slots"

@@ -1,0 +1,133 @@
+"""`equipoise status`: a pool as its balancer knows it, once or for as long as one likes to look.
+
+Only asks; what it looks like is `view`'s.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NoReturn
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from equipoise.cli.balancer_client import BalancerClient, asking
+from equipoise.cli.look.status_settings import StatusSettings
+from equipoise.cli.look.view import NUM_DECISIONS, RateMeter, pool_view, pools_view, status_line
+from equipoise.wire.plain import as_json
+from equipoise_api.v1 import status_pb2
+
+_RETRY_S = 1.0
+_STALE_AFTER_S = 3.0
+
+
+class ExitStatus(IntEnum):
+    """What a script learns without reading (1 is a fault, 2 a wrong option)."""
+
+    ALL_SERVE = 0
+    NOT_ALL_SERVE = 3
+
+
+def run(settings: StatusSettings) -> int:
+    """Show the pool; see `ExitStatus`.
+
+    Raises:
+        BalancerRefusedError: the balancer cannot be asked, or does not know the pool.
+    """
+    console = Console(highlight=False)
+    with asking(settings) as client:
+        if settings.watch:
+            return _watch(client, settings, console)
+        if not settings.pool:
+            pools = client.pools()
+            if len(pools) != 1:
+                return _show_pools(pools, client, settings, console)
+        status = client.status()
+        decisions = [] if settings.json else client.decisions(limit=NUM_DECISIONS)
+    if settings.json:
+        print(json.dumps(as_json(status), indent=2))
+    else:
+        console.print(pool_view(status, decisions=decisions))
+    return _exit_status([status.health])
+
+
+class Picture:
+    """The newest status on a terminal, honest about its age."""
+
+    def __init__(self, decisions: Sequence[status_pb2.Decision] = ()) -> None:
+        self.fault = ""
+        self._decisions = {one.sequence: one for one in decisions}
+        self._meter = RateMeter()
+        self._view: RenderableType = Text("waiting for the first status", style="dim")
+        self._taken_s = time.monotonic()
+
+    def take(self, status: status_pb2.PoolStatus) -> None:
+        """Show this status from now on."""
+        self.fault = ""
+        self._taken_s = time.monotonic()
+        if status.HasField("last_decision"):
+            self._decisions[status.last_decision.sequence] = status.last_decision
+        self._view = pool_view(
+            status,
+            tokens_per_s=self._meter.update(status, now=self._taken_s),
+            decisions=[one for _, one in sorted(self._decisions.items(), reverse=True)],
+        )
+
+    def renderable(self) -> RenderableType:
+        """What to draw now."""
+        age_s = time.monotonic() - self._taken_s
+        if not self.fault and age_s < _STALE_AFTER_S:
+            return self._view
+        note = f"as of {age_s:.0f} s ago" + (f": {self.fault}" if self.fault else "")
+        return Group(self._view, Text(note, style="yellow" if self.fault else "dim"))
+
+
+def _show_pools(
+    pools: list[status_pb2.PoolSummary],
+    client: BalancerClient,
+    settings: StatusSettings,
+    console: Console,
+) -> int:
+    if settings.json:
+        print(json.dumps({"pools": [as_json(pool) for pool in pools]}, indent=2))
+    elif pools:
+        console.print(pools_view(pools))
+    else:
+        print(f"the balancer at {client.address} knows no pool yet: no worker has said hello")
+    return _exit_status([pool.health for pool in pools])
+
+
+def _watch(client: BalancerClient, settings: StatusSettings, console: Console) -> NoReturn:
+    """Show what changes until Ctrl-C, also over restarts of the balancer."""
+    client.status()  # a balancer that is not there, or does not know the pool, is told at once
+    if settings.json or not console.is_terminal:
+        while True:
+            print(client.watch(_printer(settings)), file=sys.stderr, flush=True)
+            time.sleep(_RETRY_S)
+    picture = Picture(client.decisions(limit=NUM_DECISIONS))
+    with Live(get_renderable=picture.renderable, console=console, refresh_per_second=2):
+        while True:
+            picture.fault = client.watch(picture.take)
+            time.sleep(_RETRY_S)
+
+
+def _printer(settings: StatusSettings) -> Callable[[status_pb2.PoolStatus], None]:
+    """Prints a line for each status that reads differently from the one before."""
+    before = ""
+
+    def show(status: status_pb2.PoolStatus) -> None:
+        nonlocal before
+        line = json.dumps(as_json(status)) if settings.json else status_line(status)
+        if line != before:
+            print(line, flush=True)
+        before = line
+
+    return show
+
+
+def _exit_status(healths: list[status_pb2.PoolHealth.ValueType]) -> ExitStatus:
+    serve = healths and all(health == status_pb2.POOL_HEALTH_SERVING for health in healths)
+    return ExitStatus.ALL_SERVE if serve else ExitStatus.NOT_ALL_SERVE

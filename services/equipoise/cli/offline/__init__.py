@@ -1,0 +1,1 @@
+"""`plan`, `replay`, `whatif`, `convert`: planning on recorded loads, without a fleet."""

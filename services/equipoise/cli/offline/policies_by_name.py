@@ -1,0 +1,94 @@
+"""Policies by name, from what people write: `calm=interval=20,min_gain=0.05`, or a file."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from equipoise.cli.policy.files import read_file
+from equipoise.cli.tool_settings import ToolInputError
+from equipoise.planning.errors import InvalidPolicyError
+from equipoise.planning.policy import Policy
+
+
+def policies_of(specs: Sequence[str]) -> dict[str, Policy]:
+    """Policies by name, in order; the balancer's defaults alone if nothing is asked for.
+
+    Raises:
+        ToolInputError: a policy cannot be understood, or two have one name.
+    """
+    policies: dict[str, Policy] = {}
+    for spec in specs or ("default",):
+        name, policy = _policy_of(spec)
+        if name in policies:
+            raise ToolInputError(f"--policy {spec}: there is a policy called {name!r} already")
+        policies[name] = policy
+    return policies
+
+
+def _policy_of(spec: str) -> tuple[str, Policy]:
+    name, equals, rest = spec.partition("=")
+    if equals:
+        pairs = [part.partition("=") for part in rest.split(",") if part]
+        return name, _policy(spec, {key.strip(): value.strip() for key, _, value in pairs})
+    if spec == "default":
+        return spec, Policy()
+    path = Path(spec)
+    if path.suffix in {".yaml", ".yml"}:
+        return path.stem, read_file(path).defaults
+    if path.suffix not in {".toml", ".json"}:
+        raise ToolInputError(
+            f"--policy {spec}: say name=option=value,option=value, or name a BalancePolicy .yaml, "
+            "or a .toml or .json file of options"
+        )
+    return path.stem, _policy(spec, _file(path))
+
+
+def _file(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise ToolInputError(f"--policy {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ToolInputError(f"--policy {path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ToolInputError(f"--policy {path}: options by name were expected")
+    return values
+
+
+def _policy(spec: str, values: Mapping[str, Any]) -> Policy:
+    types = get_type_hints(Policy)
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        name = _option(spec, key)
+        if types[name] is bool:
+            given[name] = {"true": True, "false": False}.get(str(value).lower(), value)
+            continue
+        try:
+            given[name] = types[name](value)
+        except (ValueError, TypeError, OverflowError):
+            # What an algorithm may be is for the policy to say.
+            if types[name] in {int, float}:
+                raise ToolInputError(
+                    f"--policy {spec}: {key} must be a number, not {value!r}"
+                ) from None
+            given[name] = value
+    try:
+        return Policy(**given)
+    except InvalidPolicyError as error:
+        raise ToolInputError(f"--policy {spec}: {error}") from None
+
+
+def _option(spec: str, key: str) -> str:
+    """An option by its name, with or without its unit."""
+    known = [field.name for field in fields(Policy)]
+    plain = key.replace("-", "_")
+    for name in (plain, f"{plain}_s"):
+        if name in known:
+            return name
+    raise ToolInputError(
+        f"--policy {spec}: there is no option {key!r}; there are {', '.join(known)}"
+    )

@@ -1,0 +1,1 @@
+"""`rebalance`, `pause`, `rollback`, `pin` and the others: what operators order."""

@@ -1,0 +1,1 @@
+"""`equipoise policy`: policy files checked, shown, compared, and tried on current loads."""
