@@ -11,7 +11,8 @@ KERNELS := $(VENV)/.installed-kernels
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis helm demo test test-cluster lint bench fuzz bench-gpu chaos tune protos chart
+.NOTPARALLEL:
+.PHONY: help setup redis helm demo test test-rooms test-fleets test-cluster lint bench fuzz bench-gpu chaos tune protos chart
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,8 +52,14 @@ helm:  ## Fetch helm for the chart's lint and tests, where this machine allows i
 demo: $(STAMP)  ## Watch a fleet drift out of balance and come back (two to three minutes)
 	$(BIN)/equipoise demo $(ARGS)
 
-test: $(STAMP) $(KERNELS) redis helm  ## Run every test
-	$(BIN)/python -m pytest -m 'not benchmark' $(ARGS)
+test: test-rooms test-fleets  ## Run every test
+
+test-rooms: $(STAMP) $(KERNELS) redis helm  ## Run the tests of the rooms, a file a core (ARGS=tests/planning)
+	$(BIN)/python -m pytest -m 'not benchmark and not e2e' -n logical --dist loadfile $(ARGS)
+
+# Fleets have all cores to themselves, one after the other.
+test-fleets: $(STAMP) redis  ## Run the tests that start whole fleets of processes
+	$(BIN)/python -m pytest -m 'e2e and not benchmark' $(ARGS)
 
 test-cluster: $(STAMP)  ## Install, use, upgrade and uninstall the chart on a mini cluster (about 5 minutes)
 	@tests/cluster/run $(ARGS)
