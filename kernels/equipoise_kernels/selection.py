@@ -46,6 +46,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "row_order": ("triton", REFERENCE),
         "permute": ("triton", REFERENCE),
         "combine": ("triton", REFERENCE),
+        "latent_write": ("triton", REFERENCE),
         "mla_decode": ("triton", REFERENCE),
     }
 )

@@ -17,7 +17,7 @@ from equipoise_kernels.all_to_all.buffer import EpBuffer
 from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.all_to_all.window import virtual_windows
-from equipoise_kernels.attention import mla_decode
+from equipoise_kernels.attention import latent_write, mla_decode
 from equipoise_kernels.attention.latents import PlainLatents
 from equipoise_kernels.formats import (
     CODE,
@@ -262,6 +262,24 @@ def _combine(backend: str) -> Tensor:
     return out
 
 
+def _latent_write(backend: str) -> Tensor:
+    cache = PlainLatents(latents_BPC=_random(2, 16, 576), rank=512)
+    rotated = torch.empty(3, 4, 64, dtype=torch.bfloat16, device=_device())
+    angles = _random(3, 32, seed=1).float()
+    latent_write.BACKENDS[backend](
+        _random(3, 576, seed=2),
+        _random(3, 4, 192, seed=3)[..., 128:],
+        cache,
+        places_T=torch.tensor([17, -1, 5], device=_device()),
+        weight_R=_random(512, seed=4),
+        eps=1e-6,
+        cos_TF=angles.cos(),
+        sin_TF=angles.sin(),
+        out_THP=rotated,
+    )
+    return torch.cat([cache.latents_BPC.flatten(), rotated.flatten()])
+
+
 def _mla_decode(backend: str) -> Tensor:
     lengths = torch.tensor([19, 0], dtype=torch.int32, device=_device())
     tables = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32, device=_device())
@@ -293,5 +311,6 @@ _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "row_order": _row_order,
     "permute": _permute,
     "combine": _combine,
+    "latent_write": _latent_write,
     "mla_decode": _mla_decode,
 }

@@ -22,6 +22,7 @@ import torch
 from equipoise_kernels import configurations
 from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.attention.latent_write import latent_write_triton
 from equipoise_kernels.attention.latents import PlainLatents
 from equipoise_kernels.attention.mla_decode import Attended, mla_decode_triton
 from equipoise_kernels.bench.__main__ import NO_DEVICE, versions, why_not_here
@@ -280,6 +281,41 @@ def _combine(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[A
     ]
 
 
+def _latent_write(
+    rows: int, shape: Shape, generator: torch.Generator
+) -> Callable[[Any], list[Call]]:
+    (rank,) = shape
+    device = generator.device
+    width = rank + 64
+    raw = torch.randn(rows, width, generator=generator, device=device).bfloat16()
+    # Queries come from the product before; the part to rotate is the end of each head's 192.
+    queries = [
+        torch.randn(rows, _HEADS, 192, generator=generator, device=device).bfloat16()
+        for _ in range(_CACHED_COPIES)
+    ]
+    angles = torch.randn(rows, 32, generator=generator, device=device)
+    num_blocks = -(-rows // _BLOCK_TOKENS)
+    cache = PlainLatents(latents_BPC=raw.new_empty(num_blocks, _BLOCK_TOKENS, width), rank=rank)
+    out = raw.new_empty(rows, _HEADS, 64)
+    return (
+        lambda config: [
+            lambda query=query: latent_write_triton(  # type: ignore[misc]
+                raw,
+                query[..., 128:],
+                cache,
+                places_T=torch.arange(rows, device=device),
+                weight_R=raw[0, :rank],
+                eps=1e-6,
+                cos_TF=angles.cos(),
+                sin_TF=angles.sin(),
+                out_THP=out,
+                config=config,
+            )
+            for query in queries
+        ]
+    )
+
+
 def _mla_decode(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
     (length,) = shape
     num_blocks = -(-length // _BLOCK_TOKENS)
@@ -362,6 +398,7 @@ PLANS: Mapping[str, Plan] = {
     "row_order": Plan(buckets=(2048, 32768), shapes=((32,), (288,)), problem=_row_order),
     "permute": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_permute),
     "combine": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_combine),
+    "latent_write": Plan(buckets=(256, 4096), shapes=((512,),), problem=_latent_write),
     "mla_decode": Plan(buckets=(8, 128), shapes=((4096,),), problem=_mla_decode),
     "group_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_group_quant)),
     "rms_norm_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_rms_norm_quant)),

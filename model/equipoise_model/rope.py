@@ -1,8 +1,8 @@
 """`Rope`: rotary position embedding with optional YaRN (arXiv 2104.09864, 2309.00071).
 
-Owns the frequencies and the rotation. DeepSeek stores rotary dimensions as interleaved pairs
-(x0, x1), (x2, x3), ...; a rotated vector comes out as all firsts, then all seconds, as in Hugging
-Face's code. Queries and keys are permuted alike, so scores do not see it.
+Owns the frequencies and their tables; `equipoise_kernels.rotate` rotates. DeepSeek stores rotary
+dimensions as interleaved pairs, and a rotated vector comes out as all firsts, then all seconds.
+Queries and keys are permuted alike, so scores do not see it.
 """
 
 import math
@@ -51,16 +51,6 @@ def frequencies(rope: RopeConfig, *, dim: int) -> tuple[Array, np.float32]:
     share_F = _stretched_share(rope, dim=dim)
     mixed_F: Array = stretched_F * share_F + inv_freq_F * (np.float32(1) - share_F)
     return mixed_F, np.float32(_magnitude(rope))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate interleaved pairs of the last dimension.
-
-    `cos` and `sin` are float32 and broadcast against x's first halves, [..., F] for x [..., 2F].
-    """
-    first, second = x[..., 0::2].float(), x[..., 1::2].float()
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return rotated.to(x.dtype)
 
 
 def _stretched_share(rope: RopeConfig, *, dim: int) -> Array:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from equipoise_model.config import RopeConfig
-from equipoise_model.rope import Rope, frequencies, rotate
+from equipoise_kernels.rotate import rotate
+from equipoise_model.rope import Rope, frequencies
 
 
 @pytest.mark.parametrize(

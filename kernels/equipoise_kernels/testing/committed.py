@@ -10,7 +10,7 @@ from equipoise_kernels import configurations
 from equipoise_kernels.all_to_all import peer
 from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.attention import mla_decode
+from equipoise_kernels.attention import latent_write, mla_decode
 from equipoise_kernels.gemm import dense, grouped
 from equipoise_kernels.moe import permute, route, row_order
 from equipoise_kernels.moe.routes import RoutingRule
@@ -91,6 +91,13 @@ TUNABLES: Mapping[str, Tunable] = {
         kind=permute.PermuteConfig,
         space=permute.CONFIG_SPACE,
         specializations=lambda config: permute.combine_specializations(config, top_k=_RULE.top_k),
+    ),
+    "latent_write": Tunable(
+        kind=latent_write.LatentWriteConfig,
+        space=latent_write.CONFIG_SPACE,
+        specializations=lambda config: latent_write.specializations(
+            config, rank=512, rotary=64, block_tokens=16
+        ),
     ),
     "mla_decode": Tunable(
         kind=mla_decode.MlaDecodeConfig,

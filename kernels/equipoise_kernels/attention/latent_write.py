@@ -1,0 +1,375 @@
+"""New tokens' latents into the paged cache, normed and rotated, and their queries rotated.
+
+Contract: raw latents [T, R + P] of bfloat16 or float32, neighbouring columns, as the projection
+makes them: R compressed numbers, then P to rotate; T may be 0. Token t goes to `places[t]`, int64,
+counted in positions from the first of block 0 (`attention.latents`):
+
+    compressed = rms_norm(the first R)       for an FP8 cache quantised then, as `group_quant` does
+    rotary     = rotate(the last P)          pairs (x0, x1), .. become all firsts, then all seconds
+
+Queries [T, H, P], the part to rotate of each head, come out rotated by the same angles. `cos` and
+`sin` are float32 [T, P / 2], rows of the model's tables, which hold YaRN's frequencies and factor.
+Outputs are rounded as `rms_norm` and `rotate` do, and must not overlap inputs.
+
+A token with place -1 is padding: it is written nowhere. Any other place that the cache does not
+have is written nowhere either, and makes the token's queries NaN, so that it does not pass unseen.
+Of two tokens with one place either may win; other places are left as they are.
+
+Backends agree on rotations exactly, on norms up to the order in which squares are summed (float32).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise_kernels import configurations, selection
+from equipoise_kernels.attention.latents import Latents, PlainLatents, QuantizedLatents
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import (
+    GROUP,
+    QuantizedRows,
+    ScaleFormat,
+    empty_rows,
+    require_contiguous,
+    require_dense_rows,
+    require_dtype,
+    require_same_device,
+    require_shape,
+)
+from equipoise_kernels.jit import constant, jit, tl
+from equipoise_kernels.quant.group_quant import quantized, write_quantized
+from equipoise_kernels.rms_norm import rms_norm
+from equipoise_kernels.rotate import rotate
+from equipoise_kernels.specialization import Specialization, specialization
+
+_GROUP = constant(GROUP)
+_PADDING = constant(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWriteConfig:
+    """Heads and warps of a program that rotates queries; a token's latent has one of its own."""
+
+    heads: int
+    num_warps: int
+
+
+CONFIG_SPACE = tuple(
+    LatentWriteConfig(heads=heads, num_warps=num_warps)
+    for heads in (16, 32, 64)
+    for num_warps in (1, 2, 4)
+)
+
+
+def latent_write(
+    raw_TC: Tensor,
+    query_THP: Tensor,
+    latents: Latents,
+    *,
+    places_T: Tensor,
+    weight_R: Tensor,
+    eps: float,
+    cos_TF: Tensor,
+    sin_TF: Tensor,
+    out_THP: Tensor | None = None,
+) -> Tensor:
+    """Write latents and rotate queries by the backend that was selected for this process.
+
+    Args:
+        raw_TC: latents before norm and rotation.
+        query_THP: the queries' part to rotate, of the same dtype; a view of whole queries will do.
+        latents: one layer's cache, written to; without FP8 of the raw latents' dtype.
+        places_T: where each token is kept.
+        weight_R: the norm's factors, of the raw latents' dtype.
+        eps: added to the norm's mean square.
+        cos_TF: cosine of each pair's angle.
+        sin_TF: its sine.
+        out_THP: where to write rotated queries, such as the last columns of the absorbed ones; a
+            new tensor by default.
+
+    Returns:
+        Rotated queries [T, H, P].
+
+    Raises:
+        KernelInputError: the contract is broken.
+    """
+    require_dtype("raw", raw_TC, torch.bfloat16, torch.float32)
+    if query_THP.dim() != 3 or query_THP.shape[1] == 0:
+        raise KernelInputError(f"query must be [T, H, P], not {list(query_THP.shape)}")
+    num_tokens, num_heads, _ = query_THP.shape
+    if out_THP is None:
+        out_THP = query_THP.new_empty(num_tokens, num_heads, latents.rotary)
+    half = latents.rotary // 2
+    for name, tensor, dtype, shape in (
+        ("raw", raw_TC, raw_TC.dtype, (num_tokens, latents.rank + latents.rotary)),
+        ("query", query_THP, raw_TC.dtype, (num_tokens, num_heads, latents.rotary)),
+        ("out", out_THP, raw_TC.dtype, (num_tokens, num_heads, latents.rotary)),
+        ("cos", cos_TF, torch.float32, (num_tokens, half)),
+        ("sin", sin_TF, torch.float32, (num_tokens, half)),
+    ):
+        require_dtype(name, tensor, dtype)
+        require_shape(name, tensor, shape)
+        require_dense_rows(name, tensor)
+        require_same_device(name, tensor, raw_TC)
+    for name, tensor, dtype, size in (
+        ("places", places_T, torch.int64, num_tokens),
+        ("weight", weight_R, raw_TC.dtype, latents.rank),
+    ):
+        require_dtype(name, tensor, dtype)
+        require_shape(name, tensor, (size,))
+        require_contiguous(name, tensor)
+        require_same_device(name, tensor, raw_TC)
+    if isinstance(latents, PlainLatents):
+        require_dtype("latents", latents.latents_BPC, raw_TC.dtype)
+    if latents.device != raw_TC.device:
+        raise KernelInputError(f"latents are on {latents.device}, the rest elsewhere: move them")
+    BACKENDS[selection.backend("latent_write", raw_TC.device)](
+        raw_TC,
+        query_THP,
+        latents,
+        places_T=places_T,
+        weight_R=weight_R,
+        eps=eps,
+        cos_TF=cos_TF,
+        sin_TF=sin_TF,
+        out_THP=out_THP,
+    )
+    return out_THP
+
+
+def latent_write_reference(
+    raw_TC: Tensor,
+    query_THP: Tensor,
+    latents: Latents,
+    *,
+    places_T: Tensor,
+    weight_R: Tensor,
+    eps: float,
+    cos_TF: Tensor,
+    sin_TF: Tensor,
+    out_THP: Tensor,
+) -> None:
+    """The torch twin."""
+    exists_T = (places_T >= 0) & (places_T < latents.num_blocks * latents.block_tokens)
+    is_lost_T11 = (~exists_T & (places_T != -1))[:, None, None]
+    rotated_THP = rotate(query_THP, cos_TF.unsqueeze(1), sin_TF.unsqueeze(1))
+    out_THP.copy_(rotated_THP.masked_fill(is_lost_T11, float("nan")))
+
+    raw_NC = raw_TC[exists_T]
+    where = places_T[exists_T] // latents.block_tokens, places_T[exists_T] % latents.block_tokens
+    normed_NR = rms_norm(raw_NC[:, : latents.rank].contiguous(), weight_R, eps, row_block=None)
+    compressed, scales, rotary = latents.parts
+    if isinstance(latents, QuantizedLatents):
+        rows = _quantized_rows(normed_NR)
+        # Bytes, because torch does not scatter FP8 on every device.
+        compressed.view(torch.uint8)[where] = rows.codes.view(torch.uint8)
+        scales[where] = rows.scales
+    else:
+        compressed[where] = normed_NR
+    rotated_NP = rotate(raw_NC[:, latents.rank :], cos_TF[exists_T], sin_TF[exists_T])
+    rotary[where] = rotated_NP.to(rotary.dtype)
+
+
+def latent_write_triton(
+    raw_TC: Tensor,
+    query_THP: Tensor,
+    latents: Latents,
+    *,
+    places_T: Tensor,
+    weight_R: Tensor,
+    eps: float,
+    cos_TF: Tensor,
+    sin_TF: Tensor,
+    out_THP: Tensor,
+    config: LatentWriteConfig | None = None,
+) -> None:
+    """Launch the kernel; the configuration is the committed one of this device by default."""
+    num_tokens, num_heads, _ = query_THP.shape
+    if num_tokens == 0:
+        return
+    config = config or configurations.choose("latent_write", LatentWriteConfig, rows=num_tokens)
+    compressed, scales, rotary = latents.parts
+    latent_write_kernel[(num_tokens, 1 + -(-num_heads // config.heads))](
+        raw_TC,
+        query_THP,
+        places_T,
+        weight_R,
+        cos_TF,
+        sin_TF,
+        compressed,
+        scales,
+        rotary,
+        out_THP,
+        eps,
+        latents.num_blocks * latents.block_tokens,
+        num_heads,
+        raw_TC.stride(0),
+        query_THP.stride(0),
+        query_THP.stride(1),
+        cos_TF.stride(0),
+        sin_TF.stride(0),
+        compressed.stride(0),
+        compressed.stride(1),
+        scales.stride(0),
+        scales.stride(1),
+        rotary.stride(0),
+        rotary.stride(1),
+        out_THP.stride(0),
+        out_THP.stride(1),
+        QUANTIZED=isinstance(latents, QuantizedLatents),
+        RANK=latents.rank,
+        ROTARY=latents.rotary,
+        BLOCK_TOKENS=latents.block_tokens,
+        HEADS=config.heads,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,  # it would change bits
+    )
+
+
+BACKENDS = {"reference": latent_write_reference, "triton": latent_write_triton}
+
+
+@jit
+def latent_write_kernel(
+    raw_ptr: tl.tensor,
+    query_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    compressed_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    rotary_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: float,
+    capacity: int,
+    num_heads: int,
+    raw_stride: int,
+    query_stride: int,
+    head_stride: int,
+    cos_stride: int,
+    sin_stride: int,
+    block_stride: int,
+    token_stride: int,
+    scale_block_stride: int,
+    scale_token_stride: int,
+    rotary_block_stride: int,
+    rotary_token_stride: int,
+    out_stride: int,
+    out_head_stride: int,
+    QUANTIZED: tl.constexpr,
+    RANK: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    """A token's latent in its first program, some heads of its query in each other one."""
+    token = tl.program_id(0).to(tl.int64)
+    angles = tl.arange(0, ROTARY // 2)[None, :]
+    cos = tl.load(cos_ptr + token * cos_stride + angles)
+    sin = tl.load(sin_ptr + token * sin_stride + angles)
+    place = tl.load(places_ptr + token)
+    exists = (place >= 0) & (place < capacity)
+    if tl.program_id(1) > 0:
+        heads = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[:, None]
+        has_head = heads < num_heads
+        head_ptrs = query_ptr + token * query_stride + heads * head_stride
+        first, second = _rotated(head_ptrs, has_head, cos, sin, ROTARY)
+        is_lost = (exists == 0) & (place != _PADDING)
+        first = tl.where(is_lost, float("nan"), first)
+        second = tl.where(is_lost, float("nan"), second)
+        out_ptrs = out_ptr + token * out_stride + heads * out_head_stride
+        _store_halves(out_ptrs, has_head, first, second, ROTARY)
+    elif exists:
+        block, offset = place // BLOCK_TOKENS, place % BLOCK_TOKENS
+        raw_ptrs = raw_ptr + token * raw_stride + tl.zeros([1, 1], tl.int64)
+        first, second = _rotated(raw_ptrs + RANK, True, cos, sin, ROTARY)
+        ptrs = rotary_ptr + block * rotary_block_stride + offset * rotary_token_stride
+        _store_halves(ptrs + tl.zeros([1, 1], tl.int64), True, first, second, ROTARY)
+
+        normed = _normed(raw_ptrs, weight_ptr, eps, RANK)
+        ptrs = compressed_ptr + block * block_stride + offset * token_stride
+        if QUANTIZED:
+            codes, scales = quantized(tl.reshape(normed, [1, RANK // _GROUP, _GROUP]), False)
+            tl.store(ptrs + tl.arange(0, RANK)[None, :], tl.reshape(codes, [1, RANK]))
+            ptrs = scales_ptr + block * scale_block_stride + offset * scale_token_stride
+            tl.store(ptrs + tl.arange(0, RANK // _GROUP)[None, :], scales)
+        else:
+            tl.store(ptrs + tl.arange(0, RANK)[None, :], normed.to(compressed_ptr.dtype.element_ty))
+
+
+@jit
+def _rotated(
+    row_ptrs: tl.tensor, mask: tl.tensor, cos: tl.tensor, sin: tl.tensor, ROTARY: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Firsts and seconds [rows, P / 2] of the rotated rows that start at pointers [rows, 1]."""
+    x = tl.load(row_ptrs + tl.arange(0, ROTARY)[None, :], mask=mask, other=0.0).to(tl.float32)
+    first, second = tl.split(tl.reshape(x, [x.shape[0], ROTARY // 2, 2]))
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@jit
+def _store_halves(
+    row_ptrs: tl.tensor,
+    mask: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    ROTARY: tl.constexpr,
+) -> None:
+    """Rows of firsts, then seconds, rounded to what the pointers [rows, 1] point to."""
+    ptrs = row_ptrs + tl.arange(0, ROTARY // 2)[None, :]
+    tl.store(ptrs, first.to(row_ptrs.dtype.element_ty), mask=mask)
+    tl.store(ptrs + ROTARY // 2, second.to(row_ptrs.dtype.element_ty), mask=mask)
+
+
+@jit
+def _normed(
+    row_ptrs: tl.tensor, weight_ptr: tl.tensor, eps: float, RANK: tl.constexpr
+) -> tl.tensor:
+    """`rms_norm` of one row [1, R], with its roundings, in float32."""
+    columns = tl.arange(0, RANK)[None, :]
+    stored = tl.load(row_ptrs + columns)
+    x = stored.to(tl.float32)
+    mean = tl.sum(x * x, axis=1) / RANK
+    norm = tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+    scaled = (x * norm[:, None]).to(stored.dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + columns).to(tl.float32)
+    return (scaled * weight).to(stored.dtype).to(tl.float32)
+
+
+def specializations(
+    config: LatentWriteConfig, *, rank: int, rotary: int, block_tokens: int
+) -> list[Specialization]:
+    """What a configuration compiles to: both kinds of latents."""
+    inputs = "*bf16 *bf16 *i64 *bf16 *fp32 *fp32"
+    numbers = "fp32 i32 i32 i32:16 i32:16 i32:16 i32:16 i32:16 i32:16 i32:16"
+    kinds = {False: ("*bf16 *bf16", "i32:16 i32:16"), True: ("*fp8e4nv *fp32", "i32 i32")}
+    return [
+        specialization(
+            latent_write_kernel,
+            name=f"latent_write {config} quantized={quantized}",
+            arguments=(
+                f"{inputs} {pointers} *bf16 *bf16 {numbers} {scale_strides} "
+                "i32:16 i32:16 i32:16 i32:16"
+            ),
+            constants={
+                "QUANTIZED": quantized,
+                "RANK": rank,
+                "ROTARY": rotary,
+                "BLOCK_TOKENS": block_tokens,
+                "HEADS": config.heads,
+            },
+            num_warps=config.num_warps,
+            fuses_products=False,
+        )
+        for quantized, (pointers, scale_strides) in kinds.items()
+    ]
+
+
+def _quantized_rows(x_NR: Tensor) -> QuantizedRows:
+    rows = empty_rows(x_NR.shape, device=x_NR.device)
+    write_quantized(x_NR.float(), scale_format=ScaleFormat.FP32, out=rows)
+    return rows
