@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from equipoise_model.config import RopeConfig
 from equipoise_kernels.rotate import rotate
+from equipoise_model.config import RopeConfig
 from equipoise_model.rope import Rope, frequencies
 
 

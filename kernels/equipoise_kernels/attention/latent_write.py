@@ -333,7 +333,7 @@ def _normed(
     columns = tl.arange(0, RANK)[None, :]
     stored = tl.load(row_ptrs + columns)
     x = stored.to(tl.float32)
-    mean = tl.sum(x * x, axis=1) / RANK
+    mean = tl.sum(x * x, axis=1) * (1.0 / RANK)  # exact: a power of two
     norm = tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
     scaled = (x * norm[:, None]).to(stored.dtype).to(tl.float32)
     weight = tl.load(weight_ptr + columns).to(tl.float32)
