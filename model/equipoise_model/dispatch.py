@@ -43,7 +43,8 @@ class SlotLoad:
 class ExpertParallel:
     """One rank's part in dispatching a model's rows; used from the engine's thread only.
 
-    Use `local` or `distributed`.
+    It counts where its placement's tables are, which is where the model must be. Use `local` or
+    `distributed`.
     """
 
     def __init__(self, placement: Placement, *, ranks: Ranks) -> None:
@@ -99,7 +100,8 @@ class ExpertParallel:
         # Ranks take turns in one sequence, so that their choices of replicas interleave too.
         first = self._num_tokens_seen
         self._num_tokens_seen += num_tokens
-        token_ids_T = torch.arange(first, first + num_tokens) * self._ranks.count + self._ranks.rank
+        turns_T = torch.arange(first, first + num_tokens, device=self._rows_LS.device)
+        token_ids_T = turns_T * self._ranks.count + self._ranks.rank
         return ExpertStep(
             placement=self._placement,
             ranks=self._ranks,
@@ -248,4 +250,5 @@ def _combine(y_ND: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def _no_rows(placement: Placement) -> Tensor:
-    return torch.zeros(placement.num_layers, placement.slots_per_rank, dtype=torch.int64)
+    shape = (placement.num_layers, placement.slots_per_rank)
+    return torch.zeros(shape, dtype=torch.int64, device=placement.replica_count.device)

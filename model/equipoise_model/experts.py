@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise_kernels.grouped_ffn import grouped_ffn
+from equipoise_model.device import Arrive, beside
 
 CHECKSUM_BYTES = 16
 
@@ -39,6 +40,11 @@ class ExpertSlots(nn.Module):
     def num_slots(self) -> int:
         """Physical slots of this rank in this layer."""
         return int(self.gate_up.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slots are."""
+        return self.gate_up.device
 
     def forward(self, x_ND: Tensor, rows_per_slot: Sequence[int]) -> Tensor:
         """Rows in slot order through their slots' networks, [N, D]; N may be 0."""
@@ -94,11 +100,13 @@ class _StagedLayer:
 class StagedExperts:
     """Experts that wait for a switch, already in the compute dtype and one tensor per layer.
 
-    `prepare` does the slow part on any thread; `apply` is two copies per changed layer, and the
-    only part that serving waits for.
+    `prepare` does the slow part on any thread, and where there is a device beside the host on a
+    stream of its own; `apply` is two copies per changed layer, and the only part that serving waits
+    for.
     """
 
     layers: tuple[_StagedLayer, ...]
+    arrive: Arrive
 
     @classmethod
     @torch.no_grad()
@@ -111,24 +119,28 @@ class StagedExperts:
             PayloadError: a payload is not of this model's expert size.
         """
         staged = []
-        for layer in sorted({layer for layer, _ in payloads}):
-            experts = layers[layer]
-            slots = sorted(slot for of_layer, slot in payloads if of_layer == layer)
-            decoded = [experts.decode(payloads[layer, slot]) for slot in slots]
-            staged.append(
-                _StagedLayer(
-                    layer=layer,
-                    slots=torch.tensor(slots, device=experts.gate_up.device),
-                    gate_up=torch.stack([gate_up for gate_up, _ in decoded]).to(experts.gate_up),
-                    down=torch.stack([down for _, down in decoded]).to(experts.down),
+        with beside(layers[0].device) as arrive:
+            for layer in sorted({layer for layer, _ in payloads}):
+                experts = layers[layer]
+                slots = sorted(slot for of_layer, slot in payloads if of_layer == layer)
+                decoded = [experts.decode(payloads[layer, slot]) for slot in slots]
+                gate_up = torch.stack([gate_up for gate_up, _ in decoded])
+                down = torch.stack([down for _, down in decoded])
+                staged.append(
+                    _StagedLayer(
+                        layer=layer,
+                        slots=torch.tensor(slots, device=experts.device),
+                        gate_up=gate_up.to(experts.gate_up),
+                        down=down.to(experts.down),
+                    )
                 )
-            )
-        return cls(layers=tuple(staged))
+        return cls(layers=tuple(staged), arrive=arrive)
 
     @torch.no_grad()
     def apply(self, layers: Sequence[ExpertSlots]) -> None:
         """Copy into the slots: between steps, on the engine's thread."""
         for staged in self.layers:
+            self.arrive(staged.slots, staged.gate_up, staged.down)
             layers[staged.layer].gate_up.index_copy_(0, staged.slots, staged.gate_up)
             layers[staged.layer].down.index_copy_(0, staged.slots, staged.down)
 

@@ -79,7 +79,8 @@ class LatentCache:
         """Place a step's tokens; T may be 0.
 
         `block_tables` has the blocks of each sequence, from its position 0 to at least the step's
-        last; token t stands at `positions_T[t]` of sequence `sequences_T[t]`, int64 [T] each.
+        last; token t stands at `positions_T[t]` of sequence `sequences_T[t]`, int64 [T] each, on
+        the host: who attends with whom is decided there.
 
         Fast form (`row_block` None): sequences with one query attend together if they are about
         equally long, a sequence with several attends alone. Batch-invariant form: groups of exactly
@@ -90,6 +91,7 @@ class LatentCache:
         sequences, positions = sequences_T.tolist(), positions_T.tolist()
         assert all(0 <= position < self.max_len for position in positions)
         device = self._latents_LBPC.device
+        positions_T = positions_T.to(device)
         blocks_of = [
             block_tables[sequence][position // BLOCK_TOKENS]
             for sequence, position in zip(sequences, positions, strict=True)

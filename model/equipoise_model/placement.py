@@ -3,7 +3,7 @@
 Built off the engine's thread from a layout's numbers; switching is one assignment of a reference.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -22,7 +22,8 @@ class Placement:
     `replica_count` is int64 [layers, experts], at least 1. `share_ends`, of the shape of
     `slots_of_expert`, says where each replica's share of its expert's tokens ends, as
     `choose_replicas` wants it; None if all split evenly. Rank r owns the physical slots
-    [r * slots_per_rank, (r + 1) * slots_per_rank). Tables must not be written to.
+    [r * slots_per_rank, (r + 1) * slots_per_rank). Tables must not be written to; they are on the
+    host until they are moved `to` the model's device.
     """
 
     generation: int
@@ -41,6 +42,16 @@ class Placement:
     def slots_per_rank(self) -> int:
         """Physical slots of one rank in one layer."""
         return self.num_slots // self.num_ranks
+
+    def to(self, device: torch.device) -> Self:
+        """The same with its tables on a device."""
+        ends = self.share_ends
+        return replace(
+            self,
+            slots_of_expert=self.slots_of_expert.to(device),
+            replica_count=self.replica_count.to(device),
+            share_ends=None if ends is None else ends.to(device),
+        )
 
     @classmethod
     def from_layout(

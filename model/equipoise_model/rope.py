@@ -37,6 +37,7 @@ class Rope(nn.Module):
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, float32 [T, F] each, of int64 positions."""
+        positions_T = positions_T.to(self.cos_PF.device)
         return self.cos_PF[positions_T], self.sin_PF[positions_T]
 
 

@@ -70,14 +70,15 @@ def _verify_attention(model: Transformer, cache: LatentCache, *, positions: rang
         step = cache.begin_step(
             block_tables=tables, sequences_T=order_T, positions_T=at_T, row_block=model.row_block
         )
-        return attention.forward_cached(x_TD[order_T], *model.rope.at(at_T), layer=0, step=step)
+        x_in_order_TD = x_TD[order_T.to(x_TD.device)]
+        return attention.forward_cached(x_in_order_TD, *model.rope.at(at_T), layer=0, step=step)
 
     cache.fill(generator)
     in_order_T = torch.arange(len(positions_T))
     expected_TD = attend(in_order_T)
     rolled = [in_order_T.roll(shift) for shift in (1, 2, 4, 8)]
     for order_T in [*rolled, *in_order_T.split(1)]:
-        if not torch.equal(attend(order_T), expected_TD[order_T]):
+        if not torch.equal(attend(order_T), expected_TD[order_T.to(x_TD.device)]):
             raise RowVarianceError(
                 f"batch-invariant mode cannot be had here: attention at position "
                 f"{positions[-1]} depends on what a query is batched with; serve without it, or "

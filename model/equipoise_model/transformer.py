@@ -36,7 +36,7 @@ class TrainOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """The tokens of one serving step on this rank, int64 on the model's device.
+    """The tokens of one serving step on this rank, int64 on the host; the step takes them along.
 
     Row t is `tokens_T[t]` at `positions_T[t]` of sequence `sequences_T[t]`, whose blocks of the
     cache are `block_tables[sequences_T[t]]`; its earlier positions are in the cache or among the
@@ -149,14 +149,15 @@ class Transformer(nn.Module):
             row_block=self.row_block,
         )
         expert_step = experts.begin_step(num_tokens=batch.num_tokens)
-        x_TD: Tensor = self.embed_tokens(batch.tokens_T)
+        device = self.embed_tokens.weight.device
+        x_TD: Tensor = self.embed_tokens(batch.tokens_T.to(device))
         for layer, block in enumerate(self._blocks()):
             x_TD = block.forward_cached(
                 x_TD, cos_TF, sin_TF, layer=layer, cache_step=cache_step, expert_step=expert_step
             )
         hidden_TD: Tensor = self.norm(x_TD)
         return StepOutput(
-            logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S]),
+            logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(device)]),
             hidden_TD=hidden_TD,
             rotary=(cos_TF, sin_TF),
             cache_step=cache_step,

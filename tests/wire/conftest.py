@@ -45,6 +45,8 @@ HELLO = Hello(
     checkpoint_fingerprint="0badcafe",
     host="machine-17",
     zone="zone-b",
+    device="cuda:0 (NVIDIA H200)",
+    kernels="triton, gemm_large=scaled_mm",
 )
 LAYOUT = contiguous_layout(num_layers=3, num_experts=8, num_ranks=2, slots_per_rank=5, generation=4)
 CHECKSUMS = np.arange(3 * 5 * 16, dtype=np.uint8).reshape(3, 5, 16)

@@ -142,7 +142,7 @@ def staged_from_checkpoint():
         return StagedGeneration(
             base_generation=running.generation,
             layout=layout,
-            placement=placement_of(layout),
+            placement=placement_of(layout).to(core.device),
             experts=StagedExperts.prepare(payloads, core.slots),
             checksums=np.frombuffer(sums, dtype=np.uint8).reshape(
                 layout.num_layers, layout.num_slots, 16

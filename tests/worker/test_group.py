@@ -8,6 +8,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.group import Rendezvous, backend, first_line, meet
@@ -147,8 +148,8 @@ def test_a_worker_that_gives_up_does_not_wait_for_the_others(rendezvous, rank):
 
 
 def test_rows_on_a_gpu_travel_by_nccl_and_headers_always_by_gloo():
-    assert backend(has_cuda=False) == "gloo"
-    assert backend(has_cuda=True) == "cpu:gloo,cuda:nccl"
+    assert backend(torch.device("cpu")) == "gloo"
+    assert backend(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
 
 
 def test_what_torch_says_is_cut_to_what_people_need():

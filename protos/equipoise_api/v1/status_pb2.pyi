@@ -84,6 +84,8 @@ class RankStatus(_message.Message):
     REQUESTS_PAUSED_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     DRAFTS_ACCEPTED_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank in the current epoch."""
     worker: _builtins.str
@@ -138,6 +140,12 @@ class RankStatus(_message.Message):
     drafts: _builtins.int
     """Tokens guessed and verified since boot, and how many of the guesses were right."""
     drafts_accepted: _builtins.int
+    device: _builtins.str
+    """Where the rank's model computes, such as "cpu" or "cuda:0 (NVIDIA H200)"; empty when it did not
+    tell.
+    """
+    kernels: _builtins.str
+    """What it computes with: "torch", or the kernels' backends; empty when it did not tell."""
     def __init__(
         self,
         *,
@@ -167,10 +175,12 @@ class RankStatus(_message.Message):
         requests_paused: _builtins.int = ...,
         drafts: _builtins.int = ...,
         drafts_accepted: _builtins.int = ...,
+        device: _builtins.str = ...,
+        kernels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "generation", b"generation", "host", b"host", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_paused", b"requests_paused", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "generation", b"generation", "host", b"host", "kernels", b"kernels", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_paused", b"requests_paused", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

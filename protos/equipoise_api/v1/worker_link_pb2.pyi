@@ -235,6 +235,8 @@ class Hello(_message.Message):
     GROUP_LOST_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool the worker wants to serve in; the balancer knows pools by this name."""
     worker: _builtins.str
@@ -263,6 +265,10 @@ class Hello(_message.Message):
     """Machine the worker runs on, which `node` is unless several share a fast domain; may be empty."""
     zone: _builtins.str
     """Zone of that machine; empty where there are none."""
+    device: _builtins.str
+    """Where the model computes, such as "cpu" or "cuda:0 (NVIDIA H200)"; for people."""
+    kernels: _builtins.str
+    """What it computes with: "torch", or the kernels' backends; for people."""
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
@@ -294,10 +300,12 @@ class Hello(_message.Message):
         group_lost: Global___GroupLost | None = ...,
         host: _builtins.str = ...,
         zone: _builtins.str = ...,
+        device: _builtins.str = ...,
+        kernels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "group_lost", b"group_lost", "highest_term", b"highest_term", "host", b"host", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "group_lost", b"group_lost", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
     _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015

@@ -51,7 +51,8 @@ class Hello:
     """First message of a stream: who the worker is and what it has memory for.
 
     It also fixes the shapes of everything else on the stream, so both sides keep it. `node` is the
-    fast domain that plans go by; the machine `host` and its `zone` are for people.
+    fast domain that plans go by; the machine `host`, its `zone`, and the `device` and `kernels` it
+    computes with are for people.
     `highest_term` is that of any balancer the worker heard of; 0 if there was none. `group_lost`
     is set, in place of `running`, while the worker waits for a new group.
     """
@@ -71,6 +72,8 @@ class Hello:
     group_lost: "GroupLost | None" = None
     host: str = ""
     zone: str = ""
+    device: str = ""
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

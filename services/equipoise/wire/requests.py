@@ -56,6 +56,8 @@ def hello_to_proto(hello: Hello) -> pb.Hello:
         group_lost=None if hello.group_lost is None else group_lost_to_proto(hello.group_lost),
         host=hello.host,
         zone=hello.zone,
+        device=hello.device,
+        kernels=hello.kernels,
     )
 
 
@@ -92,6 +94,8 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         highest_term=checks.count("hello", "highest_term", message.highest_term),
         host=message.host and checks.name("hello", "host", message.host),
         zone=message.zone and checks.name("hello", "zone", message.zone),
+        device=message.device and checks.name("hello", "device", message.device),
+        kernels=message.kernels and checks.name("hello", "kernels", message.kernels),
     )
     if message.HasField("group_lost"):
         return replace(hello, group_lost=group_lost_from_proto(message.group_lost, hello=hello))

@@ -36,7 +36,7 @@ def engine_alone(settings: WorkerSettings, *, publish: Callable[[StepResult], No
     return Engine(
         model=core.model,
         cache=core.cache,
-        experts=ExpertParallel.local(config, placement_of(layout)),
+        experts=ExpertParallel.local(config, placement_of(layout).to(core.device)),
         held=HeldExperts(core.slots, layout=layout, rank=0),
         group=RankGroup.alone(),
         scheduler=core.scheduler(settings),

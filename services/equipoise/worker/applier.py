@@ -172,7 +172,7 @@ class Applier:
         return StagedGeneration(
             base_generation=stage.base_generation,
             layout=layout,
-            placement=placement_of(layout),
+            placement=placement_of(layout).to(self._slots[0].device),
             experts=StagedExperts.prepare(
                 dict(zip(places, pulled.payloads, strict=True)), self._slots
             ),

@@ -13,6 +13,7 @@ from equipoise.worker.settings import WorkerSettings
 from equipoise_kernels.row_invariance import RowVarianceError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.config import UnsupportedConfigError
+from equipoise_model.device import DeviceError, choose_device
 from equipoise_model.drafting import Drafter
 from equipoise_model.experts import ExpertSlots
 from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache, blocks_for
@@ -30,6 +31,7 @@ class ModelCore:
     checkpoint: Checkpoint
     model: Transformer
     cache: LatentCache
+    device: torch.device
 
     @classmethod
     def load(cls, settings: WorkerSettings) -> Self:
@@ -43,6 +45,10 @@ class ModelCore:
             checkpoint = Checkpoint.open(settings.checkpoint)
         except (CheckpointError, UnsupportedConfigError) as error:
             raise WorkerError(f"checkpoint {settings.checkpoint}: {error}") from error
+        try:
+            device = choose_device(settings.device)
+        except DeviceError as error:
+            raise WorkerError(f"device: {error}") from error
         config = checkpoint.config
         if settings.context_length > config.max_position_embeddings:
             raise WorkerError(
@@ -55,25 +61,27 @@ class ModelCore:
                 f"speculate {settings.speculate} is more than the checkpoint's {num_modules} "
                 "multi-token-prediction modules: choose at most that"
             )
-        model = Transformer(
-            config,
-            num_slots=settings.slots_per_rank,
-            row_block=ROW_BLOCK if settings.batch_invariant else None,
-            mtp=settings.speculate > 0,
-        )
+        with device:
+            model = Transformer(
+                config,
+                num_slots=settings.slots_per_rank,
+                row_block=ROW_BLOCK if settings.batch_invariant else None,
+                mtp=settings.speculate > 0,
+            )
         checkpoint.load_dense(model)
         cache = LatentCache(
             config,
             num_blocks=blocks_for(settings.cache_tokens or _all_tokens(settings)),
             max_len=settings.context_length,
             mtp=settings.speculate > 0,
+            device=device,
         )
         if settings.batch_invariant:
             try:
                 verify_rows(model, cache)
             except RowVarianceError as error:
                 raise WorkerError(str(error)) from error
-        return cls(checkpoint=checkpoint, model=model.eval(), cache=cache)
+        return cls(checkpoint=checkpoint, model=model.eval(), cache=cache, device=device)
 
     def block_pool(self) -> BlockPool:
         """The accounting of the cache's blocks, all of them free."""
@@ -92,6 +100,11 @@ class ModelCore:
     def drafter(self, settings: WorkerSettings) -> Drafter | None:
         """What guesses tokens, if the settings want any guessed."""
         return Drafter(self.model, num_drafts=settings.speculate) if settings.speculate else None
+
+    @property
+    def kernels(self) -> str:
+        """What computes, in words for people."""
+        return "torch"
 
     @property
     def slots(self) -> list[ExpertSlots]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.header import HEADER_WIDTH, StepHeader, pack, unpack
 
+_HOST = torch.device("cpu")
 _POLL_S = 0.05
 _CONNECT_TIMEOUT_S = 2.0
 _GRACE_S = 0.5
@@ -113,12 +114,14 @@ def meet(
     meet_timeout_s: float,
     given_up: threading.Event,
     met: Callable[[], None],
+    device: torch.device = _HOST,
 ) -> RankGroup:
     """Form an epoch's group at rank 0's rendezvous `address` (host:port).
 
     `met` is called once when all ranks are there and before they form: from then on nobody needs
     what this one held before. Waits at most `meet_timeout_s` for the others, and not much longer
-    than until `given_up` is set; then every collective is bounded by `step_timeout_s`.
+    than until `given_up` is set; then every collective is bounded by `step_timeout_s`. `device` is
+    where the rows are that the ranks will exchange.
 
     Raises:
         GroupError: the ranks did not meet in time.
@@ -141,7 +144,7 @@ def meet(
             met()
             group = RankGroup(rank=rank, num_ranks=num_ranks)
             dist.init_process_group(
-                backend(has_cuda=torch.cuda.is_available() and dist.is_nccl_available()),
+                backend(device),
                 store=store,
                 rank=rank,
                 world_size=num_ranks,
@@ -156,12 +159,12 @@ def meet(
     return group
 
 
-def backend(*, has_cuda: bool) -> str:
-    """What collectives run on: gloo; for tensors on a GPU NCCL, if there is one.
+def backend(device: torch.device) -> str:
+    """What collectives run on: gloo; for a model on a GPU its rows go by NCCL.
 
     Headers stay on the CPU, and so on gloo, in either case: reading them must not wait for the GPU.
     """
-    return "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _reach(address: str, *, until: float, given_up: threading.Event) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from equipoise.planning.moves import Move
@@ -45,6 +46,11 @@ class Slots:
         self._credentials = credentials
         self._waits = waits
         self.held: HeldExperts | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self._core.device
 
     async def prepare(
         self, assignment: Assignment, *, given_up: threading.Event
@@ -153,6 +159,7 @@ async def join(
         meet_timeout_s=assignment.meet_timeout_s,
         given_up=given_up,
         met=settle,
+        device=slots.device,
     )
     assert slots.held is not None, "settled"
     return Joined(assignment=assignment, group=group, held=slots.held)

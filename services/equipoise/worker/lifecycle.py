@@ -45,6 +45,7 @@ from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertTransferService
 from equipoise.worker.waits import Waits
 from equipoise_api.v1 import worker_link_pb2, worker_pb2, worker_pb2_grpc
+from equipoise_model.device import name_of
 
 STOP_GRACE_S = 0.5
 """Open calls get this long to hear their end."""
@@ -282,6 +283,8 @@ class Worker:
             node=self._place.node,
             host=self._place.host,
             zone=self._place.zone,
+            device=name_of(self._core.device),
+            kernels=self._core.kernels,
             address=self._address,
             rendezvous_address=self._rendezvous_address,
             model=self._core.shape,

@@ -31,6 +31,7 @@ from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.timings import Timings
 from equipoise.worker.transfer import ExpertPuller
 from equipoise.worker.waits import Waits
+from equipoise_model.device import use
 from equipoise_model.dispatch import ExpertParallel
 
 Say = Callable[[Report | Staged | Refused | Switched | Serving | GroupLost], None]
@@ -70,6 +71,7 @@ class Rank:
         self._deliver = deliver
         self._timings = timings
         self._last_switch: Switched | None = None
+        self._device = core.device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.engine = Engine(
             model=core.model,
@@ -188,6 +190,7 @@ class Rank:
 
     def _step(self) -> None:
         single_threaded()
+        use(self._device)
         try:
             self.engine.run()
         finally:
@@ -223,7 +226,7 @@ class Rank:
 
 
 def _expert_parallel(joined: Joined, core: ModelCore) -> ExpertParallel:
-    placement = placement_of(joined.assignment.layout)
+    placement = placement_of(joined.assignment.layout).to(core.device)
     process_group = joined.group.process_group
     if process_group is None:
         return ExpertParallel.local(core.checkpoint.config, placement)

@@ -112,6 +112,10 @@ class WorkerSettings:
     at most as many as there are: what the model finds right in its next step is a token more. The
     tokens are the same without. Every worker holds the modules with all their experts."""
 
+    device: str = "auto"
+    """Where the model computes: cpu, cuda, cuda:N, or auto for a CUDA device where there is one. Of
+    several without a number the first, or that of LOCAL_RANK."""
+
     batch_invariant: bool = True
     """Make tokens bitwise independent of batch, rank and layout."""
 

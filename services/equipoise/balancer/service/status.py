@@ -197,6 +197,8 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
         node=member.hello.node,
         host=member.hello.host,
         zone=member.hello.zone,
+        device=member.hello.device,
+        kernels=member.hello.kernels,
         address=member.hello.address,
         state=_rank_state(pool, member),
         generation=member.generation,
