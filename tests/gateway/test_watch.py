@@ -155,6 +155,20 @@ async def test_a_balancer_that_says_nothing_is_left_for_the_next_one(monkeypatch
     assert not silent.watches.empty()
 
 
+async def test_a_balancer_that_follows_is_left_for_the_one_that_leads_whatever_its_news():
+    follower, leader = FakeBalancer(), FakeBalancer()
+    # The decisions it reads are news, again and again; the ranks are the leader's to know.
+    follower.told.put_nowait(status())
+    leader.told.put_nowait(status(rank(0)))
+    async with (
+        telling(follower) as first,
+        telling(leader) as second,
+        following(first, second) as ranks,
+    ):
+        assert await ranks.next() == {"worker-0": Standing.OPEN}
+    assert not follower.watches.empty()
+
+
 async def test_ranks_known_last_serve_on_without_a_balancer(run_gateway, fleet):
     balancer = FakeBalancer()
     balancer.told.put_nowait(

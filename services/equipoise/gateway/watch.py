@@ -1,7 +1,8 @@
 """`follow`: what the balancers tell about the pool's ranks, as long as the gateway lives.
 
 Owns the status stream, its bounds and going from one balancer to the next. While none answers,
-what was told last stays true as far as anybody knows, and serving goes on.
+what was told last stays true as far as anybody knows, and serving goes on. A balancer that knows no
+ranks is left at once: one that follows never will, however often it has other news.
 """
 
 import asyncio
@@ -61,6 +62,8 @@ async def follow(
                 ranks.tell(told_ranks(status))
         except TimeoutError:
             continue
+        except _NobodyToldError as error:
+            why = str(error)
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {credentials.explain(error.details())}"
         except TrustError as error:
@@ -101,7 +104,12 @@ def told_ranks(status: status_pb2.PoolStatus) -> Iterator[ToldRank]:
 async def _watch(
     address: str, pool: str, credentials: Credentials
 ) -> AsyncIterator[status_pb2.PoolStatus]:
-    """Statuses from one balancer; ends with TimeoutError when there is no news within the bound."""
+    """Statuses with ranks from one balancer.
+
+    Raises:
+        TimeoutError: there is no news within the bound.
+        _NobodyToldError: it knows no ranks (any more).
+    """
     limit = (("grpc.max_receive_message_length", MAX_STATUS_BYTES),)
     async with credentials.channel(address, options=limit) as channel:
         call = status_pb2_grpc.StatusStub(channel).WatchStatus(
@@ -114,6 +122,12 @@ async def _watch(
                     response = await call.read()
                 if not isinstance(response, status_pb2.WatchStatusResponse):
                     return
+                if not response.status.ranks:
+                    raise _NobodyToldError(response.status.health_reason or "it knows none")
                 yield response.status
         finally:
             call.cancel()
+
+
+class _NobodyToldError(Exception):
+    """A balancer answers, and knows no ranks; says why."""
