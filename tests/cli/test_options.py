@@ -70,6 +70,11 @@ def test_no_options_make_the_default_settings(kind):
     assert settings_from(kind, "")[0] == kind()
 
 
+@pytest.mark.parametrize("line", ["--words x,y", "--words x --words y", "--words x, --words=,y"])
+def test_words_come_with_commas_or_one_option_each(line):
+    assert settings_from(Outer, line)[0].words == ("x", "y")
+
+
 def test_every_kind_of_field_can_be_given():
     line = (
         "--name b --colour blue --words x,y,z --file out.json --found 9 --loud --no-careful "

@@ -82,6 +82,7 @@ def test_a_model_config_gives_groups_layers_and_bytes():
 def test_only_the_windows_that_are_named_are_planned_for():
     assert planned(*POOL, "--windows", "code")["num_windows"] == 4
     assert planned(*POOL, "--windows", "code/0,english/1")["num_windows"] == 2
+    assert planned(*POOL, "--windows", "code", "--windows", "code/0")["num_windows"] == 4
 
 
 def test_hierarchical_plans_serve_everything_on_its_node():

@@ -11,7 +11,8 @@ from equipoise.cli.tool_settings import ToolInputError
 
 TINY = Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny"
 MODEL = ["--loads", str(TINY / "loads.json"), "--model-config", str(TINY / "config.json")]
-SMALL = [*MODEL, "--ranks", "2,4", "--ranks-per-node", "2", "--windows", "code"]
+NODES = [*MODEL, "--ranks-per-node", "2"]
+SMALL = [*NODES, "--ranks", "2,4", "--windows", "code"]
 POOL = Choice(
     num_ranks=4,
     num_nodes=1,
@@ -110,9 +111,9 @@ def test_every_choice_is_told_with_balance_memory_and_moves():
 
 
 def test_a_single_window_has_no_moves_per_hour():
-    document = json.loads(equipoise(*SMALL, "--windows", "code/0", "--json"))
+    document = json.loads(equipoise(*NODES, "--ranks", "2,4", "--windows", "code/0", "--json"))
     assert {one["moves_per_hour"] for one in document["choices"]} == {None}
-    assert "moves/h" not in equipoise(*SMALL, "--windows", "code/0")
+    assert "moves/h" not in equipoise(*NODES, "--ranks", "2,4", "--windows", "code/0")
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
@@ -132,7 +133,7 @@ def test_a_person_is_told_the_same_in_a_table(columns):
 
 
 def test_moves_are_told_by_the_hour():
-    pool = [*SMALL, "--ranks", "4", "--max-redundant", "0", "--window-s", "20", "--json"]
+    pool = [*NODES, "--ranks", "4", "--max-redundant", "0", "--window-s", "20", "--json"]
     (moved,) = json.loads(equipoise(*pool, "--windows", "code,english"))["choices"]
     moves = moved["moves_per_hour"] * 8 * 20 / 3600
     assert moves > 0

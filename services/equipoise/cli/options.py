@@ -24,10 +24,10 @@ def command_from(settings: type[S], act: Callable[[S], int]) -> Callable[..., No
     """A function for typer with an option for each field of `settings`, and of settings within.
 
     It builds the settings, which may raise their own exceptions, hands them to `act` and exits with
-    the status that returns. A tuple of words is one option with commas, or, with `REPEATED` in the
-    field's metadata, an option that may be given several times. `ARGUMENT` makes a field a word
-    that stands by itself, `ENVIRONMENT` names a variable of the environment that goes before its
-    default.
+    the status that returns. A tuple of words is an option with commas that may be given several
+    times, too; with `REPEATED` in the field's metadata commas do not part words. `ARGUMENT` makes a
+    field a word that stands by itself, `ENVIRONMENT` names a variable of the environment that goes
+    before its default.
     """
 
     def command(**values: Any) -> None:
@@ -87,10 +87,9 @@ def _parameter(field: Field[Any], kind: Any, text: str) -> inspect.Parameter:
         default, kind = [], list[str]
         option["show_default"] = False
     elif isinstance(default, tuple):
-        option["parser"] = _words
         option["metavar"] = "WORD,WORD..."
         option["show_default"] = ",".join(default) or False
-        kind = tuple
+        default, kind = list(default), list[str]
     elif default is False:
         # A switch that is off needs no second name for leaving it off.
         names = (f"--{field.name.replace('_', '-')}",)
@@ -102,10 +101,6 @@ def _parameter(field: Field[Any], kind: Any, text: str) -> inspect.Parameter:
     )
 
 
-def _words(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return value if isinstance(value, tuple) else tuple(filter(None, value.split(",")))
-
-
 def _build(settings: type[S], values: dict[str, Any]) -> S:
     types = get_type_hints(settings)
     given: dict[str, Any] = {}
@@ -114,6 +109,9 @@ def _build(settings: type[S], values: dict[str, Any]) -> S:
             given[field.name] = _build(types[field.name], values)
         elif field.metadata.get(REPEATED):
             given[field.name] = tuple(values[field.name])
+        elif isinstance(field.default, tuple):
+            words = (word for value in values[field.name] for word in value.split(","))
+            given[field.name] = tuple(filter(None, words))
         elif values[field.name] is not None:
             given[field.name] = values[field.name]
     return settings(**given)

@@ -65,10 +65,12 @@ class Recording:
     def only(self, names: Sequence[str]) -> Self:
         """The windows with these names, or, of names such as "code/0", with these first parts.
 
+        Each once, however often it is named.
+
         Raises:
             FormatError: a name matches no window, or what is left has no load.
         """
-        chosen: list[int] = []
+        matched: list[int] = []
         for name in names:
             matches = [
                 index
@@ -80,7 +82,8 @@ class Recording:
                     f"no window is called {name!r}; there are {', '.join(self.names[:12])}"
                     f"{' ...' if self.num_windows > 12 else ''}"
                 )
-            chosen += matches
+            matched += matches
+        chosen = list(dict.fromkeys(matched))
         return replace(
             self, windows=self.windows[chosen], names=tuple(self.names[index] for index in chosen)
         )

@@ -227,8 +227,7 @@ class Arena:
                 f"--rendezvous-port={self._ports[_rendezvous(name)]}",
                 f"--node=node-{int(name[-1]) // 2}",
             ]  # fmt: skip
-        known = [f"--balancer={self._far(balancer)}" for balancer in self.balancers]
-        return ["gateway", f"--listen={self._near(name)}", *known]
+        return ["gateway", f"--listen={self._near(name)}", f"--balancer={addresses}"]
 
     def _near(self, name: str) -> str:
         return f"{_NEAR}:{self._ports[name]}"
