@@ -18,6 +18,9 @@ from equipoise_kernels.bench import (
     checks,
     dense_cases,
     grouped_cases,
+    layer_cases,
+    mla_cases,
+    mla_inputs,
     moe_cases,
     moe_inputs,
     quant_cases,
@@ -44,7 +47,7 @@ from equipoise_kernels.testing.cases import spread_rows, spread_weight
 H200 = Machine(copy_tb_s=4.3, bf16_tflops=790.0)
 KERNELS = ("gemm_kernel", "grouped_gemm_kernel", "group_quant_kernel", "rms_norm_quant_kernel",
            "silu_mul_quant_kernel", "route_kernel", "permute_kernel", "combine_kernel",
-           "send_rows_kernel")  # fmt: skip
+           "send_rows_kernel", "mla_decode_kernel")  # fmt: skip
 
 
 class OneMicrosecond:
@@ -69,7 +72,7 @@ class OneMicrosecond:
 
 @pytest.fixture
 def bench(monkeypatch, interpreted, generator):
-    for module in (dense_cases, grouped_cases, moe_cases, quant_cases):
+    for module in (dense_cases, grouped_cases, mla_inputs, moe_cases, quant_cases):
         if hasattr(module, "num_copies"):
             monkeypatch.setattr(module, "num_copies", lambda num_bytes: 2)
     monkeypatch.setattr(moe_inputs, "ALIGNMENT", 4)
@@ -173,6 +176,57 @@ def test_cases_of_moved_rows_run_and_their_results_are_right(bench):
     # None of 5 rows is padding: each is read once, and written for both of its choices.
     assert permuted.value == pytest.approx((5 + 10) * (128 + 4) / 1e6 / 4.3)
     assert combined.value == pytest.approx(2 * 128 * (10 + 5) / 1e6 / 4.3)
+
+
+def test_attention_cases_run_and_their_results_are_right(bench):
+    samples = mla_cases.attention(bench, lengths=[[18, 5]], long=46, heads=(3, 2))
+    assert [s.gate for s in samples] == ["D1", "D2", "D3"]
+    assert [s.faults for s in samples] == [[], [], []]
+    many, few, long = samples
+    assert many.value == pytest.approx(2 * 23 * 3 * (576 + 512) / 1e6 / 790.0)
+    assert few.value == pytest.approx(23 * 576 * 2 / 1e6 / 4.3)
+    # All calls take a microsecond, so the rates are as the positions.
+    assert long.value == pytest.approx(23 / 46)
+
+
+def test_attention_that_does_not_read_every_position_fails_the_gate(bench, monkeypatch):
+    right = mla_inputs.mla_decode_triton
+
+    def forgets_some(query, cache, *, lengths_B, **options):
+        right(query, cache, lengths_B=lengths_B - 4, **options)
+
+    monkeypatch.setattr(mla_inputs, "mla_decode_triton", forgets_some)
+    many, *_ = mla_cases.attention(bench, lengths=[[9, 16]], long=16, heads=(2, 1))
+    assert any("away from float64" in fault for fault in many.faults)
+
+
+def test_a_layer_of_decode_runs_and_its_sums_are_right(bench, monkeypatch):
+    rule = RoutingRule(
+        num_experts=3, num_groups=1, top_groups=1, top_k=2, normalize=True, scale=1.0
+    )
+    sizes = {"num_tokens": 3, "rule": rule, "dim": 128, "expert_dim": 128}
+    (sample,) = layer_cases.decode_layer(bench, **sizes)
+    assert (sample.gate, list(sample.faults)) == ("F1", [])
+    floors = [value for name, value in sample.raw.items() if name.endswith("_floor_us")]
+    assert sample.value == pytest.approx(1 / sum(floors))
+    assert sample.raw["permute_floor_us"] == pytest.approx((3 + 6) * 128 / 1e6 / 4.3)
+
+    right = layer_cases.silu_mul_quant.BACKENDS["triton"]
+
+    def forgets_a_row(x, *, rows_per_group, **options):
+        right(x, rows_per_group=rows_per_group - 1, **options)
+
+    monkeypatch.setitem(layer_cases.silu_mul_quant.BACKENDS, "triton", forgets_a_row)
+    (sample,) = layer_cases.decode_layer(bench, **sizes)
+    assert any("away from float64" in fault for fault in sample.faults)
+
+
+def test_rows_lie_in_their_slots_by_token_and_no_choice_has_no_place():
+    order, counts = layer_cases.slot_places(torch.tensor([[2, 0], [-1, 2], [2, 1]]), 3, 4)
+    assert counts.tolist() == [1, 1, 3]
+    assert order.place_of_pair_TK.tolist() == [[8, 0], [-1, 9], [10, 4]]
+    assert order.pair_of_row_M.tolist() == [1, -1, -1, -1, 5, -1, -1, -1, 0, 3, 4, -1]
+    assert order.slot_ends_S.tolist() == [1, 5, 11]
 
 
 @pytest.mark.parametrize("measure", [all_to_all_cases.many_tokens, all_to_all_cases.few_tokens])

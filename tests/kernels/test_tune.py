@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from equipoise_kernels import tune
-from equipoise_kernels.bench import moe_inputs
+from equipoise_kernels import tune, tune_plans
+from equipoise_kernels.bench import mla_inputs, moe_inputs
 from equipoise_kernels.bench.timing import Timing
 from equipoise_kernels.configurations import operations
 from equipoise_kernels.gemm.dense import CONFIG_SPACE
@@ -45,9 +45,10 @@ def test_what_tuning_times_is_a_launch_of_the_operation(operation, generator, in
     shape = (128, 128) if "gemm" in operation else (4 if operation == "row_order" else 128,)
     plan, config = tune.PLANS[operation], TUNABLES[operation].space[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune, "num_copies", lambda num_bytes: 2)
-        patch.setattr(tune, "_GROUPS", 2)
-        patch.setattr(tune, "ALIGNMENT", 1)
+        for module in (tune_plans, mla_inputs):
+            patch.setattr(module, "num_copies", lambda num_bytes: 2)
+        patch.setattr(tune_plans, "_GROUPS", 2)
+        patch.setattr(tune_plans, "ALIGNMENT", 1)
         patch.setattr(moe_inputs, "ALIGNMENT", 1)
         calls = plan.problem(3, shape, generator)(config)
     assert len(calls) == 2

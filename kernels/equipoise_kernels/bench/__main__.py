@@ -24,6 +24,8 @@ from equipoise_kernels.bench import (
     all_to_all_cases,
     dense_cases,
     grouped_cases,
+    layer_cases,
+    mla_cases,
     moe_cases,
     quant_cases,
 )
@@ -47,6 +49,8 @@ CASES: Mapping[tuple[str, ...], Cases] = {
     ("C2",): quant_cases.few_rows,
     ("C3",): moe_cases.routing,
     ("C4",): moe_cases.moving,
+    ("D1", "D2", "D3"): mla_cases.attention,
+    ("F1",): layer_cases.decode_layer,
     ("A1", "A2", "A3"): dense_cases.large,
     ("E2",): all_to_all_cases.few_tokens,
     ("E1",): all_to_all_cases.many_tokens,

@@ -24,7 +24,7 @@ from equipoise_kernels.gemm.schedule import (
     PrefixSumRows,
     Schedule,
 )
-from equipoise_kernels.testing.cases import spread_rows, spread_weight
+from equipoise_kernels.testing.cases import spread_rows, spread_slab, spread_weight
 
 # (N, K) of an expert's gate and up, and of its down projection.
 _EXPERT = ((4096, 7168), (7168, 2048))
@@ -233,7 +233,9 @@ class _Problem:
         self.maps: list[Tensor] = [
             self._int32(order[i * num_groups : (i + 1) * num_groups]) for i in range(_MAPS)
         ]
-        self.weight: QuantizedWeight = _slab(bench, num_slots, load)
+        self.weight: QuantizedWeight = spread_slab(
+            num_slots, (load.num_columns, load.dim), bench.generator
+        )
         self.schedule, shape, self._places = self._layout(kind)
         self.a: QuantizedRows = spread_rows((*shape, load.dim), bench.generator)
         self.out: Tensor = torch.full(
@@ -297,14 +299,3 @@ class _Problem:
 
     def _int32(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)
-
-
-def _slab(bench: Bench, num_slots: int, load: Load) -> QuantizedWeight:
-    """Random weights, slot by slot: a float32 copy of all would not fit."""
-    slots = [spread_weight((load.num_columns, load.dim), bench.generator) for _ in range(num_slots)]
-    return QuantizedWeight(
-        codes=torch.stack([slot.codes.view(torch.uint8) for slot in slots]).view(
-            slots[0].codes.dtype
-        ),
-        scales=torch.stack([slot.scales for slot in slots]),
-    )

@@ -18,7 +18,7 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouteInputs:
-    """What a launch of `route` takes; two replicas of every expert."""
+    """What a launch of `route` takes; every expert has as many replicas."""
 
     logits_TE: Tensor
     bias_E: Tensor
@@ -53,18 +53,23 @@ class RouteInputs:
 
 
 def route_inputs(
-    num_rows: int, generator: torch.Generator, *, rule: RoutingRule = RULE
+    num_rows: int,
+    generator: torch.Generator,
+    *,
+    rule: RoutingRule = RULE,
+    replicas: int = _REPLICAS,
 ) -> RouteInputs:
     """Random logits and biases; an eighth of the rows is padding."""
     device = generator.device
     experts = torch.arange(rule.num_experts, device=device)
+    places = torch.arange(replicas, device=device) * rule.num_experts
     return RouteInputs(
         logits_TE=torch.randn(num_rows, rule.num_experts, generator=generator, device=device),
         bias_E=torch.randn(rule.num_experts, generator=generator, device=device) / 8,
         rule=rule,
         tables=SlotTables(
-            slots_of_expert_ER=torch.stack([experts, experts + rule.num_experts], dim=1),
-            replica_count_E=torch.full_like(experts, _REPLICAS),
+            slots_of_expert_ER=experts[:, None] + places,
+            replica_count_E=torch.full_like(experts, replicas),
         ),
         token_ids_T=torch.arange(num_rows, device=device),
         num_valid=torch.tensor([num_rows - num_rows // 8], dtype=torch.int32, device=device),

@@ -76,6 +76,17 @@ def spread_weight(shape: Sequence[int], generator: torch.Generator) -> Quantized
     return out
 
 
+def spread_slab(
+    num_slots: int, shape: tuple[int, int], generator: torch.Generator
+) -> QuantizedWeight:
+    """`spread_weight` for [slots, N, K], slot by slot: a float32 copy of all may not fit."""
+    slots = [spread_weight(shape, generator) for _ in range(num_slots)]
+    return QuantizedWeight(
+        codes=torch.stack([slot.codes.view(torch.uint8) for slot in slots]).view(CODE),
+        scales=torch.stack([slot.scales for slot in slots]),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarded:
     """A poisoned tensor inside a larger poisoned one.
@@ -119,16 +130,12 @@ def guarded(
 
 
 def _poison(tensor: Tensor) -> None:
-    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        tensor.element_size()
-    ]
+    unsigned = _UNSIGNED[tensor.element_size()]
     tensor.view(unsigned).fill_(0xFF if unsigned is torch.uint8 else -1)
 
 
 def _is_poison(tensor: Tensor) -> Tensor:
-    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        tensor.element_size()
-    ]
+    unsigned = _UNSIGNED[tensor.element_size()]
     return tensor.view(unsigned) == (0xFF if unsigned is torch.uint8 else -1)
 
 

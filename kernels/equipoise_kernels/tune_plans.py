@@ -1,0 +1,261 @@
+"""What `tune` times: every operation on DeepSeek-V3's shapes, a launch for each configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.attention.latent_write import latent_write_triton
+from equipoise_kernels.attention.latents import PlainLatents
+from equipoise_kernels.bench.bench import num_copies
+from equipoise_kernels.bench.mla_inputs import BLOCK_TOKENS, HEADS, ROTARY, mla_inputs
+from equipoise_kernels.bench.moe_inputs import ALIGNMENT, route_inputs, routed_slots, row_order_of
+from equipoise_kernels.bench.timing import Call
+from equipoise_kernels.formats import QuantizedRows, ScaleFormat, empty_rows
+from equipoise_kernels.gemm.dense import gemm_triton
+from equipoise_kernels.gemm.grouped import grouped_gemm_triton
+from equipoise_kernels.gemm.schedule import MaskedRows
+from equipoise_kernels.moe.permute import combine_triton, permute_triton
+from equipoise_kernels.moe.route import route_triton
+from equipoise_kernels.moe.routes import empty_routes
+from equipoise_kernels.moe.row_order import order_rows, row_order_triton
+from equipoise_kernels.quant.group_quant import group_quant_triton
+from equipoise_kernels.quant.rms_norm_quant import rms_norm_quant_triton
+from equipoise_kernels.quant.silu_mul_quant import silu_mul_quant_triton
+from equipoise_kernels.testing.cases import spread_normal, spread_rows, spread_weight
+from equipoise_kernels.testing.virtual_ranks import VirtualRanks
+
+Shape = tuple[int, ...]
+# A launch of an operation with a configuration, on different memory each.
+Problem = Callable[[int, Shape, torch.Generator], Callable[[Any], list[Call]]]
+
+_DENSE = (
+    (576, 7168), (1536, 7168), (2112, 7168), (4096, 7168), (7168, 2048), (7168, 16384),
+    (7168, 18432), (24576, 1536),
+)  # fmt: skip
+_GROUPS = 8
+_CACHED_COPIES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to time an operation on.
+
+    Attributes:
+        buckets: largest rows of each entry; the last bucket takes all the rest as well.
+        shapes: (N, K) of weights, or the width of rows.
+        problem: makes launches of one size.
+    """
+
+    buckets: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    problem: Problem
+
+
+def _gemm(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    num_columns, dim = shape
+    a = spread_rows((rows, dim), generator)
+    weights = [spread_weight(shape, generator) for _ in range(num_copies(num_columns * dim))]
+    out = torch.empty(rows, num_columns, dtype=torch.bfloat16, device=generator.device)
+    return lambda config: [
+        lambda w=w: gemm_triton(a, w, out=out, config=config)  # type: ignore[misc]
+        for w in weights
+    ]
+
+
+def _grouped_gemm(
+    rows: int, shape: Shape, generator: torch.Generator
+) -> Callable[[Any], list[Call]]:
+    num_columns, dim = shape
+    device = generator.device
+    a = spread_rows((_GROUPS, max(rows, 128), dim), generator)
+    num_slots = _GROUPS * num_copies(_GROUPS * num_columns * dim)
+    weight = spread_weight((num_slots, num_columns, dim), generator)
+    slots = torch.arange(num_slots, dtype=torch.int32, device=device).split(_GROUPS)
+    counts = torch.full((_GROUPS,), rows, dtype=torch.int32, device=device)
+    schedule = MaskedRows(rows_of_group=counts, expected_rows=rows)
+    out = torch.empty(*a.codes.shape[:2], num_columns, dtype=torch.bfloat16, device=device)
+    return lambda config: [
+        lambda s=s: grouped_gemm_triton(  # type: ignore[misc]
+            a, weight, s, schedule=schedule, out=out, config=config
+        )
+        for s in slots
+    ]
+
+
+def _all_to_all(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    (dim,) = shape
+    sizes = EpShape(
+        rank=0,
+        num_ranks=_GROUPS,
+        slots_per_rank=32,
+        top_k=_GROUPS,
+        dim=dim,
+        max_tokens=rows,
+        payload=Payload.BF16,
+        # Twice what even routing brings; the routes of few rows are never even.
+        capacity=2 * rows + 64,
+    )
+    return lambda config: [
+        VirtualRanks(sizes, num_tokens=rows, generator=generator, config=config).exchange
+        for _ in range(2)
+    ]
+
+
+def _route(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    del shape
+    # Logits come from the product before, and slots from routing: both are in the cache.
+    inputs = [route_inputs(rows, generator) for _ in range(_CACHED_COPIES)]
+    counters = inputs[0].counters()
+    out = empty_routes(rows, inputs[0].rule.top_k, device=generator.device)
+    return lambda config: [
+        lambda i=i: i.run(  # type: ignore[misc]
+            route_triton, rows_S=counters, out=out, config=config
+        )
+        for i in inputs
+    ]
+
+
+def _row_order(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    (num_slots,) = shape
+    inputs = [routed_slots(rows, generator) % num_slots for _ in range(_CACHED_COPIES)]
+    alignment = ALIGNMENT
+    out = order_rows(inputs[0], num_slots=num_slots, alignment=alignment)
+    return lambda config: [
+        lambda slots=slots: row_order_triton(  # type: ignore[misc]
+            slots, alignment=alignment, out=out, config=config
+        )
+        for slots in inputs
+    ]
+
+
+def _permute(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    order = row_order_of(rows, generator)
+    copies = num_copies(rows * shape[0])
+    inputs = [spread_normal((rows, shape[0] // 2), generator) for _ in range(copies)]
+    out = inputs[0].new_empty(len(order.pair_of_row_M), shape[0] // 2).view(torch.int32)
+    return lambda config: [
+        lambda x=x: permute_triton(  # type: ignore[misc]
+            x.view(torch.int32), order, out=out, config=config
+        )
+        for x in inputs
+    ]
+
+
+def _combine(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    order = row_order_of(rows, generator)
+    buffer = (len(order.pair_of_row_M), shape[0])
+    inputs = [spread_normal(buffer, generator) for _ in range(num_copies(2 * buffer[0] * shape[0]))]
+    weights = torch.rand(order.place_of_pair_TK.shape, generator=generator, device=generator.device)
+    out = inputs[0].new_empty(rows, shape[0])
+    return lambda config: [
+        lambda x=x: combine_triton(x, order, weights, out=out, config=config)  # type: ignore[misc]
+        for x in inputs
+    ]
+
+
+def _latent_write(
+    rows: int, shape: Shape, generator: torch.Generator
+) -> Callable[[Any], list[Call]]:
+    (rank,) = shape
+    device = generator.device
+    width = rank + ROTARY
+    raw = torch.randn(rows, width, generator=generator, device=device).bfloat16()
+    # Queries come from the product before; the part to rotate is the last third of each head's.
+    queries = [
+        torch.randn(rows, HEADS, 3 * ROTARY, generator=generator, device=device).bfloat16()
+        for _ in range(_CACHED_COPIES)
+    ]
+    angles = torch.randn(rows, ROTARY // 2, generator=generator, device=device)
+    num_blocks = -(-rows // BLOCK_TOKENS)
+    cache = PlainLatents(latents_BPC=raw.new_empty(num_blocks, BLOCK_TOKENS, width), rank=rank)
+    places = torch.arange(rows, device=device)
+    cos, sin = angles.cos(), angles.sin()
+    out = raw.new_empty(rows, HEADS, ROTARY)
+    return (
+        lambda config: [
+            lambda query=query: latent_write_triton(  # type: ignore[misc]
+                raw,
+                query[..., 2 * ROTARY :],
+                cache,
+                places_T=places,
+                weight_R=raw[0, :rank],
+                eps=1e-6,
+                cos_TF=cos,
+                sin_TF=sin,
+                out_THP=out,
+                config=config,
+            )
+            for query in queries
+        ]
+    )
+
+
+def _mla_decode(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+    (length,) = shape
+    return mla_inputs([length] * rows, generator).calls
+
+
+def _quant(launch: Callable[..., None], in_factor: int = 1) -> Problem:
+    def problem(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+        (dim,) = shape
+        copies = num_copies(2 * in_factor * rows * dim)
+        inputs = [
+            spread_normal((rows, in_factor * dim), generator).clamp(-50, 50) for _ in range(copies)
+        ]
+        out = empty_rows((rows, dim), device=generator.device)
+        return lambda config: [
+            lambda x=x: launch(x, config=config, out=out)  # type: ignore[misc]
+            for x in inputs
+        ]
+
+    return problem
+
+
+def _group_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None:
+    group_quant_triton(x, scale_format=ScaleFormat.FP32, out=out, config=config)
+
+
+def _rms_norm_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None:
+    rms_norm_quant_triton(
+        x,
+        x[0],
+        eps=1e-6,
+        residual_MD=None,
+        scale_format=ScaleFormat.FP32,
+        out=out,
+        config=config,
+    )
+
+
+def _silu_mul_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None:
+    silu_mul_quant_triton(
+        x, rows_per_group=None, scale_format=ScaleFormat.FP32, out=out, config=config
+    )
+
+
+PLANS: Mapping[str, Plan] = {
+    "all_to_all": Plan(buckets=(256, 1024), shapes=((7168,),), problem=_all_to_all),
+    "gemm": Plan(buckets=(16, 32, 64, 128, 256, 1024, 4096), shapes=_DENSE, problem=_gemm),
+    "grouped_gemm": Plan(
+        buckets=(16, 32, 64, 128, 1024, 4096),
+        shapes=((4096, 7168), (7168, 2048)),
+        problem=_grouped_gemm,
+    ),
+    "route": Plan(buckets=(256, 8192), shapes=((256,),), problem=_route),
+    "row_order": Plan(buckets=(2048, 32768), shapes=((32,), (288,)), problem=_row_order),
+    "permute": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_permute),
+    "combine": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_combine),
+    "latent_write": Plan(buckets=(256, 4096), shapes=((512,),), problem=_latent_write),
+    "mla_decode": Plan(buckets=(8, 128), shapes=((4096,),), problem=_mla_decode),
+    "group_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_group_quant)),
+    "rms_norm_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_rms_norm_quant)),
+    "silu_mul_quant": Plan(
+        buckets=(256, 4096), shapes=((2048,),), problem=_quant(_silu_mul_quant, in_factor=2)
+    ),
+}
