@@ -9,7 +9,7 @@ COPY kernels /src/kernels
 COPY protos /src/protos
 WORKDIR /src
 RUN python -m venv /opt/venv \
- && /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[kubernetes]'
+ && /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[kubernetes,tracing]'
 
 FROM built AS built-worker
 RUN /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[worker,kernels]'

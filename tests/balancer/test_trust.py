@@ -356,3 +356,32 @@ async def until_refused(status, kinds):
             if kinds <= set(found):
                 return found
             await asyncio.sleep(0.01)
+
+
+def is_heard_by(channel):
+    """Whether a client without an event loop hears a balancer."""
+    with channel:
+        try:
+            health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=WAIT_S
+            )
+        except grpc.RpcError as error:
+            return error.code() is not grpc.StatusCode.UNAVAILABLE
+    return True
+
+
+async def test_balancers_are_verified_by_their_common_name_whatever_was_dialled(
+    tmp_path, authority
+):
+    tls = authority.issue("balancer", hosts=("balancer.of.the.fleet",))
+    reader = authority.issue("reader")
+    async with balancer(tmp_path, tls=tls) as address:
+        named = Credentials(reader, balancer_name="balancer.of.the.fleet")
+        assert await asyncio.to_thread(is_heard_by, named.blocking_channel(address))
+        async with named.balancer_channel(address) as channel:
+            await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=WAIT_S
+            )
+        for name in ("another.of.the.fleet", ""):
+            wrong = Credentials(reader, balancer_name=name)
+            assert not await asyncio.to_thread(is_heard_by, wrong.blocking_channel(address))

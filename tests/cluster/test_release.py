@@ -1,25 +1,36 @@
 """One release from install to uninstall, as its operators live with it, under traffic all the time.
 
 Real helm and kubectl, a strict API server, and the chart's pods as processes of their own network,
-user and read-only root. The tests follow each other: each leaves the pool serving.
+user and read-only root, that speak mutual TLS with each other. The tests follow each other: each
+leaves the pool serving.
 """
 
+import base64
 import json
 import os
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
 import grpc
 import pytest
 import reflected
+from authority import Authority
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_traffic import HttpTraffic
 from mini_cluster import NAMESPACE, ROOT, MiniCluster, until
 
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.settings import Tls
 from equipoise_model.train.data import heldout_prompts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 RELEASE = "eq"
+BALANCER_NAME = "eq-equipoise-balancer.moe.svc"
+WORKER_NAME = "eq-equipoise-worker.moe.svc"
 CHART = str(ROOT / "helm" / "equipoise")
 VALUES = str(Path(__file__).parent / "values.yaml")
 NODE = """
@@ -44,12 +55,54 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def release(cluster):
-    cluster.kubectl("apply", "-f", "-", text=NODE)
-    cluster.helm(
-        "install", RELEASE, CHART, "--create-namespace", "-f", VALUES, "--wait", "--timeout=280s"
+def authority(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def secrets(cluster, authority):
+    """What an operator brings along: a Secret with a certificate for each kind of pod."""
+    cluster.kubectl(
+        "apply",
+        "-f",
+        "-",
+        text=f"{{apiVersion: v1, kind: Namespace, metadata: {{name: {NAMESPACE}}}}}",
     )
-    return Release(cluster)
+    of = {
+        "balancer": ("reader/balancer", BALANCER_NAME),
+        "worker": ("worker/default/*", WORKER_NAME),
+        "gateway": ("gateway", "eq-equipoise-gateway.moe.svc"),
+    }
+    for pod, (identity, host) in of.items():
+        uri = f"spiffe://cluster.local/equipoise/{identity}"
+        tls = authority.issue(pod, hosts=(host,), uri=uri)
+        files = {"ca.crt": tls.tls_ca, "tls.crt": tls.tls_cert, "tls.key": tls.tls_key}
+        data = {
+            key: base64.b64encode(Path(path).read_bytes()).decode() for key, path in files.items()
+        }
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": f"{pod}-tls"},
+            "type": "Opaque",
+            "data": data,
+        }
+        cluster.kubectl("apply", "-f", "-", text=json.dumps(secret))
+    with cluster.mounting_secrets():
+        yield [f"{pod}-tls" for pod in of]
+
+
+@pytest.fixture(scope="module")
+def release(cluster, secrets, authority):
+    assert secrets
+    cluster.kubectl("apply", "-f", "-", text=NODE)
+    cluster.helm("install", RELEASE, CHART, "-f", VALUES, "--wait", "--timeout=280s")
+    return Release(cluster, reader=named(authority.issue("reader/tests")))
+
+
+def named(tls):
+    """Credentials of somebody who asks balancers, which he reaches by their pods' addresses."""
+    return Credentials(tls, balancer_name=BALANCER_NAME)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +119,9 @@ def traffic(cluster, release):
 class Release:
     """What the balancers of the release say, asked as grpcurl would."""
 
-    def __init__(self, cluster):
+    def __init__(self, cluster, *, reader):
         self._cluster = cluster
+        self._reader = reader
 
     @property
     def leader(self):
@@ -81,10 +135,20 @@ class Release:
     def status(self):
         """The pool's status from the leader; empty while there is none."""
         try:
-            answer = reflected.call(self.leader, "equipoise_api.v1.Status/GetStatus")
+            answer = self.ask(self._reader)
         except (grpc.RpcError, grpc.FutureTimeoutError, KeyError):
             return {}
         return answer["status"]
+
+    def ask(self, credentials):
+        """The leader's answer to somebody.
+
+        Raises:
+            grpc.RpcError, grpc.FutureTimeoutError: it does not speak with him, or refuses.
+        """
+        return reflected.call(
+            self.leader, "equipoise_api.v1.Status/GetStatus", credentials=credentials
+        )
 
     def until(self, condition, *, what, timeout_s=BOUND_S):
         """The first status for which the condition holds."""
@@ -119,6 +183,65 @@ def test_labels_of_the_machine_reach_the_status(release):
     assert places == {("c0ffee.1", "node-0", "zone-b")}
 
 
+def test_who_has_no_certificate_of_the_fleet_is_let_in_nowhere(
+    cluster, release, authority, tmp_path
+):
+    worker = cluster.pods("worker")["eq-equipoise-worker-0"]["status"]["podIP"]
+    strangers = {
+        "plain text": Tls(insecure=True),
+        "no certificate": Tls(tls_ca=str(authority.ca_file)),
+        "another authority": Authority(tmp_path).issue("reader/tests"),
+    }
+    ports = {release.leader: BALANCER_NAME, f"{worker}:7071": WORKER_NAME}
+    let_in = {
+        (who, address)
+        for who, tls in strangers.items()
+        for address, name in ports.items()
+        if is_answered(address, Credentials(tls, balancer_name=name))
+    }
+    assert not let_in
+    gateway = authority.issue("gateway")
+    assert all(
+        is_answered(address, Credentials(gateway, balancer_name=name))
+        for address, name in ports.items()
+    )
+    with pytest.raises(grpc.RpcError, match="may not call Status: that is for"):
+        release.ask(named(authority.issue("worker/default/worker-9")))
+
+
+def is_answered(address, credentials):
+    """Whether whoever asks for the health of a port hears anything."""
+    with credentials.blocking_channel(address) as channel:
+        try:
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+        except grpc.RpcError as error:
+            unheard = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+            return error.code() not in unheard
+        return True
+
+
+def test_a_worker_without_a_certificate_is_not_taken_in(release):
+    intruder = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "equipoise.cli.main", "worker", "--insecure"),
+            *("--balancer", release.leader, "--worker", "intruder", "--listen", "127.0.0.1:0"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+    ended = threading.Timer(BOUND_S, intruder.kill)
+    ended.start()
+    try:
+        told = [line for line in iter(intruder.stderr.readline, "") if "balancer" in line][:1]
+    finally:
+        ended.cancel()
+        intruder.kill()
+        intruder.communicate()
+    assert "it may speak TLS, which needs our tls_ca" in told[0]
+    assert "intruder" not in {rank["worker"] for rank in release.until_serving()["ranks"]}
+
+
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/moe/leases"
 
 
@@ -144,7 +267,7 @@ def test_the_server_denies_what_it_should(cluster, release):
     assert set(answers.values()) == {200, 403}
 
 
-def test_a_shift_of_traffic_is_answered_by_a_rollout(release, traffic):
+def test_a_shift_of_traffic_is_answered_by_a_rollout(cluster, release, traffic):
     before = release.until(
         lambda status: int(status["windows_closed"]) >= 2 and "rollout" not in status,
         what="two windows of the first traffic, and no rollout left",
@@ -156,6 +279,9 @@ def test_a_shift_of_traffic_is_answered_by_a_rollout(release, traffic):
     )
     assert int(after["generation"]) > int(before["generation"])
     assert not traffic.lost
+    # Ranks gave each other the experts, over TLS: nobody had to fall back on the checkpoint.
+    for name in cluster.pods("worker"):
+        assert " not had from " not in cluster.log(name)
 
 
 def test_an_edit_of_the_policy_is_live_within_seconds_and_a_wrong_one_is_kept_out(
@@ -260,10 +386,11 @@ def edit_policy(cluster, text):
     cluster.kubectl("patch", "configmap", "eq-equipoise-policy", "--type=merge", "-p", patch)
 
 
-def test_uninstall_leaves_nothing_behind(cluster, release, traffic):
+def test_uninstall_leaves_nothing_behind(cluster, release, traffic, secrets):
     traffic.end()
     assert not traffic.lost
     cluster.helm("uninstall", RELEASE, "--wait", "--timeout=200s")
+    cluster.kubectl("delete", "secret", *secrets)  # Whoever made them.
     kinds = (
         *("pods", "deployments", "statefulsets", "services", "configmaps", "secrets"),
         *("serviceaccounts", "roles", "rolebindings", "clusterroles", "clusterrolebindings"),

@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
 import psutil
 import pytest
+from collector import Collector
 
 from equipoise.cli.demo.fleet import Fleet, free_address
 from equipoise.cli.look.status_feed import StatusFeed
@@ -90,7 +93,13 @@ async def generate(
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory):
+def collector():
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory, collector):
     """What a short run of the whole demo reports: four ranks, two domains, windows of 2.5 s."""
     document = tmp_path_factory.mktemp("demo") / "figures.json"
     done = subprocess.run(
@@ -101,6 +110,7 @@ def figures(tmp_path_factory):
             "--prompts-per-domain", "24",
         ],
         capture_output=True, text=True, timeout=150, check=False,
+        env={**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(document.read_text())
@@ -125,6 +135,30 @@ def test_balance_is_lost_by_a_shift_and_comes_back_by_a_rollout(figures):
     assert shift["intervals_to_recover"] <= 3
     assert any(switch["span"][1] > shift["at_s"] for switch in figures["switches"])
     assert figures["balancedness_recovered"] > figures["balancedness_after_shift"]
+
+
+def test_a_plan_and_what_all_ranks_did_about_it_are_one_trace(figures, collector):
+    assert figures["rollouts"] > 0
+    spans = collector.spans
+    by_id = {span.id: span for span in spans}
+    waves = [span for span in spans if span.name == "wave" and not span.fault]
+    assert len(waves) == figures["rollouts"]
+    for wave in waves:
+        below = [span for span in spans if span.parent == wave.id]
+        assert {span.trace for span in below} == {wave.trace}
+        told = Counter((span.service, span.name) for span in below)
+        assert told == {
+            **{("equipoise-balancer", name): 1 for name in ("stage", "switch", "commit")},
+            **{("equipoise-worker", f"rank {name}"): 4 for name in ("stage", "switch")},
+        }
+        steps = {span.attributes["step"] for span in below if span.name == "rank switch"}
+        assert len(steps) == 1
+        root = by_id[wave.parent]
+        assert (root.name, root.parent) == ("rebalance", b"")
+        (plan,) = [span for span in spans if span.parent == root.id and span.name == "plan"]
+        assert plan.attributes["accepted"]
+        assert root.began_ns <= plan.began_ns <= plan.ended_ns <= wave.began_ns
+        assert wave.ended_ns <= root.ended_ns
 
 
 def test_the_figures_have_the_keys_that_others_read(figures):

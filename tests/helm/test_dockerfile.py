@@ -61,7 +61,7 @@ def test_extras_and_modules_and_the_entry_point_are_there():
     extras = {
         one for group in re.findall(r"\.\[([\w,]+)\]", DOCKERFILE) for one in group.split(",")
     }
-    assert extras == {"kubernetes", "worker", "kernels"}
+    assert extras == {"kubernetes", "tracing", "worker", "kernels"}
     assert extras <= set(PROJECT["optional-dependencies"])
     for module in re.findall(r"python -m (equipoise[\w.]+)", DOCKERFILE):
         assert importlib.util.find_spec(module), module
@@ -74,7 +74,7 @@ def test_the_control_plane_gets_no_torch():
     by_name = {stage.split()[2]: stage for stage in stages}
     assert list(by_name) == ["built", "built-worker", "control-plane", "worker"]
     assert "--from=built " in by_name["control-plane"]
-    assert "[kubernetes]" in by_name["built"]
+    assert "[kubernetes,tracing]" in by_name["built"]
     assert "worker" not in by_name["built"]
 
 

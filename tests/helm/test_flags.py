@@ -4,13 +4,23 @@ import subprocess
 import sys
 
 import pytest
-from helm_chart import FULL, containers, render
+from helm_chart import FULL, TLS, containers, render
 
 VARIANTS = [
     {},
     FULL,
     {"worker": {"topology": {"source": "podLabels"}}, "redis": {"url": "redis://r:6379/0"}},
+    TLS,
 ]
+
+
+OF_OTHERS = {
+    # For commands of `kubectl exec` in a balancer's pod, which ask the balancer.
+    "EQUIPOISE_ADDRESS",
+    "EQUIPOISE_TLS_BALANCER_NAME",
+    # What an argument names.
+    "EQUIPOISE_STORE",
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +37,16 @@ def options():
                 env={"COLUMNS": "200", "PATH": "/usr/bin", "PYTHONPATH": ":".join(sys.path)},
                 check=True,
             )
-            found[command] = {word for word in done.stdout.split() if word.startswith("--")}
+            words = done.stdout.replace("]", " ").split()
+            found[command] = {
+                word for word in words if word.startswith(("--", "EQUIPOISE_", "OTEL_"))
+            }
         return found[command]
 
     return of
 
 
-@pytest.mark.parametrize("values", VARIANTS, ids=["defaults", "full", "labels"])
+@pytest.mark.parametrize("values", VARIANTS, ids=["defaults", "full", "labels", "tls"])
 def test_every_flag_of_the_chart_is_an_option_of_the_program(values, options):
     called = {}
     for name, container in containers(render(values)).items():
@@ -42,8 +55,15 @@ def test_every_flag_of_the_chart_is_an_option_of_the_program(values, options):
             called.setdefault(subcommand, set())
             flags = {argument.partition("=")[0] for argument in arguments}
             assert flags <= options(subcommand), name
+            assert _variables(container) <= options(subcommand) | OF_OTHERS, name
             called[subcommand] |= flags
     assert set(called) == {"balancer", "worker", "gateway", "status"}
+
+
+def _variables(container):
+    """Variables by which the program is told what options else tell it."""
+    names = {one["name"] for one in container["env"]}
+    return {name for name in names if name.startswith(("EQUIPOISE_", "OTEL_"))}
 
 
 def test_variables_in_arguments_are_set():

@@ -5,12 +5,13 @@ import subprocess
 
 import kubernetes_validate
 import pytest
-from helm_chart import CHART, FULL, RenderError, containers, helm, one_of, pod_specs, render
+from helm_chart import CHART, FULL, TLS, RenderError, containers, helm, one_of, pod_specs, render
 
 KUBERNETES = "1.35"
 VARIANTS = {
     "defaults": {},
     "everything": FULL,
+    "certificates and tokens": TLS,
     "a file in a volume": {"balancer": {"storage": {"persistent": True, "storageClass": "fast"}}},
     "labels of the pods": {"worker": {"topology": {"source": "podLabels"}}},
     "a Redis with a secret": {
@@ -217,6 +218,12 @@ def test_a_group_of_leader_and_workers_is_one_pool_of_the_same_pods():
 
 
 CONTRADICTIONS = {
+    "makes certificates that nothing uses": {"tls": {"certManager": {"enabled": True}}},
+    "must name the Issuer": {"tls": {"enabled": True, "certManager": {"enabled": True}}},
+    "needs a certificate for the gateway: name its Secret in tls.secrets.gateway": {
+        "tls": {"enabled": True, "secrets": {"balancer": "b", "worker": "w"}}
+    },
+    "tls.enabled needs metrics.enabled": {**TLS, "metrics": {"enabled": False}},
     "several balancers need a store they share": {"balancer": {"replicas": 2}},
     "a single balancer with a file leads alone": {"balancer": {"lease": "kubernetes"}},
     "exclude each other: give one": {

@@ -37,6 +37,16 @@ FULL = {
 }
 """Values that turn on as much as goes together."""
 
+TLS = {
+    "tls": {
+        "enabled": True,
+        "certManager": {"enabled": True, "issuerRef": {"name": "fleet", "kind": "ClusterIssuer"}},
+    },
+    "tokens": {"existingSecret": {"name": "tokens"}},
+    "tracing": {"endpoint": "http://otel.observability.svc:4317"},
+}
+"""Values of a release that proves and asks who somebody is, by certificates and tokens."""
+
 
 class RenderError(Exception):
     """Helm refused; the message is its own."""

@@ -1,11 +1,14 @@
 """A release on the mini cluster: helm and kubectl as people use them, and what they do not show."""
 
+import base64
 import json
 import os
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +64,39 @@ class MiniCluster:
                     return ip
             time.sleep(0.1)
         raise AssertionError(f"no service {service} in the cluster's names")
+
+    @contextmanager
+    def mounting_secrets(self):
+        """Fill the Secret volumes of pods in the block, which this cluster leaves empty."""
+        ended = threading.Event()
+
+        def fill():
+            while not ended.wait(0.1):
+                with suppress(OSError):  # A pod that is coming or going.
+                    self._fill_secrets()
+
+        filling = threading.Thread(target=fill, name="secrets")
+        filling.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            filling.join()
+
+    def _fill_secrets(self):
+        secrets = {one["metadata"]["name"]: one for one in self._listed("secrets")}
+        for pod in self._listed("pods"):
+            for volume in pod["spec"].get("volumes", []):
+                told = secrets.get(volume.get("secret", {}).get("secretName"))
+                folder = self._state / "pods" / pod["metadata"]["name"] / "vol" / volume["name"]
+                for key, value in (told or {}).get("data", {}).items():
+                    if folder.is_dir() and not (folder / key).exists():
+                        (folder / key).write_bytes(base64.b64decode(value))
+
+    def _listed(self, kind):
+        path = f"{SERVER}/api/v1/namespaces/{NAMESPACE}/{kind}"
+        with urllib.request.urlopen(path, timeout=20) as answer:
+            return json.load(answer)["items"]
 
     def log(self, pod):
         """What a pod printed."""

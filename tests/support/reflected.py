@@ -8,15 +8,20 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.settings import Tls
 
-def call(address, method, *, timeout_s=5.0, **request):
+
+def call(address, method, *, timeout_s=5.0, credentials=None, **request):
     """Call `package.Service/Method` with these fields; returns the answer as plain values.
+
+    `credentials` say who asks, `Credentials()` in plain text unless given.
 
     Raises:
         grpc.RpcError: the server does not answer, or refuses.
     """
     service_name, _, method_name = method.partition("/")
-    with grpc.insecure_channel(address) as channel:
+    with (credentials or Credentials(Tls(insecure=True))).blocking_channel(address) as channel:
         grpc.channel_ready_future(channel).result(timeout=timeout_s)
         pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
         known = pool.FindServiceByName(service_name).FindMethodByName(method_name)

@@ -111,6 +111,7 @@ STAGE = Stage(
     ),
     timeout_s=30.0,
     term=3,
+    traceparent=f"00-{1:032x}-{2:016x}-01",
 )
 
 GROUP_LOST = GroupLost(

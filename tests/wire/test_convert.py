@@ -70,6 +70,12 @@ def test_arrays_from_the_wire_cannot_be_written_to(good):
     assert not report.load.tokens.flags.writeable
 
 
+def test_a_trace_that_makes_no_sense_is_none_and_refuses_no_stage(good):
+    for text in ("", "nonsense", "00-" + "f" * 5000, f"00-{1:032X}-{2:016x}-01\n"):
+        stage = replace(good.stage, traceparent=text)
+        assert good.received_by_worker(to_worker(stage)).traceparent == ""
+
+
 def assert_same(a, b):
     """Equality of values that hold arrays and layouts."""
     assert type(a) is type(b)

@@ -7,12 +7,16 @@ import threading
 import numpy as np
 import pytest
 import pytest_asyncio
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.shares import WHOLE
 from equipoise.wire.messages import Abort, Refused, Staged
 from equipoise.worker.applier import Applier, check_stage
 from equipoise.worker.errors import StageRefusedError
+from equipoise.worker.spans import RankSpans
 from equipoise.worker.transfer import ExpertPuller
 from equipoise_model.experts import checksum
 
@@ -69,6 +73,9 @@ class Bench:
         self.engine = Engine(held)
         self.slow = SlowCheckpoint(core.checkpoint)
         self.answers = asyncio.Queue()
+        self.spans = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.spans))
         self.puller = ExpertPuller(
             checkpoint=self.slow,
             held=held,
@@ -85,6 +92,7 @@ class Bench:
             epoch=1,
             rank=0,
             answer=self.answers.put_nowait,
+            spans=RankSpans(provider.get_tracer("test"), worker="w-0"),
         )
 
     @property
@@ -125,6 +133,25 @@ async def test_a_staged_generation_has_its_bytes_checksums_and_tables(
         expected = checkpoint.read_expert(layer, int(layout.expert_of_slot[layer, slot]))
         assert bench.core.slots[layer].read(slot).equal(expected)
         assert contents.checksums[layer, slot].tobytes() == checksum(expected)
+
+
+TRACEPARENT = f"00-{1:032x}-{2:016x}-01"
+
+
+async def test_a_stage_is_a_span_below_the_balancers_that_says_what_came_of_it(
+    bench, random_layout, stage_to
+):
+    stage = dataclasses.replace(stage_to(bench.running, random_layout(2)), traceparent=TRACEPARENT)
+    bench.applier.stage(stage)
+    await bench.answer()
+    bench.applier.stage(dataclasses.replace(stage, layout=random_layout(3), base_generation=2))
+    assert isinstance(await bench.answer(), Refused)
+    good, refused = bench.spans.get_finished_spans()
+    for span in (good, refused):
+        assert (span.context.trace_id, span.parent.span_id) == (1, 2)
+    assert good.status.is_ok
+    assert good.attributes["moves"] == len(stage.moves) > 0
+    assert "plan from there" in refused.status.description
 
 
 async def test_a_stage_without_moves_is_staged_at_once(bench, stage_to):

@@ -23,7 +23,27 @@
 {{- if and .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.autoscaling.minReplicas) (int .Values.gateway.autoscaling.maxReplicas)) -}}
 {{- fail "gateway.autoscaling.minReplicas must be at most maxReplicas" -}}
 {{- end -}}
+{{- include "equipoise.tlsChecks" . -}}
 {{- if and .Values.worker.checkpoint.volume (not .Values.worker.checkpoint.path) -}}
 {{- fail "worker.checkpoint.volume is mounted, but worker.checkpoint.path does not say where in it the checkpoint is" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "equipoise.tlsChecks" -}}
+{{- $tls := .Values.tls -}}
+{{- if and $tls.certManager.enabled (not $tls.enabled) -}}
+{{- fail "tls.certManager.enabled makes certificates that nothing uses: set tls.enabled too" -}}
+{{- end -}}
+{{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
+{{- fail "tls.certManager.issuerRef.name must name the Issuer or ClusterIssuer that signs this fleet's certificates" -}}
+{{- end -}}
+{{- if and $tls.enabled (not .Values.metrics.enabled) -}}
+{{- fail "tls.enabled needs metrics.enabled: probes can show no certificate and are answered on the metrics' port" -}}
+{{- end -}}
+{{- $needed := dict "balancer" .Values.balancer.enabled "worker" (ne .Values.worker.kind "None") "gateway" (or .Values.gateway.enabled .Values.tests.enabled) -}}
+{{- range $as, $is := $needed -}}
+{{- if and $tls.enabled $is (not $tls.certManager.enabled) (not (index $tls.secrets $as)) -}}
+{{- fail (printf "tls.enabled needs a certificate for the %s: name its Secret in tls.secrets.%s, or set tls.certManager.enabled" $as $as) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}

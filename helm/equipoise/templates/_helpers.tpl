@@ -140,6 +140,13 @@ topologySpreadConstraints:
 {{- or .Values.balancer.events (eq (include "equipoise.lease" .) "kubernetes") -}}
 {{- end -}}
 
+{{/* Where spans go; the variables are OpenTelemetry's own. */}}
+{{- define "equipoise.tracingEnv" -}}
+{{- with .root.Values.tracing.endpoint }}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+{{- end }}
+{{- end -}}
+
 {{- define "equipoise.policyConfigMap" -}}
 {{- .Values.policy.existingConfigMap | default (printf "%s-policy" (include "equipoise.fullname" .)) -}}
 {{- end -}}

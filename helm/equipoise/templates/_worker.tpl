@@ -1,8 +1,9 @@
-{{/* The pod of a rank, whatever runs it. Takes (dict "root" $ "component" "worker"). */}}
+{{/* The pod of a rank, whatever runs it. Takes (dict "root" $ "component" "worker" "as" "worker"). */}}
 {{- define "equipoise.workerPod" -}}
 {{- $root := .root }}
 {{- $worker := .root.Values.worker }}
 {{- $topology := $worker.topology }}
+{{- $probe := dict "root" $root "port" $worker.port }}
 metadata:
   labels:
     {{- include "equipoise.labels" . | nindent 4 }}
@@ -32,9 +33,7 @@ spec:
         - --pool={{ $root.Values.pool }}
         - --worker=$(POD_NAME)
         - --listen=0.0.0.0:{{ $worker.port }}
-        {{- if $root.Values.insecure }}
-        - --insecure
-        {{- end }}
+        {{- with include "equipoise.tokensFlag" $root | trim }}{{ . | nindent 8 }}{{ end }}
         - --advertise-host=$(POD_IP)
         - --rendezvous-port={{ $worker.rendezvousPort }}
         - --host=$(NODE_NAME)
@@ -79,6 +78,8 @@ spec:
           valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ $topology.fastDomainLabel }}']"}}
         {{- end }}
         - {name: HOME, value: /tmp}
+        {{- with include "equipoise.trustEnv" . | trim }}{{ . | nindent 8 }}{{ end }}
+        {{- with include "equipoise.tracingEnv" . | trim }}{{ . | nindent 8 }}{{ end }}
         {{- with $worker.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -90,18 +91,22 @@ spec:
         {{- end }}
       # `live` is served from the moment the checkpoint is loaded; the rest only in an epoch.
       startupProbe:
-        grpc: {port: {{ $worker.port }}, service: live}
+        {{- include "equipoise.probe" (merge (dict "service" "live" "path" "/livez") $probe) | nindent 8 }}
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: {{ div (add $worker.startupTimeoutSeconds 4) 5 }}
       readinessProbe:
-        grpc: {port: {{ $worker.port }}, service: equipoise_api.v1.Inference}
+        {{- with $worker.readinessProbe }}
+        {{- toYaml . | nindent 8 }}
+        {{- else }}
+        {{- include "equipoise.probe" (merge (dict "service" "equipoise_api.v1.Inference" "path" "/readyz") $probe) | nindent 8 }}
         periodSeconds: 2
         timeoutSeconds: 2
         failureThreshold: 2
+        {{- end }}
       # Patient: a restart costs two epochs, and peers notice a rank that hangs by themselves.
       livenessProbe:
-        grpc: {port: {{ $worker.port }}, service: live}
+        {{- include "equipoise.probe" (merge (dict "service" "live" "path" "/livez") $probe) | nindent 8 }}
         periodSeconds: 10
         timeoutSeconds: 10
         failureThreshold: 6
@@ -118,6 +123,7 @@ spec:
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         - {name: shm, mountPath: /dev/shm}
+        {{- with include "equipoise.trustMounts" . | trim }}{{ . | nindent 8 }}{{ end }}
         {{- if $worker.checkpoint.volume }}
         - {name: checkpoint, mountPath: {{ $worker.checkpoint.mountPath }}, readOnly: true}
         {{- end }}
@@ -126,6 +132,7 @@ spec:
       emptyDir: {}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $worker.sharedMemorySize }}}
+    {{- with include "equipoise.trustVolumes" . | trim }}{{ . | nindent 4 }}{{ end }}
     {{- with $worker.checkpoint.volume }}
     - name: checkpoint
       {{- toYaml . | nindent 6 }}

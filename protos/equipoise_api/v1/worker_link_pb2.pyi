@@ -774,6 +774,7 @@ class Stage(_message.Message):
     MOVES_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the moves are meant for; another epoch refuses."""
     base_generation: _builtins.int
@@ -782,6 +783,10 @@ class Stage(_message.Message):
     """Seconds the worker may take before it refuses by itself."""
     term: _builtins.int
     """Term of the balancer, as in Assignment."""
+    traceparent: _builtins.str
+    """W3C trace context of the rollout, so that what the worker does about it is found with it; empty
+    where nobody traces.
+    """
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Complete layout of the generation to prepare."""
@@ -799,10 +804,11 @@ class Stage(_message.Message):
         moves: _abc.Iterable[Global___Move] | None = ...,
         timeout_s: _builtins.float = ...,
         term: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_generation", b"base_generation", "epoch", b"epoch", "layout", b"layout", "moves", b"moves", "term", b"term", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_generation", b"base_generation", "epoch", b"epoch", "layout", b"layout", "moves", b"moves", "term", b"term", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

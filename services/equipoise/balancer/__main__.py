@@ -12,6 +12,8 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+from opentelemetry.trace import Tracer
+
 from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
@@ -25,6 +27,7 @@ from equipoise.balancer.store.store import Store, StoreError, StoreFault
 from equipoise.planning.warm_up import warm_up
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.logs import configure_logs
+from equipoise.telemetry.tracing import tracing
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 
@@ -39,14 +42,15 @@ def run(settings: BalancerSettings) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit status: 0, or 1 after one clear line."""
     configure_logs(settings.log_format, level=logging.getLevelName(settings.log_level.upper()))
     try:
-        asyncio.run(_serve(settings))
+        with tracing(settings.tracing_endpoint, service="equipoise-balancer") as tracer:
+            asyncio.run(_serve(settings, tracer))
     except (BalancerError, RegisterError, StoreError, TelemetryError, TrustError) as error:
         print(f"equipoise balancer: {error}", file=sys.stderr)  # noqa: T201 - for a person
         return 1
     return 0
 
 
-async def _serve(settings: BalancerSettings) -> None:
+async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -78,6 +82,7 @@ async def _serve(settings: BalancerSettings) -> None:
             metrics_listen=settings.metrics_listen,
             web_listen=settings.web_listen,
             register=register,
+            tracer=tracer,
             timing=_timing(settings) if settings.is_shared else ALONE,
         ):
             await stop.wait()

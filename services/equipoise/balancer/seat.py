@@ -8,6 +8,8 @@ import asyncio
 import logging
 from contextlib import suppress
 
+from opentelemetry.trace import Tracer
+
 from equipoise.balancer.bounds import Bound
 from equipoise.balancer.leadership.elector import Elector, Tenure
 from equipoise.balancer.policy.book import PolicyBook
@@ -34,12 +36,14 @@ class Seat:
         clock: Clock,
         elector: Elector,
         readiness: Readiness,
+        tracer: Tracer | None = None,
     ) -> None:
         self._store = store
         self._policies = policies
         self._clock = clock
         self._elector = elector
         self._readiness = readiness
+        self._tracer = tracer
         self._archive = Archive(store=store, policies=policies)
         self._led: Pools | None = None
         self._settled = asyncio.Event()
@@ -159,7 +163,13 @@ class Seat:
             StoreError: the store cannot be fenced or read.
         """
         await self._store.fence(term=tenure.term)
-        pools = Pools(store=self._store, policies=self._policies, clock=self._clock, tenure=tenure)
+        pools = Pools(
+            store=self._store,
+            policies=self._policies,
+            clock=self._clock,
+            tenure=tenure,
+            tracer=self._tracer,
+        )
         async with pools:
             self._archive.close_streams()
             self._archive = Archive(store=self._store, policies=self._policies)

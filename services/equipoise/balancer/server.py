@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from opentelemetry.trace import Tracer
 
 from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.errors import BalancerError
@@ -109,6 +110,7 @@ async def serving(
     policy_file: Path | None = None,
     on_refusal: Callable[[str], Awaitable[None]] | None = None,
     warm_up: Callable[[], None] | None = None,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[int]:
     """Serve on `listen` (host:port) inside the block; gives the port, which is new for port 0.
 
@@ -122,7 +124,7 @@ async def serving(
     It answers questions at once, but takes no workers, and does not want to lead, before `warm_up`
     has ended on a thread of its own and a `policy_file` (followed from then on) was good. Until
     then the health of `ready` is NOT_SERVING, and ListPools says why. `on_refusal` hears of policy
-    files that are refused.
+    files that are refused. `tracer` makes the spans of plans and rollouts.
 
     Raises:
         BalancerError: the port cannot be listened on.
@@ -147,7 +149,14 @@ async def serving(
         timing=timing,
     )
     readiness = Readiness()
-    seat = Seat(store=store, policies=policies, clock=clock, elector=elector, readiness=readiness)
+    seat = Seat(
+        store=store,
+        policies=policies,
+        clock=clock,
+        elector=elector,
+        readiness=readiness,
+        tracer=tracer,
+    )
     worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(
         WorkerLinkService(seat, caller=guard.caller), server
     )
@@ -191,6 +200,7 @@ async def serving(
             seat,
             store=store,
             clock=clock,
+            readiness=readiness,
             metrics_listen=metrics_listen,
             web_listen=web_listen,
         )

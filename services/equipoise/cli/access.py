@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from equipoise.trust.credentials import Credentials
-from equipoise.trust.settings import Tls
+from equipoise.trust.settings import Tls, or_environment
 
 LEADER_METADATA = "equipoise-leader"
 """Trailing metadata in which a follower names the balancer that leads."""
@@ -31,7 +31,11 @@ class Access:
     tls: Tls = field(default_factory=Tls)
     """Certificates to dial the balancer with."""
 
-    token_file: str = ""
+    tls_balancer_name: str = or_environment("EQUIPOISE_TLS_BALANCER_NAME")
+    """Name in the certificates of balancers, where they are dialled by addresses that are not, as
+    behind `kubectl port-forward`."""
+
+    token_file: str = or_environment("EQUIPOISE_TOKEN_FILE")
     """File with the token to show to the balancer."""
 
     def credentials(self) -> Credentials:
@@ -40,7 +44,9 @@ class Access:
         Raises:
             TrustError: a file cannot be used.
         """
-        return Credentials(self.tls, token_file=self.token_file)
+        return Credentials(
+            self.tls, token_file=self.token_file, balancer_name=self.tls_balancer_name
+        )
 
 
 @contextmanager

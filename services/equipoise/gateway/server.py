@@ -53,7 +53,10 @@ async def serve(
     """
     model = await asyncio.to_thread(_Model, settings)
     credentials = Credentials(
-        settings.tls, token_file=settings.token_file, worker_name=settings.tls_worker_name
+        settings.tls,
+        token_file=settings.token_file,
+        worker_name=settings.tls_worker_name,
+        balancer_name=settings.tls_balancer_name,
     )
     listener = _listen(settings.listen)
     ranks = Ranks(max_queued=settings.max_queued_requests, clock=time.monotonic)

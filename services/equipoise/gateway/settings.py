@@ -7,7 +7,7 @@ from pathlib import Path
 
 from equipoise.gateway.errors import InvalidSettingsError
 from equipoise.telemetry.logs import LogFormat
-from equipoise.trust.settings import Tls
+from equipoise.trust.settings import Tls, or_environment
 
 
 def packaged_checkpoint() -> Path:
@@ -112,10 +112,13 @@ class GatewaySettings:
     tls: Tls = field(default_factory=Tls)
     """Certificates to dial balancers and ranks with; the HTTP port is not encrypted by them."""
 
-    tls_worker_name: str = ""
+    tls_worker_name: str = or_environment("EQUIPOISE_TLS_WORKER_NAME")
     """Name in the certificates of workers, where they are dialled by addresses that are not."""
 
-    token_file: str = ""
+    tls_balancer_name: str = or_environment("EQUIPOISE_TLS_BALANCER_NAME")
+    """Name in the certificates of balancers, where they are dialled by addresses that are not."""
+
+    token_file: str = or_environment("EQUIPOISE_TOKEN_FILE")
     """File with the token that this gateway shows to balancers and ranks."""
 
     def __post_init__(self) -> None:

@@ -111,7 +111,7 @@ async def _watch(
         _NobodyToldError: it knows no ranks (any more).
     """
     limit = (("grpc.max_receive_message_length", MAX_STATUS_BYTES),)
-    async with credentials.channel(address, options=limit) as channel:
+    async with credentials.balancer_channel(address, options=limit) as channel:
         call = status_pb2_grpc.StatusStub(channel).WatchStatus(
             status_pb2.WatchStatusRequest(pool=pool, min_interval_s=PACE_S),
             metadata=credentials.metadata(),

@@ -94,11 +94,13 @@ async def serving_http(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def metrics_at(listen: str, *collectors: Collector) -> AbstractAsyncContextManager[str]:
-    """Serve `/metrics` of `collectors` on `listen`, host:port; nothing if that is empty."""
+def metrics_at(
+    listen: str, *collectors: Collector, routes: Sequence[BaseRoute] = ()
+) -> AbstractAsyncContextManager[str]:
+    """Serve `/metrics` of `collectors`, and `routes`, on `listen`, host:port; nothing if empty."""
     if not listen:
         return nullcontext("")
-    return serving_http([metrics_route(registry_of(*collectors))], listen=listen)
+    return serving_http([metrics_route(registry_of(*collectors)), *routes], listen=listen)
 
 
 class _Server(uvicorn.Server):

@@ -26,11 +26,20 @@ class Credentials:
     """
 
     def __init__(
-        self, tls: Tls | None = None, *, token_file: str = "", worker_name: str = ""
+        self,
+        tls: Tls | None = None,
+        *,
+        token_file: str = "",
+        worker_name: str = "",
+        balancer_name: str = "",
     ) -> None:
-        """`worker_name` is in the certificates of workers, if that is not how they are dialled."""
+        """`worker_name`, `balancer_name` are in the certificates of workers and of balancers.
+
+        To be given if these are dialled by other names, such as the addresses of their pods.
+        """
         self.tls = tls or Tls()
-        self._worker_name = worker_name
+        self._worker_options = _named(worker_name)
+        self._balancer_options = _named(balancer_name)
         self._token = OwnToken(token_file) if token_file else None
         self._files = CertificateFiles(self.tls)
         self._certificates = self._files.read(now=utc_now())
@@ -54,13 +63,16 @@ class Credentials:
 
     def worker_channel(self, address: str, *, options: Options = ()) -> grpc.aio.Channel:
         """As `channel`, to a worker: its certificate may be for the workers' common name."""
-        if self._worker_name:
-            options = (*options, ("grpc.ssl_target_name_override", self._worker_name))
-        return self.channel(address, options=options)
+        return self.channel(address, options=(*options, *self._worker_options))
+
+    def balancer_channel(self, address: str, *, options: Options = ()) -> grpc.aio.Channel:
+        """As `channel`, to a balancer: its certificate may be for the balancers' common name."""
+        return self.channel(address, options=(*options, *self._balancer_options))
 
     def blocking_channel(self, address: str, *, options: Options = ()) -> grpc.Channel:
-        """As `channel`, for programs without an event loop."""
+        """As `balancer_channel`, for programs without an event loop."""
         self.tls.check_dial(address)
+        options = (*options, *self._balancer_options)
         if not self.tls.tls_ca:
             return grpc.insecure_channel(address, options=tuple(options))
         return grpc.secure_channel(address, self._for_channels(), options=tuple(options))
@@ -122,3 +134,8 @@ class Credentials:
     def _newer_for_ports(self) -> grpc.ServerCertificateConfiguration | None:
         """Asked by gRPC at every handshake, on a thread of its own."""
         return self._for_ports() if self._refresh() else None
+
+
+def _named(name: str) -> Options:
+    """Have the other end's certificate be one for `name`, whatever address is dialled."""
+    return (("grpc.ssl_target_name_override", name),) if name else ()

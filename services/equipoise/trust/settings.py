@@ -1,9 +1,18 @@
 """What a person may choose about trust; parts of other settings. Reads no file."""
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from equipoise.trust.errors import TrustError
+
+
+def or_environment(variable: str, *, default: str | bool = "") -> Any:
+    """A setting that, where it is not given, is what a variable of the environment says.
+
+    So all commands of one machine, or of one pod, prove who asks without an option.
+    """
+    return field(default=default, metadata={"environment": variable})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,17 +23,17 @@ class Tls:
         TrustError: a certificate without its key, or the other way round.
     """
 
-    tls_ca: str = ""
+    tls_ca: str = or_environment("EQUIPOISE_TLS_CA")
     """PEM file of the authority that signs this fleet's certificates. With a certificate of its
     own, a server then asks every caller for one. Files are read again when they change."""
 
-    tls_cert: str = ""
+    tls_cert: str = or_environment("EQUIPOISE_TLS_CERT")
     """PEM file of this process's certificate, intermediate ones behind it."""
 
-    tls_key: str = ""
+    tls_key: str = or_environment("EQUIPOISE_TLS_KEY")
     """PEM file of the certificate's private key."""
 
-    insecure: bool = False
+    insecure: bool = or_environment("EQUIPOISE_INSECURE", default=False)
     """Speak plain text beyond this machine too: whoever reaches the port may do anything that
     needs no token, and reads and changes what is said. For networks that encrypt by themselves."""
 

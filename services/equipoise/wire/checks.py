@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ MAX_DURATION_S = 3600.0
 
 _MAX_NAME_LENGTH = 253
 _MAX_REASON_LENGTH = 1000
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def name(kind: str, field: str, value: str) -> str:
@@ -57,6 +59,11 @@ def reason(value: str) -> str:
     if len(line) > _MAX_REASON_LENGTH:
         line = line[: _MAX_REASON_LENGTH - 1] + "…"
     return line or "no reason given"
+
+
+def traceparent(value: str) -> str:
+    """W3C's name of a span; anything else is as good as none, and no reason to refuse."""
+    return value if _TRACEPARENT.fullmatch(value) else ""
 
 
 def count(kind: str, field: str, value: int, *, least: int = 0) -> int:

@@ -264,7 +264,11 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Fill staging memory for `layout`. `moves` fill the receiver's slots only; may be empty."""
+    """Fill staging memory for `layout`. `moves` fill the receiver's slots only; may be empty.
+
+    `traceparent` is W3C's name of the rollout's span, below which the worker's belong; empty where
+    nobody traces.
+    """
 
     epoch: int
     layout: Layout
@@ -272,6 +276,7 @@ class Stage:
     moves: tuple[Move, ...]
     timeout_s: float
     term: int = 0
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,7 @@ def stage_to_proto(stage: Stage) -> pb.Stage:
         moves=[_move_to_proto(move) for move in stage.moves],
         timeout_s=stage.timeout_s,
         term=stage.term,
+        traceparent=stage.traceparent,
     )
 
 
@@ -102,6 +103,7 @@ def stage_from_proto(message: pb.Stage, *, hello: Hello) -> Stage:
         moves=_moves_from_proto("stage", message.moves, layout=layout),
         timeout_s=checks.duration_s("stage", "timeout_s", message.timeout_s),
         term=checks.count("stage", "term", message.term),
+        traceparent=checks.traceparent(message.traceparent),
     )
 
 

@@ -4,7 +4,10 @@ import asyncio
 import gc
 import signal
 
+from opentelemetry.trace import Tracer
+
 from equipoise.telemetry.logs import configure_logs
+from equipoise.telemetry.tracing import tracing
 from equipoise.worker.core import single_threaded
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.lifecycle import serve
@@ -33,17 +36,18 @@ def run(settings: WorkerSettings) -> int:
 def _serve_to_the_end(settings: WorkerSettings) -> WorkerError | None:
     """What ended the worker, if it was not asked to stop."""
     try:
-        asyncio.run(_serve_until_signalled(settings))
+        with tracing(settings.tracing_endpoint, service="equipoise-worker") as tracer:
+            asyncio.run(_serve_until_signalled(settings, tracer))
     except WorkerError as error:
         # A new one, because the old one's traceback keeps alive all that it came through.
         return type(error)(str(error))
     return None
 
 
-async def _serve_until_signalled(settings: WorkerSettings) -> None:
+async def _serve_until_signalled(settings: WorkerSettings, tracer: Tracer) -> None:
     # The event loop has the main thread, because signals are handled there: a step that waits for
     # a hung peer cannot hold up a stop.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(settings, stop=stop)
+    await serve(settings, stop=stop, tracer=tracer)

@@ -151,7 +151,7 @@ class Agent:
     async def _connect(self) -> None:
         """One stream from Hello to its end."""
         try:
-            opened = self._credentials.channel(self._address, options=_CHANNEL_OPTIONS)
+            opened = self._credentials.balancer_channel(self._address, options=_CHANNEL_OPTIONS)
         except TrustError as error:
             raise LinkLostError(str(error)) from error
         async with opened as channel:

@@ -18,6 +18,7 @@ from equipoise.wire.messages import Abort, Checksums, Refused, Stage, Staged
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import StageRefusedError, TransferError
 from equipoise.worker.held import Contents, HeldExperts, StagedGeneration, own_slots
+from equipoise.worker.spans import RankSpans
 from equipoise.worker.transfer import ExpertPuller, Pulled
 from equipoise_model.experts import ExpertSlots, PayloadError, StagedExperts
 from equipoise_model.placement import Placement
@@ -58,6 +59,7 @@ class Applier:
         epoch: int,
         rank: int,
         answer: Callable[[Staged | Refused], None],
+        spans: RankSpans | None = None,
     ) -> None:
         self._engine = engine
         self._held = held
@@ -66,6 +68,7 @@ class Applier:
         self._epoch = epoch
         self._rank = rank
         self._answer = answer
+        self._spans = spans or RankSpans()
         self._preparation: _Preparation | None = None
         self._staged: Staged | None = None
 
@@ -116,41 +119,52 @@ class Applier:
         self._preparation, self._staged = None, None
 
     async def _prepare_and_answer(self, stage: Stage) -> None:
+        with self._spans.staging(stage) as staging:
+            answer = await self._prepared(stage)
+            if isinstance(answer, Staged):
+                staging.done(answer)
+            else:
+                staging.refused(answer.reason)
+
+    async def _prepared(self, stage: Stage) -> Staged | Refused:
+        """Prepare, and tell what came of it; the answer is told already."""
         began = time.perf_counter()
         try:
             async with asyncio.timeout(stage.timeout_s):
                 pulled = await self._prepare(stage)
         except (StageRefusedError, TransferError, PayloadError) as error:
-            self._refuse(stage, str(error))
+            return self._refuse(stage, str(error))
         except TimeoutError:
-            self._refuse(stage, f"staging took longer than the allowed {stage.timeout_s:g} s")
-        else:
-            self._staged = Staged(
-                epoch=self._epoch,
-                rank=self._rank,
-                generation=stage.layout.generation,
-                peer_bytes=pulled.peer_bytes,
-                checkpoint_bytes=pulled.checkpoint_bytes,
-                duration_us=round((time.perf_counter() - began) * 1e6),
+            return self._refuse(
+                stage, f"staging took longer than the allowed {stage.timeout_s:g} s"
             )
-            self._answer(self._staged)
-            _log.info(
-                "generation %d is staged: %d moves in %d us",
-                stage.layout.generation,
-                len(stage.moves),
-                self._staged.duration_us,
-            )
-
-    def _refuse(self, stage: Stage, reason: str) -> None:
-        _log.warning("generation %d is refused: %s", stage.layout.generation, reason)
-        self._answer(
-            Refused(
-                epoch=self._epoch,
-                rank=self._rank,
-                generation=stage.layout.generation,
-                reason=reason,
-            )
+        staged = self._staged = Staged(
+            epoch=self._epoch,
+            rank=self._rank,
+            generation=stage.layout.generation,
+            peer_bytes=pulled.peer_bytes,
+            checkpoint_bytes=pulled.checkpoint_bytes,
+            duration_us=round((time.perf_counter() - began) * 1e6),
         )
+        self._answer(staged)
+        _log.info(
+            "generation %d is staged: %d moves in %d us",
+            stage.layout.generation,
+            len(stage.moves),
+            staged.duration_us,
+        )
+        return staged
+
+    def _refuse(self, stage: Stage, reason: str) -> Refused:
+        _log.warning("generation %d is refused: %s", stage.layout.generation, reason)
+        refused = Refused(
+            epoch=self._epoch,
+            rank=self._rank,
+            generation=stage.layout.generation,
+            reason=reason,
+        )
+        self._answer(refused)
+        return refused
 
     async def _prepare(self, stage: Stage) -> Pulled:
         contents = self._held.contents

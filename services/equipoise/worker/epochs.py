@@ -9,6 +9,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from opentelemetry.trace import Tracer
+
 from equipoise.telemetry.logs import about
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Assignment, GroupLost, Wait
@@ -18,6 +20,7 @@ from equipoise.worker.inference import InferenceService
 from equipoise.worker.joining import Joined, Slots, join
 from equipoise.worker.rank import Rank, Say
 from equipoise.worker.settings import WorkerSettings
+from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
 from equipoise.worker.transfer import ExpertTransferService
 from equipoise.worker.waits import Waits
@@ -43,6 +46,7 @@ class Epochs:
         serves: Callable[[bool], None],
         credentials: Credentials,
         waits: Waits,
+        tracer: Tracer | None = None,
     ) -> None:
         self._core = core
         self._settings = settings
@@ -53,6 +57,7 @@ class Epochs:
         self._serves = serves
         self._credentials = credentials
         self._waits = waits
+        self._spans = RankSpans(tracer, pool=settings.pool, worker=settings.worker)
         self._slots = Slots(core, credentials=credentials, waits=waits)
         self.timings = Timings()
         self.scheduler = core.scheduler(settings)
@@ -136,6 +141,7 @@ class Epochs:
             timings=self.timings,
             credentials=self._credentials,
             waits=self._waits,
+            spans=self._spans,
         )
         self.rank, self.lost = rank, None
         if self._given_up.is_set():

@@ -14,8 +14,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from opentelemetry.trace import Tracer
 
 from equipoise.telemetry.exposition import metrics_at
+from equipoise.telemetry.probes import probe_routes
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
@@ -74,8 +76,10 @@ _SERVER_OPTIONS = (
 _log = logging.getLogger(__name__)
 
 
-async def serve(settings: WorkerSettings, *, stop: asyncio.Event) -> None:
-    """Run a worker until `stop` is set.
+async def serve(
+    settings: WorkerSettings, *, stop: asyncio.Event, tracer: Tracer | None = None
+) -> None:
+    """Run a worker until `stop` is set; `tracer` makes the spans of stages and switches.
 
     Raises:
         WorkerError: it cannot start, is rejected, or cannot load its experts.
@@ -84,18 +88,28 @@ async def serve(settings: WorkerSettings, *, stop: asyncio.Event) -> None:
     core = await asyncio.to_thread(ModelCore.load, settings)
     if stop.is_set():
         return
-    await Worker(settings, core=core, place=place).run(stop)
+    await Worker(settings, core=core, place=place, tracer=tracer).run(stop)
 
 
 class Worker:
     """A worker process; used from the event loop only."""
 
-    def __init__(self, settings: WorkerSettings, *, core: ModelCore, place: Place) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        core: ModelCore,
+        place: Place,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._settings = settings
         self._core = core
         self._place = place
         self._credentials = Credentials(
-            settings.tls, token_file=settings.token_file, worker_name=settings.tls_worker_name
+            settings.tls,
+            token_file=settings.token_file,
+            worker_name=settings.tls_worker_name,
+            balancer_name=settings.tls_balancer_name,
         )
         self._guard = Guard(
             settings.tls, tokens=settings.tokens, rights=_RIGHTS, pool=settings.pool
@@ -109,6 +123,7 @@ class Worker:
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._transfer = ExpertTransferService()
         self._waits = Waits.of(settings)
+        self._takes_requests = False
         self._inference = InferenceService(
             vocab_size=core.checkpoint.config.vocab_size, context_length=settings.context_length
         )
@@ -132,6 +147,7 @@ class Worker:
             serves=self._serves,
             credentials=self._credentials,
             waits=self._waits,
+            tracer=tracer,
         )
         self._inference.itl_s = self._epochs.timings.itl_s
 
@@ -152,7 +168,9 @@ class Worker:
             WorkerError: the balancer rejects this worker, or it cannot load its experts.
         """
         try:
-            async with metrics_at(self._settings.metrics_listen, self.collector()):
+            probes = probe_routes(ready=lambda: self._takes_requests)
+            listen = self._settings.metrics_listen
+            async with metrics_at(listen, self.collector(), routes=probes):
                 await self._run(stop)
         finally:
             self._rendezvous.close()
@@ -181,6 +199,7 @@ class Worker:
                     raise error
             await self._health.enter_graceful_shutdown()
             self._inference.turn_away(reason)
+            self._takes_requests = False
             # Said at once, not at the next beat: gateways choose others from here on.
             self._agent.send(self._heartbeat(0))
             await self._drain()
@@ -302,6 +321,7 @@ class Worker:
         return replace(beat, draining=self._inference.draining)
 
     def _serves(self, takes_requests: bool) -> None:
+        self._takes_requests = takes_requests and not self._inference.draining
         status = health_pb2.HealthCheckResponse
         serving = status.SERVING if takes_requests else status.NOT_SERVING
         task = asyncio.create_task(self._set_health(serving))

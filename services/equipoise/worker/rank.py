@@ -28,6 +28,7 @@ from equipoise.worker.joining import Joined
 from equipoise.worker.reporter import Reporter
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
+from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
 from equipoise.worker.transfer import ExpertPuller
 from equipoise.worker.waits import Waits
@@ -45,7 +46,8 @@ class Rank:
     """A rank that serves. Used from the event loop; the engine has a thread of its own.
 
     `scheduler` has the worker's requests, `say` tells the balancer, `deliver` takes each step's
-    result on the event loop, `timings` count how long things take, `waits` what took too long.
+    result on the event loop, `timings` count how long things take, `waits` what took too long;
+    `spans` tell of stages and switches.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Rank:
         timings: Timings,
         credentials: Credentials,
         waits: Waits,
+        spans: RankSpans,
     ) -> None:
         assignment, held = joined.assignment, joined.held
         loop = asyncio.get_running_loop()
@@ -70,6 +73,7 @@ class Rank:
         self._say = say
         self._deliver = deliver
         self._timings = timings
+        self._spans = spans
         self._last_switch: Switched | None = None
         self._device = core.device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -106,6 +110,7 @@ class Rank:
             epoch=assignment.epoch,
             rank=assignment.rank,
             answer=say,
+            spans=spans,
         )
         self._reporter = Reporter(
             engine=self.engine,
@@ -211,6 +216,7 @@ class Rank:
                 checksums=switch.checksums,
             )
             self._say(self._last_switch)
+            self._spans.switched(self._last_switch)
             _log.info(
                 "generation %d runs from step %d on; the switch took %d us, a step takes %d us",
                 switch.generation,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from equipoise.telemetry.logs import LogFormat
-from equipoise.trust.settings import Tls
+from equipoise.telemetry.spans_settings import ENDPOINT_VARIABLE, check_endpoint
+from equipoise.trust.settings import Tls, or_environment
 
 
 class InvalidSettingsError(ValueError):
@@ -142,13 +143,21 @@ class WorkerSettings:
     """How log lines look: `text` for people, or `json`, an object a line with pool, worker, rank,
     epoch and generation."""
 
+    tracing_endpoint: str = field(default="", metadata={"environment": ENDPOINT_VARIABLE})
+    """http://host:port of an OTLP collector (gRPC, mostly port 4317), which is told how this worker
+    stages and switches; none unless given. Needs equipoise[tracing]."""
+
     tls: Tls = field(default_factory=Tls)
     """Certificates; without them ports are for this machine only."""
 
-    tls_worker_name: str = ""
+    tls_worker_name: str = or_environment("EQUIPOISE_TLS_WORKER_NAME")
     """Name in the certificates of workers, where they are dialled by addresses that are not."""
 
-    token_file: str = ""
+    tls_balancer_name: str = or_environment("EQUIPOISE_TLS_BALANCER_NAME")
+    """Name in the certificates of balancers, where they are dialled by addresses that are not: a
+    follower sends on to the leader's address."""
+
+    token_file: str = or_environment("EQUIPOISE_TOKEN_FILE")
     """File with the token that this worker shows to balancers and peers."""
 
     tokens: str = ""
@@ -181,6 +190,7 @@ class WorkerSettings:
                     f"{name} must be above 0 and at most {most}, not {getattr(self, name)}"
                 )
         self._check_tokens()
+        check_endpoint(self.tracing_endpoint)
 
     def _check_tokens(self) -> None:
         if 0 < self.cache_tokens < self.context_length:

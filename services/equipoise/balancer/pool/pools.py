@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, TypeVar
 
+from opentelemetry.trace import Tracer
+
 from equipoise.balancer.errors import RefusedWorkerError, UnknownPoolError
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.policy.book import PolicyBook
@@ -31,11 +33,20 @@ _log = logging.getLogger(__name__)
 class Pools:
     """Pools by name, those of the store from the start. Used as an asynchronous context."""
 
-    def __init__(self, *, store: Store, policies: PolicyBook, clock: Clock, tenure: Tenure) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        policies: PolicyBook,
+        clock: Clock,
+        tenure: Tenure,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._store = store
         self._policies = policies
         self._clock = clock
         self._tenure = tenure
+        self._tracer = tracer
         self._turns = PlanningTurns()
         self._runners: dict[str, PoolRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,6 +140,7 @@ class Pools:
             tenure=self._tenure,
             turns=self._turns,
             clock=self._clock,
+            tracer=self._tracer,
         )
 
     def _register(self, name: str, runner: PoolRunner) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from opentelemetry.trace import Tracer
+
 from equipoise.balancer.bounds import WRITE_TIMEOUT_S
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome, Wish
@@ -32,6 +34,7 @@ from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.planning_thread import PlanningThread, PlanTimeoutError
 from equipoise.balancer.pool.planning_turns import PlanningTurns
 from equipoise.balancer.pool.pool import Pool
+from equipoise.balancer.pool.spans import PoolSpans
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.telemetry.logs import about
 from equipoise.wire.messages import (
@@ -56,7 +59,7 @@ class PoolRunner:
 
     `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
     time that never runs backwards. Plans are computed on a thread of the pool's own, when `turns`
-    lets it.
+    lets it. `tracer` makes the spans of plans and rollouts.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class PoolRunner:
         tenure: Tenure,
         turns: PlanningTurns,
         clock: Clock,
+        tracer: Tracer | None = None,
     ) -> None:
         self._controller = controller
+        self._spans = PoolSpans(controller.pool.name, tracer=tracer)
         self._store = store
         self._tenure = tenure
         self._clock = clock
@@ -180,6 +185,7 @@ class PoolRunner:
 
     def _submit(self, chain: Chain) -> None:
         """Queue a chain; answers to heartbeats overtake it: a slow store is no hung balancer."""
+        self._spans.follow(self.pool.rollouts)
         for effect in chain:
             if isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck):
                 self._post(effect)
@@ -214,32 +220,40 @@ class PoolRunner:
         if mailbox is None:
             return
         match send.message:
-            case Assignment() | Stage() | Abort() as push:
+            case Stage() as push:
+                parent = self._spans.parent_for_ranks(push.layout.generation)
+                mailbox.post(replace(push, term=self._tenure.term, traceparent=parent))
+            case Assignment() | Abort() as push:
                 mailbox.post(replace(push, term=self._tenure.term))
             case message:
                 mailbox.post(message)
 
     async def _propose(self, effect: Propose) -> None:
         started_s = time.perf_counter()
+        spans = self._spans.planning()
         try:
             proposal = await self._planning.propose(effect.request)
         except PlanTimeoutError as error:
             _log.error("%s: %s", self.pool.name, error)
+            spans.given_up(str(error))
             self._give_up_plan(effect, str(error), timed_out=True)
             return
         except Exception as error:  # noqa: BLE001
             # A fault of ours, which must not take the pool's streams down.
             _log.exception("%s: planning failed", self.pool.name)
             reason = f"the planner failed ({error!r}); the next window tries again"
+            spans.given_up(reason)
             self._give_up_plan(effect, reason, timed_out=False)
             return
         plan_ms = 1000 * (time.perf_counter() - started_s)
+        spans.made(proposal)
         with self._surviving("adopting a plan"):
-            self._submit(
-                self._controller.proposed(
-                    proposal, plan_ms=plan_ms, now=self._clock(), asked=effect.asked
-                )
+            before = self.pool.rollouts.current
+            chain = self._controller.proposed(
+                proposal, plan_ms=plan_ms, now=self._clock(), asked=effect.asked
             )
+            self._spans.decided(spans, adopted=self.pool.rollouts.current is not before)
+            self._submit(chain)
 
     def _give_up_plan(self, effect: Propose, reason: str, *, timed_out: bool) -> None:
         failed = self._controller.proposal_failed(

@@ -1,14 +1,16 @@
-"""What the balancer tells over HTTP: metrics, and the page for people; at one address or two."""
+"""What the balancer tells over HTTP: metrics with probes, and the page; at one address or two."""
 
 from contextlib import AsyncExitStack
 
 from equipoise.balancer.pool.runner import Clock
+from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.store.store import Store
 from equipoise.balancer.telemetry.metrics import BalancerCollector
 from equipoise.balancer.web.server import serving_page
 from equipoise.balancer.web.state import PageState
 from equipoise.telemetry.exposition import metrics_route, registry_of, serving_http
+from equipoise.telemetry.probes import probe_routes
 
 
 async def open_http(
@@ -17,26 +19,30 @@ async def open_http(
     *,
     store: Store,
     clock: Clock,
+    readiness: Readiness,
     metrics_listen: str,
     web_listen: str,
 ) -> tuple[str, str]:
     """Serve until `running` is left; gives both host:port, empty for what nobody asked for.
 
+    Probes are answered where the metrics are.
+
     Raises:
         TelemetryError: an address cannot be listened on.
     """
-    metrics = metrics_route(registry_of(BalancerCollector(seat, clock=clock)))
+    metrics = (
+        metrics_route(registry_of(BalancerCollector(seat, clock=clock))),
+        *probe_routes(ready=lambda: not readiness.missing),
+    )
     is_one = metrics_listen == web_listen
     metrics_at = web_at = ""
     if metrics_listen and not is_one:
-        metrics_at = await running.enter_async_context(
-            serving_http([metrics], listen=metrics_listen)
-        )
+        metrics_at = await running.enter_async_context(serving_http(metrics, listen=metrics_listen))
     if web_listen:
         page = serving_page(
             PageState(seat, store=store, clock=clock),
             listen=web_listen,
-            routes=[metrics] if is_one else [],
+            routes=metrics if is_one else (),
         )
         web_at = await running.enter_async_context(page)
     return (web_at if is_one else metrics_at), web_at

@@ -1,0 +1,136 @@
+"""Traces that are read off a pool's rollouts, whatever befalls these."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from equipoise.balancer.pool.rollouts import Rollouts
+from equipoise.balancer.pool.spans import PoolSpans
+from equipoise.planning.layout import Layout
+from equipoise.planning.policy import Policy
+from equipoise.planning.rollout import Persisted, RankLost, RankStaged, RankSwitched
+
+BASE = Layout(
+    generation=7,
+    num_experts=2,
+    num_ranks=2,
+    expert_of_slot=np.array([[0, 1]], dtype=np.int32),
+)
+WAVES = tuple(
+    BASE.with_placement(np.array([slots], dtype=np.int32), generation=generation)
+    for generation, slots in ((8, [1, 0]), (9, [0, 1]))
+)
+
+
+class Bench:
+    """Rollouts that are followed after every event."""
+
+    def __init__(self):
+        self._told = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._told))
+        self.spans = PoolSpans("blue", tracer=provider.get_tracer("test"))
+        self.rollouts = Rollouts(Policy())
+
+    def start(self, waves=WAVES):
+        self.rollouts.start(waves, base=BASE, now=0.0)
+        self.spans.follow(self.rollouts)
+
+    def handle(self, *events):
+        for event in events:
+            self.rollouts.handle(event, now=1.0)
+            self.spans.follow(self.rollouts)
+
+    def switch(self, generation):
+        ranks = (0, 1)
+        self.handle(
+            Persisted(generation=generation),
+            *(RankStaged(rank=rank, generation=generation) for rank in ranks),
+            *(RankSwitched(rank=rank, generation=generation, step=5, stall_us=9) for rank in ranks),
+            Persisted(generation=generation),
+        )
+
+    @property
+    def told(self):
+        """Ended spans as (name of the parent, own name), in the order in which they began."""
+        ended = sorted(self._told.get_finished_spans(), key=lambda span: span.start_time)
+        names = {span.context.span_id: span.name for span in ended}
+        return [(names.get(span.parent and span.parent.span_id), span.name) for span in ended]
+
+    @property
+    def traces(self):
+        return {span.context.trace_id for span in self._told.get_finished_spans()}
+
+    @property
+    def faults(self):
+        ended = self._told.get_finished_spans()
+        return {span.name: span.status.description for span in ended if not span.status.is_ok}
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def proposal(*, accepted):
+    return SimpleNamespace(
+        plan=SimpleNamespace(algorithm=SimpleNamespace(value="incremental")),
+        verdict=SimpleNamespace(accepted=accepted, reason="it gains 0.1", moves=2, bytes=64),
+    )
+
+
+WAVE = [("rebalance", "wave"), ("wave", "stage"), ("wave", "switch"), ("wave", "commit")]
+
+
+def test_a_plan_and_all_its_waves_are_one_trace(bench):
+    planning = bench.spans.planning()
+    planning.made(proposal(accepted=True))
+    bench.spans.decided(planning, adopted=True)
+    bench.start()
+    bench.switch(8)
+    assert ("rebalance", "rebalance") not in bench.told
+    bench.switch(9)
+    assert bench.told == [(None, "rebalance"), ("rebalance", "plan"), *WAVE, *WAVE]
+    assert len(bench.traces) == 1
+    assert bench.faults == {}
+
+
+def test_a_plan_that_is_not_adopted_is_a_trace_by_itself(bench):
+    bench.start()
+    planning = bench.spans.planning()
+    planning.made(proposal(accepted=False))
+    bench.spans.decided(planning, adopted=False)
+    assert bench.told == [(None, "rebalance"), ("rebalance", "plan")]
+    bench.spans.planning().given_up("it took too long")
+    assert bench.faults == {"plan": "it took too long"}
+
+
+def test_an_abort_ends_the_trace_with_its_reason(bench):
+    bench.start()
+    bench.handle(Persisted(generation=8), RankLost(rank=1, reason="it died"))
+    assert bench.told == [(None, "rebalance"), *WAVE[:2]]
+    assert bench.faults == dict.fromkeys(("stage", "wave", "rebalance"), "rank 1 was lost: it died")
+
+
+def test_a_pool_that_forms_anew_leaves_no_span_open(bench):
+    bench.start()
+    bench.handle(Persisted(generation=8))
+    bench.rollouts.abandon()
+    bench.spans.follow(bench.rollouts)
+    assert bench.told == [(None, "rebalance"), *WAVE[:2]]
+    assert set(bench.faults) == {"wave", "rebalance"}
+
+
+def test_ranks_are_told_of_the_wave_that_they_stage_and_of_no_other(bench):
+    bench.start()
+    bench.handle(Persisted(generation=8))
+    told = bench.spans.parent_for_ranks(8)
+    assert told.startswith("00-")
+    assert bench.spans.parent_for_ranks(9) == ""
+    bench.switch(8)
+    bench.handle(Persisted(generation=9))
+    assert bench.spans.parent_for_ranks(9) not in {"", told}

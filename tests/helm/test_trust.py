@@ -1,0 +1,147 @@
+"""Who shows and asks for what: the certificates, tokens and probes that the chart wires up."""
+
+import pytest
+from helm_chart import FULL, TLS, containers, pod_specs, render
+
+from equipoise.trust.identity import Identity, Role, certified
+
+POD_OF = {
+    "balancer": "Deployment/eq-equipoise-balancer",
+    "worker": "StatefulSet/eq-equipoise-worker",
+    "gateway": "Deployment/eq-equipoise-gateway",
+    "test": "Pod/eq-equipoise-test-serving",
+}
+
+
+@pytest.fixture(scope="module")
+def objects():
+    return render(TLS)
+
+
+@pytest.fixture(scope="module")
+def certificates(objects):
+    return {
+        one["metadata"]["name"].removeprefix("eq-equipoise-"): one["spec"]
+        for one in objects
+        if one["kind"] == "Certificate"
+    }
+
+
+def environment(objects, pod):
+    (container,) = [c for name, c in containers(objects).items() if name.startswith(f"{pod}/")][-1:]
+    return {one["name"]: one.get("value") for one in container["env"]}
+
+
+def test_a_certificate_says_who_its_owner_is_in_the_words_of_the_program(certificates):
+    identities = {
+        name: certified(common_name="", alternative_names=spec["dnsNames"] + spec["uris"])
+        for name, spec in certificates.items()
+    }
+    assert identities == {
+        "balancer": Identity(role=Role.READER, name="balancer"),
+        "worker": Identity(role=Role.WORKER, pool="default", worker="*"),
+        "gateway": Identity(role=Role.GATEWAY),
+    }
+    for spec in certificates.values():
+        assert spec["issuerRef"] == {
+            "name": "fleet",
+            "kind": "ClusterIssuer",
+            "group": "cert-manager.io",
+        }
+
+
+def test_a_pool_with_a_slash_in_its_name_keeps_it():
+    (worker,) = [
+        one["spec"]["uris"]
+        for one in render({**TLS, "pool": "deep seek/decode"})
+        if one["kind"] == "Certificate" and one["metadata"]["name"].endswith("worker")
+    ]
+    assert certified(common_name="", alternative_names=worker).pool == "deep seek/decode"
+
+
+def test_the_names_that_are_verified_are_in_the_certificates(objects, certificates):
+    for pod in POD_OF.values():
+        told = environment(objects, pod)
+        assert told["EQUIPOISE_TLS_BALANCER_NAME"] in certificates["balancer"]["dnsNames"]
+    for component in ("worker", "gateway"):
+        told = environment(objects, POD_OF[component])
+        assert told["EQUIPOISE_TLS_WORKER_NAME"] in certificates["worker"]["dnsNames"]
+
+
+def test_a_pod_mounts_its_own_certificate_and_no_token_but_those_it_needs(objects, certificates):
+    mounted = {}
+    for component, pod in POD_OF.items():
+        volumes = {one["name"]: one.get("secret") for one in pod_specs(objects)[pod]["volumes"]}
+        keys = {item["key"] for item in volumes["tokens"]["items"]}
+        mounted[component] = (volumes["tls"]["secretName"], keys)
+        for name in ("tls", "tokens"):
+            assert volumes[name]["defaultMode"] == 0o440, pod
+    secrets = {name: spec["secretName"] for name, spec in certificates.items()}
+    assert mounted == {
+        "balancer": (secrets["balancer"], {"accepted"}),
+        "worker": (secrets["worker"], {"accepted", "worker"}),
+        "gateway": (secrets["gateway"], {"gateway"}),
+        "test": (secrets["gateway"], {"gateway"}),
+    }
+
+
+def test_nobody_speaks_plain_text_where_there_are_certificates(objects):
+    for name, container in containers(objects).items():
+        if not name.endswith("/compiled-planner"):
+            told = {one["name"]: one.get("value") for one in container["env"]}
+            assert "EQUIPOISE_INSECURE" not in told, name
+            assert told["EQUIPOISE_TLS_CA"] == "/etc/equipoise/tls/ca.crt", name
+        assert "--insecure" not in container.get("args", []), name
+
+
+def test_probes_show_no_certificate_so_they_are_answered_in_plain_http(objects):
+    probes = {
+        (name.rpartition("/")[2], kind): container[kind]
+        for name, container in containers(objects).items()
+        for kind in ("startupProbe", "livenessProbe", "readinessProbe")
+        if kind in container
+    }
+    assert {probe["httpGet"]["path"] for (_, kind), probe in probes.items()} == {
+        *("/livez", "/readyz", "/healthz"),
+    }
+    assert not [key for key, probe in probes.items() if "grpc" in probe]
+    for component in ("balancer", "worker"):
+        assert probes[component, "readinessProbe"]["httpGet"] == {
+            "port": "metrics",
+            "path": "/readyz",
+        }
+    plain = [
+        container["readinessProbe"]
+        for name, container in containers(render(FULL)).items()
+        if name.rpartition("/")[2] in {"balancer", "worker"}
+    ]
+    assert all("grpc" in probe for probe in plain)
+
+
+def test_secrets_that_are_there_already_are_used_and_none_is_made():
+    named = {"balancer": "b", "worker": "w", "gateway": "g"}
+    objects = render({"tls": {"enabled": True, "secrets": named}})
+    assert not [one for one in objects if one["kind"] == "Certificate"]
+    for component, secret in named.items():
+        volumes = pod_specs(objects)[POD_OF[component]]["volumes"]
+        assert secret in [one["secret"]["secretName"] for one in volumes if "secret" in one]
+
+
+def test_workers_of_another_releases_balancer_verify_that_ones_name():
+    objects = render(
+        {
+            **TLS,
+            "balancer": {"enabled": False, "externalAddress": "eq-balancer.other.svc:7070"},
+        }
+    )
+    told = environment(objects, POD_OF["worker"])
+    assert told["EQUIPOISE_TLS_BALANCER_NAME"] == "eq-balancer.other.svc"
+    kinds = [one["metadata"]["name"] for one in objects if one["kind"] == "Certificate"]
+    assert kinds == ["eq-equipoise-gateway", "eq-equipoise-worker"]
+
+
+def test_spans_go_where_they_are_told_to(objects):
+    for component in ("balancer", "worker"):
+        told = environment(objects, POD_OF[component])
+        assert told["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://otel.observability.svc:4317"
+    assert "OTEL" not in str(render({}))

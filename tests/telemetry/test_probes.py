@@ -1,0 +1,25 @@
+"""What a probe without a certificate hears."""
+
+import asyncio
+
+import httpx2
+
+from equipoise.telemetry.exposition import metrics_at
+from equipoise.telemetry.probes import probe_routes
+
+
+async def test_probes_are_answered_beside_the_metrics_with_a_word_and_no_more():
+    ready = False
+    routes = probe_routes(ready=lambda: ready)
+    async with (
+        asyncio.timeout(30),
+        metrics_at("127.0.0.1:0", routes=routes) as address,
+        httpx2.AsyncClient(base_url=f"http://{address}") as client,
+    ):
+        live, not_ready = await client.get("/livez"), await client.get("/readyz")
+        ready = True
+        is_ready, metrics = await client.get("/readyz"), await client.get("/metrics")
+    assert (live.status_code, live.text) == (200, "ok\n")
+    assert (not_ready.status_code, not_ready.text) == (503, "not ready\n")
+    assert (is_ready.status_code, is_ready.text) == (200, "ok\n")
+    assert metrics.status_code == 200
