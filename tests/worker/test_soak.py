@@ -127,18 +127,18 @@ def test_streams_get_what_they_get_alone_and_leave_nothing_behind(settings):
 
 
 @pytest.mark.benchmark
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_ten_minutes_of_streams_leave_nothing_behind():
     """The tiny model that guesses a token ahead, in a cache too small for all streams."""
     chosen = WorkerSettings(
         max_requests=NUM_STREAMS,
         max_queued_requests=0,
         max_step_tokens=3 * NUM_STREAMS,
-        context_length=112,
-        cache_tokens=NUM_STREAMS * 24,
+        context_length=160,
+        cache_tokens=NUM_STREAMS * 32,
         speculate=1,
     )
-    with serving(chosen, max_tokens=48) as streams:
+    with serving(chosen, max_tokens=96) as streams:
         end_s = time.monotonic() + 600
         sizes = soak(streams, num_places=128, until=lambda _: time.monotonic() > end_s)
         stats = streams.engine.progress().stats
