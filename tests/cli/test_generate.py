@@ -33,6 +33,15 @@ def test_the_model_in_this_process_makes_the_reference_models_tokens(capsys):
     assert shown(capsys, stop=(text[7:9],)) == text[: text.index(text[7:9])] + "\n"
 
 
+def test_loading_is_told_beside_the_text_and_not_in_it(capsys):
+    assert run(settings(max_tokens=2)) == 0
+    told = capsys.readouterr()
+    assert "loaded" not in told.out
+    dense, experts = told.err.splitlines()
+    assert dense.startswith("loaded dense weights: 2.4 MiB in ")
+    assert experts.startswith("loaded experts: 4.5 MiB in ")
+
+
 def test_a_seed_gives_the_same_text_again(capsys):
     sampled = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}
     first = shown(capsys, seed=1, **sampled)

@@ -12,7 +12,17 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, TextIO
 
-FIELDS = ("pool", "worker", "rank", "epoch", "generation", "term", "request")
+FIELDS = (
+    "pool",
+    "worker",
+    "rank",
+    "epoch",
+    "generation",
+    "term",
+    "request",
+    "bytes_done",
+    "bytes_total",
+)
 """What a line may be about."""
 
 Context = Callable[[], Mapping[str, str | int]]

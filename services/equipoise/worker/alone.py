@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from equipoise.planning.layout import contiguous_layout
+from equipoise.telemetry.loading import Loading
 from equipoise.worker.applier import placement_of
 from equipoise.worker.core import ModelCore
 from equipoise.worker.engine import Engine, StepResult
@@ -17,22 +18,33 @@ from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.dispatch import ExpertParallel
 
 
-def engine_alone(settings: WorkerSettings, *, publish: Callable[[StepResult], None]) -> Engine:
+def engine_alone(
+    settings: WorkerSettings,
+    *,
+    publish: Callable[[StepResult], None],
+    loading: Loading | None = None,
+) -> Engine:
     """An engine with all experts of the settings' checkpoint; its `run` is the caller's to call.
+
+    `loading` tells how far it is; the log unless given.
 
     Raises:
         CheckpointError, UnsupportedConfigError: there is no such checkpoint, or it is of no use.
         WorkerError: it is not made for these settings.
     """
     config = Checkpoint.open(settings.checkpoint).config
-    core = ModelCore.load(replace(settings, slots_per_rank=config.n_routed_experts))
+    loading = loading or Loading(log_format=settings.log_format)
+    core = ModelCore.load(
+        replace(settings, slots_per_rank=config.n_routed_experts), loading=loading
+    )
     layout = contiguous_layout(
         num_layers=core.shape.num_layers,
         num_experts=core.shape.num_experts,
         num_ranks=1,
         slots_per_rank=core.shape.num_experts,
     )
-    core.checkpoint.load_slots(core.model, layout.expert_of_slot)
+    with loading.of("experts") as told:
+        core.checkpoint.load_slots(core.model, layout.expert_of_slot, progress=told)
     return Engine(
         model=core.model,
         cache=core.cache,

@@ -6,6 +6,7 @@ from typing import Self
 import torch
 
 from equipoise.planning.topology import ModelShape
+from equipoise.telemetry.loading import Loading
 from equipoise.worker.blocks import BlockPool
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.scheduler import Scheduler
@@ -34,8 +35,10 @@ class ModelCore:
     device: torch.device
 
     @classmethod
-    def load(cls, settings: WorkerSettings) -> Self:
+    def load(cls, settings: WorkerSettings, *, loading: Loading | None = None) -> Self:
         """Open the checkpoint and load all but the routed experts, whose slots wait for a layout.
+
+        `loading` tells how far it is; the log unless given.
 
         Raises:
             WorkerError: the checkpoint is missing, damaged or not made for these settings, or this
@@ -68,7 +71,9 @@ class ModelCore:
                 row_block=ROW_BLOCK if settings.batch_invariant else None,
                 mtp=settings.speculate > 0,
             )
-        checkpoint.load_dense(model)
+        loading = loading or Loading(log_format=settings.log_format)
+        with loading.of("dense weights") as told:
+            checkpoint.load_dense(model, progress=told)
         cache = LatentCache(
             config,
             num_blocks=blocks_for(settings.cache_tokens or _all_tokens(settings)),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from opentelemetry.trace import Tracer
 
+from equipoise.telemetry.loading import Loading
 from equipoise.telemetry.logs import about
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Assignment, GroupLost, Wait
@@ -58,7 +59,12 @@ class Epochs:
         self._credentials = credentials
         self._waits = waits
         self._spans = RankSpans(tracer, pool=settings.pool, worker=settings.worker)
-        self._slots = Slots(core, credentials=credentials, waits=waits)
+        self._slots = Slots(
+            core,
+            credentials=credentials,
+            waits=waits,
+            loading=Loading(log_format=settings.log_format),
+        )
         self.timings = Timings()
         self.scheduler = core.scheduler(settings)
         self._epoch = 0

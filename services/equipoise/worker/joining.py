@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from equipoise.planning.layout import ExpertTable
 from equipoise.planning.moves import Move
+from equipoise.telemetry.loading import Loading
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Assignment, Checksums
 from equipoise.worker.core import ModelCore
@@ -41,10 +43,13 @@ class Joined:
 class Slots:
     """This worker's slots over all epochs. `held` is None until they were filled once."""
 
-    def __init__(self, core: ModelCore, *, credentials: Credentials, waits: Waits) -> None:
+    def __init__(
+        self, core: ModelCore, *, credentials: Credentials, waits: Waits, loading: Loading
+    ) -> None:
         self._core = core
         self._credentials = credentials
         self._waits = waits
+        self._loading = loading
         self.held: HeldExperts | None = None
 
     @property
@@ -57,7 +62,7 @@ class Slots:
     ) -> Callable[[], None]:
         """Get what the slots lack; the result puts it there once all ranks have met.
 
-        Slots that were never filled serve nobody and are filled at once, layer by layer.
+        Slots that were never filled serve nobody and are filled at once.
 
         Raises:
             GroupError: `given_up` was set meanwhile.
@@ -67,10 +72,7 @@ class Slots:
         own = own_slots(assignment.layout, rank=assignment.rank)
         wanted = assignment.layout.expert_of_slot[:, own]
         if held is None:
-            for layer, row in enumerate(wanted.tolist()):
-                places: dict[Place, int] = {(layer, slot): one for slot, one in enumerate(row)}
-                payloads = await self._get(places, assignment, given_up=given_up)
-                await asyncio.to_thread(self._write, payloads)
+            await self._load(wanted, assignment, given_up=given_up)
             return lambda: self._fill(assignment)
         lacking: dict[Place, int] = {
             (int(layer), int(slot)): int(wanted[layer, slot])
@@ -83,6 +85,26 @@ class Slots:
             checksums=await asyncio.to_thread(_with, payloads, held.contents.checksums),
         )
         return lambda: held.become(contents, rank=assignment.rank, experts=staged)
+
+    async def _load(
+        self, wanted: ExpertTable, assignment: Assignment, *, given_up: threading.Event
+    ) -> None:
+        """Fill every slot: a layer's pulled experts together, those that are read one by one."""
+        first = own_slots(assignment.layout, rank=assignment.rank).start
+        moved = {(move.layer, move.slot - first) for move in assignment.moves}
+        done, total = 0, wanted.size
+        with self._loading.of("experts") as told:
+            for layer, row in enumerate(wanted.tolist()):
+                places: dict[Place, int] = {(layer, slot): one for slot, one in enumerate(row)}
+                pulled = {place: one for place, one in places.items() if place in moved}
+                read = [{place: one} for place, one in places.items() if place not in moved]
+                for part in ([pulled] if pulled else []) + read:
+                    payloads = await self._get(part, assignment, given_up=given_up)
+                    await asyncio.to_thread(self._write, payloads)
+                    done += len(part)
+                    told(
+                        done * self._core.shape.expert_bytes, total * self._core.shape.expert_bytes
+                    )
 
     async def _get(
         self, lacking: Mapping[Place, int], assignment: Assignment, *, given_up: threading.Event

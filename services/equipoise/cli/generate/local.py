@@ -1,5 +1,6 @@
 """`texts`: a text made by a worker's engine in this process. Imports torch."""
 
+import sys
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from equipoise.cli.tool_settings import ToolInputError
 from equipoise.gateway.attempt import Finish, Made
 from equipoise.gateway.choice import Choice
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.telemetry.loading import Loading
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.sequence import FinishReason, Request
@@ -46,6 +48,7 @@ def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[st
             context_length=len(request.prompt) + request.max_tokens,
         ),
         publish=steps.put,
+        loading=Loading(say=_say),
     )
     choice = Choice(tokenizer, stops=settings.stop, stop_tokens=ends)
     with _running(engine) as ended:
@@ -55,6 +58,11 @@ def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[st
             yield piece.text
             if piece.finish is not None:
                 return
+
+
+def _say(line: str, _done: int, _total: int) -> None:
+    """The text itself is what goes to standard output."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _made(steps: SimpleQueue[StepResult], ended: Future[None]) -> Iterator[Made]:
