@@ -20,6 +20,7 @@ Backends agree on rotations exactly, on norms up to the order in which squares a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -96,36 +97,14 @@ def latent_write(
     Raises:
         KernelInputError: the contract is broken.
     """
-    require_dtype("raw", raw_TC, torch.bfloat16, torch.float32)
     if query_THP.dim() != 3 or query_THP.shape[1] == 0:
         raise KernelInputError(f"query must be [T, H, P], not {list(query_THP.shape)}")
-    num_tokens, num_heads, _ = query_THP.shape
     if out_THP is None:
-        out_THP = query_THP.new_empty(num_tokens, num_heads, latents.rotary)
-    half = latents.rotary // 2
-    for name, tensor, dtype, shape in (
-        ("raw", raw_TC, raw_TC.dtype, (num_tokens, latents.rank + latents.rotary)),
-        ("query", query_THP, raw_TC.dtype, (num_tokens, num_heads, latents.rotary)),
-        ("out", out_THP, raw_TC.dtype, (num_tokens, num_heads, latents.rotary)),
-        ("cos", cos_TF, torch.float32, (num_tokens, half)),
-        ("sin", sin_TF, torch.float32, (num_tokens, half)),
-    ):
-        require_dtype(name, tensor, dtype)
-        require_shape(name, tensor, shape)
-        require_dense_rows(name, tensor)
-        require_same_device(name, tensor, raw_TC)
-    for name, tensor, dtype, size in (
-        ("places", places_T, torch.int64, num_tokens),
-        ("weight", weight_R, raw_TC.dtype, latents.rank),
-    ):
-        require_dtype(name, tensor, dtype)
-        require_shape(name, tensor, (size,))
-        require_contiguous(name, tensor)
-        require_same_device(name, tensor, raw_TC)
-    if isinstance(latents, PlainLatents):
-        require_dtype("latents", latents.latents_BPC, raw_TC.dtype)
-    if latents.device != raw_TC.device:
-        raise KernelInputError(f"latents are on {latents.device}, the rest elsewhere: move them")
+        out_THP = query_THP.new_empty(query_THP.shape)
+    _check_rows(
+        {"raw": raw_TC, "query": query_THP, "out": out_THP, "cos": cos_TF, "sin": sin_TF}, latents
+    )
+    _check_vectors(raw_TC, latents, places_T=places_T, weight_R=weight_R)
     BACKENDS[selection.backend("latent_write", raw_TC.device)](
         raw_TC,
         query_THP,
@@ -367,6 +346,41 @@ def specializations(
         )
         for quantized, (pointers, scale_strides) in kinds.items()
     ]
+
+
+def _check_rows(rows: Mapping[str, Tensor], latents: Latents) -> None:
+    """Raise KernelInputError unless the tensors with a row for each token fit each other."""
+    raw, (num_tokens, num_heads, _) = rows["raw"], rows["query"].shape
+    require_dtype("raw", raw, torch.bfloat16, torch.float32)
+    heads = (num_tokens, num_heads, latents.rotary)
+    angles = (num_tokens, latents.rotary // 2)
+    for name, dtype, shape in (
+        ("raw", raw.dtype, (num_tokens, latents.rank + latents.rotary)),
+        ("query", raw.dtype, heads),
+        ("out", raw.dtype, heads),
+        ("cos", torch.float32, angles),
+        ("sin", torch.float32, angles),
+    ):
+        require_dtype(name, rows[name], dtype)
+        require_shape(name, rows[name], shape)
+        require_dense_rows(name, rows[name])
+        require_same_device(name, rows[name], raw)
+    if isinstance(latents, PlainLatents):
+        require_dtype("latents", latents.latents_BPC, raw.dtype)
+    if latents.device != raw.device:
+        raise KernelInputError(f"latents are on {latents.device}, the rest elsewhere: move them")
+
+
+def _check_vectors(raw_TC: Tensor, latents: Latents, *, places_T: Tensor, weight_R: Tensor) -> None:
+    """Raise KernelInputError unless the other tensors fit the raw latents."""
+    for name, tensor, dtype, size in (
+        ("places", places_T, torch.int64, raw_TC.shape[0]),
+        ("weight", weight_R, raw_TC.dtype, latents.rank),
+    ):
+        require_dtype(name, tensor, dtype)
+        require_shape(name, tensor, (size,))
+        require_contiguous(name, tensor)
+        require_same_device(name, tensor, raw_TC)
 
 
 def _quantized_rows(x_NR: Tensor) -> QuantizedRows:

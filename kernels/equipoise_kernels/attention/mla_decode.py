@@ -28,6 +28,7 @@ from torch import Tensor
 
 from equipoise_kernels import configurations, selection
 from equipoise_kernels.attention.latents import Latents, QuantizedLatents
+from equipoise_kernels.attention.mla_merge import closed, merge_specialization, merge_splits
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import (
     GROUP,
@@ -229,16 +230,7 @@ def mla_decode_triton(
         num_stages=config.num_stages,
     )
     if num_splits > 1:
-        mla_merge_kernel[(num_queries, num_heads)](
-            partial.out_BHR,
-            partial.lse_BH,
-            out.out_BHR,
-            out.lse_BH,
-            num_splits,
-            num_heads,
-            RANK=latents.rank,
-            num_warps=4,
-        )
+        merge_splits(partial.out_BHR, partial.lse_BH, out_BHR=out.out_BHR, lse_BH=out.lse_BH)
 
 
 BACKENDS = {"reference": mla_decode_reference, "triton": mla_decode_triton}
@@ -277,17 +269,13 @@ def mla_decode_kernel(
     """Some heads of one query and the positions of one split."""
     query = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    split = tl.program_id(2)
-    has_head = (heads < num_heads)[:, None]
-    ranks = tl.arange(0, RANK)
-    rotaries = tl.arange(0, ROTARY)
-    head_ptrs = query_ptr + query * query_stride + heads[:, None] * head_stride
-    q = tl.load(head_ptrs + ranks[None, :], mask=has_head, other=0.0)
-    q_rotary = tl.load(head_ptrs + RANK + rotaries[None, :], mask=has_head, other=0.0)
+    has_head = heads < num_heads
+    head_ptrs = query_ptr + query * query_stride + heads * head_stride
+    q = _rows(head_ptrs, has_head, RANK)
+    q_rotary = _rows(head_ptrs + RANK, has_head, ROTARY)
 
     length = tl.load(lengths_ptr + query)
-    capacity = table_size * BLOCK_TOKENS
-    start = split * tokens_per_split
+    start, capacity = tl.program_id(2) * tokens_per_split, table_size * BLOCK_TOKENS
     stop = tl.minimum(tl.minimum(start + tokens_per_split, length), capacity)
     largest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
@@ -298,72 +286,46 @@ def mla_decode_kernel(
         table_ptrs = tables_ptr + query * table_size + tokens // BLOCK_TOKENS
         block = tl.load(table_ptrs, mask=is_seen, other=0).to(tl.int64)
         exists = (block >= 0) & (block < num_blocks)
-        is_read = (is_seen & exists)[:, None]
+        is_read = is_seen & exists
         place = (tokens % BLOCK_TOKENS).to(tl.int64)
-        ptrs = compressed_ptr + (block * block_stride + place * token_stride)[:, None]
-        values = tl.load(ptrs + ranks[None, :], mask=is_read, other=0.0)
+        starts = compressed_ptr + block * block_stride + place * token_stride
+        values = _rows(starts, is_read, RANK)
         if QUANTIZED:
-            ptrs = scales_ptr + (block * scale_block_stride + place * scale_token_stride)[:, None]
-            groups = tl.arange(0, RANK // _GROUP)[None, :]
-            values = _dequantized(values, tl.load(ptrs + groups, mask=is_read, other=0.0))
-        ptrs = rotary_ptr + (block * rotary_block_stride + place * rotary_token_stride)[:, None]
-        rotary = tl.load(ptrs + rotaries[None, :], mask=is_read, other=0.0)
+            starts = scales_ptr + block * scale_block_stride + place * scale_token_stride
+            values = _dequantized(values, _rows(starts, is_read, RANK // _GROUP))
+        starts = rotary_ptr + block * rotary_block_stride + place * rotary_token_stride
+        rotary = _rows(starts, is_read, ROTARY)
 
         scores = _product(q, tl.trans(values)) + _product(q_rotary, tl.trans(rotary))
         scores = tl.where(is_seen[None, :], scores * scale, float("-inf"))
         scores = tl.where((is_seen & (exists == 0))[None, :], float("nan"), scores)
-        larger = tl.maximum(largest, tl.max(scores, axis=1))
-        weights = tl.exp(scores - larger[:, None])
-        fading = tl.exp(largest - larger)
-        total = total * fading + tl.sum(weights, axis=1)
-        acc = acc * fading[:, None] + _product(weights.to(values.dtype), values)
-        largest = larger
-    is_empty = start >= stop
-    divisor = tl.where(is_empty, 1.0, total)
-    lse = tl.where(is_empty, float("-inf"), largest + tl.log(divisor))
-    lse = tl.where(length > capacity, float("nan"), lse)
-    result = tl.where((length > capacity) & has_head, float("nan"), acc / divisor[:, None])
-
-    row = (query * tl.num_programs(2) + split) * num_heads + heads
-    out_ptrs = out_ptr + row[:, None] * RANK + ranks[None, :]
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=has_head)
-    tl.store(lse_ptr + row, lse, mask=heads < num_heads)
+        largest, total, acc = _added(largest, total, acc, scores, values)
+    total = tl.where(length > capacity, float("nan"), total)
+    divisor, lse = closed(largest, total)
+    row = (query * tl.num_programs(2) + tl.program_id(2)) * num_heads + heads
+    out_ptrs = out_ptr + row[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    result = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, result, mask=has_head[:, None])
+    tl.store(lse_ptr + row, lse, mask=has_head)
 
 
 @jit
-def mla_merge_kernel(
-    partial_ptr: tl.tensor,
-    partial_lse_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    num_splits: int,
-    num_heads: int,
-    RANK: tl.constexpr,
-) -> None:
-    """One head of one query: its splits, first to last."""
-    query = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    ranks = tl.arange(0, RANK)
-    largest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([RANK], tl.float32)
-    for split in range(num_splits):
-        row = (query * num_splits + split) * num_heads + head
-        lse = tl.load(partial_lse_ptr + row)
-        # An empty split weighs nothing; minus infinity less itself would be NaN.
-        if lse != float("-inf"):
-            larger = tl.maximum(largest, lse)
-            fading, weight = tl.exp(largest - larger), tl.exp(lse - larger)
-            total = total * fading + weight
-            acc = acc * fading + weight * tl.load(partial_ptr + row * RANK + ranks)
-            largest = larger
-    is_empty = total == 0.0
-    divisor = tl.where(is_empty, 1.0, total)
-    out_row = query * num_heads + head
-    result = (acc / divisor).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_row * RANK + ranks, result)
-    lse = tl.where(is_empty, float("-inf"), largest + tl.log(divisor))
-    tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)
+def _rows(starts: tl.tensor, is_read: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Rows [rows, WIDTH] that begin at pointers [rows]; zeros where they are not to be read."""
+    ptrs = starts[:, None] + tl.arange(0, WIDTH)[None, :]
+    return tl.load(ptrs, mask=is_read[:, None], other=0.0)
+
+
+@jit
+def _added(
+    largest: tl.tensor, total: tl.tensor, acc: tl.tensor, scores: tl.tensor, values: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The largest score, the sum of weights and that of values, with some more positions."""
+    larger = tl.maximum(largest, tl.max(scores, axis=1))
+    weights = tl.exp(scores - larger[:, None])
+    fading = tl.exp(largest - larger)
+    total = total * fading + tl.sum(weights, axis=1)
+    return larger, total, acc * fading[:, None] + _product(weights.to(values.dtype), values)
 
 
 @jit
@@ -408,11 +370,4 @@ def specializations(
         )
         for quantized in (False, True)
     ]
-    merge = specialization(
-        mla_merge_kernel,
-        name=f"mla_merge rank={rank}",
-        arguments="*fp32 *fp32 *bf16 *fp32 i32 i32",
-        constants={"RANK": rank},
-        num_warps=4,
-    )
-    return [*decode, merge]
+    return [*decode, merge_specialization(rank)]

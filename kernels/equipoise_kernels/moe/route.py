@@ -262,9 +262,7 @@ def route_kernel(
     row = tl.program_id(0).to(tl.int64)
     choices = tl.arange(0, PADDED_K)
     stored = choices < TOP_K
-    is_valid = row >= 0
-    if HAS_PADDING:
-        is_valid = row < tl.load(num_valid_ptr)
+    is_valid = row < tl.load(num_valid_ptr) if HAS_PADDING else row >= 0
 
     group = tl.arange(0, PADDED_GROUPS)[:, None]
     member = tl.arange(0, PADDED_SIZE)[None, :]
@@ -273,11 +271,51 @@ def route_kernel(
     logits = tl.load(logits_ptr + row * logits_stride + expert, mask=inside, other=0.0)
     scores = tl.where(inside, tl.sigmoid(logits), 0.0)
     biased = scores + tl.load(bias_ptr + expert, mask=inside, other=0.0)
-    keys = tl.where(inside, key(biased), TAKEN)
+    keys = _eligible(tl.where(inside, key(biased), TAKEN), inside, GROUPS, TOP_GROUPS)
+    ids, weights = _chosen(keys, scores, expert, TOP_K, PADDED_K)
+    if NORMALIZE:
+        weights = tl.div_rn(weights, tl.sum(weights, axis=0) + 1e-20 + tl.zeros_like(weights))
+    weights *= scale
+
+    fraction = (tl.load(token_ids_ptr + row) * _GOLDEN + _mix(ids + layer * 65536)) & _MASK
+    if HAS_SHARES:
+        share_ptrs = share_ends_ptr + ids * share_stride
+        replicas = _replica_by_shares(fraction, share_ptrs, num_places, PADDED_PLACES)
+    else:
+        replicas = (fraction * tl.load(replica_count_ptr + ids)) >> 32
+    replicas = tl.minimum(replicas, num_places - 1)
+    slots = tl.load(slots_of_expert_ptr + ids * table_stride + replicas)
+
+    counted = stored & is_valid & (slots >= 0) & (slots < num_slots)
+    tl.atomic_add(rows_ptr + slots, tl.full([PADDED_K], 1, tl.int64), mask=counted, sem="relaxed")
+    ids = tl.where(is_valid, ids, -1)
+    tl.store(expert_ids_ptr + row * expert_ids_stride + choices, ids, mask=stored)
+    tl.store(slots_ptr + row * slots_stride + choices, tl.where(is_valid, slots, -1), mask=stored)
+    weights = tl.where(is_valid, weights, 0.0)
+    tl.store(weights_ptr + row * weights_stride + choices, weights, mask=stored)
+
+
+@jit
+def _eligible(
+    keys: tl.tensor, inside: tl.tensor, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr
+) -> tl.tensor:
+    """Keys, the lowest of all for experts outside of the best groups."""
     if TOP_GROUPS < GROUPS:
         keys = tl.where(in_best_groups(keys, TOP_GROUPS), keys, LOWEST)
         keys = tl.where(inside, keys, TAKEN)
+    return keys
 
+
+@jit
+def _chosen(
+    keys: tl.tensor,
+    scores: tl.tensor,
+    expert: tl.tensor,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Experts by falling key, int64 [PADDED_K], and their scores; zeros after the first TOP_K."""
+    choices = tl.arange(0, PADDED_K)
     ids = tl.zeros([PADDED_K], tl.int64)
     weights = tl.zeros([PADDED_K], tl.float32)
     for choice in tl.static_range(TOP_K):
@@ -286,34 +324,19 @@ def route_kernel(
         keys = tl.where(expert == winner, TAKEN, keys)
         ids = tl.where(choices == choice, winner, ids)
         weights = tl.where(choices == choice, weight, weights)
-    if NORMALIZE:
-        weights = tl.div_rn(weights, tl.sum(weights, axis=0) + 1e-20 + tl.zeros_like(weights))
-    weights *= scale
+    return ids, weights
 
-    token_id = tl.load(token_ids_ptr + row)
-    fraction = (token_id * _GOLDEN + _mix(ids + layer * 65536)) & _MASK
-    if HAS_SHARES:
-        place = tl.arange(0, PADDED_PLACES)[None, :]
-        ends_ptrs = share_ends_ptr + ids[:, None] * share_stride + place
-        ends = tl.load(ends_ptrs, mask=place < num_places, other=_ALL_SHARES)
-        position = fraction >> (32 - _SHARE_BITS)
-        replicas = tl.sum((position[:, None] >= ends).to(tl.int64), axis=1)
-    else:
-        replicas = (fraction * tl.load(replica_count_ptr + ids)) >> 32
-    replicas = tl.minimum(replicas, num_places - 1)
-    slots = tl.load(slots_of_expert_ptr + ids * table_stride + replicas)
 
-    counted = stored & is_valid & (slots >= 0) & (slots < num_slots)
-    tl.atomic_add(rows_ptr + slots, tl.full([PADDED_K], 1, tl.int64), mask=counted, sem="relaxed")
-    tl.store(
-        expert_ids_ptr + row * expert_ids_stride + choices,
-        tl.where(is_valid, ids, -1),
-        mask=stored,
-    )
-    tl.store(slots_ptr + row * slots_stride + choices, tl.where(is_valid, slots, -1), mask=stored)
-    tl.store(
-        weights_ptr + row * weights_stride + choices, tl.where(is_valid, weights, 0.0), mask=stored
-    )
+@jit
+def _replica_by_shares(
+    fraction: tl.tensor, share_ptrs: tl.tensor, num_places: int, PADDED_PLACES: tl.constexpr
+) -> tl.tensor:
+    """How many shares of each expert end at or before its fraction of 2^32."""
+    place = tl.arange(0, PADDED_PLACES)[None, :]
+    inside = place < num_places
+    ends = tl.load(share_ptrs[:, None] + place, mask=inside, other=_ALL_SHARES)
+    position = fraction >> (32 - _SHARE_BITS)
+    return tl.sum((position[:, None] >= ends).to(tl.int64), axis=1)
 
 
 @jit

@@ -1,0 +1,88 @@
+"""Results of a query's splits into one, in the order of positions: the end of `mla_decode`.
+
+Contract: each query has results of as many splits, float32 [B * splits, H, R] and logarithms of
+their sums [B * splits, H], minus infinity for a split that saw nothing. The merged result is
+weighted by the exponentials of these, first split to last; it has the outputs' dtype.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from equipoise_kernels.jit import jit, tl
+from equipoise_kernels.specialization import Specialization, specialization
+
+_NUM_WARPS = 4
+
+
+def merge_splits(
+    partial_NHR: Tensor, partial_NH: Tensor, *, out_BHR: Tensor, lse_BH: Tensor
+) -> None:
+    """Launch the kernel; outputs [B, H, R] and logarithms of sums [B, H]."""
+    num_queries, num_heads, rank = out_BHR.shape
+    mla_merge_kernel[(num_queries, num_heads)](
+        partial_NHR,
+        partial_NH,
+        out_BHR,
+        lse_BH,
+        len(partial_NHR) // num_queries,
+        num_heads,
+        RANK=rank,
+        num_warps=_NUM_WARPS,
+    )
+
+
+@jit
+def mla_merge_kernel(
+    partial_ptr: tl.tensor,
+    partial_lse_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    num_splits: int,
+    num_heads: int,
+    RANK: tl.constexpr,
+) -> None:
+    """One head of one query: its splits, first to last."""
+    query = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    ranks = tl.arange(0, RANK)
+    largest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([RANK], tl.float32)
+    for split in range(num_splits):
+        row = (query * num_splits + split) * num_heads + head
+        lse = tl.load(partial_lse_ptr + row)
+        # An empty split weighs nothing; minus infinity less itself would be NaN.
+        if lse != float("-inf"):
+            larger = tl.maximum(largest, lse)
+            fading, weight = tl.exp(largest - larger), tl.exp(lse - larger)
+            total = total * fading + weight
+            acc = acc * fading + weight * tl.load(partial_ptr + row * RANK + ranks)
+            largest = larger
+    divisor, lse = closed(largest, total)
+    out_row = query * num_heads + head
+    result = (acc / divisor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_row * RANK + ranks, result)
+    tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)
+
+
+@jit
+def closed(largest: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """What to divide summed values by, and the logarithm of a sum that has a largest score.
+
+    1 and minus infinity for a sum of nothing.
+    """
+    is_empty = total == 0.0
+    divisor = tl.where(is_empty, 1.0, total)
+    return divisor, tl.where(is_empty, float("-inf"), largest + tl.log(divisor))
+
+
+def merge_specialization(rank: int) -> Specialization:
+    """What the kernel compiles to."""
+    return specialization(
+        mla_merge_kernel,
+        name=f"mla_merge rank={rank}",
+        arguments="*fp32 *fp32 *bf16 *fp32 i32 i32",
+        constants={"RANK": rank},
+        num_warps=_NUM_WARPS,
+    )
