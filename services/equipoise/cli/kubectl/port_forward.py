@@ -1,0 +1,151 @@
+"""`forwarded`: the balancer of a release at an address of this machine, as long as it is needed.
+
+Everything that the cluster is asked goes through the `kubectl` of the one who asks: his contexts,
+his logins, his rights.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+_SELECTOR = "app.kubernetes.io/part-of=equipoise"
+_BALANCERS = f"{_SELECTOR},app.kubernetes.io/component=balancer"
+_INSTANCE = "app.kubernetes.io/instance"
+_LEADER = "equipoise/leader-address"
+_NAME_VARIABLE = "EQUIPOISE_TLS_BALANCER_NAME"
+_TIMEOUT_S = 20.0
+_FORWARDING = re.compile(r"Forwarding from (127\.0\.0\.1:\d+) -> \d+")
+
+_Object = dict[str, Any]
+
+
+class ForwardError(RuntimeError):
+    """No balancer can be reached through kubectl; the message says what to do."""
+
+
+@contextmanager
+def forwarded(options: Sequence[str], *, release: str = "") -> Iterator[tuple[str, str]]:
+    """host:port at which a balancer is reached inside the block, and the name in its certificate.
+
+    The one that leads, where the cluster's Lease says so. `options` are for every kubectl;
+    `release` is needed where a namespace has several.
+
+    Raises:
+        ForwardError: there is none, or kubectl cannot reach it.
+    """
+    pod = _leading(options, _balancers(options, release=release))
+    name = pod["metadata"]["name"]
+    port = _port(pod)
+    command = ["kubectl", *options, "port-forward", f"pod/{name}", f":{port}"]
+    with (
+        tempfile.TemporaryFile("w+") as faults,
+        # A session of its own: Ctrl-C is for the command, which may still have a word to say.
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=faults, text=True, start_new_session=True
+        ) as process,
+    ):
+        try:
+            address = _address(process)
+            if not address:
+                process.wait()
+                faults.seek(0)
+                raise ForwardError(f"`{' '.join(command)}` failed: {_last_line(faults.read())}")
+            yield address, _certified_name(pod)
+        finally:
+            process.terminate()
+
+
+def _balancers(options: Sequence[str], *, release: str) -> list[_Object]:
+    """The running balancers of the one release that is meant."""
+    pods = [
+        pod
+        for pod in _listed("pods", options, selector=_BALANCERS)
+        if pod["status"].get("phase") == "Running"
+        and release in {"", pod["metadata"]["labels"].get(_INSTANCE)}
+    ]
+    if not pods:
+        raise ForwardError(
+            f"no balancer{f' of release {release}' if release else ''} runs in this namespace: "
+            "name another one with --namespace, or an address with --address, as `kubectl "
+            "port-forward` makes one"
+        )
+    releases = sorted({pod["metadata"]["labels"].get(_INSTANCE, "") for pod in pods})
+    if len(releases) > 1:
+        raise ForwardError(
+            f"there are several releases: name one of {', '.join(releases)} with --release"
+        )
+    return pods
+
+
+def _leading(options: Sequence[str], pods: list[_Object]) -> _Object:
+    """The pod that leads; any of them where that is not told, because they tell it themselves."""
+    if len(pods) == 1:
+        return pods[0]
+    try:
+        leases = _listed("leases", options, selector=_SELECTOR)
+    except ForwardError:
+        return pods[0]  # Not everybody may read Leases.
+    addresses = {lease["metadata"].get("annotations", {}).get(_LEADER, "") for lease in leases}
+    hosts = {address.rpartition(":")[0] for address in addresses}
+    leaders = [pod for pod in pods if pod["status"].get("podIP") in hosts]
+    return (leaders or pods)[0]
+
+
+def _port(pod: _Object) -> int:
+    for port in pod["spec"]["containers"][0].get("ports", []):
+        if port.get("name") == "grpc":
+            return int(port["containerPort"])
+    raise ForwardError(f"pod {pod['metadata']['name']} has no port named grpc: give an --address")
+
+
+def _certified_name(pod: _Object) -> str:
+    """The name by which the chart's pods verify balancers; empty if there are no certificates."""
+    variables = pod["spec"]["containers"][0].get("env", [])
+    return next((one.get("value", "") for one in variables if one["name"] == _NAME_VARIABLE), "")
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    """Where kubectl says that it listens, in its first line; empty when it ends without a word."""
+    stdout = process.stdout
+    assert stdout is not None, "it is a pipe"
+    given_up = threading.Timer(_TIMEOUT_S, process.kill)
+    given_up.start()
+    try:
+        found = _FORWARDING.match(stdout.readline())
+    finally:
+        given_up.cancel()
+    if found is None:
+        process.kill()
+        return ""
+    # It tells of every connection, which somebody has to read.
+    threading.Thread(
+        target=lambda: [None for _ in stdout], name="port-forward", daemon=True
+    ).start()
+    return found[1]
+
+
+def _listed(kind: str, options: Sequence[str], *, selector: str) -> list[_Object]:
+    command = ["kubectl", *options, "get", kind, "-l", selector, "-o", "json"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError as error:
+        raise ForwardError("kubectl is not here: install it, or give an --address") from error
+    except subprocess.TimeoutExpired as error:
+        raise ForwardError(
+            f"`{' '.join(command)}` took longer than {_TIMEOUT_S:g} s: is the cluster there?"
+        ) from error
+    if done.returncode:
+        raise ForwardError(f"`{' '.join(command)}` failed: {_last_line(done.stderr)}")
+    items: list[_Object] = json.loads(done.stdout)["items"]
+    return items
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]

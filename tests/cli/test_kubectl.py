@@ -1,0 +1,241 @@
+"""`kubectl equipoise`: what it asks kubectl, and the real kubectl that finds it."""
+
+import asyncio
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from authority import Authority
+
+from equipoise.balancer.policy.book import PolicyBook
+from equipoise.balancer.server import serving
+from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.cli.kubectl.plugin import Call, asks_a_balancer, following, parted
+from equipoise.cli.kubectl.port_forward import ForwardError, forwarded
+from equipoise.cli.main import app
+from equipoise.planning.policy import Policy
+from equipoise.trust.credentials import Credentials
+
+BOUND_S = 120.0
+ROOT = Path(__file__).parents[2]
+NAME = "eq-equipoise-balancer.moe.svc"
+
+# Stands in for kubectl, in words of the real one: lists what $CLUSTER has, and forwards to $TARGET.
+KUBECTL = f"""#!{sys.executable}
+import json, os, socket, sys, threading
+with open(os.environ["ASKED"], "a") as asked:
+    print(*sys.argv[1:], file=asked)
+words = [word for word in sys.argv[1:] if not word.startswith("--")]
+if words[0] == "get":
+    print(json.dumps({{"items": json.loads(os.environ["CLUSTER"]).get(words[1], [])}}))
+    sys.exit()
+if not os.environ.get("TARGET"):
+    sys.exit("error: unable to forward port because pod is not running")
+host, port = os.environ["TARGET"].split(":")
+server = socket.create_server(("127.0.0.1", 0))
+print(f"Forwarding from 127.0.0.1:{{server.getsockname()[1]}} -> 7070", flush=True)
+def pump(a, b):
+    while data := a.recv(65536):
+        b.sendall(data)
+    b.shutdown(socket.SHUT_WR)
+while True:
+    here, _ = server.accept()
+    print("Handling connection for 7070", flush=True)
+    there = socket.create_connection((host, int(port)))
+    for pair in ((here, there), (there, here)):
+        threading.Thread(target=pump, args=pair, daemon=True).start()
+"""
+
+
+def pod(name, *, ip="10.0.0.1", release="eq", phase="Running", certified=""):
+    env = [{"name": "EQUIPOISE_TLS_BALANCER_NAME", "value": certified}] if certified else []
+    ports = [{"name": "metrics", "containerPort": 9090}, {"name": "grpc", "containerPort": 7070}]
+    return {
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/instance": release}},
+        "status": {"phase": phase, "podIP": ip},
+        "spec": {"containers": [{"ports": ports, "env": env}]},
+    }
+
+
+def lease(address):
+    return {"metadata": {"annotations": {"equipoise/leader-address": address}}}
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A function that says what the cluster has; gives the file of what kubectl was asked."""
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(KUBECTL)
+    kubectl.chmod(0o755)
+    asked = tmp_path / "asked"
+    monkeypatch.setenv("PATH", str(kubectl.parent), prepend=os.pathsep)
+    monkeypatch.setenv("ASKED", str(asked))
+
+    def has(*, target="", **objects):
+        monkeypatch.setenv("CLUSTER", json.dumps(objects))
+        monkeypatch.setenv("TARGET", target)
+        return asked
+
+    return has
+
+
+def test_kubectls_options_go_to_kubectl_and_ours_to_us():
+    line = "status -n moe --watch --context=prod --release eq --pool decode --kubeconfig k"
+    assert parted(line.split()) == Call(
+        arguments=("status", "--watch", "--pool", "decode"),
+        of_kubectl=("--namespace=moe", "--context=prod", "--kubeconfig=k"),
+        release="eq",
+    )
+    with pytest.raises(ForwardError, match="-n wants a value"):
+        parted(["status", "-n"])
+
+
+@pytest.mark.parametrize(
+    ("line", "asks"),
+    [
+        ("status", True),
+        ("layout show --json", True),
+        ("rebalance --force", True),
+        ("status --address=10.0.0.1:7070", False),
+        ("status --help", False),
+        ("policy schema", False),
+        ("demo", False),
+        ("", False),
+        ("--version", False),
+    ],
+)
+def test_only_a_command_that_asks_a_balancer_needs_one(line, asks):
+    assert asks_a_balancer(app, line.split()) is asks
+
+
+def test_commands_and_their_options_are_proposed_with_what_they_mean():
+    (pause,) = following(app, [], begun="pau")
+    assert pause == ("pause", "Adopt no plan until `resume`; what is...")
+    assert {word for word, _ in following(app, ["layout"], begun="")} >= {"show", "diff"}
+    assert "--force" in dict(following(app, ["rebalance"], begun="--f"))
+    assert not dict(following(app, ["rebalance"], begun=""))
+
+
+def test_the_pod_that_leads_is_reached_with_the_name_in_its_certificate(cluster):
+    asked = cluster(
+        target="127.0.0.1:9",
+        pods=[
+            pod("eq-balancer-a", ip="10.0.0.1"),
+            pod("eq-balancer-b", ip="10.0.0.2", certified=NAME),
+            pod("eq-balancer-c", ip="10.0.0.2", phase="Succeeded"),
+        ],
+        leases=[lease("10.0.0.2:7070")],
+    )
+    with forwarded(["--namespace=moe"]) as (address, name):
+        assert address.startswith("127.0.0.1:")
+        assert name == NAME
+    selector = "app.kubernetes.io/part-of=equipoise"
+    assert asked.read_text().splitlines() == [
+        f"--namespace=moe get pods -l {selector},app.kubernetes.io/component=balancer -o json",
+        f"--namespace=moe get leases -l {selector} -o json",
+        "--namespace=moe port-forward pod/eq-balancer-b :7070",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pods", "release", "words"),
+    [
+        ([], "", "name another one with --namespace, or an address with --address"),
+        ([pod("a", phase="Pending")], "", "no balancer runs in this namespace"),
+        ([pod("a"), pod("b", release="two")], "", "name one of eq, two with --release"),
+        ([pod("a")], "other", "no balancer of release other"),
+        ([pod("a")], "", "failed: error: unable to forward port"),
+    ],
+)
+def test_what_cannot_be_reached_is_said_with_the_remedy(cluster, pods, release, words):
+    cluster(pods=pods)
+    with pytest.raises(ForwardError, match=words), forwarded([], release=release):
+        pass
+
+
+def test_one_without_kubectl_is_told(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ForwardError, match="kubectl is not here"), forwarded([]):
+        pass
+
+
+async def test_a_status_comes_through_the_forward_under_tls(cluster, tmp_path, monkeypatch):
+    authority = Authority(tmp_path / "certificates")
+    store = SqliteStore(tmp_path / "state.sqlite")
+    reader = authority.issue("reader")
+    monkeypatch.setenv("EQUIPOISE_TLS_CA", reader.tls_ca)
+    monkeypatch.setenv("EQUIPOISE_TLS_CERT", reader.tls_cert)
+    monkeypatch.setenv("EQUIPOISE_TLS_KEY", reader.tls_key)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    async with serving(
+        store,
+        listen="127.0.0.1:0",
+        policies=PolicyBook(Policy()),
+        stop_grace_s=1.0,
+        credentials=Credentials(authority.issue("balancer", hosts=(NAME,))),
+    ) as port:
+        cluster(target=f"127.0.0.1:{port}", pods=[pod("eq-balancer-a", certified=NAME)])
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "from equipoise.cli.kubectl.plugin import main; main()"),
+            *("status", "-n", "moe", "--json", "--timeout-s", "60"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        async with asyncio.timeout(BOUND_S):
+            told, faults = await process.communicate()
+    await store.close()
+    assert not faults.decode()
+    assert json.loads(told) == {"pools": []}
+
+
+def test_the_programs_of_the_package_are_there():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"equipoise", "kubectl-equipoise", "kubectl_complete-equipoise"}
+    for place in scripts.values():
+        module, _, function = place.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_real_kubectl_finds_the_plugin_and_what_may_follow_it(tmp_path):
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not here")
+    for script, function in (
+        ("kubectl-equipoise", "main"),
+        ("kubectl_complete-equipoise", "complete"),
+    ):
+        path = tmp_path / script
+        path.write_text(
+            f"#!{sys.executable}\n"
+            f"from equipoise.cli.kubectl.plugin import {function}\n"
+            f"{function}()\n"
+        )
+        path.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+
+    def asked(*words):
+        done = subprocess.run(
+            [kubectl, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=BOUND_S,
+            check=False,
+        )
+        return done.stdout
+
+    assert str(tmp_path / "kubectl-equipoise") in asked("plugin", "list")
+    assert asked("equipoise", "--version").startswith("equipoise ")
+    completed = asked("__complete", "equipoise", "re").splitlines()
+    assert {line.partition("\t")[0] for line in completed} >= {"rebalance", "resume", "replay"}
