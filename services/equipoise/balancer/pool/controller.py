@@ -5,6 +5,8 @@ all ranks on one layout, learns the load, has plans made and rolls the accepted 
 is what workers report: whatever it missed, it reconciles with the next word it hears.
 """
 
+import math
+
 from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.admin_requests import AdminRequest, Preview
@@ -37,8 +39,8 @@ from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.proposal import Proposal
 from equipoise.balancer.pool.roster import Member
 from equipoise.balancer.pool.settling import settle
+from equipoise.balancer.pool.silence import note_silence
 from equipoise.planning.errors import InvalidReportError
-from equipoise.planning.members import alive
 from equipoise.planning.policy import StoreDown
 from equipoise.planning.rollout import (
     Persisted,
@@ -97,6 +99,7 @@ class PoolController:
         pool.revision += 1
         effects: list[Effect] = []
         pool.unheard -= {hello.worker}
+        pool.quiet_until_s = -math.inf
         if before is not None and before.rank is not None and member.rank is None:
             restarted = f"worker {member.name} restarted"
             effects += pool.roll(RankLost(rank=before.rank, reason=restarted), now=now)
@@ -142,6 +145,7 @@ class PoolController:
         if member is None:
             return ()
         self.pool.revision += 1
+        self.pool.quiet_until_s = -math.inf
         rank = member.rank if member.connected else None
         self.pool.roster.leave(worker, reason=reason)
         effects: Chain = ()
@@ -165,7 +169,7 @@ class PoolController:
         """Time passed: look at every bound, settle what is open, close a window that is due."""
         effects: list[Effect] = [*retry(self.pool), *follow_policy(self.pool, now=now)]
         effects += late_decisions(self.pool)
-        effects += self._note_silence(now=now)
+        effects += note_silence(self.pool, now=now)
         effects += self.pool.roll(Ticked(), now=now)
         effects += open_if_due(self.pool, now=now)
         effects += settle(self.pool, now=now)
@@ -301,25 +305,6 @@ class PoolController:
             reason = f"its group is over: {lost.reason}"
             effects = pool.roll(RankLost(rank=member.rank, reason=reason), now=now)
         return (*effects, *open_if_due(pool, now=now))
-
-    def _note_silence(self, *, now: float) -> Chain:
-        """Ranks that fell silent are lost to a rollout; they count again when they speak."""
-        pool = self.pool
-        heard_s = {
-            member.rank: member.last_heard_s
-            for member in pool.roster.seated()
-            if member.connected and member.rank is not None
-        }
-        silent = alive(heard_s, now=now, silent_after_s=pool.silent_after_s).silent
-        fell_silent = [rank for rank in silent if rank not in pool.silent]
-        if silent.keys() != pool.silent.keys():
-            pool.revision += 1
-        pool.silent = silent
-        effects: list[Effect] = []
-        for rank in fell_silent:
-            pool.bounds.note("report", silent[rank])
-            effects += pool.roll(RankLost(rank=rank, reason=silent[rank]), now=now)
-        return tuple(effects)
 
     # Messages ------------------------------------------------------------------------------------
 

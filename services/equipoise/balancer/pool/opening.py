@@ -11,6 +11,7 @@ from equipoise.balancer.pool.epoch_log import EpochRecord, Unwritten
 from equipoise.balancer.pool.orders import assignment
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.roster import Member
+from equipoise.balancer.pool.silence import silent_workers
 from equipoise.balancer.pool.slow_workers import excluded_workers, need_excluded
 from equipoise.balancer.store.store import Membership
 from equipoise.planning.membership import Opening, next_epoch
@@ -64,16 +65,6 @@ def assign_returned(pool: Pool) -> Chain:
         _assignment(pool, member)
         for member in pool.roster.seated()
         if member.connected and not member.assigned and member.lost_reason is None
-    )
-
-
-def silent_workers(pool: Pool, *, now: float) -> frozenset[str]:
-    """Workers whose stream is open and who have not spoken for too long."""
-    silent_after_s = pool.silent_after_s
-    return frozenset(
-        member.name
-        for member in pool.roster.members.values()
-        if member.connected and now - member.last_heard_s > silent_after_s
     )
 
 

@@ -1,5 +1,6 @@
 """`Pool`: everything that is known of one pool now, and the one way in which rollouts move on."""
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -90,7 +91,8 @@ class Pool:
     that the store knows. `watched` is the latest rollout until it was judged, `judged` are those
     before, newest first, `rolled_back_s` is when one was rolled back last. `paces` are of the
     windows of this epoch, `slow` are ranks that they show to be slow, `excluded` workers by name.
-    `late` are verdicts that the store has yet to take.
+    `late` are verdicts that the store has yet to take. Before `quiet_until_s` no worker can count
+    as silent, whatever it does.
     `revision` grows with every change.
     """
 
@@ -126,6 +128,7 @@ class Pool:
     paces: deque[Pace] = field(default_factory=lambda: deque(maxlen=MAX_PACES))
     slow: Mapping[int, SlowRank] = field(default_factory=dict)
     excluded: dict[str, Exclusion] = field(default_factory=dict)
+    quiet_until_s: float = -math.inf
     late: deque[DecisionRecord] = field(default_factory=lambda: deque(maxlen=MAX_LATE))
     elsewhere: str = ""
     store_fault: str = ""
@@ -180,6 +183,7 @@ class Pool:
         self.in_force = in_force
         self.rollouts.adopt(in_force.values)
         self.bounds.adopt(in_force.values)
+        self.quiet_until_s = -math.inf
         if self.loads is not None:
             self.loads.adopt(in_force.values, now=now)
 
@@ -245,6 +249,7 @@ class Pool:
         )
         self.faults.clear()
         self.silent = {}
+        self.quiet_until_s = -math.inf
         self.watched = None
         self.paces.clear()
         self.slow = {}

@@ -86,6 +86,7 @@ class Roster:
     peers: tuple[Peer, ...] = ()
     rendezvous_address: str = ""
     members: dict[str, Member] = field(default_factory=dict)
+    _seated: tuple[Member, ...] = field(default=(), init=False)
 
     def admit(self, hello: Hello, *, now: float) -> Member:
         """Let a worker in; a newer boot of the same name takes the older one's place.
@@ -108,7 +109,7 @@ class Roster:
             member.rank, member.held = known.rank, known.held
         self.shape = shape or hello
         self.members[hello.worker] = member
-        self._note_peers()
+        self._note_seats()
         return member
 
     def leave(self, worker: str, *, reason: str) -> None:
@@ -141,7 +142,7 @@ class Roster:
             member.lost_reason = member.left_out = None
             member.generation = member.staged_generation = 0
         self.num_ranks = len(ordered)
-        self._note_peers()
+        self._note_seats()
 
     def waiting(self) -> list[Member]:
         """Connected members without a rank."""
@@ -149,10 +150,9 @@ class Roster:
             member for member in self.members.values() if member.connected and member.rank is None
         ]
 
-    def seated(self) -> list[Member]:
+    def seated(self) -> tuple[Member, ...]:
         """Members of the epoch in rank order, those that are gone included."""
-        seated = [member for member in self.members.values() if member.rank is not None]
-        return sorted(seated, key=lambda member: member.rank or 0)
+        return self._seated
 
     def candidates(
         self, silent: Container[str], *, excluded: Mapping[str, str]
@@ -180,18 +180,14 @@ class Roster:
     @property
     def complete(self) -> bool:
         """Whether every rank of the epoch is connected and serving."""
-        seated = [member for member in self.members.values() if member.rank is not None]
-        return 0 < self.num_ranks == len(seated) and all(
-            member.connected and member.serving for member in seated
+        return 0 < self.num_ranks == len(self._seated) and all(
+            member.serving and member.gone_reason is None for member in self._seated
         )
 
     @property
     def settled(self) -> bool:
         """Whether whoever is here is a rank of the epoch, and every rank serves."""
-        return len(self.members) == self.num_ranks and all(
-            member.rank is not None and member.connected and member.serving
-            for member in self.members.values()
-        )
+        return len(self.members) == self.num_ranks == len(self._seated) and self.complete
 
     def member_at(self, rank: int) -> Member:
         """The member that holds a rank of the epoch."""
@@ -205,8 +201,10 @@ class Roster:
             slots_per_rank=self.shape.slots_per_rank,
         )
 
-    def _note_peers(self) -> None:
-        seated = self.seated()
+    def _note_seats(self) -> None:
+        """Remember who sits where: it is asked for at every tick, and changes with membership."""
+        members = [member for member in self.members.values() if member.rank is not None]
+        seated = self._seated = tuple(sorted(members, key=lambda member: member.rank or 0))
         if not seated or len(seated) < self.num_ranks:
             # A seat whose holder restarted keeps its old address: the others still need the list.
             return
@@ -283,7 +281,7 @@ class Roster:
             self.epoch = running.epoch
             self.highest_epoch = max(self.highest_epoch, running.epoch)
         self.num_ranks = running.layout.num_ranks
-        holder = next((other for other in self.seated() if other.rank == running.rank), None)
+        holder = self._holder(running.rank)
         if holder is not None and holder.name != member.name and holder.connected:
             raise RefusedWorkerError(
                 "hello_rank_taken",
@@ -297,6 +295,9 @@ class Roster:
         member.staged_generation = running.staged_generation
         member.serving = True
         member.hold(running.layout)
+
+    def _holder(self, rank: int) -> Member | None:
+        return next((other for other in self.members.values() if other.rank == rank), None)
 
     def _forget_seats(self) -> None:
         self.peers = ()
