@@ -68,7 +68,7 @@ class Link:
         message = await asyncio.wait_for(self.call.read(), WAIT_S)
         if message is grpc.aio.EOF:
             return None
-        value = from_balancer(message, hello=self.worker.hello)
+        value = from_balancer(message, hello=self.worker.hello, running=self.worker.layout)
         if not isinstance(value, HeartbeatAck | Rejection):
             self.worker.take(value)
         return value

@@ -53,18 +53,32 @@ class SimulatedPool:
         load = random.gamma(0.7, size=shape)
         scale = settings.tokens_per_s * settings.num_ranks
         self.tokens_per_s = load / load.sum(axis=1, keepdims=True) * scale
-        self._layouts: dict[int, np.ndarray] = {}
+        self.tables: dict[int, np.ndarray] = {}
+        """int32 [layers, slots] by generation, the latest two; all ranks of the pool share them."""
         self._staged: dict[int, int] = {}
         self._all_staged: dict[int, asyncio.Event] = {}
 
-    def table(self, layout: pb.Layout) -> np.ndarray:
-        """int32 [layers, slots]; all ranks of the pool share one."""
-        if layout.generation not in self._layouts:
-            shape = (layout.num_layers, layout.num_slots)
-            table = np.frombuffer(layout.expert_of_slot, dtype="<i4").reshape(shape)
-            self._layouts = dict(list(self._layouts.items())[-1:])
-            self._layouts[layout.generation] = table
-        return self._layouts[layout.generation]
+    def start(self, layout: pb.Layout) -> int:
+        """Take the layout of an assignment; gives its generation."""
+        cells = np.frombuffer(layout.expert_of_slot, dtype="<i4")
+        self._keep(layout.generation, cells, shape=(layout.num_layers, layout.num_slots))
+        return layout.generation
+
+    def stage(self, stage: pb.Stage) -> int:
+        """Take the layout of a stage, told as a whole or as a change; gives its generation."""
+        change = stage.change
+        if not stage.HasField("change"):
+            return self.start(stage.layout)
+        base = self.tables[stage.base_generation]
+        cells = base.ravel().copy()
+        cells[np.frombuffer(change.cells, "<u4")] = np.frombuffer(change.expert_of_cell, "<i4")
+        self._keep(change.generation, cells, shape=base.shape)
+        return change.generation
+
+    def _keep(self, generation: int, cells: np.ndarray, *, shape: tuple[int, int]) -> None:
+        if generation not in self.tables:
+            self.tables = dict(list(self.tables.items())[-1:])
+            self.tables[generation] = cells.reshape(shape)
 
     async def until_all_staged(self, generation: int) -> None:
         """Wait until each rank of the pool came here."""
@@ -144,7 +158,7 @@ class SimulatedRank:
         self._epoch, self._rank = assignment.epoch, assignment.rank
         self._interval_s = assignment.report_interval_s
         self._first_step_s = time.monotonic()
-        self._run(assignment.layout)
+        self._run(self._pool.start(assignment.layout))
         await call.write(
             pb.ConnectRequest(
                 serving=pb.Serving(
@@ -159,15 +173,16 @@ class SimulatedRank:
 
     async def _switch(self, call, stage: pb.Stage) -> None:
         self._fleet.count("staged")
-        seat = {"epoch": self._epoch, "rank": self._rank, "generation": stage.layout.generation}
+        generation = self._pool.stage(stage)
+        seat = {"epoch": self._epoch, "rank": self._rank, "generation": generation}
         await call.write(pb.ConnectRequest(staged=pb.Staged(**seat, peer_bytes=1, duration_us=1)))
-        await self._pool.until_all_staged(stage.layout.generation)
-        self._run(stage.layout)
+        await self._pool.until_all_staged(generation)
+        self._run(generation)
         await call.write(
             pb.ConnectRequest(
                 switched=pb.Switched(
                     **seat,
-                    step=1_000 * stage.layout.generation,
+                    step=1_000 * generation,
                     stall_us=300,
                     median_step_us=STEP_US,
                     slot_checksums=self._slot_checksums(),
@@ -195,15 +210,15 @@ class SimulatedRank:
             )
             await asyncio.sleep(due_s - time.monotonic())
 
-    def _run(self, layout: pb.Layout) -> None:
-        table = self._pool.table(layout)
+    def _run(self, generation: int) -> None:
+        table = self._pool.tables[generation]
         slots = self._pool.settings.slots_per_rank
         self._experts = table[:, self._rank * slots : (self._rank + 1) * slots]
-        keys = table + np.arange(len(table))[:, None] * layout.num_experts
+        keys = table + np.arange(len(table))[:, None] * self._pool.settings.num_experts
         replicas = np.bincount(keys.ravel(), minlength=self._pool.tokens_per_s.size)
         rates = self._pool.tokens_per_s / replicas.reshape(self._pool.tokens_per_s.shape)
         self._rates = np.take_along_axis(rates, self._experts, axis=1)
-        self._generation = layout.generation
+        self._generation = generation
         self._began_s = time.monotonic()
 
     def _slot_checksums(self) -> bytes:

@@ -49,6 +49,10 @@ HELLO = Hello(
     kernels="triton, gemm_large=scaled_mm",
 )
 LAYOUT = contiguous_layout(num_layers=3, num_experts=8, num_ranks=2, slots_per_rank=5, generation=4)
+RUNS = replace(LAYOUT, generation=3, expert_of_slot=LAYOUT.expert_of_slot[:, ::-1])
+"""What the worker runs, of which a stage may tell changes."""
+WAVE = RUNS.expert_of_slot.copy()
+WAVE[1, [2, 5]] = WAVE[1, [5, 2]]
 CHECKSUMS = np.arange(3 * 5 * 16, dtype=np.uint8).reshape(3, 5, 16)
 STATS = RankStats(
     steps=9,
@@ -121,6 +125,16 @@ GROUP_LOST = GroupLost(
 )
 HEARTBEAT = Heartbeat(epoch=1, generation=4, staged_generation=5, sequence=12, draining=True)
 
+CHANGE = Stage(
+    epoch=1,
+    layout=replace(RUNS, generation=4, expert_of_slot=WAVE),
+    base_generation=3,
+    base=RUNS,
+    moves=(),
+    timeout_s=30.0,
+    term=3,
+)
+
 FROM_WORKERS = [
     HELLO,
     replace(HELLO, running=RUNNING, highest_term=3),
@@ -140,6 +154,7 @@ FROM_BALANCER = [
     replace(ASSIGNMENT, moves=STAGE.moves, meet_timeout_s=12.5),
     STAGE,
     replace(STAGE, moves=()),
+    CHANGE,
     Abort(epoch=1, generation=5, reason="rank 0 refused", term=3),
     HeartbeatAck(sequence=12),
     Rejection(reason="the pool is complete", fatal=True),
@@ -157,7 +172,7 @@ def received_by_balancer(message):
 
 
 def received_by_worker(message):
-    return from_balancer(over_the_wire(message), hello=HELLO)
+    return from_balancer(over_the_wire(message), hello=HELLO, running=RUNS)
 
 
 @pytest.fixture(params=FROM_WORKERS, ids=lambda value: type(value).__name__)
@@ -186,6 +201,7 @@ def good():
         assignment=ASSIGNMENT,
         group_lost=GROUP_LOST,
         stage=STAGE,
+        change=CHANGE,
         from_workers=FROM_WORKERS,
         from_balancer=FROM_BALANCER,
         received_by_balancer=received_by_balancer,

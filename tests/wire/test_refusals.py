@@ -194,6 +194,32 @@ def test_a_stage_with_one_fault_is_refused_in_words(good, changes, kind, words):
     check_refusal(refusal_of(good.received_by_worker, message), kind, words)
 
 
+CHANGE_FAULTS = [
+    ({"cells": b"123"}, "stage_shape", "cells must be"),
+    ({"cells": b"1234"}, "stage_shape", "expert_of_cell must be"),
+    ({"share_of_cell": b"12"}, "stage_shape", "share_of_cell must be"),
+    ({"digest": b"short"}, "stage_shape", "a digest has 16 bytes, not 5"),
+    ({"digest": bytes(16)}, "stage_layout", "told as a change of another layout than generation 3"),
+    ({"cells": b"\xff" * 8}, "stage_layout", "cell 4294967295 does not exist among 3 layers"),
+    ({"expert_of_cell": bytes(8)}, "stage_layout", "layer 1"),
+    ({"generation": 0}, "stage_range", "generation must be from 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), CHANGE_FAULTS)
+def test_a_change_of_a_layout_with_one_fault_is_refused_in_words(good, changes, kind, words):
+    message = to_worker(good.change)
+    set_fields(message.stage.change, **changes)
+    check_refusal(refusal_of(good.received_by_worker, message), kind, words)
+
+
+@pytest.mark.parametrize("runs", [None, 2])
+def test_a_change_of_a_generation_that_does_not_run_is_refused(good, runs):
+    running = None if runs is None else replace(good.change.base, generation=runs)
+    error = refusal_of(from_balancer, to_worker(good.change), hello=good.hello, running=running)
+    check_refusal(error, "stage_base", "changes generation 3, but worker-1 runs (nothing|gen)")
+
+
 def test_a_stage_that_fills_a_slot_twice_or_from_nowhere_is_refused(good):
     twice = to_worker(replace(good.stage, moves=good.stage.moves * 2))
     check_refusal(

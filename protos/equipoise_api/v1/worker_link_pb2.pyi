@@ -763,6 +763,50 @@ class Move(_message.Message):
 Global___Move: _TypeAlias = Move  # noqa: Y015
 
 @_typing.final
+class LayoutChange(_message.Message):
+    """LayoutChange tells a layout by what it changes in another one, of as many layers and slots."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CELLS_FIELD_NUMBER: _builtins.int
+    EXPERT_OF_CELL_FIELD_NUMBER: _builtins.int
+    SHARE_OF_CELL_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Number of the new layout."""
+    cells: _builtins.bytes
+    """uint32 little-endian, ascending: cells that differ, each layer * num_slots + slot."""
+    expert_of_cell: _builtins.bytes
+    """int32 little-endian, one a cell: the logical expert that it holds."""
+    share_of_cell: _builtins.bytes
+    """uint16 little-endian, one a cell: its share, as in Layout. Absent when the new layout splits
+    every expert evenly, cells that are not named included.
+    """
+    digest: _builtins.bytes
+    """BLAKE2b-128 of the complete new layout: experts, then shares if they are uneven, as int32
+    little-endian. Who comes to another one has changed another layout, and refuses.
+    """
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        cells: _builtins.bytes = ...,
+        expert_of_cell: _builtins.bytes = ...,
+        share_of_cell: _builtins.bytes | None = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_share_of_cell", b"_share_of_cell", "share_of_cell", b"share_of_cell"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_share_of_cell", b"_share_of_cell", "cells", b"cells", "digest", b"digest", "expert_of_cell", b"expert_of_cell", "generation", b"generation", "share_of_cell", b"share_of_cell"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__share_of_cell: _TypeAlias = _typing.Literal["share_of_cell"]  # noqa: Y015
+    _WhichOneofArgType__share_of_cell: _TypeAlias = _typing.Literal["_share_of_cell", b"_share_of_cell"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__share_of_cell) -> _WhichOneofReturnType__share_of_cell | None: ...
+
+Global___LayoutChange: _TypeAlias = LayoutChange  # noqa: Y015
+
+@_typing.final
 class Stage(_message.Message):
     """Stage asks a rank to fill staging memory for the next generation."""
 
@@ -775,6 +819,7 @@ class Stage(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the moves are meant for; another epoch refuses."""
     base_generation: _builtins.int
@@ -789,11 +834,15 @@ class Stage(_message.Message):
     """
     @_builtins.property
     def layout(self) -> Global___Layout:
-        """Complete layout of the generation to prepare."""
+        """Complete layout of the generation to prepare; absent if `change` says it."""
 
     @_builtins.property
     def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___Move]:
         """Moves into the receiver's slots only; may be empty (the rank still takes part)."""
+
+    @_builtins.property
+    def change(self) -> Global___LayoutChange:
+        """In place of `layout`, where that is shorter: what changes against `base_generation`."""
 
     def __init__(
         self,
@@ -805,10 +854,11 @@ class Stage(_message.Message):
         timeout_s: _builtins.float = ...,
         term: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        change: Global___LayoutChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_generation", b"base_generation", "epoch", b"epoch", "layout", b"layout", "moves", b"moves", "term", b"term", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_generation", b"base_generation", "change", b"change", "epoch", b"epoch", "layout", b"layout", "moves", b"moves", "term", b"term", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

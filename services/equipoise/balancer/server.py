@@ -44,7 +44,6 @@ from equipoise_api.v1 import (
     status_pb2,
     status_pb2_grpc,
     worker_link_pb2,
-    worker_link_pb2_grpc,
 )
 
 _WORKER_LINK = worker_link_pb2.DESCRIPTOR.services_by_name["WorkerLink"].full_name
@@ -157,9 +156,7 @@ async def serving(
         readiness=readiness,
         tracer=tracer,
     )
-    worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(
-        WorkerLinkService(seat, caller=guard.caller), server
-    )
+    server.add_generic_rpc_handlers((WorkerLinkService(seat, caller=guard.caller).handler(),))
     status_pb2_grpc.add_StatusServicer_to_server(
         StatusService(seat, store=store, clock=clock), server
     )

@@ -7,6 +7,7 @@ from the worker's `Hello`, which both sides keep for the life of the stream.
 
 from typing import assert_never
 
+from equipoise.planning.layout import Layout
 from equipoise.wire import requests, responses
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
@@ -123,8 +124,12 @@ def to_worker(value: BalancerMessage) -> pb.ConnectResponse:
             assert_never(value)
 
 
-def from_balancer(message: pb.ConnectResponse, *, hello: Hello) -> BalancerMessage:
+def from_balancer(
+    message: pb.ConnectResponse, *, hello: Hello, running: Layout | None = None
+) -> BalancerMessage:
     """What the worker that introduced itself by `hello` received from its balancer.
+
+    `running` is the layout that it runs, of which the balancer may tell changes only.
 
     Raises:
         InvalidMessageError: the message cannot be used.
@@ -134,7 +139,7 @@ def from_balancer(message: pb.ConnectResponse, *, hello: Hello) -> BalancerMessa
         case "assignment":
             return responses.assignment_from_proto(message.assignment, hello=hello)
         case "stage":
-            return responses.stage_from_proto(message.stage, hello=hello)
+            return responses.stage_from_proto(message.stage, hello=hello, running=running)
         case "abort":
             return responses.abort_from_proto(message.abort)
         case "heartbeat_ack":

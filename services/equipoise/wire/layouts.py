@@ -1,7 +1,8 @@
-"""Layouts, model shapes and checksums: the parts that several messages carry."""
+"""Layouts and their changes, model shapes and checksums: the parts that several messages carry."""
 
 import numpy as np
 
+from equipoise.planning.change import DIGEST_BYTES, LayoutChange
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
@@ -58,6 +59,54 @@ def layout_from_proto(message: pb.Layout, *, kind: str = "layout") -> Layout:
             expert_of_slot=cells.astype(np.int32),
             share_of_slot=shares,
         )
+    except InvalidLayoutError as error:
+        raise InvalidMessageError(f"{kind}_layout", f"{kind}: {error}") from error
+
+
+def change_to_proto(change: LayoutChange) -> pb.LayoutChange:
+    """The change as its message."""
+    shares = change.share_of_cell
+    return pb.LayoutChange(
+        generation=change.generation,
+        cells=change.cells.astype("<u4", copy=False).tobytes(),
+        expert_of_cell=change.expert_of_cell.astype("<i4", copy=False).tobytes(),
+        share_of_cell=None if shares is None else shares.astype("<u2").tobytes(),
+        digest=change.digest,
+    )
+
+
+def changed_from_proto(message: pb.LayoutChange, *, kind: str, base: Layout) -> Layout:
+    """The layout that a change makes of `base`.
+
+    Raises:
+        InvalidMessageError: "_shape" when a table has another size than there are cells, "_layout"
+            when what comes out is no layout, or not the one that was meant.
+    """
+    num_cells = len(message.cells) // 4
+    cells = checks.table(kind, "cells", message.cells, dtype="<u4", shape=(num_cells,))
+    experts = checks.table(
+        kind, "expert_of_cell", message.expert_of_cell, dtype="<i4", shape=(num_cells,)
+    )
+    shares = None
+    if message.HasField("share_of_cell"):
+        parts = checks.table(
+            kind, "share_of_cell", message.share_of_cell, dtype="<u2", shape=(num_cells,)
+        )
+        shares = parts.astype(np.int32)
+    if len(message.digest) != DIGEST_BYTES:
+        raise InvalidMessageError(
+            f"{kind}_shape",
+            f"{kind}: a digest has {DIGEST_BYTES} bytes, not {len(message.digest)}",
+        )
+    change = LayoutChange(
+        generation=checks.count(kind, "generation", message.generation, least=1),
+        cells=cells.astype(np.uint32, copy=False),
+        expert_of_cell=experts.astype(np.int32, copy=False),
+        share_of_cell=shares,
+        digest=message.digest,
+    )
+    try:
+        return change.applied_to(base)
     except InvalidLayoutError as error:
         raise InvalidMessageError(f"{kind}_layout", f"{kind}: {error}") from error
 

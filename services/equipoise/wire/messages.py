@@ -268,6 +268,9 @@ class Stage:
 
     `traceparent` is W3C's name of the rollout's span, below which the worker's belong; empty where
     nobody traces.
+
+    `base` is the layout of `base_generation`, if it is known that the receiver runs it: then only
+    what changes is sent.
     """
 
     epoch: int
@@ -275,6 +278,7 @@ class Stage:
     base_generation: int
     moves: tuple[Move, ...]
     timeout_s: float
+    base: Layout | None = None
     term: int = 0
     traceparent: str = ""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES, CheckpointSource, Move, RankSource, Source
 from equipoise.wire import checks, layouts
@@ -32,7 +33,7 @@ def assignment_to_proto(assignment: Assignment) -> pb.Assignment:
         report_interval_s=assignment.report_interval_s,
         heartbeat_interval_s=assignment.heartbeat_interval_s,
         term=assignment.term,
-        moves=[_move_to_proto(move) for move in assignment.moves],
+        moves=moves_to_proto(assignment.moves),
         meet_timeout_s=assignment.meet_timeout_s,
     )
 
@@ -67,30 +68,44 @@ def assignment_from_proto(message: pb.Assignment, *, hello: Hello) -> Assignment
 
 
 def stage_to_proto(stage: Stage) -> pb.Stage:
-    """What to fill staging memory with."""
-    return pb.Stage(
+    """What to fill staging memory with; the layout as a change of its base, if that is shorter."""
+    message = pb.Stage(
         epoch=stage.epoch,
-        layout=layouts.layout_to_proto(stage.layout),
         base_generation=stage.base_generation,
-        moves=[_move_to_proto(move) for move in stage.moves],
+        moves=moves_to_proto(stage.moves),
         timeout_s=stage.timeout_s,
         term=stage.term,
         traceparent=stage.traceparent,
     )
+    layout = layouts.layout_to_proto(stage.layout)
+    if stage.base is not None:
+        change = layouts.change_to_proto(LayoutChange.between(stage.base, stage.layout))
+        if change.ByteSize() < layout.ByteSize():
+            message.change.CopyFrom(change)
+            return message
+    message.layout.CopyFrom(layout)
+    return message
 
 
-def stage_from_proto(message: pb.Stage, *, hello: Hello) -> Stage:
+def stage_from_proto(message: pb.Stage, *, hello: Hello, running: Layout | None) -> Stage:
     """Moves that fill, each in a slot of its own, what the layout says.
 
-    Whether they are the receiver's slots, and all that change, only the receiver can tell.
+    `running` is the receiver's own layout, which a change is of. Whether the moves are for the
+    receiver's slots, and all that change, only the receiver can tell.
 
     Raises:
-        InvalidMessageError: a number is out of range, the layout is none or another model's, or a
-            move contradicts the layout, names no source or fills a slot twice.
+        InvalidMessageError: a number is out of range, the layout is none or another model's, it is
+            told as a change of a generation that does not run, or a move contradicts the layout,
+            names no source or fills a slot twice.
     """
-    layout = layouts.layout_from_proto(message.layout, kind="stage")
-    layouts.check_layout_suits("stage", layout, hello=hello)
     base_generation = checks.count("stage", "base_generation", message.base_generation, least=1)
+    base = None
+    if message.HasField("change"):
+        base = _base(base_generation, running=running, hello=hello)
+        layout = layouts.changed_from_proto(message.change, kind="stage", base=base)
+    else:
+        layout = layouts.layout_from_proto(message.layout, kind="stage")
+    layouts.check_layout_suits("stage", layout, hello=hello)
     if base_generation >= layout.generation:
         raise InvalidMessageError(
             "stage_generation",
@@ -100,6 +115,7 @@ def stage_from_proto(message: pb.Stage, *, hello: Hello) -> Stage:
         epoch=checks.count("stage", "epoch", message.epoch, least=1),
         layout=layout,
         base_generation=base_generation,
+        base=base,
         moves=_moves_from_proto("stage", message.moves, layout=layout),
         timeout_s=checks.duration_s("stage", "timeout_s", message.timeout_s),
         term=checks.count("stage", "term", message.term),
@@ -157,6 +173,11 @@ def rejection_from_proto(message: pb.Rejection) -> Rejection:
     )
 
 
+def moves_to_proto(moves: Iterable[Move]) -> list[pb.Move]:
+    """What a rank is to copy, in order."""
+    return [_move_to_proto(move) for move in moves]
+
+
 def _peers_from_proto(message: pb.Assignment, *, num_ranks: int, hello: Hello) -> tuple[Peer, ...]:
     if [peer.rank for peer in message.peers] != list(range(num_ranks)):
         raise InvalidMessageError(
@@ -182,6 +203,17 @@ def _peers_from_proto(message: pb.Assignment, *, num_ranks: int, hello: Hello) -
             f"but this is {hello.worker}",
         )
     return peers
+
+
+def _base(generation: int, *, running: Layout | None, hello: Hello) -> Layout:
+    if running is None or running.generation != generation:
+        runs = "nothing yet" if running is None else f"generation {running.generation}"
+        raise InvalidMessageError(
+            "stage_base",
+            f"stage: it changes generation {generation}, but {hello.worker} runs {runs}: plan from "
+            "there",
+        )
+    return running
 
 
 def _move_to_proto(move: Move) -> pb.Move:

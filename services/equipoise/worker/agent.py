@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import grpc
 
+from equipoise.planning.layout import Layout
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.wire.convert import from_balancer, to_balancer
@@ -56,10 +57,11 @@ class Agent:
     is dropped: it has lost its leadership and does not know yet.
 
     `hello` and `heartbeat(sequence)` say what the worker is and does at that moment. `receive`
-    gets every valid message but acknowledgements, `dropped` an invalid one with the reason; both
-    must not block. A balancer that says nothing for `ack_timeout_s`, although every heartbeat asks
-    for an answer, is taken for lost. Between two attempts the agent waits a random time ("full
-    jitter") below a bound that doubles from `backoff_s` to `max_backoff_s`.
+    gets every valid message but acknowledgements, `dropped` an invalid one with the reason;
+    both must not block. `running` gives the layout that runs, of which changes may be told. A
+    balancer that says nothing for `ack_timeout_s`, although every heartbeat asks for an answer,
+    is taken for lost. Between two attempts the agent waits a random time ("full jitter") below
+    a bound that doubles from `backoff_s` to `max_backoff_s`.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Agent:
         heartbeat: Callable[[int], Heartbeat],
         receive: Callable[[BalancerMessage], None],
         dropped: Callable[[pb.ConnectResponse, str], None],
+        running: Callable[[], Layout | None] = lambda: None,
         credentials: Credentials | None = None,
         waits: Waits | None = None,
         ack_timeout_s: float = ACK_TIMEOUT_S,
@@ -83,6 +86,7 @@ class Agent:
         self._heartbeat = heartbeat
         self._receive = receive
         self._dropped = dropped
+        self._running = running
         self._credentials = credentials or Credentials()
         self._waits = waits or Waits()
         self._ack_timeout_s = ack_timeout_s
@@ -189,7 +193,7 @@ class Agent:
         async for message in call:
             self._heard_at = _now()
             try:
-                value = from_balancer(message, hello=hello)
+                value = from_balancer(message, hello=hello, running=self._running())
             except InvalidMessageError as error:
                 _log.warning("a message of the balancer is dropped (%s): %s", error.kind, error)
                 self._dropped(message, str(error))

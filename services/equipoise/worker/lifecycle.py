@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Tracer
 
+from equipoise.planning.layout import Layout
 from equipoise.telemetry.exposition import metrics_at
 from equipoise.telemetry.probes import probe_routes
 from equipoise.trust.credentials import Credentials
@@ -133,6 +134,7 @@ class Worker:
             heartbeat=self._heartbeat,
             receive=self._receive,
             dropped=self._refuse_dropped,
+            running=self._running,
             credentials=self._credentials,
             waits=self._waits,
         )
@@ -269,15 +271,19 @@ class Worker:
             case _:
                 _log.warning("no rank yet: a %s is ignored", type(message).__name__)
 
+    def _running(self) -> Layout | None:
+        rank = self._epochs.rank
+        return None if rank is None else rank.held.contents.layout
+
     def _refuse_dropped(self, message: worker_link_pb2.ConnectResponse, reason: str) -> None:
         """Answer a stage that makes no sense, so that its rollout need not wait for a timeout."""
-        rank = self._epochs.rank
+        rank, stage = self._epochs.rank, message.stage
         if rank is not None and message.HasField("stage"):
             self._agent.send(
                 Refused(
                     epoch=rank.assignment.epoch,
                     rank=rank.assignment.rank,
-                    generation=message.stage.layout.generation,
+                    generation=stage.change.generation or stage.layout.generation,
                     reason=reason,
                 )
             )

@@ -74,6 +74,7 @@ def stage_orders(
                 epoch=roster.epoch,
                 layout=command.layout,
                 base_generation=base.generation,
+                base=base,
                 moves=moves.get(rank, ()),
                 timeout_s=policy.stage_timeout_s,
             ),

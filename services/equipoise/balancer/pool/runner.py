@@ -37,6 +37,7 @@ from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.spans import PoolSpans
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.telemetry.logs import about
+from equipoise.wire.encoder import Encoder
 from equipoise.wire.messages import (
     Abort,
     Assignment,
@@ -56,6 +57,8 @@ _log = logging.getLogger(__name__)
 
 class PoolRunner:
     """Runs one pool until its task is cancelled; `closed` when its streams were let go.
+
+    `encoder` is what its streams turn messages into bytes by.
 
     `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
     time that never runs backwards. Plans are computed on a thread of the pool's own, when `turns`
@@ -82,6 +85,7 @@ class PoolRunner:
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._answers = Answers()
+        self.encoder = Encoder()
         self.closed = False
 
     @property

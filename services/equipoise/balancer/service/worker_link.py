@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from typing import Any
 
 import grpc
 
@@ -20,7 +21,6 @@ from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.limits import max_message_bytes
 from equipoise.wire.messages import Hello, Leaving, Rejection
 from equipoise_api.v1 import worker_link_pb2 as pb
-from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
 
 HELLO_TIMEOUT_S = 10.0
 """Seconds a stream may stay without saying who it is."""
@@ -29,12 +29,14 @@ DRAIN_TIMEOUT_S = 1.0
 """Seconds the last messages of a stream may take to leave."""
 
 _Requests = AsyncIterator[pb.ConnectRequest]
-_Context = grpc.aio.ServicerContext[pb.ConnectRequest, pb.ConnectResponse]
+_Context = grpc.aio.ServicerContext[pb.ConnectRequest, bytes]
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["WorkerLink"]
 
 _log = logging.getLogger(__name__)
 
 
-class WorkerLinkService(pb_grpc.WorkerLinkServicer):
+class WorkerLinkService:
     """Turns streams into words for the pools, and the pools' words into messages.
 
     `caller` says who is on the other end of a call; a worker speaks for itself only.
@@ -44,21 +46,26 @@ class WorkerLinkService(pb_grpc.WorkerLinkServicer):
         self._seat = seat
         self._caller = caller
 
+    def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
+        """What a server serves the link by: the contract's, but answers are bytes already."""
+        connect = grpc.stream_stream_rpc_method_handler(
+            self.connect, request_deserializer=pb.ConnectRequest.FromString
+        )
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, {"Connect": connect})
+
     # A coroutine that writes, not a generator: its clean-up runs the moment it is cancelled.
-    async def Connect(  # type: ignore[override]  # noqa: N802 - the contract's name
-        self, request_iterator: _Requests, context: _Context
-    ) -> None:
+    async def connect(self, request_iterator: _Requests, context: _Context) -> None:
         """Serve one worker for as long as its stream lives."""
         mailbox = Mailbox()
         try:
             hello = await self._introduction(request_iterator)
             pools = self._seat.led
             if pools is None or pools.heard_of(hello.highest_term):
-                await context.write(to_worker(self._redirection()))
+                await context.write(_alone(self._redirection()))
                 return
             runner = await self._admit(pools, hello, mailbox, caller=self._caller(context))
         except (InvalidMessageError, RefusedWorkerError) as error:
-            await context.write(to_worker(Rejection(reason=str(error), fatal=True)))
+            await context.write(_alone(Rejection(reason=str(error), fatal=True)))
             return
         reason = "its stream was cut"
         try:
@@ -177,4 +184,9 @@ async def _write(mailbox: Mailbox, context: _Context, runner: PoolRunner) -> Non
         # The last look before the wire: this process may have been paused since it was posted.
         if not runner.leads:
             return
-        await context.write(to_worker(message))
+        await context.write(runner.encoder.encode(message))
+
+
+def _alone(rejection: Rejection) -> bytes:
+    """A message for nobody else."""
+    return to_worker(rejection).SerializeToString()

@@ -1,0 +1,71 @@
+"""A layout told by what it changes is the layout, or an error."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.planning.change import LayoutChange
+from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.shares import whole_shares
+
+BASE = contiguous_layout(num_layers=3, num_experts=8, num_ranks=4, slots_per_rank=3, generation=6)
+
+
+def shuffled(seed: int, *, is_uneven: bool, generation: int):
+    """A layout of other experts in some layers, split as it comes or evenly."""
+    random = np.random.default_rng(seed)
+    table = BASE.expert_of_slot.copy()
+    for layer in np.flatnonzero(random.random(3) < 0.5):
+        table[layer] = random.permutation(8).astype(np.int32)[table[layer]]
+    shares = None
+    if is_uneven:
+        parts = random.random(table.shape)
+        for layer, experts in enumerate(table):
+            parts[layer] /= np.bincount(experts, weights=parts[layer])[experts]
+        shares = whole_shares(parts, table, num_experts=8)
+    return BASE.with_placement(table, generation=generation, share_of_slot=shares)
+
+
+def swapped(layout, *, layers):
+    table = layout.expert_of_slot.copy()
+    for layer in layers:
+        table[layer, [0, 5]] = table[layer, [5, 0]]
+    return layout.with_placement(table, generation=layout.generation + 1)
+
+
+@given(
+    seeds=st.tuples(st.integers(0, 50), st.integers(0, 50)),
+    uneven=st.tuples(st.booleans(), st.booleans()),
+)
+def test_a_change_makes_of_its_base_what_it_was_made_from(seeds, uneven):
+    base = shuffled(seeds[0], is_uneven=uneven[0], generation=7)
+    target = shuffled(seeds[1], is_uneven=uneven[1], generation=9)
+    made = LayoutChange.between(base, target).applied_to(base)
+    assert made.generation == 9
+    assert made.same_placement(target)
+
+
+def test_only_what_differs_is_told():
+    change = LayoutChange.between(BASE, swapped(BASE, layers=[1]))
+    assert change.cells.tolist() == [12, 17]
+    assert change.share_of_cell is None
+
+
+def test_a_change_of_another_layout_with_the_same_number_is_refused():
+    base, target = swapped(BASE, layers=[0]), swapped(BASE, layers=[0, 1])
+    change = LayoutChange.between(base, target)
+    with pytest.raises(InvalidLayoutError, match="another layout than generation 6 here"):
+        change.applied_to(BASE)
+
+
+def test_a_cell_that_does_not_exist_is_refused():
+    change = LayoutChange.between(BASE, replace(BASE, generation=7))
+    beyond = replace(
+        change, cells=np.array([36], dtype=np.uint32), expert_of_cell=np.zeros(1, dtype=np.int32)
+    )
+    with pytest.raises(InvalidLayoutError, match="cell 36 does not exist among 3 layers x 12"):
+        beyond.applied_to(BASE)

@@ -1,0 +1,46 @@
+"""What all ranks of a pool are told alike is serialised once, and arrives as if told to each."""
+
+from dataclasses import replace
+
+import pytest
+
+from equipoise.wire.convert import to_worker
+from equipoise.wire.encoder import Encoder
+from equipoise_api.v1 import worker_link_pb2 as pb
+
+
+def test_every_message_means_the_same_as_if_it_were_made_for_one_worker(good):
+    encoder = Encoder()
+    for value in (*good.from_balancer, *good.from_balancer[::-1]):
+        assert pb.ConnectResponse.FromString(encoder.encode(value)) == to_worker(value)
+
+
+def test_each_rank_gets_its_own_seat_and_moves_beside_what_all_get(good):
+    encoder = Encoder()
+    for rank in (1, 0):
+        seated = replace(good.assignment, rank=rank, moves=good.stage.moves[:rank])
+        told = pb.ConnectResponse.FromString(encoder.encode(seated)).assignment
+        assert (told.rank, len(told.moves)) == (rank, rank)
+        assert len(told.peers) == 2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"term": 4}, {"timeout_s": 1.0}, {"base_generation": 2}, {"epoch": 2}]
+)
+def test_a_push_that_differs_in_anything_is_not_taken_for_the_one_before(good, changes):
+    encoder = Encoder()
+    encoder.encode(good.stage)
+    other = replace(good.stage, **changes)
+    assert pb.ConnectResponse.FromString(encoder.encode(other)) == to_worker(other)
+
+
+def test_tables_are_serialised_once_for_all_ranks(good, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "equipoise.wire.encoder.to_worker", lambda value: made.append(value) or to_worker(value)
+    )
+    encoder = Encoder()
+    for _ in range(5):
+        encoder.encode(good.assignment)
+        encoder.encode(good.stage)
+    assert len(made) == 2
