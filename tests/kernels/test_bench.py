@@ -23,9 +23,11 @@ from equipoise_kernels.bench import (
     mla_inputs,
     moe_cases,
     moe_inputs,
+    process_cases,
     quant_cases,
 )
 from equipoise_kernels.bench.bench import Bench
+from equipoise_kernels.bench.exchange_rank import Arguments, Seen
 from equipoise_kernels.bench.report import (
     GATES,
     Gate,
@@ -254,6 +256,44 @@ def test_a_wrong_sum_fails_the_gate(bench, monkeypatch):
     monkeypatch.setattr(virtual_ranks.VirtualRanks, "exchange", wrong)
     (sample,) = all_to_all_cases.many_tokens(bench, shape)
     assert any("last bit" in fault for fault in sample.faults)
+
+
+def test_processes_exchange_and_name_the_one_that_is_killed(bench):
+    (sample,) = process_cases.processes(
+        bench, num_ranks=2, exchanges=2, within_s=60.0, timeout_s=2.0
+    )
+    assert (sample.gate, sample.value, list(sample.faults)) == ("E3", 1.0, [])
+    assert sample.raw["rank_0_waited_s"] >= 2.0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"exchanges": 9}, "9 of 10"),
+        ({"wrong": 1}, "1 sums are not right"),
+        ({"missing": (1,), "words": "rank 1 is late"}, "rank 2 is dead, it says: rank 1 is late"),
+        ({"waited_s": 11.0}, "11.0 s"),
+    ],
+)
+def test_what_a_process_saw_wrong_fails_the_gate(change, named, bench, monkeypatch):
+    right = {"exchanges": 10, "wrong": 0, "missing": (2,), "words": "", "waited_s": 5.0}
+    reports = {0: Seen(**right), 1: Seen(**right | change)}
+    monkeypatch.setattr(process_cases, "_ran", lambda arguments: (reports, []))
+    (sample,) = process_cases.processes(bench, exchanges=10, timeout_s=5.0)
+    (fault,) = sample.faults
+    assert named in fault
+    assert judge(GATES["E3"], [sample]).verdict is Verdict.FAILED
+
+
+def test_a_process_that_fails_or_does_not_end_is_named(bench, tmp_path, monkeypatch):
+    arguments = Arguments(
+        num_ranks=2, rendezvous=str(tmp_path / "no" / "folder"), device="cpu", exchanges=1,
+        within_s=1.0, timeout_s=1.0, seed=0,
+    )  # fmt: skip
+    monkeypatch.setattr(process_cases, "_STARTING_S", -1.5)
+    assert process_cases._ran(arguments) == ({}, ["ranks were not done within 0.5 s"])
+    monkeypatch.setattr(process_cases.sys, "executable", "/bin/false")
+    assert process_cases._ran(arguments) == ({}, ["rank 0 failed: without a word"])
 
 
 def test_blocks_are_checked_one_by_one(generator):

@@ -27,6 +27,7 @@ from equipoise_kernels.bench import (
     layer_cases,
     mla_cases,
     moe_cases,
+    process_cases,
     quant_cases,
 )
 from equipoise_kernels.bench.bench import Bench, measured_machine
@@ -55,6 +56,7 @@ CASES: Mapping[tuple[str, ...], Cases] = {
     ("E2",): all_to_all_cases.few_tokens,
     ("E1",): all_to_all_cases.many_tokens,
     ("B3", "B4"): grouped_cases.flat,
+    ("E3",): process_cases.processes,
 }
 # B5 is measured beside these.
 _BESIDE = {"B5": ("B1", "B2")}

@@ -89,6 +89,8 @@ GATES: Mapping[str, Gate] = {
              target=0.65),
         Gate(name="E2", metric="8 virtual ranks, few tokens: microseconds of a rank", must=80.0,
              target=50.0, is_more_better=False),
+        Gate(name="E3", metric="processes on one GPU: right exchanges, dead rank named",
+             must=1.0),
         Gate(name="F1", metric="MoE layer of decode: time / sum of floors", must=1.8, target=1.4,
              is_more_better=False),
         Gate(name="F2", metric="slot map flipped under one graph: right outputs", must=1.0),

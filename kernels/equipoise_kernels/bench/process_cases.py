@@ -1,0 +1,115 @@
+"""Gate E3: the exchange between processes that share one GPU, and what they say of a dead one.
+
+It shows that the protocol holds between processes: flags, parities, skew, and a rank that is gone.
+Contexts take turns on the GPU, so that no time of it means anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from equipoise_kernels.bench.bench import Bench
+from equipoise_kernels.bench.exchange_rank import Arguments, Seen
+from equipoise_kernels.bench.report import Sample
+
+_RANKS = 3
+_EXCHANGES = 10_000
+_WITHIN_S = 120.0
+_TIMEOUT_S = 10.0
+# Starting Python, forming the group, and compiling on a machine whose cache is empty.
+_STARTING_S = 90.0
+_ROOM = Path(__file__).parents[2]
+# Torch maps windows of one device into each other only when it is told that this is meant.
+_ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "OMP_NUM_THREADS": "1"}
+
+
+def processes(
+    bench: Bench,
+    *,
+    num_ranks: int = _RANKS,
+    exchanges: int = _EXCHANGES,
+    within_s: float = _WITHIN_S,
+    timeout_s: float = _TIMEOUT_S,
+) -> list[Sample]:
+    """E3: the share of the exchanges that were made and right on every rank."""
+    with tempfile.TemporaryDirectory(prefix="equipoise-") as folder:
+        arguments = Arguments(
+            num_ranks=num_ranks,
+            rendezvous=str(Path(folder) / "rendezvous"),
+            device=bench.device.type,
+            exchanges=exchanges,
+            within_s=within_s,
+            timeout_s=timeout_s,
+            seed=bench.rng.randrange(1 << 30),
+        )
+        reports, faults = _ran(arguments)
+    faults += [fault for rank, seen in reports.items() for fault in _faults(rank, seen, arguments)]
+    right = min((seen.exchanges - seen.wrong for seen in reports.values()), default=0)
+    return [
+        Sample(
+            gate="E3",
+            shape=f"{num_ranks} processes x {exchanges} exchanges",
+            value=right / exchanges,
+            raw={f"rank_{rank}_waited_s": seen.waited_s for rank, seen in reports.items()},
+            faults=faults,
+        )
+    ]
+
+
+def _ran(arguments: Arguments) -> tuple[Mapping[int, Seen], list[str]]:
+    """What each rank but the killed one saw; ranks that failed are faults."""
+    bound_s = _STARTING_S + arguments.within_s + arguments.timeout_s
+    path = os.pathsep.join([str(_ROOM), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "equipoise_kernels.bench.exchange_rank"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), json.dumps(asdict(arguments))],
+            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(arguments.num_ranks)
+    ]
+    seen, faults = {}, []
+    try:
+        for rank, process in enumerate(ranks[:-1]):
+            output, errors = process.communicate(timeout=bound_s)
+            if process.returncode == 0:
+                seen[rank] = Seen(**json.loads(output))
+            else:
+                faults.append(f"rank {rank} failed: {_last_line(errors)}")
+    except subprocess.TimeoutExpired:
+        faults.append(f"ranks were not done within {bound_s:g} s")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    return seen, faults
+
+
+def _faults(rank: int, seen: Seen, arguments: Arguments) -> Sequence[str]:
+    """What is wrong with what a rank saw."""
+    faults, killed = [], arguments.num_ranks - 1
+    if seen.exchanges < arguments.exchanges:
+        faults.append(
+            f"rank {rank}: time for {seen.exchanges} of {arguments.exchanges} exchanges only"
+        )
+    if seen.wrong:
+        faults.append(f"rank {rank}: {seen.wrong} sums are not right to the last bit")
+    if tuple(seen.missing) != (killed,):
+        faults.append(f"rank {rank}: rank {killed} is dead, it says: {seen.words}")
+    if seen.waited_s > 2 * arguments.timeout_s:
+        faults.append(f"rank {rank}: it took {seen.waited_s:.1f} s to say so")
+    return faults
+
+
+def _last_line(errors: str) -> str:
+    return (errors.strip().splitlines() or ["without a word"])[-1]
