@@ -4,11 +4,16 @@ Owns the translation to `deep_ep.Buffer`, whose pair of calls is what `EpBuffer`
 is named after: one row for each (token, slot), weights applied by the receiver of the sum. It sums
 and orders the rows of a slot in its own way, its flags carry no generation, and its waits are
 bounded by its own timeout: with it, the ranks' step header alone keeps generations together.
+
+Calls were compared with the signatures and assertions of DeepEP 2.1.0 (commit dd758ca), whose
+`Buffer` is the older of its two interfaces. It is compiled for the widths 2048, 2560, 3072, 4096,
+5120, 6144, 7168 and 8192, and for at most 11 choices.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +29,10 @@ from equipoise_kernels.errors import KernelInputError
 
 # DeepEP is compiled for a few widths; this is DeepSeek-V3's.
 _TESTED_DIM = 7168
+# TMA moves so many rows at a time.
+_ROW_MULTIPLE = 4
+# NVSHMEM's work requests that a queue holds, unless the environment says otherwise.
+_QUEUE_DEPTH = "1024"
 
 
 def deep_ep_obstacle() -> str | None:
@@ -41,12 +50,11 @@ class DeepEpBackend:
     """See `buffer.Backend`; rows in BF16 and the low-latency layout only.
 
     Raises:
-        KernelInputError: the buffer's payload is another one.
+        KernelInputError: the buffer's payload is another one, or DeepEP cannot have its size.
     """
 
     def __init__(self, shape: EpShape, *, group: dist.ProcessGroup) -> None:
-        if shape.payload is not Payload.BF16:
-            raise KernelInputError(f"deep_ep carries bf16 here, not {shape.payload.value}")
+        _check(shape)
         kind = importlib.import_module("deep_ep").Buffer
         num_bytes = kind.get_low_latency_rdma_size_hint(
             shape.max_tokens, shape.dim, shape.num_ranks, shape.num_slots
@@ -69,7 +77,12 @@ class DeepEpBackend:
             raise KernelInputError("deep_ep lays rows out for low latency: low_latency_dispatch")
         x_TD = words_TW.view(torch.bfloat16)
         rows_SMD, counts_S, handle, _, receive = self._library.low_latency_dispatch(
-            x_TD, slots_TK, shape.max_tokens, shape.num_slots, use_fp8=False, return_recv_hook=True
+            x_TD.contiguous(),
+            slots_TK.contiguous(),
+            shape.max_tokens,
+            shape.num_slots,
+            use_fp8=False,
+            return_recv_hook=True,
         )
 
         def finish() -> Arrived:
@@ -80,7 +93,7 @@ class DeepEpBackend:
                 words_NW=rows_SMD.flatten(0, 1).view(torch.int32),
                 rows_S=counts_S,
                 ends_S=ends_S.to(torch.int32),
-                state=(slots_TK, handle, rows_SMD.shape),
+                state=(slots_TK.contiguous(), handle, rows_SMD.shape),
             )
 
         return finish
@@ -93,7 +106,7 @@ class DeepEpBackend:
         if weights_TK is None:
             weights_TK = torch.ones(slots_TK.shape, device=slots_TK.device)
         summed, _, receive = self._library.low_latency_combine(
-            y_ND.view(shape), slots_TK, weights_TK, handle, return_recv_hook=True
+            y_ND.view(shape), slots_TK, weights_TK.contiguous(), handle, return_recv_hook=True
         )
 
         def finish() -> Tensor:
@@ -114,7 +127,7 @@ def doubled(x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
         slots_per_rank=4,
         top_k=slots_TK.shape[1],
         dim=_TESTED_DIM,
-        max_tokens=x_TD.shape[0],
+        max_tokens=-(-x_TD.shape[0] // _ROW_MULTIPLE) * _ROW_MULTIPLE,
         payload=Payload.BF16,
     )
     buffer = EpBuffer(shape, DeepEpBackend(shape, group=group), device=x_TD.device)
@@ -123,3 +136,20 @@ def doubled(x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
     assert isinstance(here.rows, Tensor)
     summed_TD = buffer.low_latency_combine(2 * here.rows, here.handle, weights_TK)
     return summed_TD[:, : x_TD.shape[1]]
+
+
+def _check(shape: EpShape) -> None:
+    """Raise what DeepEP would only assert, at its first call and without a remedy."""
+    if shape.payload is not Payload.BF16:
+        raise KernelInputError(f"deep_ep carries bf16 here, not {shape.payload.value}")
+    if shape.num_ranks * shape.max_tokens % _ROW_MULTIPLE != 0:
+        raise KernelInputError(
+            f"deep_ep needs room for a multiple of {_ROW_MULTIPLE} rows a slot, not "
+            f"{shape.num_ranks} ranks x {shape.max_tokens}: round max_tokens up"
+        )
+    depth = int(os.environ.get("NVSHMEM_QP_DEPTH", _QUEUE_DEPTH))
+    if 2 * (shape.max_tokens + 1) > depth:
+        raise KernelInputError(
+            f"{shape.max_tokens} tokens need queues of {2 * (shape.max_tokens + 1)} requests, "
+            f"deep_ep makes them for {depth}: set NVSHMEM_QP_DEPTH"
+        )
