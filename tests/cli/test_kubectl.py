@@ -105,6 +105,8 @@ def test_kubectls_options_go_to_kubectl_and_ours_to_us():
         ("rebalance --force", True),
         ("status --address=10.0.0.1:7070", False),
         ("status --help", False),
+        ("policy preview policy.yaml", True),
+        ("policy preview policy.yaml --loads loads.npz", False),
         ("policy schema", False),
         ("demo", False),
         ("", False),

@@ -77,6 +77,18 @@ def test_an_alert_says_what_it_means_and_how_bad_it_is(rule, documented):
     assert shown <= set().union(*(documented[name] for name in names)) | FROM_PROMETHEUS
 
 
+def test_operators_are_told_what_to_do_about_every_alert_and_every_metric():
+    operations = (ROOT / "docs" / "operations.md").read_text()
+    metrics = (ROOT / "docs" / "metrics.md").read_text()
+    alerts = re.findall(r"^\| `(Equipoise\w+)` \|", operations, re.MULTILINE)
+    assert sorted(alerts) == sorted(rule["alert"] for rule in RULES)
+    section = operations.partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| (`equipoise_.*?) \|", section, re.MULTILINE)
+    named = [name for names in told for name in re.findall(r"`(equipoise_\w+)`", names)]
+    known = re.findall(r"^\| `(equipoise_\w+)` \|", metrics, re.MULTILINE)
+    assert sorted(named) == sorted(known)
+
+
 def test_panels_have_titles_units_and_places_of_their_own():
     taken = set()
     for panel in DASHBOARD["panels"]:

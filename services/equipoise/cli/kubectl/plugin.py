@@ -98,7 +98,8 @@ def asks_a_balancer(app: typer.Typer, arguments: Sequence[str]) -> bool:
     """Whether the command has an address to ask, and was told none, nor asked for its help."""
     if {"-h", "--help"} & set(arguments):
         return False
-    if any(argument.partition("=")[0] == "--address" for argument in arguments):
+    # What is recorded needs no balancer.
+    if {"--address", "--loads"} & {argument.partition("=")[0] for argument in arguments}:
         return False
     command = _command(app, arguments)
     return any(parameter.name == "address" for parameter in command.params)

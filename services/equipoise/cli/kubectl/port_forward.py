@@ -39,9 +39,19 @@ def forwarded(options: Sequence[str], *, release: str = "") -> Iterator[tuple[st
         ForwardError: there is none, or kubectl cannot reach it.
     """
     pod = _leading(options, _balancers(options, release=release))
-    name = pod["metadata"]["name"]
-    port = _port(pod)
-    command = ["kubectl", *options, "port-forward", f"pod/{name}", f":{port}"]
+    target = f"pod/{pod['metadata']['name']}"
+    with port_forwarded(options, target, port=_port(pod)) as address:
+        yield address, _certified_name(pod)
+
+
+@contextmanager
+def port_forwarded(options: Sequence[str], target: str, *, port: int) -> Iterator[str]:
+    """host:port of this machine that leads to a port of `target` (pod/NAME) inside the block.
+
+    Raises:
+        ForwardError: kubectl cannot reach it.
+    """
+    command = ["kubectl", *options, "port-forward", target, f":{port}"]
     with (
         tempfile.TemporaryFile("w+") as faults,
         # A session of its own: Ctrl-C is for the command, which may still have a word to say.
@@ -55,7 +65,7 @@ def forwarded(options: Sequence[str], *, release: str = "") -> Iterator[tuple[st
                 process.wait()
                 faults.seek(0)
                 raise ForwardError(f"`{' '.join(command)}` failed: {_last_line(faults.read())}")
-            yield address, _certified_name(pod)
+            yield address
         finally:
             process.terminate()
 
