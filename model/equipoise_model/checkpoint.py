@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -20,12 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from equipoise_kernels.formats import GROUP
+from equipoise_kernels.formats import GROUP, weight_scale_shape
 from equipoise_model.checkpoint_manifest import F32, FP8, SCALE_SUFFIX, TensorSpec, manifest
 from equipoise_model.checkpoint_shard import CheckpointError, Shard
 from equipoise_model.checkpoint_writer import CONFIG, INDEX, WEIGHTS, save
-from equipoise_model.config import ModelConfig
-from equipoise_model.fp8 import STRIP_BYTES, dequantize_strip
+from equipoise_model.config import Fp8Config, ModelConfig
+from equipoise_model.fp8 import STRIP_BYTES, dequantize_strip, quantize
+from equipoise_model.operations import Model
 from equipoise_model.tensor_names import dense_tensors, is_mtp, payload_names
 from equipoise_model.transformer import Transformer
 
@@ -60,13 +61,17 @@ class Checkpoint:
         self._shards = shards
 
     @classmethod
-    def open(cls, path: Path, *, keep_fp8: bool = False) -> Self:
+    def open(
+        cls, path: Path, *, keep_fp8: bool = False, quantize_as: Fp8Config | None = None
+    ) -> Self:
         """Open and check a checkpoint's folder.
 
         Args:
             path: the folder.
             keep_fp8: whether payloads of a checkpoint in FP8 are its codes and scales. Otherwise
                 they, and `config`, are those of the same checkpoint converted to BF16.
+            quantize_as: how a checkpoint in BF16 is quantised as it is read, so that its payloads
+                and `config` are those of one in FP8; without effect on one that is.
 
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is missing, unknown, or of
@@ -76,7 +81,9 @@ class Checkpoint:
         config = _read_config(path / CONFIG)
         shards = _open_shards(path)
         _check_tensors(shards, config=config, path=path)
-        if not keep_fp8:
+        if config.quantization_config is None:
+            config = dataclasses.replace(config, quantization_config=quantize_as)
+        elif not keep_fp8 and quantize_as is None:
             config = dataclasses.replace(config, quantization_config=None)
         files = sorted({shard.file for shard in shards.values()})
         return cls(path=path, config=config, fingerprint=_fingerprint(config, files), shards=shards)
@@ -112,7 +119,7 @@ class Checkpoint:
         return model.eval()
 
     @torch.no_grad()
-    def load_dense(self, model: Transformer, *, progress: Progress | None = None) -> None:
+    def load_dense(self, model: Model, *, progress: Progress | None = None) -> None:
         """Load everything but the routed experts that a layout places.
 
         Multi-token-prediction modules are loaded whole, if the model has them.
@@ -128,7 +135,10 @@ class Checkpoint:
         tensors = dense_tensors(model)
         done, total = 0, sum(tensor.nbytes for tensor in tensors.values())
         for name, tensor in tensors.items():
-            self.read_into(name, tensor)
+            if tensor.dtype == torch.float8_e4m3fn:
+                self.read_quantized(name, codes=tensor, scales=tensors[name + SCALE_SUFFIX])
+            elif not name.endswith(SCALE_SUFFIX):
+                self.read_into(name, tensor)
             done += tensor.nbytes
             if progress is not None:
                 progress(done, total)
@@ -136,7 +146,7 @@ class Checkpoint:
     @torch.no_grad()
     def load_slots(
         self,
-        model: Transformer,
+        model: Model,
         expert_of_slot: npt.ArrayLike,
         *,
         progress: Progress | None = None,
@@ -145,9 +155,9 @@ class Checkpoint:
         assert model.config == self.config
         table = np.asarray(expert_of_slot)
         done, total = 0, table.size * self.config.expert_bytes
-        for layer, (moe, experts) in enumerate(zip(model.moe_layers, table.tolist(), strict=True)):
+        for layer, (slots, experts) in enumerate(zip(model.slots, table.tolist(), strict=True)):
             for slot, expert in enumerate(experts):
-                moe.experts.write(slot, self.read_expert(layer, expert))
+                slots.write(slot, self.read_expert(layer, expert))
                 done += self.config.expert_bytes
                 if progress is not None:
                     progress(done, total)
@@ -160,19 +170,21 @@ class Checkpoint:
         """
         assert 0 <= layer < self.config.num_moe_layers
         assert 0 <= expert < self.config.n_routed_experts
-        names: tuple[str, ...] = payload_names(self.config, layer=layer, expert=expert)
-        dtypes = [torch.bfloat16] * len(names)
-        if self.config.quantization_config is not None:
-            names += tuple(name + SCALE_SUFFIX for name in names)
-            dtypes = [torch.float8_e4m3fn] * 3 + [torch.float32] * 3
+        names = payload_names(self.config, layer=layer, expert=expert)
         # Pages of its own: small objects would settle in the holes that payloads leave in a heap.
         pages = mmap.mmap(-1, self.config.expert_bytes)
         payload = torch.frombuffer(pages, dtype=torch.uint8)
-        end = 0
-        for name, dtype in zip(names, dtypes, strict=True):
-            shape = self._shards[name].tensors[name].shape
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
-            self.read_into(name, payload[begin:end].view(dtype).view(shape))
+        shapes = [self._shards[name].tensors[name].shape for name in names]
+        if self.config.quantization_config is None:
+            weights, _ = _parts(payload, shapes, dtype=torch.bfloat16)
+            for name, weight in zip(names, weights, strict=True):
+                self.read_into(name, weight)
+            return payload
+        codes, rest = _parts(payload, shapes, dtype=torch.float8_e4m3fn)
+        scale_shapes = [weight_scale_shape(shape) for shape in shapes]
+        scales, _ = _parts(rest, scale_shapes, dtype=torch.float32)
+        for part in zip(names, codes, scales, strict=True):
+            self.read_quantized(part[0], codes=part[1], scales=part[2])
         return payload
 
     def read(self, name: str) -> Tensor:
@@ -188,6 +200,17 @@ class Checkpoint:
         self.read_into(name, out)
         return out
 
+    def read_quantized(self, name: str, *, codes: Tensor, scales: Tensor) -> None:
+        """Fill codes and scales of a weight, as they are stored, or of its BF16 weights."""
+        if self._shards[name].tensors[name].dtype == FP8:
+            self.read_into(name, codes)
+            self.read_into(name + SCALE_SUFFIX, scales)
+            return
+        assert self.config.quantization_config is not None
+        quantized = quantize(self.read(name), self.config.quantization_config)
+        codes.copy_(quantized.codes)
+        scales.copy_(quantized.scales)
+
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill a tensor of a stored one's shape; FP8 becomes BF16 if `out` is not FP8 itself."""
         shard = self._shards[name]
@@ -198,6 +221,18 @@ class Checkpoint:
         scales = self.read(name + SCALE_SUFFIX)
         for rows, codes in shard.pieces(name, max_bytes=STRIP_BYTES, multiple=GROUP):
             out[rows].copy_(dequantize_strip(codes, scales, first=rows.start))
+
+
+def _parts(
+    payload: Tensor, shapes: Sequence[tuple[int, ...]], *, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor]:
+    """Tensors that follow each other from a payload's start, sharing its bytes, and the rest."""
+    parts = []
+    for shape in shapes:
+        size = math.prod(shape) * dtype.itemsize
+        parts.append(payload[:size].view(dtype).view(shape))
+        payload = payload[size:]
+    return parts, payload
 
 
 def _read_config(file: Path) -> ModelConfig:

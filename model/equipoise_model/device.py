@@ -84,6 +84,8 @@ def beside(device: torch.device) -> Iterator[Arrive]:
         for tensor in tensors:
             tensor.record_stream(computing)
 
+    # What is overwritten may be in use by what was computed last.
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield arrive
         event.record(stream)

@@ -27,7 +27,7 @@ from equipoise_kernels.permute import permute_rows, slot_order, unpermute_rows
 from equipoise_kernels.replica_choice import choose_replicas
 from equipoise_model.config import ModelConfig
 from equipoise_model.exchange import Ranks
-from equipoise_model.experts import ExpertSlots
+from equipoise_model.experts import PhysicalSlots
 from equipoise_model.placement import Placement
 from equipoise_model.router import Routing
 
@@ -134,7 +134,11 @@ class ExpertParallel:
 
 
 class ExpertStep:
-    """One forward step; its MoE layers call `run` once each, in order, on all ranks."""
+    """One forward step; its MoE layers call `run` once each, in order, on all ranks.
+
+    `token_ids_T` are the running numbers of its rows, int64, `rows_LS` this generation's counters,
+    int64 [layers, slots of the rank], which it adds to.
+    """
 
     def __init__(
         self,
@@ -148,30 +152,44 @@ class ExpertStep:
         self._placement = placement
         self._ranks = ranks
         self._tokens_by_rank = tokens_by_rank
-        self._token_ids_T = token_ids_T
-        self._rows_LS = rows_LS
+        self.token_ids_T = token_ids_T
+        self.rows_LS = rows_LS
         self._layer = 0
 
-    def run(self, x_TD: Tensor, routing: Routing, experts: ExpertSlots) -> Tensor:
+    @property
+    def alone(self) -> bool:
+        """Whether this rank holds every expert."""
+        return self._ranks.alone
+
+    @property
+    def placement(self) -> Placement:
+        """The generation that this step runs in."""
+        return self._placement
+
+    def enter_layer(self) -> int:
+        """The index of the layer that comes now, for who runs it by these tables, not by `run`."""
+        self._layer += 1
+        return self._layer - 1
+
+    def run(self, x_TD: Tensor, routing: Routing, experts: PhysicalSlots) -> Tensor:
         """The routed experts' weighted sum for rows [T, D], in the rows' dtype.
 
         Raises:
             ExchangeError: a rank is gone or slower than the group's timeout.
         """
-        layer = self._layer
-        self._layer += 1
-        assert x_TD.shape[0] == self._token_ids_T.shape[0]
+        layer = self.enter_layer()
+        assert x_TD.shape[0] == self.token_ids_T.shape[0]
         assert experts.num_slots == self._placement.slots_per_rank
         slots_TK = self._choose_slots(routing.expert_ids_TK, layer=layer)
         run = self._run_here if self._ranks.alone else self._run_everywhere
-        y_ND = run(x_TD, slots_TK, experts, self._rows_LS[layer])
+        y_ND = run(x_TD, slots_TK, experts, self.rows_LS[layer])
         return _combine(y_ND, routing.weights_TK).to(x_TD.dtype)
 
     def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
         share_ends = self._placement.share_ends
         replicas_TK = choose_replicas(
             expert_ids_TK,
-            self._token_ids_T,
+            self.token_ids_T,
             self._placement.replica_count[layer],
             layer=layer,
             share_ends_ER=None if share_ends is None else share_ends[layer],
@@ -179,7 +197,7 @@ class ExpertStep:
         return self._placement.slots_of_expert[layer][expert_ids_TK, replicas_TK]
 
     def _run_here(
-        self, x_TD: Tensor, slots_TK: Tensor, experts: ExpertSlots, load_S: Tensor
+        self, x_TD: Tensor, slots_TK: Tensor, experts: PhysicalSlots, load_S: Tensor
     ) -> Tensor:
         """Outputs of all T * K (row, choice) pairs, by row and then choice."""
         slots_N = slots_TK.flatten()
@@ -189,7 +207,7 @@ class ExpertStep:
         )
 
     def _run_everywhere(
-        self, x_TD: Tensor, slots_TK: Tensor, experts: ExpertSlots, load_S: Tensor
+        self, x_TD: Tensor, slots_TK: Tensor, experts: PhysicalSlots, load_S: Tensor
     ) -> Tensor:
         """The same as `_run_here`, computed by all ranks together."""
         ranks, num_slots, dim = self._ranks, experts.num_slots, x_TD.shape[1]
@@ -224,7 +242,7 @@ def _run_pairs(
     pairs_N: Tensor,
     slots_N: Tensor,
     *,
-    experts: ExpertSlots,
+    experts: PhysicalSlots,
     load_S: Tensor,
     top_k: int,
 ) -> Tensor:

@@ -1,13 +1,14 @@
 """`ExpertSlots`: one rank's physical slots of one layer, and `StagedExperts`: what a switch copies.
 
 Owns the payload of an expert: gate, up and down, each row-major, BF16 little-endian, as the
-checkpoint stores them. Which logical expert a slot holds is the layout's business, not known here.
+checkpoint stores them (in FP8 it is `suite.experts`'). Which logical expert a slot holds is the
+layout's business, not known here.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,34 @@ CHECKSUM_BYTES = 16
 
 class PayloadError(ValueError):
     """An expert's payload that does not fit the model; the message names the sizes."""
+
+
+Settle = Callable[[Arrive], None]
+"""Has staged experts in their slots, once they have arrived."""
+
+
+class PhysicalSlots(Protocol):
+    """One rank's physical slots of one layer, in whichever form they compute."""
+
+    @property
+    def num_slots(self) -> int:
+        """Physical slots of this rank in this layer."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    def __call__(self, x_ND: Tensor, rows_per_slot: Sequence[int]) -> Tensor:
+        """Rows in slot order through their slots' networks, [N, D]; N may be 0."""
+
+    def read(self, slot: int) -> Tensor:
+        """The payload of one slot, a new uint8 tensor [expert_bytes] on the host."""
+
+    def write(self, slot: int, payload: Tensor) -> None:
+        """Overwrite one slot from a payload, or raise PayloadError."""
+
+    def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
+        """Have payloads by slot ready for a switch, or raise PayloadError; on any thread."""
 
 
 class ExpertSlots(nn.Module):
@@ -70,6 +99,24 @@ class ExpertSlots(nn.Module):
         self.gate_up[slot].copy_(gate_up_HD)
         self.down[slot].copy_(down_DI)
 
+    def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
+        """Have payloads by slot ready, in the compute dtype; settling is two copies.
+
+        Raises:
+            PayloadError: a payload is not of this model's expert size.
+        """
+        decoded = [self.decode(payload) for payload in payloads.values()]
+        slots_M = torch.tensor(list(payloads), device=self.device)
+        gate_up_MHD = torch.stack([gate_up for gate_up, _ in decoded]).to(self.gate_up)
+        down_MDI = torch.stack([down for _, down in decoded]).to(self.down)
+
+        def settle(arrive: Arrive) -> None:
+            arrive(slots_M, gate_up_MHD, down_MDI)
+            self.gate_up.index_copy_(0, slots_M, gate_up_MHD)
+            self.down.index_copy_(0, slots_M, down_MDI)
+
+        return settle
+
     def decode(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """A payload as `gate_up` and `down` of one slot, BF16 views of it where alignment allows.
 
@@ -79,70 +126,54 @@ class ExpertSlots(nn.Module):
         _, hidden_rows, dim = self.gate_up.shape
         gate_up_size, down_size = hidden_rows * dim, hidden_rows // 2 * dim
         expected = 2 * (gate_up_size + down_size)
-        if payload.dtype != torch.uint8 or payload.shape != (expected,):
-            raise PayloadError(
-                f"an expert's payload is {expected} bytes, not {payload.dtype} of shape "
-                f"{tuple(payload.shape)}: it comes from another model or was cut short"
-            )
+        check_payload(payload, expected)
         gate_up, down = payload.contiguous().view(torch.bfloat16).split([gate_up_size, down_size])
         return gate_up.view(hidden_rows, dim), down.view(dim, hidden_rows // 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StagedLayer:
-    layer: int
-    slots: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StagedExperts:
-    """Experts that wait for a switch, already in the compute dtype and one tensor per layer.
+    """Experts that wait for a switch, already on the device and in the form that computes.
 
     `prepare` does the slow part on any thread, and where there is a device beside the host on a
-    stream of its own; `apply` is two copies per changed layer, and the only part that serving waits
-    for.
+    stream of its own; `apply` is a few copies per changed layer, and the only part that serving
+    waits for.
     """
 
-    layers: tuple[_StagedLayer, ...]
+    settle: tuple[Settle, ...]
     arrive: Arrive
 
     @classmethod
     @torch.no_grad()
     def prepare(
-        cls, payloads: Mapping[tuple[int, int], Tensor], layers: Sequence[ExpertSlots]
+        cls, payloads: Mapping[tuple[int, int], Tensor], layers: Sequence[PhysicalSlots]
     ) -> Self:
         """Decode payloads by (layer, slot of this rank) for the rank's MoE layers.
 
         Raises:
             PayloadError: a payload is not of this model's expert size.
         """
-        staged = []
+        of_layer: dict[int, dict[int, Tensor]] = {}
+        for layer, slot in sorted(payloads):
+            of_layer.setdefault(layer, {})[slot] = payloads[layer, slot]
         with beside(layers[0].device) as arrive:
-            for layer in sorted({layer for layer, _ in payloads}):
-                experts = layers[layer]
-                slots = sorted(slot for of_layer, slot in payloads if of_layer == layer)
-                decoded = [experts.decode(payloads[layer, slot]) for slot in slots]
-                gate_up = torch.stack([gate_up for gate_up, _ in decoded])
-                down = torch.stack([down for _, down in decoded])
-                staged.append(
-                    _StagedLayer(
-                        layer=layer,
-                        slots=torch.tensor(slots, device=experts.device),
-                        gate_up=gate_up.to(experts.gate_up),
-                        down=down.to(experts.down),
-                    )
-                )
-        return cls(layers=tuple(staged), arrive=arrive)
+            staged = tuple(layers[layer].stage(of_slot) for layer, of_slot in of_layer.items())
+        return cls(settle=staged, arrive=arrive)
 
     @torch.no_grad()
-    def apply(self, layers: Sequence[ExpertSlots]) -> None:
-        """Copy into the slots: between steps, on the engine's thread."""
-        for staged in self.layers:
-            self.arrive(staged.slots, staged.gate_up, staged.down)
-            layers[staged.layer].gate_up.index_copy_(0, staged.slots, staged.gate_up)
-            layers[staged.layer].down.index_copy_(0, staged.slots, staged.down)
+    def apply(self) -> None:
+        """Have them in their slots: once, between steps, on the engine's thread."""
+        for settle in self.settle:
+            settle(self.arrive)
+
+
+def check_payload(payload: Tensor, num_bytes: int) -> None:
+    """Raise PayloadError unless a payload has so many bytes."""
+    if payload.dtype != torch.uint8 or payload.shape != (num_bytes,):
+        raise PayloadError(
+            f"an expert's payload is {num_bytes} bytes, not {payload.dtype} of shape "
+            f"{tuple(payload.shape)}: it comes from another model or was cut short"
+        )
 
 
 def payload_from_bytes(data: bytes | bytearray | memoryview) -> Tensor:

@@ -64,6 +64,10 @@ class LatentCache:
         num_layers, _, _, latent_dim = self._latents_LBPC.shape
         return num_layers * latent_dim * self._latents_LBPC.element_size()
 
+    def latents(self, layer: int) -> Tensor:
+        """One layer's blocks, nobody's the last: [num_blocks + 1, BLOCK_TOKENS, C]."""
+        return self._latents_LBPC[layer]
+
     def fill(self, generator: torch.Generator) -> None:
         """Overwrite all blocks with noise, for trying a model out before it serves."""
         self._latents_LBPC[:, : self.num_blocks].normal_(generator=generator)

@@ -10,13 +10,14 @@ import re
 from torch import Tensor
 
 from equipoise_model.config import ModelConfig
+from equipoise_model.operations import Model
 from equipoise_model.transformer import Transformer
 
 _MTP = re.compile(r"mtp_layers\.(\d+)\.")
 _STACKED = (".mlp.experts.gate_up", ".mlp.experts.down")
 
 
-def dense_tensors(model: Transformer) -> dict[str, Tensor]:
+def dense_tensors(model: Model) -> dict[str, Tensor]:
     """Everything but the experts that layouts place, by checkpoint name.
 
     The experts of multi-token-prediction modules are never placed, so they are here. Tensors share

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from equipoise_model.block import Block
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.experts import PhysicalSlots
 from equipoise_model.latent_cache import CacheStep, LatentCache
 from equipoise_model.layers import Embedding, Linear, RMSNorm
 from equipoise_model.moe import MoE
@@ -59,13 +60,14 @@ class StepBatch:
 class StepOutput:
     """What a serving step gives: logits of the rows that were asked for, and what drafting needs.
 
-    `hidden_TD` has all rows behind the final norm; `rotary` and `cache_step` are the step's own.
+    `hidden_TD` has all rows behind the final norm; `rotary` and `cache_step` are the step's own,
+    None of a model that does not draft.
     """
 
     logits_SV: Tensor
     hidden_TD: Tensor
-    rotary: tuple[Tensor, Tensor]
-    cache_step: CacheStep
+    rotary: tuple[Tensor, Tensor] | None
+    cache_step: CacheStep | None
 
 
 class Transformer(nn.Module):
@@ -114,6 +116,11 @@ class Transformer(nn.Module):
     def moe_layers(self) -> list[MoE]:
         """The MoE parts in order; their index is the `layer` of layouts and counters."""
         return [block.mlp for block in self._blocks() if isinstance(block.mlp, MoE)]
+
+    @property
+    def slots(self) -> list[PhysicalSlots]:
+        """This rank's physical slots of every MoE layer."""
+        return [moe.experts for moe in self.moe_layers]
 
     def forward_train(self, tokens_BT: Tensor) -> TrainOutput:
         """Whole sequences of int64 tokens, every expert local, differentiable."""
@@ -180,6 +187,8 @@ class Transformer(nn.Module):
         """
         module = self.mtp_layers[depth - 1]
         assert isinstance(module, MultiTokenPrediction)
+        assert output.rotary is not None
+        assert output.cache_step is not None
         return module.forward_draft(
             hidden_TD,
             next_embedding_TD=self.embed_tokens(following_T),

@@ -119,7 +119,7 @@ def run_mode(*, rank, num_ranks, row_block, group):
         model.ep.agree([0] * num_ranks)
         seen["all idle"] = model.forward(torch.empty(0, CONFIG.hidden_size))
         staged = StagedExperts.prepare(model.payloads(2), [moe.experts for moe in model.layers])
-        staged.apply([moe.experts for moe in model.layers])
+        staged.apply()
         model.ep.switch(model.placement(2))
         seen["switched"] = model.forward(rows_of_rank(rank, first_only))
         seen["loads"] = [(load.generation, load.rows_LS) for load in model.ep.loads()]

@@ -191,7 +191,7 @@ def test_a_switch_in_the_middle_changes_no_bit_and_starts_a_count_of_its_own(pay
     staged = StagedExperts.prepare(moves, layers)
     placement = Placement.from_layout(second, num_experts=NUM_EXPERTS, generation=2)
     while_staged = run(ep, layers, x, routing)
-    staged.apply(layers)
+    staged.apply()
     ep.switch(placement)
     after = run(ep, layers, x, routing)
     assert torch.equal(before, while_staged)

@@ -73,7 +73,7 @@ def test_staged_experts_change_nothing_until_applied_and_then_only_their_slots()
     payloads = {(0, 3): make_payload(), (2, 0): make_payload(), (2, 1): make_payload()}
     staged = StagedExperts.prepare(payloads, layers)
     assert all(torch.equal(layers[la].read(s), kept) for (la, s), kept in before.items())
-    staged.apply(layers)
+    staged.apply()
     for key, kept in before.items():
         assert torch.equal(layers[key[0]].read(key[1]), payloads.get(key, kept))
 
@@ -81,7 +81,7 @@ def test_staged_experts_change_nothing_until_applied_and_then_only_their_slots()
 def test_staging_nothing_is_a_switch_that_copies_nothing():
     layers = [make_slots()]
     before = layers[0].gate_up.clone()
-    StagedExperts.prepare({}, layers).apply(layers)
+    StagedExperts.prepare({}, layers).apply()
     assert torch.equal(layers[0].gate_up, before)
 
 
@@ -91,7 +91,7 @@ def test_staged_experts_do_not_share_memory_with_the_received_payload():
     wanted = payload.clone()
     staged = StagedExperts.prepare({(0, 1): payload}, layers)
     payload.zero_()
-    staged.apply(layers)
+    staged.apply()
     assert torch.equal(layers[0].read(1), wanted)
 
 

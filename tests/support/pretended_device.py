@@ -147,6 +147,9 @@ class _Stream:
         self.name = name
         self._recorder = recorder
 
+    def wait_stream(self, stream):
+        self._recorder.log.append((self.name, "waits for", stream.name))
+
     def wait_event(self, event):
         self._recorder.log.append((self.name, "waits for", event.recorded_on))
 

@@ -80,8 +80,11 @@ def test_a_rank_on_a_device_copies_at_the_edges_only_and_says_the_same(served, b
     with pretended_device() as streams:
         assert served(device="cuda", batch_invariant=batch_invariant) == expected
     # Staged beside the computation, which waits for it at the switch and not before.
-    assert streams.log[0] == ("stream 1", "reaches", "its event")
-    assert set(streams.log[1:]) == {("computing", "waits for", "stream 1")}
+    assert streams.log[:2] == [
+        ("stream 1", "waits for", "computing"),
+        ("stream 1", "reaches", "its event"),
+    ]
+    assert set(streams.log[2:]) == {("computing", "waits for", "stream 1")}
 
 
 def test_the_pretended_device_is_as_strict_as_a_true_one():

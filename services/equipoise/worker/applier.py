@@ -20,7 +20,7 @@ from equipoise.worker.errors import StageRefusedError, TransferError
 from equipoise.worker.held import Contents, HeldExperts, StagedGeneration, own_slots
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.transfer import ExpertPuller, Pulled
-from equipoise_model.experts import ExpertSlots, PayloadError, StagedExperts
+from equipoise_model.experts import PayloadError, PhysicalSlots, StagedExperts
 from equipoise_model.placement import Placement
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Applier:
         engine: Engine,
         held: HeldExperts,
         puller: ExpertPuller,
-        slots: list[ExpertSlots],
+        slots: list[PhysicalSlots],
         epoch: int,
         rank: int,
         answer: Callable[[Staged | Refused], None],

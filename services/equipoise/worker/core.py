@@ -16,8 +16,9 @@ from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.config import UnsupportedConfigError
 from equipoise_model.device import DeviceError, choose_device
 from equipoise_model.drafting import Drafter
-from equipoise_model.experts import ExpertSlots
+from equipoise_model.experts import PhysicalSlots
 from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache, blocks_for
+from equipoise_model.operations import Model, Operations, OperationsError
 from equipoise_model.row_invariance import verify_rows
 from equipoise_model.transformer import Transformer
 
@@ -30,9 +31,9 @@ class ModelCore:
     """Everything that is the same on whichever rank this worker becomes."""
 
     checkpoint: Checkpoint
-    model: Transformer
+    model: Model
     cache: LatentCache
-    device: torch.device
+    operations: Operations
 
     @classmethod
     def load(cls, settings: WorkerSettings, *, loading: Loading | None = None) -> Self:
@@ -44,14 +45,7 @@ class ModelCore:
             WorkerError: the checkpoint is missing, damaged or not made for these settings, or this
                 machine cannot compute batch-invariantly.
         """
-        try:
-            checkpoint = Checkpoint.open(settings.checkpoint)
-        except (CheckpointError, UnsupportedConfigError) as error:
-            raise WorkerError(f"checkpoint {settings.checkpoint}: {error}") from error
-        try:
-            device = choose_device(settings.device)
-        except DeviceError as error:
-            raise WorkerError(f"device: {error}") from error
+        checkpoint, operations = _opened(settings)
         config = checkpoint.config
         if settings.context_length > config.max_position_embeddings:
             raise WorkerError(
@@ -64,29 +58,30 @@ class ModelCore:
                 f"speculate {settings.speculate} is more than the checkpoint's {num_modules} "
                 "multi-token-prediction modules: choose at most that"
             )
-        with device:
-            model = Transformer(
-                config,
-                num_slots=settings.slots_per_rank,
-                row_block=ROW_BLOCK if settings.batch_invariant else None,
-                mtp=settings.speculate > 0,
-            )
+        model = operations.model(
+            config,
+            num_slots=settings.slots_per_rank,
+            num_spare=settings.spare_slots,
+            row_block=ROW_BLOCK if settings.batch_invariant else None,
+            mtp=settings.speculate > 0,
+            max_graph_rows=settings.max_requests,
+        )
         loading = loading or Loading(log_format=settings.log_format)
         with loading.of("dense weights") as told:
             checkpoint.load_dense(model, progress=told)
-        cache = LatentCache(
+        cache = operations.cache(
             config,
             num_blocks=blocks_for(settings.cache_tokens or _all_tokens(settings)),
             max_len=settings.context_length,
             mtp=settings.speculate > 0,
-            device=device,
         )
         if settings.batch_invariant:
+            assert isinstance(model, Transformer)
             try:
                 verify_rows(model, cache)
             except RowVarianceError as error:
                 raise WorkerError(str(error)) from error
-        return cls(checkpoint=checkpoint, model=model.eval(), cache=cache, device=device)
+        return cls(checkpoint=checkpoint, model=model.eval(), cache=cache, operations=operations)
 
     def block_pool(self) -> BlockPool:
         """The accounting of the cache's blocks, all of them free."""
@@ -104,17 +99,20 @@ class ModelCore:
 
     def drafter(self, settings: WorkerSettings) -> Drafter | None:
         """What guesses tokens, if the settings want any guessed."""
-        return Drafter(self.model, num_drafts=settings.speculate) if settings.speculate else None
+        if not settings.speculate:
+            return None
+        assert isinstance(self.model, Transformer)
+        return Drafter(self.model, num_drafts=settings.speculate)
 
     @property
-    def kernels(self) -> str:
-        """What computes, in words for people."""
-        return "torch"
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.operations.device
 
     @property
-    def slots(self) -> list[ExpertSlots]:
+    def slots(self) -> list[PhysicalSlots]:
         """This rank's physical slots, layer by layer."""
-        return [layer.experts for layer in self.model.moe_layers]
+        return self.model.slots
 
     @property
     def shape(self) -> ModelShape:
@@ -126,6 +124,33 @@ class ModelCore:
             num_groups=config.n_group,
             expert_bytes=config.expert_bytes,
         )
+
+
+def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
+    """The checkpoint, its payloads in the form that computes, and what does."""
+    try:
+        device = choose_device(settings.device)
+    except DeviceError as error:
+        raise WorkerError(f"device: {error}") from error
+    try:
+        stored = Checkpoint.open(settings.checkpoint, keep_fp8=True)
+        operations = Operations.choose(
+            settings.weights,
+            config=stored.config,
+            device=device,
+            batch_invariant=settings.batch_invariant,
+        )
+        if operations.fp8 is not None and settings.speculate:
+            raise WorkerError(
+                f"speculate {settings.speculate} cannot be had in FP8: choose 0, or weights bf16"
+            )
+        if operations.fp8 == stored.config.quantization_config:
+            return stored, operations
+        return Checkpoint.open(settings.checkpoint, quantize_as=operations.fp8), operations
+    except OperationsError as error:
+        raise WorkerError(f"weights: {error}") from error
+    except (CheckpointError, UnsupportedConfigError) as error:
+        raise WorkerError(f"checkpoint {settings.checkpoint}: {error}") from error
 
 
 def _all_tokens(settings: WorkerSettings) -> int:

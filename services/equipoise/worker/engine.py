@@ -26,9 +26,10 @@ from equipoise_model.dispatch import ExpertParallel, SlotLoad
 from equipoise_model.drafting import Drafter, DraftLine
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.latent_cache import LatentCache
+from equipoise_model.operations import Model
 from equipoise_model.sampling import sample
 from equipoise_model.sampling_params import SampledToken, SamplingError
-from equipoise_model.transformer import StepBatch, StepOutput, Transformer
+from equipoise_model.transformer import StepBatch, StepOutput
 
 IDLE_WAIT_S = 0.005
 """An idle rank looks for its peers' work this often, and for its own at once."""
@@ -89,7 +90,7 @@ class Engine:
     def __init__(
         self,
         *,
-        model: Transformer,
+        model: Model,
         cache: LatentCache,
         experts: ExpertParallel,
         held: HeldExperts,

@@ -11,7 +11,7 @@ from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.wire.messages import Checksums
 from equipoise.worker.errors import NotHeldError
-from equipoise_model.experts import ExpertSlots, StagedExperts, checksum
+from equipoise_model.experts import PhysicalSlots, StagedExperts, checksum
 from equipoise_model.placement import Placement
 
 _READ_ATTEMPTS = 100
@@ -53,7 +53,7 @@ class HeldExperts:
     even behind it, and a reader whose copy saw an odd or a changed version throws it away.
     """
 
-    def __init__(self, slots: Sequence[ExpertSlots], *, layout: Layout, rank: int) -> None:
+    def __init__(self, slots: Sequence[PhysicalSlots], *, layout: Layout, rank: int) -> None:
         """Slots that are filled with `rank`'s part of a layout already."""
         self._slots = slots
         self._rank = rank
@@ -79,7 +79,7 @@ class HeldExperts:
     def become(self, contents: Contents, *, rank: int, experts: StagedExperts) -> None:
         """Hold another rank's part of another layout; no engine may run between two epochs."""
         self._version += 1
-        experts.apply(self._slots)
+        experts.apply()
         self._contents, self._rank = contents, rank
         self._version += 1
 
@@ -117,7 +117,7 @@ def own_slots(layout: Layout, *, rank: int) -> slice:
     return slice(rank * layout.slots_per_rank, (rank + 1) * layout.slots_per_rank)
 
 
-def _checksums(slots: Sequence[ExpertSlots]) -> Checksums:
+def _checksums(slots: Sequence[PhysicalSlots]) -> Checksums:
     sums = [[checksum(layer.read(slot)) for slot in range(layer.num_slots)] for layer in slots]
     flat = np.frombuffer(b"".join(one for row in sums for one in row), dtype=np.uint8)
     return flat.reshape(len(slots), -1, CHECKSUM_BYTES)

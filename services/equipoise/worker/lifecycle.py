@@ -309,7 +309,7 @@ class Worker:
             host=self._place.host,
             zone=self._place.zone,
             device=name_of(self._core.device),
-            kernels=self._core.kernels,
+            kernels=self._core.operations.kernels,
             address=self._address,
             rendezvous_address=self._rendezvous_address,
             model=self._core.shape,

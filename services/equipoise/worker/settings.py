@@ -117,6 +117,15 @@ class WorkerSettings:
     """Where the model computes: cpu, cuda, cuda:N, or auto for a CUDA device where there is one. Of
     several without a number the first, or that of LOCAL_RANK."""
 
+    weights: str = "auto"
+    """How weights are held: bf16, computed with by torch, or fp8 on the kernel suite, of which
+    EQUIPOISE_KERNELS chooses the backends; auto is fp8 where the checkpoint is, on a GPU that the
+    kernels are for, without batch_invariant."""
+
+    spare_slots: int = 2
+    """Places per MoE layer beyond `slots_per_rank` into which experts in FP8 are staged; the switch
+    then changes a table. Of more moves at a time, the rest is copied at the switch."""
+
     batch_invariant: bool = True
     """Make tokens bitwise independent of batch, rank and layout."""
 
@@ -216,6 +225,7 @@ _LEAST = {
     "max_queued_requests": 0,
     "cache_tokens": 0,
     "speculate": 0,
+    "spare_slots": 0,
     "context_length": 2,  # a token of a prompt and a generated one
 }
 

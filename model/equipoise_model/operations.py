@@ -1,0 +1,127 @@
+"""`Operations`: what a model computes with, decided once: torch as it is, or FP8 on the kernels.
+
+Owns the choice and its name for people. Which backend runs a kernel is the kernels' own choice
+(EQUIPOISE_KERNELS); here it is asked for, so that it is made at a start and logged.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from equipoise_kernels import selection
+from equipoise_kernels.errors import KernelsUnavailableError
+from equipoise_kernels.jit import is_interpreting
+from equipoise_model.config import Fp8Config, ModelConfig
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.suite.graphs import DecodeGraphs
+from equipoise_model.suite.transformer import Fp8Transformer, obstacle
+from equipoise_model.transformer import Transformer
+
+AUTO, BF16, FP8 = "auto", "bf16", "fp8"
+
+Model = Transformer | Fp8Transformer
+"""A model that serves, in whichever form."""
+
+# What decides: where it falls to the torch twin, FP8 is slower than BF16 in torch.
+_CORE = "grouped_gemm"
+
+
+class OperationsError(ValueError):
+    """What was asked for cannot be had; the message says why, and what can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """On `device`: by torch, or with `fp8` set on the kernel suite, in that kind of FP8.
+
+    `kernels` names it for people: "torch", or the suite's backends.
+    """
+
+    device: torch.device
+    fp8: Fp8Config | None
+    kernels: str
+
+    @classmethod
+    def choose(
+        cls, wanted: str, *, config: ModelConfig, device: torch.device, batch_invariant: bool
+    ) -> Self:
+        """What `auto`, `bf16` or `fp8` means for a checkpoint's config, as it is stored.
+
+        `auto` is FP8 where the checkpoint is, on a GPU whose kernels are the suite's, unless the
+        batch-invariant form is wanted, which is torch's.
+
+        Raises:
+            OperationsError: there is no such choice, or it cannot be had here.
+        """
+        if wanted not in (AUTO, BF16, FP8):
+            raise OperationsError(f"{wanted!r} is none of auto, bf16 and fp8")
+        reason = obstacle(config)
+        if batch_invariant:
+            reason = "batch-invariant mode has its own arithmetic: turn it off, or choose bf16"
+        if wanted == FP8 and reason:
+            raise OperationsError(f"FP8 cannot be had: {reason}")
+        try:
+            if wanted == FP8 or (wanted == AUTO and not reason and _pays(config, device)):
+                fp8 = config.quantization_config or Fp8Config()
+                return cls(device=device, fp8=fp8, kernels=_backends(device))
+        except KernelsUnavailableError as error:
+            raise OperationsError(str(error)) from error
+        return cls(device=device, fp8=None, kernels="torch")
+
+    def model(
+        self,
+        config: ModelConfig,
+        *,
+        num_slots: int,
+        num_spare: int,
+        row_block: int | None,
+        mtp: bool,
+        max_graph_rows: int,
+    ) -> Model:
+        """A model of a config whose weights are still to be loaded.
+
+        `num_spare` and `max_graph_rows` (rows of the largest captured step) are FP8's, `row_block`
+        and `mtp` the other form's.
+        """
+        with self.device:
+            if self.fp8 is None:
+                return Transformer(config, num_slots=num_slots, row_block=row_block, mtp=mtp)
+            on_gpu = self.device.type == "cuda"
+            return Fp8Transformer(
+                config,
+                num_slots=num_slots,
+                num_spare=num_spare,
+                graphs=DecodeGraphs(max_rows=max_graph_rows) if on_gpu else None,
+            )
+
+    def cache(
+        self, config: ModelConfig, *, num_blocks: int, max_len: int, mtp: bool
+    ) -> LatentCache:
+        """A latent cache for the model."""
+        return LatentCache(
+            config,
+            num_blocks=num_blocks,
+            max_len=max_len,
+            mtp=mtp,
+            dtype=torch.float32 if self.fp8 is None else torch.bfloat16,
+            device=self.device,
+        )
+
+
+def _pays(config: ModelConfig, device: torch.device) -> bool:
+    """Whether weights are in FP8 already, and the device's kernels are not the torch twins."""
+    if config.quantization_config is None or device.type != "cuda":
+        return False
+    return selection.backend(_CORE, device) != selection.REFERENCE
+
+
+def _backends(device: torch.device) -> str:
+    """The commonest backend, and exceptions."""
+    if device.type == "cpu" and not is_interpreting():
+        return selection.REFERENCE
+    backends = selection.Process.selection().backends
+    names = sorted(backends.values())
+    common = max(names, key=names.count)
+    others = (f"{operation}={name}" for operation, name in backends.items() if name != common)
+    return ", ".join([common, *others])

@@ -1,0 +1,101 @@
+"""`Fp8Attention`: multi-head latent attention in FP8, over the paged cache, absorbed.
+
+One form for all rows: a chunk of a prompt is as many queries, each of which sees the positions up
+to its own. `equipoise_model.attention` is the same function and explains it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from equipoise_kernels.attention.latent_write import latent_write
+from equipoise_kernels.attention.latents import PlainLatents
+from equipoise_kernels.attention.mla_decode import mla_decode
+from equipoise_kernels.formats import QuantizedRows
+from equipoise_kernels.quant.group_quant import group_quant
+from equipoise_kernels.quant.rms_norm_quant import rms_norm_quant
+from equipoise_model.config import ModelConfig
+from equipoise_model.layers import Linear, RMSNorm
+from equipoise_model.suite.layers import Fp8Linear, scale_format
+from equipoise_model.suite.rows import StepRows
+
+
+class Fp8Attention(nn.Module):
+    """One layer's attention; submodules carry Hugging Face's names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.scale_format = scale_format(config)
+        dim, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+        query_dim, eps = heads * config.qk_head_dim, config.rms_norm_eps
+        if config.q_lora_rank is None:
+            self.q_proj = Fp8Linear(dim, query_dim)
+        else:
+            self.q_a_proj = Fp8Linear(dim, config.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=eps).bfloat16()
+            self.q_b_proj = Fp8Linear(config.q_lora_rank, query_dim)
+        self.kv_a_proj_with_mqa = Fp8Linear(dim, config.latent_dim)
+        self.kv_a_layernorm = RMSNorm(rank, eps=eps).bfloat16()
+        # Absorbed into queries and outputs, head by head, which are no products of quantised rows.
+        kv_dim = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        self.kv_b_proj = Linear(rank, kv_dim).bfloat16()
+        self.o_proj = Fp8Linear(heads * config.v_head_dim, dim)
+
+    def forward(
+        self,
+        rows: QuantizedRows,
+        step: StepRows,
+        *,
+        rotary: tuple[Tensor, Tensor],
+        latents_BPC: Tensor,
+    ) -> Tensor:
+        """Attention of a step's rows [T, D], quantised, to their sequences so far: [T, D].
+
+        `rotary` are cosines and sines of the rows' positions, `latents_BPC` this layer's cache. The
+        latents of all rows are written before any query reads.
+        """
+        config = self.config
+        up_HuR = self.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, -1))
+        up_key_HnR, up_value_HvR = up_HuR.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        plain_THn, rotary_THP = self._queries(rows).split(
+            [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1
+        )
+        latents = PlainLatents(latents_BPC=latents_BPC, rank=config.kv_lora_rank)
+        query_THC = plain_THn.new_empty(*plain_THn.shape[:2], config.latent_dim)
+        latent_write(
+            self.kv_a_proj_with_mqa(rows),
+            rotary_THP,
+            latents,
+            places_T=step.places_T,
+            weight_R=self.kv_a_layernorm.weight,
+            eps=config.rms_norm_eps,
+            cos_TF=rotary[0],
+            sin_TF=rotary[1],
+            out_THP=query_THC[..., config.kv_lora_rank :],
+        )
+        absorbed_HTR = torch.bmm(plain_THn.transpose(0, 1), up_key_HnR)
+        query_THC[..., : config.kv_lora_rank] = absorbed_HTR.transpose(0, 1)
+        attended = mla_decode(
+            query_THC,
+            latents,
+            tables_BS=step.tables_TS,
+            lengths_B=step.lengths_T,
+            scale=config.softmax_scale,
+        )
+        mixed_HTv = torch.bmm(attended.out_BHR.transpose(0, 1), up_value_HvR.transpose(1, 2))
+        mixed_TV = mixed_HTv.transpose(0, 1).flatten(1)
+        y_TD: Tensor = self.o_proj(group_quant(mixed_TV, scale_format=self.scale_format))
+        return y_TD
+
+    def _queries(self, rows: QuantizedRows) -> Tensor:
+        """Queries [T, H, nope + rope], not rotated."""
+        if self.config.q_lora_rank is None:
+            flat: Tensor = self.q_proj(rows)
+        else:
+            norm = self.q_a_layernorm
+            normed = rms_norm_quant(
+                self.q_a_proj(rows), norm.weight, eps=norm.eps, scale_format=self.scale_format
+            )
+            flat = self.q_b_proj(normed)
+        query_THq: Tensor = flat.unflatten(1, (self.config.num_attention_heads, -1))
+        return query_THq

@@ -1,0 +1,132 @@
+"""`Fp8Block`: one layer, attention then feed-forward; `Fp8MoE`: gate, routed and shared experts."""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise_kernels.formats import QuantizedRows
+from equipoise_kernels.moe.route import route_to_slots
+from equipoise_kernels.moe.routes import RoutingRule, SlotTables
+from equipoise_kernels.quant.group_quant import group_quant
+from equipoise_kernels.quant.rms_norm_quant import rms_norm_quant
+from equipoise_model.config import ModelConfig
+from equipoise_model.dispatch import ExpertStep
+from equipoise_model.layers import RMSNorm
+from equipoise_model.router import Router
+from equipoise_model.suite.attention import Fp8Attention
+from equipoise_model.suite.experts import Fp8ExpertSlots
+from equipoise_model.suite.layers import Fp8SwiGLU, scale_format
+from equipoise_model.suite.rows import StepRows
+
+
+class Fp8MoE(nn.Module):
+    """DeepSeekMoE over this rank's `num_slots` physical slots; Hugging Face's names."""
+
+    def __init__(self, config: ModelConfig, *, num_slots: int, num_spare: int) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Fp8ExpertSlots(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            num_slots=num_slots,
+            num_spare=num_spare,
+            scale_format=scale_format(config),
+        )
+        shared_dim = config.moe_intermediate_size * config.n_shared_experts
+        self.shared_experts = Fp8SwiGLU(config, shared_dim)
+        self._rule = RoutingRule(
+            num_experts=config.n_routed_experts,
+            num_groups=config.n_group,
+            top_groups=config.topk_group,
+            top_k=config.num_experts_per_tok,
+            normalize=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        )
+
+    def forward(
+        self, x_TD: Tensor, rows: QuantizedRows, step: ExpertStep, *, num_valid: Tensor | None
+    ) -> Tensor:
+        """Rows [T, D], given as they are and quantised, to rows without the residual.
+
+        `num_valid`, int32 [1] on the device, says how many are real, on a rank alone only.
+        """
+        if step.alone:
+            routed_TD = self._run_here(x_TD, rows, step, num_valid=num_valid)
+        else:
+            routed_TD = step.run(x_TD, self.gate(x_TD), self.experts)
+        shared_TD: Tensor = self.shared_experts(rows)
+        return routed_TD + shared_TD
+
+    def _run_here(
+        self, x_TD: Tensor, rows: QuantizedRows, step: ExpertStep, *, num_valid: Tensor | None
+    ) -> Tensor:
+        """All experts' part, without the host knowing a row's way."""
+        layer, placement = step.enter_layer(), step.placement
+        ends = placement.share_ends
+        routes = route_to_slots(
+            functional.linear(x_TD.float(), self.gate.weight),
+            self.gate.e_score_correction_bias,
+            rule=self._rule,
+            tables=SlotTables(
+                slots_of_expert_ER=placement.slots_of_expert[layer],
+                replica_count_E=placement.replica_count[layer],
+                share_ends_ER=None if ends is None else ends[layer],
+            ),
+            token_ids_T=step.token_ids_T,
+            layer=layer,
+            rows_S=step.rows_LS[layer],
+            num_valid=num_valid,
+        )
+        return self.experts.run(rows, routes.slots_TK, routes.weights_TK)
+
+
+class Fp8Block(nn.Module):
+    """A dense layer, or a sparse one with `num_slots` physical slots on this rank."""
+
+    def __init__(
+        self, config: ModelConfig, *, sparse: bool, num_slots: int, num_spare: int
+    ) -> None:
+        super().__init__()
+        eps = config.rms_norm_eps
+        self.scale_format = scale_format(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=eps).bfloat16()
+        self.self_attn = Fp8Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps).bfloat16()
+        self.mlp: Fp8MoE | Fp8SwiGLU = (
+            Fp8MoE(config, num_slots=num_slots, num_spare=num_spare)
+            if sparse
+            else Fp8SwiGLU(config, config.intermediate_size)
+        )
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        delta_TD: Tensor,
+        step: StepRows,
+        *,
+        rotary: tuple[Tensor, Tensor],
+        latents_BPC: Tensor,
+        experts: ExpertStep,
+        num_valid: Tensor | None,
+    ) -> Tensor:
+        """What this layer adds to x + delta, of which x becomes the sum, in place."""
+        rows = self._normed(self.input_layernorm, delta_TD, residual_TD=x_TD)
+        delta_TD = self.self_attn(rows, step, rotary=rotary, latents_BPC=latents_BPC)
+        if isinstance(self.mlp, Fp8MoE):
+            # The gate's logits are of rows that were not quantised.
+            x_TD += delta_TD
+            normed_TD: Tensor = self.post_attention_layernorm(x_TD)
+            rows = group_quant(normed_TD, scale_format=self.scale_format)
+            y_TD: Tensor = self.mlp(normed_TD, rows, experts, num_valid=num_valid)
+        else:
+            rows = self._normed(self.post_attention_layernorm, delta_TD, residual_TD=x_TD)
+            y_TD = self.mlp(rows)
+        return y_TD
+
+    def _normed(self, norm: RMSNorm, delta_TD: Tensor, *, residual_TD: Tensor) -> QuantizedRows:
+        return rms_norm_quant(
+            delta_TD,
+            norm.weight,
+            eps=norm.eps,
+            residual_MD=residual_TD,
+            scale_format=self.scale_format,
+        )

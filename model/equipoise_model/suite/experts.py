@@ -1,0 +1,212 @@
+"""`Fp8ExpertSlots`: one rank's physical slots of one layer in FP8, behind a map in device memory.
+
+Owns the payload of an expert in FP8: codes of gate, up and down, then their scales, as a checkpoint
+in FP8 has them. Experts lie at places of a slab, which has more of them than there are slots.
+Staging fills spare places, a switch changes the map of slots to places: weights do not move,
+addresses stay, and so captured CUDA graphs do. What is staged beyond the spare places is copied at
+the switch.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from equipoise_kernels.formats import (
+    CODE,
+    GROUP,
+    QuantizedRows,
+    QuantizedWeight,
+    ScaleFormat,
+    weight_scale_shape,
+)
+from equipoise_kernels.gemm.grouped import grouped_gemm
+from equipoise_kernels.gemm.schedule import GROUP_ALIGNMENT, PrefixSumRows
+from equipoise_kernels.moe.permute import combine, permute
+from equipoise_kernels.moe.row_order import RowOrder, most_rows, order_rows
+from equipoise_kernels.quant.group_quant import group_quant
+from equipoise_kernels.quant.silu_mul_quant import silu_mul_quant
+from equipoise_model.device import Arrive
+from equipoise_model.experts import Settle, check_payload
+
+_BLOCK = GROUP_ALIGNMENT
+"""Rows that one slot's expert computes at a time, filled up with rows of nobody."""
+
+
+class Fp8ExpertSlots(nn.Module):
+    """Weights of `num_slots` experts, and `num_spare` places more.
+
+    `gate_up` is [places, 2 I, D], the gate's rows before up's; `down` is [places, D, I].
+    `place_of_slot` is int32 [slots] on the device.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        num_slots: int,
+        num_spare: int,
+        scale_format: ScaleFormat,
+    ) -> None:
+        super().__init__()
+        assert dim % GROUP == 0
+        assert hidden_dim % GROUP == 0
+        self.scale_format = scale_format
+        num_places = num_slots + num_spare
+        self.gate_up = _empty_weight(num_places, 2 * hidden_dim, dim)
+        self.down = _empty_weight(num_places, dim, hidden_dim)
+        self.place_of_slot = torch.arange(num_slots, dtype=torch.int32)
+        self._place_of_slot = list(range(num_slots))
+        # Its methods are atomic: staging takes places on other threads than the engine's.
+        self._spare = deque(range(num_slots, num_places))
+
+    @property
+    def num_slots(self) -> int:
+        """Physical slots of this rank in this layer."""
+        return len(self._place_of_slot)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.place_of_slot.device
+
+    def forward(self, x_ND: Tensor, rows_per_slot: Sequence[int]) -> Tensor:
+        """Rows in slot order through their slots' networks, [N, D]; N may be 0."""
+        counts_S = torch.tensor(rows_per_slot, device=self.device)
+        slots_N = torch.arange(self.num_slots, device=self.device).repeat_interleave(counts_S)
+        ones_N1 = torch.ones(len(x_ND), 1, device=self.device)
+        rows = group_quant(x_ND, scale_format=self.scale_format)
+        return self.run(rows, slots_N.unsqueeze(1), ones_N1)
+
+    def run(self, rows: QuantizedRows, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Each row's weighted sum over its slots, [T, D]; the host need not know any of them.
+
+        Slots are this rank's own, int64; a slot of -1 adds nothing. Weights are float32.
+        """
+        order = self._order(slots_TK)
+        schedule = PrefixSumRows(group_ends=order.slot_ends_S)
+        placed = permute(rows, order)
+        assert isinstance(placed, QuantizedRows)
+        hidden_MH = grouped_gemm(placed, self.gate_up, self.place_of_slot, schedule=schedule)
+        activated = self._activated(hidden_MH, order)
+        y_MD = grouped_gemm(activated, self.down, self.place_of_slot, schedule=schedule)
+        return combine(y_MD, order, weights_TK)
+
+    @torch.no_grad()
+    def read(self, slot: int) -> Tensor:
+        """The payload of one slot, a new uint8 tensor [expert_bytes] on the host."""
+        parts = self._parts(self._place_of_slot[slot])
+        return torch.cat([part.flatten().view(torch.uint8) for part in parts]).cpu()
+
+    @torch.no_grad()
+    def write(self, slot: int, payload: Tensor) -> None:
+        """Overwrite one slot from a payload.
+
+        Raises:
+            PayloadError: the payload is not of this model's expert size.
+        """
+        self._fill(self._place_of_slot[slot], self._decode(payload))
+
+    @torch.no_grad()
+    def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
+        """Copy payloads by slot to spare places; settling changes the map.
+
+        Raises:
+            PayloadError: a payload is not of this model's expert size.
+        """
+        decoded = {slot: self._decode(payload) for slot, payload in payloads.items()}
+        taken = _TakenPlaces(self._spare, most=len(decoded))
+        moved = dict(zip(decoded, taken.places, strict=False))
+        for slot, place in moved.items():
+            self._fill(place, decoded[slot])
+        slots_M = torch.tensor(list(moved), dtype=torch.int64, device=self.device)
+        places_M = torch.tensor(taken.places, dtype=torch.int32, device=self.device)
+        copied = {
+            slot: [part.to(self.device) for part in parts]
+            for slot, parts in decoded.items()
+            if slot not in moved
+        }
+
+        def settle(arrive: Arrive) -> None:
+            arrive(slots_M, places_M, *(part for parts in copied.values() for part in parts))
+            self.place_of_slot.index_copy_(0, slots_M, places_M)
+            # What the slots leave behind is spare as soon as nobody holds this any more.
+            taken.places = [self._place_of_slot[slot] for slot in moved]
+            for slot, place in moved.items():
+                self._place_of_slot[slot] = place
+            for slot, parts in copied.items():
+                self._fill(self._place_of_slot[slot], parts)
+
+        return settle
+
+    def _order(self, slots_TK: Tensor) -> RowOrder:
+        """Rows in slot order, in as many whole blocks as the worst routing needs."""
+        num_rows = most_rows(slots_TK.numel(), num_slots=self.num_slots, alignment=_BLOCK)
+        out = RowOrder(
+            place_of_pair_TK=torch.empty_like(slots_TK, dtype=torch.int32),
+            pair_of_row_M=slots_TK.new_empty(-(-num_rows // _BLOCK) * _BLOCK, dtype=torch.int32),
+            slot_ends_S=slots_TK.new_empty(self.num_slots, dtype=torch.int32),
+        )
+        return order_rows(slots_TK, num_slots=self.num_slots, alignment=_BLOCK, out=out)
+
+    def _activated(self, hidden_MH: Tensor, order: RowOrder) -> QuantizedRows:
+        """SwiGLU's activation of rows that are somebody's: in each block its slot's come first."""
+        is_row_BM = order.pair_of_row_M.view(-1, _BLOCK) >= 0
+        blocks = silu_mul_quant(
+            hidden_MH.view(-1, _BLOCK, hidden_MH.shape[1]),
+            rows_per_group=is_row_BM.sum(1, dtype=torch.int32),
+            scale_format=self.scale_format,
+        )
+        return QuantizedRows(codes=blocks.codes.flatten(0, 1), scales=blocks.scales.flatten(0, 1))
+
+    def _fill(self, place: int, parts: Sequence[Tensor]) -> None:
+        for own, part in zip(self._parts(place), parts, strict=True):
+            own.copy_(part)
+
+    def _parts(self, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What lies at a place, in a payload's order."""
+        gate_up, down = self.gate_up, self.down
+        return gate_up.codes[place], down.codes[place], gate_up.scales[place], down.scales[place]
+
+    def _decode(self, payload: Tensor) -> list[Tensor]:
+        """A payload's parts, views of it."""
+        own = self._parts(0)
+        ends = [0]
+        for part in own:
+            ends.append(ends[-1] + math.prod(part.shape) * part.element_size())
+        check_payload(payload, ends[-1])
+        whole = payload.contiguous()
+        return [
+            whole[begin:end].view(part.dtype).view(part.shape)
+            for part, (begin, end) in zip(own, pairwise(ends), strict=True)
+        ]
+
+
+class _TakenPlaces:
+    """Spare places that are somebody's; they are spare again when this is forgotten.
+
+    By its lifetime, because a generation that was aborted may still be switched to: the engine
+    holds it while the ranks agree, and until then nobody else may write to its places.
+    """
+
+    def __init__(self, spare: deque[int], *, most: int) -> None:
+        self.places: list[int] = []
+        self._spare = spare
+        while len(self.places) < most:
+            try:
+                self.places.append(spare.popleft())
+            except IndexError:
+                return
+
+    def __del__(self) -> None:
+        self._spare.extend(self.places)
+
+
+def _empty_weight(*shape: int) -> QuantizedWeight:
+    return QuantizedWeight(
+        codes=torch.empty(shape, dtype=CODE), scales=torch.empty(weight_scale_shape(shape))
+    )

@@ -1,0 +1,163 @@
+"""`DecodeGraphs`: steps of a few single tokens, captured once as CUDA graphs and replayed.
+
+A decode step is hundreds of small kernels, whose launches take the host longer than the device
+needs to run them. Owns the memory that a captured step reads and writes: a step is copied in, the
+nearest larger graph is replayed, its unused rows being padding. A layout switch leaves graphs as
+they are: experts stay at their places, the map of slots is changed where it lies, and the tables of
+replicas are copied in (as in `EpBuffer`'s and nano-vLLM's runners, one graph for each size).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from equipoise_model.dispatch import ExpertStep
+from equipoise_model.exchange import Ranks
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.placement import Placement
+from equipoise_model.suite.rows import StepRows
+
+Work = Callable[[], Tensor]
+Capture = Callable[[Work], Work]
+"""Makes of work what does it again, with the same memory and the same result tensor."""
+
+
+class Forward(Protocol):
+    """The model's forward pass, which waits for nothing."""
+
+    def __call__(
+        self, rows: StepRows, cache: LatentCache, experts: ExpertStep, *, num_valid: Tensor | None
+    ) -> Tensor:
+        """Hidden states [T, D]."""
+
+
+class DecodeGraphs:
+    """Graphs of up to `max_rows` rows, captured when they are first needed.
+
+    For one model, one cache and a rank alone; used from the engine's thread.
+    """
+
+    def __init__(self, *, max_rows: int, capture: Capture | None = None) -> None:
+        self._sizes = sizes(max_rows)
+        self._capture = capture or CudaCapture()
+        self._memory: _Memory | None = None
+        self._graphs: dict[tuple[int, bool], Work] = {}
+
+    def fits(self, rows: StepRows, step: ExpertStep) -> bool:
+        """Whether a step is one of these: few rows, on a rank alone."""
+        return step.alone and 0 < rows.num_rows <= self._sizes[-1]
+
+    def run(self, forward: Forward, rows: StepRows, cache: LatentCache, step: ExpertStep) -> Tensor:
+        """Hidden states [T, D] of a step that fits, valid until the next one."""
+        if self._memory is None:
+            self._memory = _Memory(self._sizes[-1], cache=cache, placement=step.placement)
+        memory = self._memory
+        memory.overwrite(rows, step)
+        size = next(size for size in self._sizes if size >= rows.num_rows)
+        key = (size, step.placement.share_ends is not None)
+        if key not in self._graphs:
+            views = memory.rows.first(size)
+            self._graphs[key] = self._capture(
+                lambda: forward(views, cache, memory.step(size), num_valid=memory.num_valid)
+            )
+            # Capturing may have run the work, once or more.
+            memory.rows_LS.zero_()
+        hidden_TD = self._graphs[key]()
+        step.rows_LS.add_(memory.rows_LS)
+        memory.rows_LS.zero_()
+        return hidden_TD[: rows.num_rows]
+
+
+class CudaCapture:
+    """Captures CUDA graphs that share their memory, since only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        """Run work once, which compiles its kernels, and capture it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy experts meanwhile, which is none of this stream's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def sizes(max_rows: int) -> tuple[int, ...]:
+    """Rows of the graphs: powers of two, then multiples of 8, so at most 7 rows are padding."""
+    small = [size for size in (1, 2, 4, 8) if size < max_rows]
+    return (*small, *range(16, max_rows, 8), max_rows)
+
+
+class _Memory:
+    """Where captured steps read and write."""
+
+    def __init__(self, max_rows: int, *, cache: LatentCache, placement: Placement) -> None:
+        device = placement.replica_count.device
+        self.rows = StepRows.padding(max_rows, cache=cache, device=device)
+        self.num_valid = torch.zeros(1, dtype=torch.int32, device=device)
+        self._token_ids_T = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.rows_LS = torch.zeros(
+            placement.num_layers, placement.slots_per_rank, dtype=torch.int64, device=device
+        )
+        self._placement = _roomy(placement)
+        self._follows: Placement | None = None
+
+    def step(self, num_rows: int) -> ExpertStep:
+        """The experts' side of a step, in this memory."""
+        placement = self._placement
+        assert self._follows is not None
+        if self._follows.share_ends is None:
+            placement = replace(placement, share_ends=None)
+        return ExpertStep(
+            placement=placement,
+            ranks=Ranks(group=None, rank=0, count=1),
+            tokens_by_rank=(num_rows,),
+            token_ids_T=self._token_ids_T[:num_rows],
+            rows_LS=self.rows_LS,
+        )
+
+    def overwrite(self, rows: StepRows, step: ExpertStep) -> None:
+        """Have a step's rows here, and the tables of its generation."""
+        self.rows.overwrite(rows)
+        self.num_valid.fill_(rows.num_rows)
+        self._token_ids_T[: rows.num_rows].copy_(step.token_ids_T)
+        if self._follows is not step.placement:
+            self._follow(step.placement)
+
+    def _follow(self, placement: Placement) -> None:
+        own, width = self._placement, placement.slots_of_expert.shape[-1]
+        own.slots_of_expert[..., :width].copy_(placement.slots_of_expert)
+        own.replica_count.copy_(placement.replica_count)
+        if placement.share_ends is not None:
+            assert own.share_ends is not None
+            # Replicas that are not there have the last one's end.
+            own.share_ends[..., width:].copy_(placement.share_ends[..., -1:])
+            own.share_ends[..., :width].copy_(placement.share_ends)
+        self._follows = placement
+
+
+def _roomy(placement: Placement) -> Placement:
+    """Tables with room for every layout of as many slots: all that are left over on one expert."""
+    num_layers, num_experts = placement.replica_count.shape
+    most = placement.num_slots - num_experts + 1
+    shape = (num_layers, num_experts, most)
+    return replace(
+        placement,
+        slots_of_expert=placement.slots_of_expert.new_full(shape, -1),
+        replica_count=torch.ones_like(placement.replica_count),
+        share_ends=placement.slots_of_expert.new_zeros(shape),
+    )

@@ -1,0 +1,90 @@
+"""`StepRows`: a step's tokens as tensors on the device, all that attention and the cache need."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache, blocks_for
+
+PADDING = -1
+"""The place of a row that is none: its latent is written nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRows:
+    """T rows, each with a table of its own sequence's blocks.
+
+    `tokens_T` and `positions_T` are int64; `places_T`, int64, says where each latent is kept, in
+    positions from the cache's first; `tables_TS` are int32, and `lengths_T`, int32, how many
+    positions each row sees: its own is the last.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    places_T: Tensor
+    tables_TS: Tensor
+    lengths_T: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        sequences_T: Tensor,
+        block_tables: Sequence[Sequence[int]],
+    ) -> Self:
+        """From a batch on the host, there too."""
+        positions = positions_T.numpy()
+        num_blocks = blocks_for(int(positions.max()) + 1) if len(positions) else 1
+        tables = np.zeros((len(block_tables), num_blocks), dtype=np.int32)
+        for row, blocks in zip(tables, block_tables, strict=True):
+            row[: len(blocks)] = blocks[:num_blocks]
+        tables_TS = tables[sequences_T.numpy()]
+        blocks_T = np.take_along_axis(tables_TS, positions[:, None] // BLOCK_TOKENS, axis=1)[:, 0]
+        places = blocks_T.astype(np.int64) * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        return cls(
+            tokens_T=tokens_T,
+            positions_T=positions_T,
+            places_T=torch.from_numpy(places),
+            tables_TS=torch.from_numpy(tables_TS),
+            lengths_T=(positions_T + 1).to(torch.int32),
+        )
+
+    @classmethod
+    def padding(cls, num_rows: int, *, cache: LatentCache, device: torch.device) -> Self:
+        """Rows that are none, with tables as long as the cache allows: memory for others' rows."""
+        shape = (num_rows, blocks_for(cache.max_len))
+        return cls(
+            tokens_T=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            positions_T=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            places_T=torch.full((num_rows,), PADDING, device=device),
+            tables_TS=torch.zeros(shape, dtype=torch.int32, device=device),
+            lengths_T=torch.zeros(num_rows, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return int(self.tokens_T.shape[0])
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        return type(self)(**{name: getattr(self, name).to(device) for name in self.__slots__})
+
+    def first(self, num_rows: int) -> Self:
+        """Views of the first rows."""
+        return type(self)(**{name: getattr(self, name)[:num_rows] for name in self.__slots__})
+
+    def overwrite(self, rows: Self) -> None:
+        """Have these rows first, and behind them padding."""
+        count = rows.num_rows
+        self.places_T[count:].fill_(PADDING)
+        self.lengths_T[count:].zero_()
+        for name in self.__slots__:
+            own, new = getattr(self, name)[:count], getattr(rows, name)
+            (own[:, : new.shape[1]] if new.dim() > 1 else own).copy_(new)

@@ -1,0 +1,145 @@
+"""`Fp8Transformer`: the whole model in FP8, for serving."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from equipoise_model.config import ModelConfig
+from equipoise_model.dispatch import ExpertParallel, ExpertStep
+from equipoise_model.experts import PhysicalSlots
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.layers import Embedding, Linear, RMSNorm
+from equipoise_model.rope import Rope
+from equipoise_model.suite.block import Fp8Block, Fp8MoE
+from equipoise_model.suite.graphs import DecodeGraphs
+from equipoise_model.suite.rows import StepRows
+from equipoise_model.transformer import StepBatch, StepOutput
+
+
+class Fp8Transformer(nn.Module):
+    """A decoder of a config with `quantization_config`; weights are loaded, never trained.
+
+    Args:
+        config: sizes, which `obstacle` has nothing against.
+        num_slots: physical slots per MoE layer on this rank.
+        num_spare: places beyond them, into which experts are staged.
+        graphs: what captures steps of single tokens; None to launch every kernel every time.
+    """
+
+    row_block = None
+    mtp_layers = ()
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_slots: int,
+        num_spare: int,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        super().__init__()
+        assert obstacle(config) is None
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size).bfloat16()
+        self.layers = nn.ModuleList(
+            Fp8Block(
+                config,
+                sparse=layer >= config.first_k_dense_replace,
+                num_slots=num_slots,
+                num_spare=num_spare,
+            )
+            for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps).bfloat16()
+        self.lm_head = Linear(config.hidden_size, config.vocab_size).bfloat16()
+        self.rope = Rope(config)
+        self._graphs = graphs
+        self.requires_grad_(requires_grad=False)
+
+    @property
+    def moe_layers(self) -> list[Fp8MoE]:
+        """The MoE parts in order; their index is the `layer` of layouts and counters."""
+        return [block.mlp for block in self._blocks() if isinstance(block.mlp, Fp8MoE)]
+
+    @property
+    def slots(self) -> list[PhysicalSlots]:
+        """This rank's physical slots of every MoE layer."""
+        return [moe.experts for moe in self.moe_layers]
+
+    @torch.no_grad()
+    def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> StepOutput:
+        """Run a batch's tokens through the model and keep their latents."""
+        rows = StepRows.of(
+            tokens_T=batch.tokens_T,
+            positions_T=batch.positions_T,
+            sequences_T=batch.sequences_T,
+            block_tables=batch.block_tables,
+        )
+        step = experts.begin_step(num_tokens=rows.num_rows)
+        device = self.embed_tokens.weight.device
+        if self._graphs is not None and self._graphs.fits(rows, step):
+            hidden_TD = self._graphs.run(self.forward, rows, cache, step)
+        else:
+            hidden_TD = self.forward(rows.to(device), cache, step)
+        return StepOutput(
+            logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(device)]),
+            hidden_TD=hidden_TD,
+            rotary=None,
+            cache_step=None,
+        )
+
+    def forward(
+        self,
+        rows: StepRows,
+        cache: LatentCache,
+        experts: ExpertStep,
+        *,
+        num_valid: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [T, D] behind the final norm, of which the first `num_valid` count."""
+        rotary = self.rope.at(rows.positions_T)
+        x_TD: Tensor = self.embed_tokens(rows.tokens_T)
+        delta_TD = torch.zeros_like(x_TD)
+        for layer, block in enumerate(self._blocks()):
+            delta_TD = block(
+                x_TD,
+                delta_TD,
+                rows,
+                rotary=rotary,
+                latents_BPC=cache.latents(layer),
+                experts=experts,
+                num_valid=num_valid,
+            )
+        hidden_TD: Tensor = self.norm(x_TD + delta_TD)
+        return hidden_TD
+
+    def _blocks(self) -> Iterator[Fp8Block]:
+        for block in self.layers:
+            assert isinstance(block, Fp8Block)
+            yield block
+
+
+def obstacle(config: ModelConfig) -> str | None:
+    """Why a model of these sizes cannot compute in FP8 on the suite, or None."""
+    groups = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "q_lora_rank": config.q_lora_rank or _GROUP,
+        "num_attention_heads * v_head_dim": config.num_attention_heads * config.v_head_dim,
+    }
+    for name, size in groups.items():
+        if size % _GROUP != 0:
+            return f"{name} is {size}, no multiple of {_GROUP}"
+    for name, size in (
+        ("kv_lora_rank", config.kv_lora_rank),
+        ("qk_rope_head_dim", config.qk_rope_head_dim),
+    ):
+        if size < _LEAST_WIDTH or size & (size - 1):
+            return f"{name} is {size}, no power of two from {_LEAST_WIDTH} on"
+    return None
+
+
+_GROUP = 128
+_LEAST_WIDTH = 16

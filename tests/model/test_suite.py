@@ -1,0 +1,288 @@
+"""The model in FP8: its torch twins against the model in BF16, the interpreted kernels against its
+twins, switches of its map, and captured steps against eager ones."""
+
+import dataclasses
+import warnings
+from itertools import chain
+
+import pytest
+import torch
+from suite_models import SUITE
+
+from equipoise_kernels import selection
+from equipoise_kernels.numerics import difference
+from equipoise_model.checkpoint import Checkpoint, save
+from equipoise_model.checkpoint_convert import convert
+from equipoise_model.config import Fp8Config
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.experts import PayloadError, StagedExperts, checksum
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.operations import Operations, OperationsError
+from equipoise_model.placement import Placement
+from equipoise_model.suite.graphs import DecodeGraphs, sizes
+from equipoise_model.suite.transformer import Fp8Transformer, obstacle
+from equipoise_model.transformer import StepBatch
+
+CPU = torch.device("cpu")
+FIRST, SECOND = [[0, 1, 2, 3, 0]], [[2, 1, 0, 3, 1]]
+NUM_SLOTS, NUM_SPARE = 5, 2
+# Of each sequence its tokens so far and those of the step: a prompt each, then both go on.
+STEPS = (([], [5, 9, 2, 40, 7]), ([], [11, 3])), (([5, 9, 2, 40, 7], [8]), ([11, 3], [60]))
+
+
+def again(work):
+    """What a captured graph does, as far as memory goes: the same work on the same tensors."""
+    return work
+
+
+@pytest.fixture(autouse=True)
+def twins(monkeypatch):
+    """The suite's torch twins, though a process of tests interprets."""
+    select(monkeypatch, "reference")
+
+
+@pytest.fixture
+def interpreted():
+    """Kernels run in Triton's interpreter, with its casts corrected."""
+    pytest.importorskip("triton", reason="kernels need the extra `kernels`")
+    from equipoise_kernels.testing.interpreter import corrected_casts
+
+    with corrected_casts(), warnings.catch_warnings():
+        # How the interpreter reads the bounds of a loop.
+        warnings.filterwarnings(
+            "ignore", "Conversion of an array with ndim > 0", DeprecationWarning
+        )
+        # Rows of nobody hold anything, and nobody reads what is computed of them.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def select(monkeypatch, backend):
+    chosen = selection.resolve(backend, lambda operation, name: None)
+    monkeypatch.setattr(selection.Process, "_selection", chosen)
+
+
+@pytest.fixture
+def path(random_model, tmp_path):
+    save(random_model(SUITE), tmp_path / "fp8", fp8=Fp8Config())
+    return tmp_path / "fp8"
+
+
+@pytest.fixture
+def checkpoint(path):
+    return Checkpoint.open(path, keep_fp8=True)
+
+
+def loaded(checkpoint, *, graphs=None, layout=FIRST, num_spare=NUM_SPARE):
+    model = Fp8Transformer(
+        checkpoint.config, num_slots=NUM_SLOTS, num_spare=num_spare, graphs=graphs
+    )
+    checkpoint.load_dense(model)
+    checkpoint.load_slots(model, layout)
+    return model
+
+
+def placement(layout, generation=1, *, shares=None):
+    return Placement.from_layout(layout, num_experts=4, generation=generation, share_of_slot=shares)
+
+
+def cache_of(dtype=torch.bfloat16):
+    return LatentCache(SUITE, num_blocks=8, max_len=64, dtype=dtype)
+
+
+def batch(step):
+    """A step's rows; logits of each sequence's last."""
+    tokens, positions, sequences, samples = [], [], [], []
+    for index, (before, new) in enumerate(step):
+        tokens += new
+        positions += range(len(before), len(before) + len(new))
+        sequences += [index] * len(new)
+        samples.append(len(tokens) - 1)
+    return StepBatch(
+        tokens_T=torch.tensor(tokens, dtype=torch.int64),
+        positions_T=torch.tensor(positions, dtype=torch.int64),
+        sequences_T=torch.tensor(sequences, dtype=torch.int64),
+        block_tables=[[3 * index + 1, 3 * index] for index in range(len(step))],
+        sample_rows_S=torch.tensor(samples, dtype=torch.int64),
+    )
+
+
+def staged(checkpoint, before, after, model):
+    moves = {
+        (layer, slot): checkpoint.read_expert(layer, expert)
+        for layer, row in enumerate(after)
+        for slot, expert in enumerate(row)
+        if before[layer][slot] != expert
+    }
+    return StagedExperts.prepare(moves, model.slots)
+
+
+def served(model, checkpoint, *, steps=STEPS, switched=None, shares=None):
+    """Logits of each step, and the loads; before the last step a switch, if there is one."""
+    experts, cache, logits = (
+        ExpertParallel.local(SUITE, placement(FIRST, shares=shares)),
+        cache_of(),
+        [],
+    )
+    for index, step in enumerate(steps):
+        if switched is not None and index == len(steps) - 1:
+            staged(checkpoint, FIRST, switched, model).apply()
+            experts.switch(placement(switched, 2, shares=shares))
+        logits.append(model.step(batch(step), cache, experts).logits_SV.float())
+    return logits, [load.rows_LS.tolist() for load in experts.loads()]
+
+
+def test_the_twins_say_what_the_model_says_within_the_precision_of_fp8(path, checkpoint):
+    plain = Checkpoint.open(path).load_model()
+    experts, cache = ExpertParallel.local(SUITE), cache_of(torch.float32)
+    expected = [plain.step(batch(step), cache, experts).logits_SV for step in STEPS]
+    logits, _ = served(loaded(checkpoint), checkpoint)
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert difference(ours, theirs) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("backends", "tokens", "most"),
+    [
+        ("triton,permute=reference,mla_decode=reference", ([5], [8]), 1e-4),
+        # Its weights are bfloat16, which makes codes next to a rounding edge differ, a sixteenth
+        # each; what FP8 costs is the bound.
+        ("triton,permute=reference", ([5, 9],), 5e-3),
+    ],
+)
+def test_the_interpreted_kernels_step_as_the_twins_do(
+    checkpoint, interpreted, monkeypatch, backends, tokens, most
+):
+    both = [(([*chain(*tokens[:n])], new),) for n, new in enumerate(tokens)]
+    expected, expected_loads = served(loaded(checkpoint), checkpoint, steps=both, switched=SECOND)
+    # `permute` has a program for every row of nobody, too many to interpret.
+    select(monkeypatch, backends)
+    logits, loads = served(loaded(checkpoint), checkpoint, steps=both, switched=SECOND)
+    assert loads == expected_loads
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert difference(ours, theirs) < most
+
+
+def test_a_switch_changes_the_map_and_no_weight_in_use(checkpoint):
+    model = loaded(checkpoint)
+    (slots,) = model.slots
+    held, place = slots.gate_up.codes[:NUM_SLOTS].clone(), slots.place_of_slot
+    experts = staged(checkpoint, FIRST, [[0, 1, 2, 1, 3]], model)
+    assert place.tolist() == [0, 1, 2, 3, 4]
+    experts.apply()
+    assert place is slots.place_of_slot
+    assert place.tolist() == [0, 1, 2, 5, 6]
+    assert torch.equal(slots.gate_up.codes[:NUM_SLOTS].float(), held.float())
+
+
+def test_tokens_do_not_depend_on_the_layout_nor_on_the_switch(checkpoint):
+    expected, _ = served(loaded(checkpoint), checkpoint)
+    switched, _ = served(loaded(checkpoint), checkpoint, switched=SECOND)
+    assert all(map(torch.equal, switched, expected))
+
+
+@pytest.mark.parametrize("num_spare", [0, 1, 4])
+def test_moves_beyond_the_spare_places_are_copied_at_the_switch(checkpoint, num_spare):
+    model = loaded(checkpoint, num_spare=num_spare)
+    for before, after in ((FIRST, SECOND), (SECOND, FIRST), (FIRST, SECOND)):
+        staged(checkpoint, before, after, model).apply()
+        for slot, expert in enumerate(after[0]):
+            assert torch.equal(model.slots[0].read(slot), checkpoint.read_expert(0, expert))
+
+
+def test_places_of_a_generation_that_somebody_holds_are_not_given_to_the_next(checkpoint):
+    model = loaded(checkpoint)
+    aborted = staged(checkpoint, FIRST, [[1, 0, 2, 3, 0]], model)
+    following = staged(checkpoint, FIRST, [[3, 2, 2, 3, 0]], model)
+    assert len(model.slots[0]._spare) == 0
+    # The ranks had agreed already, so it is switched to all the same.
+    aborted.apply()
+    assert [model.slots[0].read(s).tolist() for s in (0, 1)] == [
+        checkpoint.read_expert(0, expert).tolist() for expert in (1, 0)
+    ]
+    del aborted, following
+    assert sorted(model.slots[0]._spare) == [0, 1]
+
+
+def test_payloads_of_a_bf16_checkpoint_are_those_of_its_conversion(random_model, tmp_path):
+    save(random_model(SUITE), tmp_path / "bf16")
+    convert(Checkpoint.open(tmp_path / "bf16"), tmp_path / "fp8", fp8=Fp8Config())
+    quantized = Checkpoint.open(tmp_path / "bf16", quantize_as=Fp8Config())
+    stored = Checkpoint.open(tmp_path / "fp8", keep_fp8=True)
+    assert quantized.config == stored.config
+    for expert in range(4):
+        ours, theirs = (one.read_expert(0, expert) for one in (quantized, stored))
+        assert checksum(ours) == checksum(theirs)
+    ours, theirs = loaded(quantized).state_dict(), loaded(stored).state_dict()
+    for name in theirs.keys() - {f"layers.{n}.self_attn.kv_b_proj.weight" for n in (0, 1)}:
+        assert torch.equal(ours[name].float(), theirs[name].float()), name
+
+
+def test_a_payload_of_another_size_is_refused(checkpoint):
+    (slots,) = loaded(checkpoint).slots
+    short = checkpoint.read_expert(0, 0)[:-4]
+    for use in (lambda: slots.write(0, short), lambda: slots.stage({1: short})):
+        with pytest.raises(PayloadError, match="comes from another model or was cut short"):
+            use()
+    assert len(slots._spare) == NUM_SPARE
+
+
+def test_rows_in_slot_order_go_the_same_way_as_rows_by_their_slots(checkpoint):
+    (slots,) = loaded(checkpoint).slots
+    x = torch.randn(7, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
+    rows_per_slot = [2, 0, 1, 3, 1]
+    y = slots(x, rows_per_slot)
+    first = 0
+    for slot, count in enumerate(rows_per_slot):
+        alone = [0] * NUM_SLOTS
+        alone[slot] = count
+        assert torch.equal(slots(x[first : first + count], alone), y[first : first + count])
+        first += count
+    assert slots(x[:0], [0] * NUM_SLOTS).shape == (0, 128)
+
+
+@pytest.mark.parametrize("shares", [None, [[16_384, 2**15, 2**15, 2**15, 16_384]]])
+def test_captured_steps_are_the_eager_ones_across_a_switch(checkpoint, shares):
+    decode = [(([5, 9], [n]), ([7], [n + 1]), ([1, 2, 3], [n + 2])) for n in range(4)]
+    other = [[0, 1, 2, 3, 1]] if shares is None else None
+    expected = served(loaded(checkpoint), checkpoint, steps=decode, switched=other, shares=shares)
+    graphs = DecodeGraphs(max_rows=4, capture=again)
+    captured = served(
+        loaded(checkpoint, graphs=graphs), checkpoint, steps=decode, switched=other, shares=shares
+    )
+    assert captured[1] == expected[1]
+    for ours, theirs in zip(captured[0], expected[0], strict=True):
+        assert torch.equal(ours, theirs)
+    assert list(graphs._graphs) == [(4, shares is not None)]
+
+
+def test_steps_without_rows_or_with_too_many_are_not_captured(checkpoint):
+    graphs = DecodeGraphs(max_rows=2, capture=again)
+    model = loaded(checkpoint, graphs=graphs)
+    logits, _ = served(model, checkpoint, steps=[(), STEPS[0]])
+    assert logits[0].shape == (0, 64)
+    assert graphs._graphs == {}
+    assert sizes(1) == (1,)
+    assert sizes(20) == (1, 2, 4, 8, 16, 20)
+
+
+def test_what_computes_is_chosen_by_name_or_by_what_pays():
+    stored = dataclasses.replace(SUITE, quantization_config=Fp8Config(scale_fmt="ue8m0"))
+
+    def choose(wanted, config=stored, *, batch_invariant=False):
+        return Operations.choose(wanted, config=config, device=CPU, batch_invariant=batch_invariant)
+
+    assert choose("auto").fp8 is None
+    assert choose("bf16").kernels == "torch"
+    assert choose("fp8").fp8 == Fp8Config(scale_fmt="ue8m0")
+    assert choose("fp8", SUITE).fp8 == Fp8Config()
+    assert choose("fp8").kernels == "reference"
+    with pytest.raises(OperationsError, match="none of auto, bf16 and fp8"):
+        choose("int4")
+    with pytest.raises(OperationsError, match="batch-invariant mode has its own arithmetic"):
+        choose("fp8", batch_invariant=True)
+    narrow = dataclasses.replace(SUITE, moe_intermediate_size=48)
+    with pytest.raises(OperationsError, match="moe_intermediate_size is 48, no multiple of 128"):
+        choose("fp8", narrow)
+    odd = dataclasses.replace(SUITE, kv_lora_rank=96)
+    assert obstacle(odd) == "kv_lora_rank is 96, no power of two from 16 on"

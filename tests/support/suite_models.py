@@ -1,0 +1,24 @@
+"""The smallest model that computes in FP8 on the kernel suite: groups of 128 everywhere."""
+
+from equipoise_model.config import ModelConfig
+
+SUITE = ModelConfig(
+    vocab_size=64,
+    hidden_size=128,
+    intermediate_size=128,
+    moe_intermediate_size=128,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    num_attention_heads=2,
+    q_lora_rank=128,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=64,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=2,
+    max_position_embeddings=64,
+)
