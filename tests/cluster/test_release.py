@@ -5,7 +5,6 @@ user and read-only root, that speak mutual TLS with each other. The tests follow
 leaves the pool serving.
 """
 
-import base64
 import json
 import os
 import subprocess
@@ -16,11 +15,18 @@ from pathlib import Path
 
 import grpc
 import pytest
-import reflected
 from authority import Authority
 from clusters import NAMESPACE, ROOT, cluster_at_hand, until
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_traffic import HttpTraffic
+from installed_release import (
+    BALANCER_NAME,
+    BOUND_S,
+    WORKER_NAME,
+    Release,
+    is_answered,
+    named,
+    secrets_of,
+)
 
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.settings import Tls
@@ -29,8 +35,6 @@ from equipoise_model.train.data import heldout_prompts
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 RELEASE = "eq"
-BALANCER_NAME = "eq-equipoise-balancer.moe.svc"
-WORKER_NAME = "eq-equipoise-worker.moe.svc"
 CHART = str(ROOT / "helm" / "equipoise")
 VALUES = str(Path(__file__).parent / "values.yaml")
 NODE = """
@@ -48,9 +52,6 @@ KINDS = (
 SLOWNESS = max(1.0, os.getloadavg()[0] / 4)
 """How much longer things take where other work wants the cores too."""
 
-BOUND_S = 120.0
-"""Longest wait for anything that is a matter of seconds on a machine with nothing else to do."""
-
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -67,34 +68,13 @@ def authority(tmp_path_factory):
 @pytest.fixture(scope="module")
 def secrets(cluster, authority):
     """What an operator brings along: a Secret with a certificate for each kind of pod."""
-    cluster.kubectl(
-        "apply",
-        "-f",
-        "-",
-        text=f"{{apiVersion: v1, kind: Namespace, metadata: {{name: {NAMESPACE}}}}}",
-    )
-    of = {
-        "balancer": ("reader/balancer", BALANCER_NAME),
-        "worker": ("worker/default/*", WORKER_NAME),
-        "gateway": ("gateway", "eq-equipoise-gateway.moe.svc"),
-    }
-    for pod, (identity, host) in of.items():
-        uri = f"spiffe://cluster.local/equipoise/{identity}"
-        tls = authority.issue(pod, hosts=(host,), uri=uri)
-        files = {"ca.crt": tls.tls_ca, "tls.crt": tls.tls_cert, "tls.key": tls.tls_key}
-        data = {
-            key: base64.b64encode(Path(path).read_bytes()).decode() for key, path in files.items()
-        }
-        secret = {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": f"{pod}-tls"},
-            "type": "Opaque",
-            "data": data,
-        }
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+    cluster.kubectl("apply", "-f", "-", text=json.dumps(namespace))
+    made = secrets_of(authority)
+    for secret in made:
         cluster.kubectl("apply", "-f", "-", text=json.dumps(secret))
     with cluster.mounting_secrets():
-        yield [f"{pod}-tls" for pod in of]
+        yield [secret["metadata"]["name"] for secret in made]
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +88,6 @@ def release(cluster, secrets, authority):
     return Release(cluster, reader=named(authority.issue("reader/tests")), found=found)
 
 
-def named(tls):
-    """Credentials of somebody who asks balancers, which he reaches by their pods' addresses."""
-    return Credentials(tls, balancer_name=BALANCER_NAME)
-
-
 @pytest.fixture(scope="module")
 def traffic(cluster, release):
     prompts = {
@@ -122,75 +97,6 @@ def traffic(cluster, release):
     host, port = cluster.service_address("eq-equipoise-gateway")
     with HttpTraffic(host, port, prompts, num_clients=4, max_tokens=24) as traffic:
         yield traffic
-
-
-class Release:
-    """What the balancers of the release say, asked as grpcurl would.
-
-    `found` are the objects that were there before it, by kind.
-    """
-
-    def __init__(self, cluster, *, reader, found):
-        self._cluster = cluster
-        self.found = found
-        self._reader = reader
-        self._leader = ("", "")
-
-    @property
-    def leader(self):
-        """host:port at which the leader advertises itself, within the cluster."""
-        lease = self._cluster.objects("leases")["eq-equipoise"]
-        return lease["metadata"]["annotations"]["equipoise/leader-address"]
-
-    @property
-    def leader_from_here(self):
-        """host:port by which the leader is reached."""
-        leader = self.leader
-        if leader != self._leader[0]:
-            ip, _, port = leader.rpartition(":")
-            self._leader = (leader, self._cluster.pod_address("balancer", ip=ip, port=int(port)))
-        return self._leader[1]
-
-    @property
-    def term(self):
-        return self._cluster.objects("leases")["eq-equipoise"]["spec"]["leaseTransitions"]
-
-    def status(self):
-        """The pool's status from the leader; empty while there is none."""
-        try:
-            answer = self.ask(self._reader)
-        except (grpc.RpcError, grpc.FutureTimeoutError, KeyError, ValueError):
-            return {}
-        return answer["status"]
-
-    def ask(self, credentials):
-        """The leader's answer to somebody.
-
-        Raises:
-            grpc.RpcError, grpc.FutureTimeoutError: it does not speak with him, or refuses.
-        """
-        return reflected.call(
-            self.leader_from_here, "equipoise_api.v1.Status/GetStatus", credentials=credentials
-        )
-
-    def until(self, condition, *, what, timeout_s=BOUND_S):
-        """The first status for which the condition holds."""
-        return until(
-            lambda: (status := self.status()) and condition(status) and status,
-            timeout_s=timeout_s,
-            what=what,
-        )
-
-    def until_serving(self, *, epoch_after=0):
-        """The status once all four ranks serve, in a later epoch."""
-        return self.until(
-            lambda status: (
-                status["health"] == "POOL_HEALTH_SERVING"
-                and len(status["ranks"]) == 4
-                and int(status["epoch"]) > epoch_after
-            ),
-            what=f"four ranks that serve after epoch {epoch_after}",
-        )
 
 
 def test_requests_are_answered_and_helm_test_agrees(cluster, release, traffic):
@@ -233,17 +139,6 @@ def test_who_has_no_certificate_of_the_fleet_is_let_in_nowhere(
     )
     with pytest.raises(grpc.RpcError, match="may not call Status: that is for"):
         release.ask(named(authority.issue("worker/default/worker-9")))
-
-
-def is_answered(address, credentials):
-    """Whether whoever asks for the health of a port hears anything."""
-    with credentials.blocking_channel(address) as channel:
-        try:
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
-        except grpc.RpcError as error:
-            unheard = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-            return error.code() not in unheard
-        return True
 
 
 def test_a_worker_without_a_certificate_is_not_taken_in(release):

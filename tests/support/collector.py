@@ -11,13 +11,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_
 class Collector(pb_grpc.TraceServiceServicer):
     """Within a `with`, at `endpoint`; `spans` are all that were exported so far."""
 
-    def __init__(self):
+    def __init__(self, host="127.0.0.1"):
         self._arrived = threading.Condition()
         self._spans = []
         self._server = grpc.server(ThreadPoolExecutor(4))
         pb_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
-        self.endpoint = f"http://127.0.0.1:{port}"
+        port = self._server.add_insecure_port(f"{host}:0")
+        self.endpoint = f"http://{host}:{port}"
 
     def __enter__(self):
         self._server.start()

@@ -1,0 +1,127 @@
+"""A release on a cluster as its operators meet it: its certificates, and what its balancers say."""
+
+import base64
+from pathlib import Path
+
+import grpc
+import reflected
+from clusters import until
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from equipoise.trust.credentials import Credentials
+
+BALANCER_NAME = "eq-equipoise-balancer.moe.svc"
+WORKER_NAME = "eq-equipoise-worker.moe.svc"
+BOUND_S = 120.0
+"""Longest wait for anything that is a matter of seconds on a machine with nothing else to do."""
+
+
+class Release:
+    """What the balancers of the release say, asked as grpcurl would.
+
+    `found` are the objects that were there before it, by kind.
+    """
+
+    def __init__(self, cluster, *, reader, found):
+        self._cluster = cluster
+        self.found = found
+        self._reader = reader
+        self._leader = ("", "")
+
+    @property
+    def leader(self):
+        """host:port at which the leader advertises itself, within the cluster."""
+        lease = self._cluster.objects("leases")["eq-equipoise"]
+        return lease["metadata"]["annotations"]["equipoise/leader-address"]
+
+    @property
+    def leader_from_here(self):
+        """host:port by which the leader is reached."""
+        leader = self.leader
+        if leader != self._leader[0]:
+            ip, _, port = leader.rpartition(":")
+            self._leader = (leader, self._cluster.pod_address("balancer", ip=ip, port=int(port)))
+        return self._leader[1]
+
+    @property
+    def term(self):
+        return self._cluster.objects("leases")["eq-equipoise"]["spec"]["leaseTransitions"]
+
+    def status(self):
+        """The pool's status from the leader; empty while there is none."""
+        try:
+            answer = self.ask(self._reader)
+        except (grpc.RpcError, grpc.FutureTimeoutError, KeyError, ValueError):
+            return {}
+        return answer["status"]
+
+    def ask(self, credentials):
+        """The leader's answer to somebody.
+
+        Raises:
+            grpc.RpcError, grpc.FutureTimeoutError: it does not speak with him, or refuses.
+        """
+        return reflected.call(
+            self.leader_from_here, "equipoise_api.v1.Status/GetStatus", credentials=credentials
+        )
+
+    def until(self, condition, *, what, timeout_s=BOUND_S):
+        """The first status for which the condition holds."""
+        return until(
+            lambda: (status := self.status()) and condition(status) and status,
+            timeout_s=timeout_s,
+            what=what,
+        )
+
+    def until_serving(self, *, epoch_after=0):
+        """The status once all four ranks serve, in a later epoch."""
+        return self.until(
+            lambda status: (
+                status["health"] == "POOL_HEALTH_SERVING"
+                and len(status["ranks"]) == 4
+                and int(status["epoch"]) > epoch_after
+            ),
+            what=f"four ranks that serve after epoch {epoch_after}",
+        )
+
+
+def secrets_of(authority):
+    """Secrets with a certificate for each kind of pod, as the chart's values name them."""
+    made = []
+    for pod, identity, host in (
+        ("balancer", "reader/balancer", BALANCER_NAME),
+        ("worker", "worker/default/*", WORKER_NAME),
+        ("gateway", "gateway", "eq-equipoise-gateway.moe.svc"),
+    ):
+        uri = f"spiffe://cluster.local/equipoise/{identity}"
+        tls = authority.issue(pod, hosts=(host,), uri=uri)
+        files = {"ca.crt": tls.tls_ca, "tls.crt": tls.tls_cert, "tls.key": tls.tls_key}
+        made.append(
+            {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": {"name": f"{pod}-tls"},
+                "type": "Opaque",
+                "data": {
+                    key: base64.b64encode(Path(path).read_bytes()).decode()
+                    for key, path in files.items()
+                },
+            }
+        )
+    return made
+
+
+def named(tls):
+    """Credentials of somebody who asks balancers, which he reaches by their pods' addresses."""
+    return Credentials(tls, balancer_name=BALANCER_NAME)
+
+
+def is_answered(address, credentials):
+    """Whether whoever asks for the health of a port hears anything."""
+    with credentials.blocking_channel(address) as channel:
+        try:
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+        except grpc.RpcError as error:
+            unheard = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+            return error.code() not in unheard
+        return True
