@@ -289,6 +289,24 @@ async def test_a_cancelled_step_does_not_mix_up_the_next_answers(redis_server, o
     assert (await store.committed("p")).generation == 1
 
 
+async def test_a_step_that_is_cancelled_ends_at_once_wherever_it_is(redis_server, open_at):
+    # What ends a term's pools must not be swallowed: they would be waited for, or go on.
+    moment, num_cancelled = 0, 0
+    while True:
+        store = open_at(redis_server.url)
+        step = asyncio.create_task(store.pools())
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        if step.done():
+            break
+        step.cancel()
+        (outcome,) = await asyncio.gather(step, return_exceptions=True)
+        assert isinstance(outcome, asyncio.CancelledError), f"{moment} turns of the loop later"
+        num_cancelled += 1
+        moment += max(1, moment // 8)
+    assert num_cancelled > 10
+
+
 async def test_what_was_written_outlives_a_kill_of_the_server(redis_server, open_at):
     store = open_at(redis_server.url)
     await store.adopt("p", layout_of(4), term=2)

@@ -34,7 +34,7 @@ class RedisRegister:
     async def read(self) -> Sighting | None:
         """The record now; None if there is none."""
         try:
-            async with self._link.explained():
+            async with self._link.request():
                 found = await self._link.redis.get(_KEY)
         except StoreError as error:
             raise RegisterError(str(error)) from error
@@ -47,7 +47,7 @@ class RedisRegister:
         """Put `record` in the place of version `replacing`; None if another one was there."""
         text = record_to_text(record)
         try:
-            async with self._link.explained():
+            async with self._link.request():
                 replaced = await self._replace(keys=[_KEY], args=[replacing or "", text])
         except StoreError as error:
             raise RegisterError(str(error)) from error

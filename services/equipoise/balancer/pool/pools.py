@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from opentelemetry.trace import Tracer
 
@@ -72,12 +72,11 @@ class Pools:
         # can do no harm: it has no tenure, and the store fences its writes.
         _, late = await asyncio.wait(ending, timeout=END_TIMEOUT_S)
         for task in late:
-            where = " <- ".join(f"{frame.f_code.co_name}" for frame in reversed(task.get_stack()))
             _log.error(
-                "%s did not end within %g s of its term (it is in %s): it is left behind",
+                "%s did not end within %g s of its term (it waits in %s): it is left behind",
                 task.get_name(),
                 END_TIMEOUT_S,
-                where,
+                " > ".join(_awaited(task.get_coro())),
             )
 
     async def admit(self, hello: Hello, mailbox: Mailbox) -> PoolRunner:
@@ -172,3 +171,10 @@ def pick(pools: Mapping[str, _View], name: str) -> _View:
     if not name:
         raise UnknownPoolError(f"there are several pools, name one of them: {known}")
     raise UnknownPoolError(f"there is no pool {name!r}; there are: {known}")
+
+
+def _awaited(coroutine: Any) -> Iterator[str]:
+    """Names of a coroutine and of those it waits for, outermost first."""
+    while hasattr(coroutine, "cr_await"):
+        yield coroutine.__name__
+        coroutine = coroutine.cr_await

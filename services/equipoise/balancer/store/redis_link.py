@@ -3,20 +3,23 @@
 Owns connections. Knows neither keys nor scripts.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 from redis import exceptions as faults
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from equipoise.balancer.store.store import StoreError, StoreFault
 
-_MAX_CONNECTIONS = 4
+_MAX_REQUESTS = 4
+"""Requests, and so connections, at a time."""
+
 _QUEUE_TIMEOUT_S = 10.0
-"""How long a request may wait for one of the connections: as long as a write may take at all."""
+"""How long a request may wait for its turn: as long as a write may take at all."""
 
 
 class RedisLink:
@@ -32,12 +35,13 @@ class RedisLink:
         parts = urlsplit(url)
         self.name = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}{parts.path}"
         self._timeout_s = timeout_s
+        self._turns = asyncio.Semaphore(_MAX_REQUESTS)
         try:
-            pool = BlockingConnectionPool.from_url(
+            # Each request is bounded here, as a whole. With a `socket_timeout` the library would
+            # send by wait_for, which in Python 3.11 swallows a cancellation that comes meanwhile.
+            self.redis: Redis = Redis.from_url(
                 url,
-                max_connections=_MAX_CONNECTIONS,
-                timeout=_QUEUE_TIMEOUT_S,
-                socket_timeout=timeout_s,
+                socket_timeout=None,
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),
             )
@@ -45,33 +49,51 @@ class RedisLink:
             raise StoreError(
                 f"{self.name} is no Redis address ({error}): name one like redis://host:6379/0"
             ) from error
-        self.redis: Redis = Redis.from_pool(pool)
 
     @asynccontextmanager
-    async def explained(self) -> AsyncIterator[None]:
-        """Turn what Redis raises inside the block into one sentence with a remedy.
+    async def request(self) -> AsyncIterator[None]:
+        """Bound a request to Redis inside the block, and turn what it raises into one sentence.
 
         Raises:
-            StoreError: with the fault's kind.
+            StoreError: with the fault's kind and a remedy.
         """
-        try:
-            yield
-        except faults.RedisError as error:
-            if isinstance(error, faults.ConnectionError):
-                # Its siblings are dead too; each would cost somebody a request to find out.
-                await self.redis.connection_pool.disconnect(inuse_connections=False)
-            fault, sentence = self._explain(error)
-            raise StoreError(f"{self.name} {sentence}", fault=fault) from error
-        except OSError as error:
-            raise StoreError(
-                f"{self.name} cannot be reached ({error}): check that it runs there"
-            ) from error
+        async with self._turn():
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    yield
+            except (faults.RedisError, OSError) as error:
+                raise await self._fault(error) from error
 
     async def close(self) -> None:
         """Close all connections."""
         await self.redis.aclose()
 
-    def _explain(self, error: faults.RedisError) -> tuple[StoreFault, str]:
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(_QUEUE_TIMEOUT_S):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise StoreError(
+                f"{self.name} was not asked within {_QUEUE_TIMEOUT_S:g} s, because "
+                f"{_MAX_REQUESTS} requests were under way all the time: check its load",
+                fault=StoreFault.SLOW,
+            ) from None
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+    async def _fault(self, error: faults.RedisError | OSError) -> StoreError:
+        if isinstance(error, faults.ConnectionError):
+            # Its siblings are dead too; each would cost somebody a request to find out.
+            await self.redis.connection_pool.disconnect(inuse_connections=False)
+        if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+            return StoreError(f"{self.name} cannot be reached ({error}): check that it runs there")
+        fault, sentence = self._explain(error)
+        return StoreError(f"{self.name} {sentence}", fault=fault)
+
+    def _explain(self, error: faults.RedisError | TimeoutError) -> tuple[StoreFault, str]:
         match error:
             case (
                 faults.AuthenticationError()
@@ -81,7 +103,7 @@ class RedisLink:
                 fault, sentence = StoreFault.DENIED, "does not let us in: check user and password"
             case faults.BusyLoadingError():
                 fault, sentence = StoreFault.UNREACHABLE, "still loads its data: wait for it"
-            case faults.TimeoutError():
+            case faults.TimeoutError() | TimeoutError():
                 fault = StoreFault.SLOW
                 sentence = f"did not answer within {self._timeout_s:g} s: check its load"
             case faults.ConnectionError():
@@ -99,4 +121,4 @@ class RedisLink:
                 sentence = "has our keys with another program's contents: name another database"
             case _:
                 fault, sentence = StoreFault.DENIED, "refuses (it must be Redis 6.2 or newer)"
-        return fault, f"{sentence} ({error})"
+        return fault, f"{sentence} ({error})" if str(error) else sentence

@@ -282,7 +282,7 @@ class RedisStore:
     async def _run(
         self, script: str, keys: tuple[str, ...], arguments: tuple[str | int | bytes, ...]
     ) -> list[Any]:
-        async with self._link.explained():
+        async with self._link.request():
             registered = self._link.redis.register_script(script)
             answer: list[Any] = await registered(keys=keys, args=arguments)
             return answer
