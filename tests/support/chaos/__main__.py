@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from chaos.campaign import Result, results, undisturbed_answers
-from chaos.plan import Ground, kinds_of
+from chaos.checks import Violation
+from chaos.plan import Fault, Ground, Kind, Run, kinds_of
 from equipoise.planning.warm_up import warm_up
 
 _CLOCK_LIBRARIES = (
@@ -28,19 +29,16 @@ def main() -> int:
     """Perform the runs asked for; 1 if anything was violated."""
     options = _options()
     console = Console()
+    if options.add:
+        done = [result for file in options.add for result in _read(file)]
+        console.print(_table(done))
+        return int(any(result.violations for result in done))
     folder = options.folder or Path(tempfile.mkdtemp(prefix="equipoise-chaos-"))
     console.print(f"the processes' logs: {folder}")
     done = asyncio.run(_perform(options, folder=folder, console=console))
     console.print(_table(done))
     for result in done:
-        for violation in result.violations:
-            console.print(f"{violation.what}: {violation.words}", style="red", markup=False)
-            console.print(
-                f"  again: make chaos ARGS='--seed {result.run.seed} --runs 1 "
-                f"--ground {result.run.ground}'"
-            )
-    if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in done], indent=1))
+        _tell_violations(result, console)
     return int(any(result.violations for result in done))
 
 
@@ -52,7 +50,10 @@ def _options() -> argparse.Namespace:
         "--ground", type=Ground, choices=list(Ground), help="redis or sqlite; both in turn if not"
     )
     parser.add_argument("--folder", type=Path, help="where processes write (default: a new one)")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--json", type=Path, help="file for the results, as they come")
+    parser.add_argument(
+        "--add", type=Path, nargs="+", help="do nothing but add up the results in these files"
+    )
     return parser.parse_args()
 
 
@@ -76,7 +77,35 @@ async def _perform(options: argparse.Namespace, *, folder: Path, console: Consol
                     done.append(result)
                     progress.update(bar, advance=1, description=str(ground))
                     console.print(_line(result), highlight=False)
+                    _tell_violations(result, console)
+                    if options.json:
+                        _write(done, options.json)
     return done
+
+
+def _tell_violations(result: Result, console: Console) -> None:
+    for violation in result.violations:
+        console.print(f"{violation.what}: {violation.words}", style="red", markup=False)
+        console.print(
+            f"  again: make chaos ARGS='--seed {result.run.seed} --runs 1 "
+            f"--ground {result.run.ground}'"
+        )
+
+
+def _write(done: list[Result], file: Path) -> None:
+    file.write_text(json.dumps([asdict(result) for result in done], indent=1))
+
+
+def _read(file: Path) -> list[Result]:
+    """What `_write` wrote."""
+    results = []
+    for record in json.loads(file.read_text()):
+        run = record["run"]
+        faults = tuple(Fault(**{**one, "kind": Kind(one["kind"])}) for one in run["faults"])
+        run = Run(**{**run, "ground": Ground(run["ground"]), "faults": faults})
+        violations = tuple(Violation(*one) for one in record["violations"])
+        results.append(Result(**{**record, "run": run, "violations": violations}))
+    return results
 
 
 def _clock_library() -> Path | None:
@@ -104,6 +133,7 @@ def _line(result: Result) -> str:
         f"{outcome} seed {result.run.seed} {result.run.ground}: {faults}; "
         f"{result.num_answers} answers, {result.num_refused} turned away, longest pause "
         f"{result.longest_pause_s:.1f} s, {result.took_s:.0f} s"
+        + "".join(f", {name} after {took_s:.1f} s" for name, took_s in result.waits_s.items())
     )
 
 

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Self
@@ -24,12 +24,12 @@ from chaos import with_clock
 from chaos.clients import Clients
 from chaos.history import History, StepSeen
 from chaos.plan import NUM_WORKERS, Ground
-from chaos.relay import Relay, forwarding
+from chaos.relay import PROMPT, Relay, forwarding
 from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
 from equipoise.cli.demo.traffic import Prompt
 from equipoise.worker.settings import packaged_checkpoint
 from equipoise_api.v1 import status_pb2 as pb
-from equipoise_api.v1 import status_pb2_grpc, worker_pb2, worker_pb2_grpc
+from equipoise_api.v1 import status_pb2_grpc, worker_link_pb2, worker_pb2, worker_pb2_grpc
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.experts import checksum
 
@@ -40,6 +40,7 @@ START_BOUND_S = 180.0
 
 _NEAR, _FAR = "127.0.0.1", "127.0.0.2"
 _POLL_S = 0.1
+_MAX_VERIFICATIONS = 10
 
 Condition = Callable[[pb.PoolStatus], bool]
 
@@ -62,6 +63,7 @@ class Arena:
         self.balancers = ("balancer-0", "balancer-1") if self.redis else ("balancer-0",)
         self.clock_file = folder / "clock"
         self.relays: dict[str, Relay] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
         self._folder = folder
         self._clock_library = clock_library
         names = (*self.balancers, *WORKERS, "gateway", *map(_rendezvous, WORKERS))
@@ -86,6 +88,8 @@ class Arena:
         for name in (*self.balancers, *WORKERS):
             relay = Relay(self._far(name), target=self._near(name), observer=self._observer(name))
             self.relays[name] = await self._stack.enter_async_context(relay)
+            self._channels[name] = grpc.aio.insecure_channel(self._near(name), options=PROMPT)
+            self._stack.push_async_callback(self._channels[name].close)
         for name in map(_rendezvous, WORKERS):
             await self._stack.enter_async_context(
                 forwarding(self._far(name), target=self._near(name))
@@ -164,42 +168,62 @@ class Arena:
         self.history.layouts.setdefault(layout.generation, set()).add(digest)
 
     async def verify_experts(self) -> None:
-        """Fetch what every slot of the committed layout holds, and tell what is not right."""
-        layout = (await self._committed()).layout
-        status = await self.status()
-        assert status is not None
+        """Fetch what every slot of the committed layout holds, and tell what is not right.
+
+        A layout that was committed meanwhile is looked at anew: the balancer goes on balancing.
+        """
+        for _ in range(_MAX_VERIFICATIONS):
+            status = await self.until(whole, bound_s=START_BOUND_S)
+            try:
+                layout = (await self._committed()).layout
+                unverified = [one async for one in self._unverified(layout, status)]
+                await self.until(whole, bound_s=START_BOUND_S)
+                stayed = (await self._committed()).layout.generation == layout.generation
+            except grpc.aio.AioRpcError:
+                continue  # Another balancer leads by now.
+            if stayed:
+                self.history.unverified += unverified
+                return
+        self.history.overdue.append(
+            f"no layout stayed for as long as it takes to look at it, {_MAX_VERIFICATIONS} times"
+        )
+
+    async def _unverified(
+        self, layout: worker_link_pb2.Layout, status: pb.PoolStatus
+    ) -> AsyncIterator[str]:
         table = np.frombuffer(layout.expert_of_slot, "<i4").reshape(layout.num_layers, -1)
         worker_of_rank = {rank.rank: rank.worker for rank in status.ranks}
         slots_per_rank = layout.num_slots // layout.num_ranks
         for rank, worker in worker_of_rank.items():
             own = table[:, rank * slots_per_rank : (rank + 1) * slots_per_rank]
-            async with grpc.aio.insecure_channel(self._near(worker)) as channel:
-                stub = worker_pb2_grpc.ExpertTransferStub(channel)
-                for (layer, _), expert in np.ndenumerate(own):
-                    request = worker_pb2.FetchRequest(
-                        epoch=status.epoch, layer=layer, expert=int(expert)
-                    )
-                    held = hashlib.blake2b(digest_size=16)
+            stub = worker_pb2_grpc.ExpertTransferStub(self._channels[worker])
+            for (layer, _), expert in np.ndenumerate(own):
+                request = worker_pb2.FetchRequest(
+                    epoch=status.epoch, layer=layer, expert=int(expert)
+                )
+                held = hashlib.blake2b(digest_size=16)
+                what = f"{worker}: expert {expert} of layer {layer}"
+                try:
                     async for piece in stub.Fetch(request, timeout=10.0):
                         held.update(piece.data)
-                    if held.digest() != self._checksums[layer, int(expert)]:
-                        self.history.unverified.append(
-                            f"{worker}: expert {expert} of layer {layer} is not the checkpoint's"
-                        )
+                except grpc.aio.AioRpcError as error:
+                    yield f"{what} is not to be had: {error.details()}"
+                    continue
+                if held.digest() != self._checksums[layer, int(expert)]:
+                    yield f"{what} is not the checkpoint's"
 
     async def _committed(self) -> pb.GetLayoutResponse:
-        async with grpc.aio.insecure_channel(self._near(await self.leader())) as channel:
-            stub = status_pb2_grpc.StatusStub(channel)
-            return await stub.GetLayout(pb.GetLayoutRequest(), timeout=5.0)
+        stub = status_pb2_grpc.StatusStub(self._channels[await self.leader()])
+        return await stub.GetLayout(pb.GetLayoutRequest(), timeout=5.0)
 
     async def _status(self, name: str) -> pb.PoolStatus | None:
-        async with grpc.aio.insecure_channel(self._near(name)) as channel:
-            call = status_pb2_grpc.StatusStub(channel).GetStatus(pb.GetStatusRequest(), timeout=2.0)
-            with suppress(grpc.aio.AioRpcError):
-                response = await call
-                # A follower answers too, and says who leads.
-                followed = dict(await call.trailing_metadata() or ()).get("equipoise-leader")
-                return None if followed else response.status
+        stub = status_pb2_grpc.StatusStub(self._channels[name])
+        call = stub.GetStatus(pb.GetStatusRequest(), timeout=2.0)
+        with suppress(grpc.aio.AioRpcError):
+            response = await call
+            # A follower answers too, and says who leads.
+            followed = dict(await call.trailing_metadata() or ()).get("equipoise-leader")
+            return None if followed else response.status
         return None
 
     def _observer(self, name: str) -> Callable[[worker_pb2.GenerateResponse], None]:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos.arena import NUM_CLIENTS, Arena, Condition, FleetError, whole
@@ -36,7 +36,10 @@ PROMPTS_PER_DOMAIN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A run and what came of it; `longest_pause_s` is the longest time without any token."""
+    """A run and what came of it; `longest_pause_s` is the longest time without any token.
+
+    `waits_s` are how long each thing that had to be well again took to be it, after the faults.
+    """
 
     run: Run
     violations: tuple[Violation, ...]
@@ -44,6 +47,7 @@ class Result:
     num_refused: int
     longest_pause_s: float
     took_s: float
+    waits_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def undisturbed_answers() -> dict[Prompt, tuple[int, ...]]:
@@ -108,6 +112,7 @@ async def perform(arena: Arena, run: Run) -> Result:
             default=0.0,
         ),
         took_s=time.monotonic() - began_s,
+        waits_s={name: took_s for name, (took_s, _) in history.waits.items()},
     )
 
 
@@ -132,14 +137,17 @@ async def _recovered(arena: Arena) -> None:
 
     if not await _within(arena, "balanced again", balanced, bound_s=BALANCED_BOUND_S):
         return
+    began_s = time.monotonic()
     try:
         await arena.clients.until_whole(2 * NUM_CLIENTS, timeout_s=ANSWER_BOUND_S)
+        arena.history.waits["answering again"] = (time.monotonic() - began_s, ANSWER_BOUND_S)
     except TimeoutError:
         arena.history.overdue.append(f"no client was answered within {ANSWER_BOUND_S:g} s")
         return
-    # A fleet that is balanced rolls nothing out; if it does all the same, then a little later.
-    await arena.until(whole, bound_s=WHOLE_BOUND_S)
-    await arena.verify_experts()
+    try:
+        await arena.verify_experts()
+    except TimeoutError as error:
+        arena.history.overdue.append(f"experts could not be looked at: {error}")
 
 
 async def _within(arena: Arena, name: str, condition: Condition, *, bound_s: float) -> bool:

@@ -21,6 +21,12 @@ _CONNECT = "/equipoise_api.v1.WorkerLink/Connect"
 _GENERATE = "/equipoise_api.v1.Inference/Generate"
 _FETCH = "/equipoise_api.v1.ExpertTransfer/Fetch"
 
+PROMPT = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 300),
+)
+"""Options of a channel whose target, when it was restarted, is to be reached at once."""
+
 _POLL_S = 0.02
 
 Observer = Callable[[worker_pb2.GenerateResponse], None]
@@ -68,14 +74,7 @@ class Relay:
 
     async def __aenter__(self) -> Self:
         assert self._server.add_insecure_port(self.listen), self.listen
-        self._channel = grpc.aio.insecure_channel(
-            self._target,
-            # A target that was restarted is to be reached at once, not after a back-off.
-            options=(
-                ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.max_reconnect_backoff_ms", 300),
-            ),
-        )
+        self._channel = grpc.aio.insecure_channel(self._target, options=PROMPT)
         await self._server.start()
         return self
 
