@@ -213,3 +213,16 @@ def test_how_loads_vary_survives_a_restart_where_a_policy_plans_for_risk():
     torn = {**loads.records(now=40.0), "slow": loads.records(now=41.0)["slow"]}
     assert not make_loads(remembered=torn, now=500.0).slow.variance().any()
     assert "slow squares" not in make_loads().records(now=0.0)
+
+
+def test_a_pool_keeps_the_tables_that_are_asked_for_and_the_figures_of_many_windows(serving_bench):
+    load = np.full((3, 32), 50.0)
+    serving_bench.run_traffic(load, seconds=80)
+    for _ in range(3):
+        serving_bench.tick(10.0)
+    windows = list(serving_bench.pool.windows)
+    assert len(windows) > 8
+    busy = [window for window in windows if window.tokens]
+    with_tables = [window.number for window in windows if window.load.size]
+    assert with_tables == [*(window.number for window in busy[-4:]), windows[-1].number]
+    assert all(window.balancedness > 0 for window in busy)

@@ -66,14 +66,14 @@ class SlotWindow:
 
 def realised_shares(tokens_of_slot: Load, layout: Layout) -> RealisedShares | None:
     """Compare `tokens_of_slot`, [layers, slots], with the shares of a layout."""
-    table, shares = layout.expert_of_slot, layout.shares()
+    table, shares = layout.expert_of_slot, layout.share_of_slot
     keys = table + np.arange(layout.num_layers)[:, None] * layout.num_experts
     of_expert = np.bincount(keys.ravel(), weights=tokens_of_slot.ravel())[keys]
     replicas = np.take_along_axis(layout.replica_counts(), table, axis=1)
     counts = (replicas > 1) & (of_expert >= LEAST_TOKENS)
     if not counts.any():
         return None
-    planned = shares / WHOLE
+    planned = 1.0 / replicas if shares is None else shares / WHOLE
     realised = tokens_of_slot / np.maximum(of_expert, 1.0)
     off = np.where(counts, np.abs(realised - planned), -1.0)
     layer, slot = (int(index) for index in np.unravel_index(off.argmax(), off.shape))

@@ -1,7 +1,7 @@
 """From a closed window to a verdict: what is asked of the planner, and what becomes of it."""
 
 from equipoise.balancer.pool.effects import Chain, Effect, Propose, WriteAverage, WriteDecision
-from equipoise.balancer.pool.loads import ClosedWindow
+from equipoise.balancer.pool.loads import ClosedWindow, drop_old_tables
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.promises import judge_rollout, watch_rollout
 from equipoise.balancer.pool.proposal import Proposal, ProposalRequest
@@ -25,6 +25,7 @@ def close_due_window(pool: Pool, *, now: float) -> Chain:
     pool.revision += 1
     window = loads.close_window(number=pool.windows_closed, generation=current.generation, now=now)
     pool.windows.append(window)
+    drop_old_tables(pool.windows)
     pool.tally.shifts += window.shift.detected
     effects: list[Effect] = [*judge_rollout(pool, window, now=now)]
     note_pace(pool, window, now=now)

@@ -3,7 +3,7 @@
 Owns no decision: it says what the load is and whether it shifted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +27,9 @@ from equipoise.planning.realised import RealisedShares, SlotWindow
 from equipoise.planning.slowness import Pace
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.messages import Report
+
+MAX_TABLES = 4
+"""Windows with traffic whose tables are kept: a plan is made for one of the latest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,6 +57,23 @@ class ClosedWindow:
     shares: RealisedShares | None
     pace: Pace | None = None
     phase: Phase = Phase.MIXED
+
+    def without_tables(self) -> "ClosedWindow":
+        """Its figures alone; the tables take a thousand times as much memory."""
+        nothing = np.zeros((0, 0))
+        return replace(self, load=nothing, load_of_rank=nothing)
+
+
+def drop_old_tables(windows: MutableSequence[ClosedWindow]) -> None:
+    """Keep the tables that are asked for: of the latest window, and the latest with traffic.
+
+    `windows`, one at least, are in the order in which they closed.
+    """
+    busy = [window.number for window in windows if window.tokens]
+    kept = {*busy[-MAX_TABLES:], windows[-1].number}
+    for place, window in enumerate(windows):
+        if window.load.size and window.number not in kept:
+            windows[place] = window.without_tables()
 
 
 class PoolLoads:
