@@ -108,30 +108,44 @@ class SimulatedRank:
             response_deserializer=pb.ConnectResponse.FromString,
         )
         while True:
+            heard = asyncio.Event()
             async with self._fleet.connecting:
-                call = connect()
-                await call.write(pb.ConnectRequest(hello=self._hello()))
-            await self._live(call)
+                life = asyncio.create_task(self._live(connect(), heard))
+                await heard.wait()
+            try:
+                await life
+            except* grpc.aio.AioRpcError:
+                pass  # gRPC itself turns away calls that come faster than they are taken.
             # Like a worker: with a new stream, if the balancer had no time for this one.
             self._fleet.count("turned away")
             await asyncio.sleep(RETRY_S)
 
-    async def _live(self, call) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            async for message in call:
-                match message.WhichOneof("message"):
-                    case "assignment":
-                        await self._serve(call, message.assignment)
-                        tasks.create_task(self._report(call))
-                    case "stage":
-                        tasks.create_task(self._switch(call, message.stage))
-                    case "heartbeat_ack":
-                        sent_s = self._sent_s.pop(message.heartbeat_ack.sequence)
-                        self._fleet.acknowledged.append((sent_s, time.monotonic() - sent_s))
-                    case "rejection" if self._epoch:
-                        self._fleet.tell("rejected", reason=message.rejection.reason)
+    async def _live(self, call, heard: asyncio.Event) -> None:
+        try:
+            await call.write(pb.ConnectRequest(hello=self._hello()))
+            # Its answer says that the stream is there; ranks are told only when all have come.
+            await call.write(pb.ConnectRequest(heartbeat=pb.Heartbeat()))
+            async with asyncio.TaskGroup() as tasks:
+                async for message in call:
+                    heard.set()
+                    await self._obey(call, message, tasks)
+        finally:
+            heard.set()
         if self._epoch:
             self._fleet.tell("ended", worker=self._name)
+
+    async def _obey(self, call, message: pb.ConnectResponse, tasks: asyncio.TaskGroup) -> None:
+        match message.WhichOneof("message"):
+            case "assignment":
+                await self._serve(call, message.assignment)
+                tasks.create_task(self._report(call))
+            case "stage":
+                tasks.create_task(self._switch(call, message.stage))
+            case "heartbeat_ack" if message.heartbeat_ack.sequence:
+                sent_s = self._sent_s.pop(message.heartbeat_ack.sequence)
+                self._fleet.acknowledged.append((sent_s, time.monotonic() - sent_s))
+            case "rejection" if self._epoch:
+                self._fleet.tell("rejected", reason=message.rejection.reason)
 
     def _hello(self) -> pb.Hello:
         settings = self._pool.settings

@@ -33,7 +33,7 @@ from equipoise.balancer.pool.effects import (
 )
 from equipoise.balancer.pool.epoch_log import Unwritten
 from equipoise.balancer.pool.memory import PoolMemory
-from equipoise.balancer.pool.opening import assign_returned, open_if_due, retry
+from equipoise.balancer.pool.opening import assign_returned, open_by_clock, open_if_due, retry
 from equipoise.balancer.pool.policy_change import follow_policy
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.proposal import Proposal
@@ -171,7 +171,7 @@ class PoolController:
         effects += late_decisions(self.pool)
         effects += note_silence(self.pool, now=now)
         effects += self.pool.roll(Ticked(), now=now)
-        effects += open_if_due(self.pool, now=now)
+        effects += open_by_clock(self.pool, now=now)
         effects += settle(self.pool, now=now)
         closed = self.pool.windows_closed
         effects += close_due_window(self.pool, now=now)

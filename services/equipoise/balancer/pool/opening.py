@@ -17,6 +17,10 @@ from equipoise.balancer.store.store import Membership
 from equipoise.planning.membership import Opening, next_epoch
 from equipoise.planning.recovery import recover, recovery_moves
 
+FIRST_LOOK_S = 1.0
+"""Seconds between two looks at a pool that waits for its first ranks. Hellos are seen at once; what
+comes by the clock is only the end of a wait of minutes."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +51,14 @@ def open_if_due(pool: Pool, *, now: float) -> Chain:
         pool.revision += 1
         pool.opening = opening
     return _open(pool, opening, now=now) if opening.workers else ()
+
+
+def open_by_clock(pool: Pool, *, now: float) -> Chain:
+    """The same because time passed, which a pool that has never opened is in no hurry to see."""
+    if not pool.roster.epoch and now < pool.looked_s + FIRST_LOOK_S:
+        return ()
+    pool.looked_s = now
+    return open_if_due(pool, now=now)
 
 
 def retry(pool: Pool) -> Chain:

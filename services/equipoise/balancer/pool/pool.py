@@ -92,7 +92,7 @@ class Pool:
     before, newest first, `rolled_back_s` is when one was rolled back last. `paces` are of the
     windows of this epoch, `slow` are ranks that they show to be slow, `excluded` workers by name.
     `late` are verdicts that the store has yet to take. Before `quiet_until_s` no worker can count
-    as silent, whatever it does.
+    as silent, whatever it does; `looked_s` is when the clock last asked for an epoch.
     `revision` grows with every change.
     """
 
@@ -129,6 +129,7 @@ class Pool:
     slow: Mapping[int, SlowRank] = field(default_factory=dict)
     excluded: dict[str, Exclusion] = field(default_factory=dict)
     quiet_until_s: float = -math.inf
+    looked_s: float = -math.inf
     late: deque[DecisionRecord] = field(default_factory=lambda: deque(maxlen=MAX_LATE))
     elsewhere: str = ""
     store_fault: str = ""
