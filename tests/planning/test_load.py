@@ -46,7 +46,7 @@ def refused_kind(counters, late, layout=LAYOUT):
 def test_own_slots_become_logical_experts():
     delta = LoadCounters(epoch=5).accept(report([[7, 2], [1, 4]]), LAYOUT)
     np.testing.assert_array_equal(delta.tokens_of_expert, [[2, 0, 7], [4, 0, 1]])
-    np.testing.assert_array_equal(delta.tokens_of_rank, [9, 5])
+    np.testing.assert_array_equal(delta.tokens_of_slot.sum(axis=1), [9, 5])
     assert delta.rank == 1
 
 
@@ -69,7 +69,7 @@ def test_lost_repeated_and_late_reports_change_nothing_in_the_sum(steps, random)
         except InvalidReportError as late:
             assert late.kind == "report_shrinking_counter"  # noqa: PT017 - lateness is the point
         else:
-            added += delta.tokens_of_rank[0]
+            added += delta.tokens_of_slot.sum(axis=1)[0]
     assert added == totals[-1]
 
 
@@ -99,7 +99,7 @@ def test_a_shrinking_counter_is_refused_and_forgotten():
     counters.accept(report([[7, 2], [1, 4]]), LAYOUT)
     assert refused_kind(counters, report([[9, 1], [1, 4]])) == "report_shrinking_counter"
     delta = counters.accept(report([[8, 2], [1, 4]]), LAYOUT)
-    np.testing.assert_array_equal(delta.tokens_of_rank, [1, 0])
+    np.testing.assert_array_equal(delta.tokens_of_slot.sum(axis=1), [1, 0])
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def delta(rank, *tokens):
     of_slot = np.array([tokens], dtype=np.float64)
     return LoadDelta(
         rank=rank,
-        tokens_of_expert=np.zeros((1, 3)),
-        tokens_of_rank=of_slot.sum(axis=1),
+        num_experts=3,
+        expert_of_slot=np.zeros(of_slot.shape, dtype=np.int32),
         tokens_of_slot=of_slot,
     )
 

@@ -1,6 +1,7 @@
 """The balancer as a process: `run` puts the parts together and ends cleanly."""
 
 import asyncio
+import gc
 import importlib
 import logging
 import os
@@ -35,12 +36,18 @@ _STORE_RETRY_S = 1.0
 _PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW}
 """Faults of a store that starts a little later."""
 
+GC_THRESHOLDS = (50_000, 20, 20)
+"""Far apart: each of thousands of streams is some hundred objects that live on, and a full look at
+all of them stops the event loop. What is dropped in cycles is little."""
+
 _log = logging.getLogger("equipoise.balancer")
 
 
 def run(settings: BalancerSettings) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit status: 0, or 1 after one clear line."""
     configure_logs(settings.log_format, level=logging.getLevelName(settings.log_level.upper()))
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         with tracing(settings.tracing_endpoint, service="equipoise-balancer") as tracer:
             asyncio.run(_serve(settings, tracer))

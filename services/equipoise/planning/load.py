@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.errors import InvalidReportError
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import ExpertTable, Layout
 
 TokenCounts = npt.NDArray[np.uint64]
 Load = npt.NDArray[np.float64]
@@ -43,14 +43,26 @@ class LoadReport:
 class LoadDelta:
     """What one rank received between two of its reports.
 
-    `tokens_of_expert` is [layers, experts], by logical expert; `tokens_of_rank` is [layers], all
-    of the rank's slots together; `tokens_of_slot` is [layers, slots_per_rank].
+    `tokens_of_slot` is [layers, slots_per_rank], `expert_of_slot`, of the same shape, the logical
+    expert that each of them held.
     """
 
     rank: int
-    tokens_of_expert: Load
-    tokens_of_rank: Load
+    num_experts: int
+    expert_of_slot: ExpertTable
     tokens_of_slot: Load
+
+    @property
+    def tokens_of_expert(self) -> Load:
+        """By logical expert, [layers, experts]."""
+        tokens = np.zeros((len(self.tokens_of_slot), self.num_experts))
+        self.add_to(tokens)
+        return tokens
+
+    def add_to(self, tokens_of_expert: Load) -> None:
+        """Count it in [layers, experts]; only the experts of its rank are touched."""
+        layers = np.arange(len(self.tokens_of_slot))[:, None]
+        np.add.at(tokens_of_expert, (layers, self.expert_of_slot), self.tokens_of_slot)
 
 
 class LoadCounters:
@@ -128,8 +140,8 @@ class LoadWindow:
 
     def add(self, delta: LoadDelta) -> None:
         """Count what a rank received."""
-        self._tokens_of_expert += delta.tokens_of_expert
-        self._tokens_of_rank[:, delta.rank] += delta.tokens_of_rank
+        delta.add_to(self._tokens_of_expert)
+        self._tokens_of_rank[:, delta.rank] += delta.tokens_of_slot.sum(axis=1)
 
     def close(self, *, now: float) -> "WindowLoad":
         """What came since the last close; the next window opens `now`."""
@@ -359,19 +371,11 @@ def _check(report: LoadReport, layout: Layout, *, epoch: int) -> None:
 
 
 def _delta(rank: int, tokens_of_slot: Load, layout: Layout) -> LoadDelta:
-    """Counters by own slot, [layers, slots_per_rank], as tokens by logical expert."""
     first = rank * layout.slots_per_rank
-    experts = layout.expert_of_slot[:, first : first + layout.slots_per_rank]
-    offsets = np.arange(layout.num_layers)[:, None] * layout.num_experts
-    by_expert: Load = np.bincount(
-        (experts + offsets).ravel(),
-        weights=tokens_of_slot.ravel(),
-        minlength=layout.num_layers * layout.num_experts,
-    ).astype(np.float64, copy=False)
     return LoadDelta(
         rank=rank,
-        tokens_of_expert=by_expert.reshape(layout.num_layers, layout.num_experts),
-        tokens_of_rank=tokens_of_slot.sum(axis=1),
+        num_experts=layout.num_experts,
+        expert_of_slot=layout.expert_of_slot[:, first : first + layout.slots_per_rank],
         tokens_of_slot=tokens_of_slot,
     )
 

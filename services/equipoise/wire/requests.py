@@ -178,9 +178,8 @@ def report_from_proto(
     tokens = checks.table(
         "report", "tokens", message.tokens, dtype="<u8", shape=(model.num_layers, slots_per_rank)
     ).astype(np.uint64, copy=False)
-    beyond = np.argwhere(tokens > checks.MAX_COUNT)
-    if len(beyond):
-        layer, slot = (int(index) for index in beyond[0])
+    if tokens.max() > checks.MAX_COUNT:
+        layer, slot = (int(index) for index in np.argwhere(tokens > checks.MAX_COUNT)[0])
         raise InvalidMessageError(
             "report_range",
             f"report: the counter of layer {layer}, own slot {slot} is {int(tokens[layer, slot])}, "

@@ -26,7 +26,7 @@ class PlanningThread:
         """Plan and judge. What the planner raises is raised here.
 
         Raises:
-            PlanTimeoutError: it took longer than the policy allows, the wait for its turn included.
+            PlanTimeoutError: it took longer than the policy allows, or waited as long for its turn.
         """
         if self._num_running >= MAX_RUNNING:
             raise PlanTimeoutError(
@@ -42,9 +42,12 @@ class PlanningThread:
                 self._num_running -= 1
 
         timeout_s = request.policy.plan_timeout_s
+        bound = asyncio.timeout(timeout_s)
         try:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
-            async with asyncio.timeout(timeout_s), self._turns.taken():
+            async with bound, self._turns.taken():
+                # When many pools are due at once, the last one has the same time for its plan.
+                bound.reschedule(asyncio.get_running_loop().time() + timeout_s)
                 return await in_daemon_thread(work, name=self._name)
         except TimeoutError:
             raise PlanTimeoutError(

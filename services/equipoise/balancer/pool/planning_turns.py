@@ -1,15 +1,16 @@
 """`PlanningTurns`: how many plans are computed at once, whatever their pools.
 
-Hundreds of pools end their windows together; as many threads would take the interpreter from the
+Hundreds of pools end their windows together; as many threads would take the processors from the
 event loop, which hears the workers.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-MAX_AT_ONCE = 2
-"""Plans under way at a time, of all pools."""
+MAX_AT_ONCE = max(1, (os.cpu_count() or 1) - 1)
+"""Plans under way at a time, of all pools: one processor is left to the event loop."""
 
 TURN_S = 5.0
 """Longest turn, seconds. A plan that takes longer goes on, but others no longer wait for it."""

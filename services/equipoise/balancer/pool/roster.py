@@ -180,9 +180,10 @@ class Roster:
     @property
     def complete(self) -> bool:
         """Whether every rank of the epoch is connected and serving."""
-        return 0 < self.num_ranks == len(self._seated) and all(
-            member.serving and member.gone_reason is None for member in self._seated
-        )
+        for member in self._seated:  # A loop, because it is asked for after every word.
+            if not member.serving or member.gone_reason is not None:
+                return False
+        return 0 < self.num_ranks == len(self._seated)
 
     @property
     def settled(self) -> bool:

@@ -144,8 +144,8 @@ class PoolRunner:
         Raises:
             UnansweredError: the store did not take it, or this balancer ceased to lead.
         """
-        # A plan, what is written before it, and the record of the order.
-        timeout_s = self.pool.policy.plan_timeout_s + 2 * WRITE_TIMEOUT_S
+        # A plan and the wait for its turn, what is written before, and the record of the order.
+        timeout_s = 2 * self.pool.policy.plan_timeout_s + 2 * WRITE_TIMEOUT_S
         async with self._answers.asked(timeout_s=timeout_s) as (ticket, answer):
             request = AdminRequest(ticket=ticket, who=who, reason=reason, what=what, wish=wish)
             self._submit(self._controller.administer(request, now=self._clock()))
