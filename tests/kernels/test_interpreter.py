@@ -98,3 +98,17 @@ def test_products_of_bfloat16_are_of_numbers_and_not_of_their_bits():
         torch.testing.assert_close(dot(a, b), a.float() @ b.float(), rtol=1e-5, atol=1e-5)
     # When this fails, Triton's interpreter has learnt it, and `corrected_casts` can do less.
     assert not torch.allclose(dot(a, b), a.float() @ b.float(), rtol=0.1)
+
+
+@jit
+def count_kernel(counts_ptr, num_valid, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    is_valid = tl.program_id(0) < num_valid
+    tl.atomic_add(counts_ptr + places, tl.full([BLOCK], 1, tl.int64), mask=(places < 3) & is_valid)
+
+
+def test_a_comparison_of_scalars_is_a_mask_for_every_place():
+    counts = torch.zeros(4, dtype=torch.int64)
+    with corrected_casts():
+        count_kernel[(5,)](counts, 2, BLOCK=4)
+    assert counts.tolist() == [2, 2, 2, 0]

@@ -28,7 +28,7 @@ SHARED_BYTES_PER_SM = 228 * 1024
 SYSTEM_BYTES_PER_CTA = 1024
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-_DUMP_TIMEOUT_S = 60
+_DUMP_TIMEOUT_S = 300
 # An address as a comment, perhaps a predicate, and the name up to its first dot.
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z0-9_]+)", re.MULTILINE)
 

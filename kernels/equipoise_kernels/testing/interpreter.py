@@ -3,7 +3,8 @@
 The interpreter of Triton 3.6 (and 3.9) rounds float32 to E4M3 and bfloat16 wrongly: carries out of
 the mantissa are lost, numbers beyond the largest become NaN. Here its one conversion routine gives
 way to `ml_dtypes`, with the GPU's rules: to nearest even, and E4M3 saturates. A product of bfloat16
-numbers, of which it multiplies the bits, is computed in float32.
+numbers, of which it multiplies the bits, is computed in float32. And a comparison of two scalars
+that is spread over a block stays one of truth values, which are all that 3.9 takes for masks.
 """
 
 from __future__ import annotations
@@ -42,13 +43,23 @@ def corrected_casts() -> Iterator[None]:
     def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
         return original_dot(self, _without_bf16(a), _without_bf16(b), *others)
 
+    original_splat = builder.create_splat
+
+    def create_splat(self: Any, kind: Any, scalar: Any) -> Any:
+        spread = original_splat(self, kind, scalar)
+        if scalar.data.dtype != np.bool_:
+            return spread
+        return interpreter.TensorHandle(spread.data.astype(np.bool_), interpreter.tl.int1)
+
     interpreter._convert_float = convert  # noqa: SLF001
     builder.create_dot = create_dot
+    builder.create_splat = create_splat
     try:
         yield
     finally:
         interpreter._convert_float = original  # noqa: SLF001
         builder.create_dot = original_dot
+        builder.create_splat = original_splat
 
 
 def cast(values: Any, source: str, target: str) -> Any:
