@@ -17,10 +17,10 @@ from equipoise_kernels.rms_norm import rms_norm
 class Embedding(nn.Module):
     """A row of `weight` [vocabulary, dim] for each token."""
 
-    def __init__(self, num_tokens: int, dim: int) -> None:
+    def __init__(self, num_tokens: int, dim: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         # Not torch's: that one fills the weight, and filling a meta tensor imports a compiler.
-        self.weight = nn.Parameter(torch.empty(num_tokens, dim))
+        self.weight = nn.Parameter(torch.empty(num_tokens, dim, dtype=dtype))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Int64 tokens [...] to [..., dim]."""
@@ -30,10 +30,17 @@ class Embedding(nn.Module):
 class Linear(nn.Module):
     """y = x W^T without bias, on rows [T, in]; `weight` is [out, in]."""
 
-    def __init__(self, in_dim: int, out_dim: int, *, row_block: int | None = None) -> None:
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        *,
+        row_block: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.row_block = row_block
-        self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
+        self.weight = nn.Parameter(torch.empty(out_dim, in_dim, dtype=dtype))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Rows [T, in] to rows [T, out]."""
@@ -43,11 +50,18 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """Rows [T, dim] divided by their root mean square, times `weight` [dim]."""
 
-    def __init__(self, dim: int, *, eps: float, row_block: int | None = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        eps: float,
+        row_block: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.row_block = row_block
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.ones(dim, dtype=dtype))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Rows [T, dim] to rows of the same shape and dtype."""

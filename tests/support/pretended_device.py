@@ -18,7 +18,9 @@ CUDA = torch.device("cuda", 0)
 # These take the host's tensors beside the device's, as torch's own do.
 _MAY_MIX = {"copy_", "__getitem__", "__setitem__", "index_put_"}
 # These are about the tensor and not its numbers.
-_ABOUT_IT = {"__get__", "__set__", "requires_grad_", "dim", "size", "stride", "__len__", "numel"}
+_ABOUT_IT = {"__get__", "requires_grad_", "dim", "size", "stride", "__len__", "numel"}
+# Attributes that are tensors of their own.
+_VIEWS = {"T", "mT", "H", "mH", "data"}
 _TO_HOST = {"tolist", "numpy", "cpu", "item"}
 
 
@@ -56,6 +58,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name == "__get__" and func.__self__.__name__ in _VIEWS:
+            name = "view"
         flat, _ = tree_flatten((args, kwargs))
         there = [one for one in flat if isinstance(one, OnDevice)]
         if name == "to":

@@ -5,16 +5,25 @@ import numpy as np
 import pytest
 import torch
 from pretended_device import CUDA, DeviceMixError, OnDevice, pretended_device
+from suite_models import SUITE
 
+from equipoise.planning.layout import Layout
 from equipoise.worker.applier import placement_of
 from equipoise.worker.core import ModelCore
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.group import RankGroup
+from equipoise.worker.held import HeldExperts
 from equipoise.worker.sequence import Request
+from equipoise_kernels import selection
+from equipoise_model.checkpoint import save
+from equipoise_model.config import Fp8Config
 from equipoise_model.device import DeviceError, choose_device
 from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.experts import checksum
 from equipoise_model.sampling_params import SamplingParams
+from equipoise_model.suite import graphs
+from equipoise_model.transformer import Transformer
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a true device: tests/model/test_suite_gpu.py has it"
@@ -30,48 +39,106 @@ SAMPLINGS = (
 )
 
 
+def tokens_and_loads(core, held, staged, settings):
+    """Tokens of three requests, with a switch of layouts among them, and the loads counted."""
+    switches, tokens, finished = [], {}, []
+
+    def publish(result):
+        if result.step == 5:
+            assert engine.offer(staged)
+        if result.switch:
+            switches.append(result.switch.generation)
+        for emission in result.emissions:
+            tokens.setdefault(emission.key, []).append(emission.sampled.token)
+            finished.extend([emission.key] if emission.finish else [])
+        if len(finished) == len(PROMPTS):
+            engine.leave()
+
+    placement = placement_of(held.contents.layout).to(core.device)
+    engine = Engine(
+        model=core.model,
+        cache=core.cache,
+        experts=ExpertParallel.local(core.checkpoint.config, placement),
+        held=held,
+        group=RankGroup.alone(),
+        scheduler=core.scheduler(settings),
+        epoch=1,
+        names=("worker-0",),
+        publish=publish,
+    )
+    for key, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
+        engine.submit(Request(key=key, prompt=prompt, max_tokens=12, sampling=sampling))
+    engine.run()
+    assert switches == [2]
+    return tokens, [(load.generation, load.rows_LS.tolist()) for load in engine.progress().loads]
+
+
 @pytest.fixture
 def served(rank_of_one, staged_from_checkpoint, random_layout, settings):
-    """Tokens of three requests, with a switch of layouts among them, and the loads counted."""
+    """The same of the small model, with settings that keyword arguments change."""
 
     def serve(**changes):
         core, held = rank_of_one(**changes)
         staged = staged_from_checkpoint(core, held.contents.layout, random_layout(2))
-        switches, tokens, finished = [], {}, []
-
-        def publish(result):
-            if result.step == 5:
-                assert engine.offer(staged)
-            if result.switch:
-                switches.append(result.switch.generation)
-            for emission in result.emissions:
-                tokens.setdefault(emission.key, []).append(emission.sampled.token)
-                finished.extend([emission.key] if emission.finish else [])
-            if len(finished) == len(PROMPTS):
-                engine.leave()
-
-        layout = held.contents.layout
-        engine = Engine(
-            model=core.model,
-            cache=core.cache,
-            experts=ExpertParallel.local(
-                core.checkpoint.config, placement_of(layout).to(core.device)
-            ),
-            held=held,
-            group=RankGroup.alone(),
-            scheduler=core.scheduler(settings()),
-            epoch=1,
-            names=("worker-0",),
-            publish=publish,
-        )
-        for key, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
-            engine.submit(Request(key=key, prompt=prompt, max_tokens=12, sampling=sampling))
-        engine.run()
-        assert switches == [2]
-        loads = [(load.generation, load.rows_LS.tolist()) for load in engine.progress().loads]
-        return tokens, loads
+        return tokens_and_loads(core, held, staged, settings())
 
     return serve
+
+
+@pytest.fixture
+def served_in_fp8(tmp_path, settings, staged_from_checkpoint, monkeypatch):
+    """The same of a model in FP8, by the suite's torch twins, with what its slots hold then."""
+    torch.manual_seed(7)
+    model = Transformer(SUITE).requires_grad_(requires_grad=False)
+    for tensor in model.state_dict().values():
+        if tensor.ndim > 1:
+            tensor.normal_(std=0.2)
+    save(model, tmp_path / "fp8", fp8=Fp8Config())
+    twins = selection.resolve("reference", lambda operation, name: None)
+    monkeypatch.setattr(selection.Process, "_selection", twins)
+    # Without a GPU a captured step is the same work on the same memory, done again.
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda work: work)
+
+    def serve(device):
+        chosen = settings(
+            checkpoint=tmp_path / "fp8",
+            device=device,
+            weights="fp8",
+            batch_invariant=False,
+            slots_per_rank=5,
+            context_length=64,
+        )
+        core = ModelCore.load(chosen)
+        first, second = (
+            Layout(
+                generation=generation,
+                num_experts=4,
+                num_ranks=1,
+                expert_of_slot=np.array([row], dtype=np.int32),
+            )
+            for generation, row in ((1, [0, 1, 2, 3, 0]), (2, [2, 1, 0, 3, 1]))
+        )
+        core.checkpoint.load_slots(core.model, first.expert_of_slot)
+        held = HeldExperts(core.slots, layout=first, rank=0)
+        staged = staged_from_checkpoint(core, first, second)
+        result = tokens_and_loads(core, held, staged, chosen)
+        return result, [checksum(core.slots[0].read(slot)) for slot in range(5)]
+
+    return serve
+
+
+def test_a_rank_in_fp8_captures_its_steps_on_a_device_and_says_the_same(served_in_fp8):
+    expected, held = served_in_fp8("cpu")
+    with pretended_device():
+        assert served_in_fp8("cuda") == (expected, held)
+    assert [held.index(one) for one in held] == [0, 1, 2, 3, 1]
+
+
+def test_a_worker_that_cannot_have_fp8_says_why(settings):
+    with pytest.raises(WorkerError, match="weights: FP8 cannot be had: batch-invariant mode"):
+        ModelCore.load(settings(weights="fp8"))
+    with pytest.raises(WorkerError, match="FP8 cannot be had: hidden_size is 64, no multiple"):
+        ModelCore.load(settings(weights="fp8", batch_invariant=False))
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])

@@ -32,13 +32,13 @@ class Fp8Attention(nn.Module):
             self.q_proj = Fp8Linear(dim, query_dim)
         else:
             self.q_a_proj = Fp8Linear(dim, config.q_lora_rank)
-            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=eps).bfloat16()
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=eps, dtype=torch.bfloat16)
             self.q_b_proj = Fp8Linear(config.q_lora_rank, query_dim)
         self.kv_a_proj_with_mqa = Fp8Linear(dim, config.latent_dim)
-        self.kv_a_layernorm = RMSNorm(rank, eps=eps).bfloat16()
+        self.kv_a_layernorm = RMSNorm(rank, eps=eps, dtype=torch.bfloat16)
         # Absorbed into queries and outputs, head by head, which are no products of quantised rows.
         kv_dim = heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self.kv_b_proj = Linear(rank, kv_dim).bfloat16()
+        self.kv_b_proj = Linear(rank, kv_dim, dtype=torch.bfloat16)
         self.o_proj = Fp8Linear(heads * config.v_head_dim, dim)
 
     def forward(

@@ -1,5 +1,6 @@
 """`Fp8Block`: one layer, attention then feed-forward; `Fp8MoE`: gate, routed and shared experts."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -88,9 +89,9 @@ class Fp8Block(nn.Module):
         super().__init__()
         eps = config.rms_norm_eps
         self.scale_format = scale_format(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=eps).bfloat16()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=torch.bfloat16)
         self.self_attn = Fp8Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps).bfloat16()
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=torch.bfloat16)
         self.mlp: Fp8MoE | Fp8SwiGLU = (
             Fp8MoE(config, num_slots=num_slots, num_spare=num_spare)
             if sparse

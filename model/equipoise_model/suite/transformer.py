@@ -41,7 +41,7 @@ class Fp8Transformer(nn.Module):
         super().__init__()
         assert obstacle(config) is None
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size).bfloat16()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
         self.layers = nn.ModuleList(
             Fp8Block(
                 config,
@@ -51,8 +51,8 @@ class Fp8Transformer(nn.Module):
             )
             for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps).bfloat16()
-        self.lm_head = Linear(config.hidden_size, config.vocab_size).bfloat16()
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=torch.bfloat16)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=torch.bfloat16)
         self.rope = Rope(config)
         self._graphs = graphs
         self.requires_grad_(requires_grad=False)

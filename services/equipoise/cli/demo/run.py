@@ -340,6 +340,7 @@ def _worker_arguments(settings: DemoSettings, *, rank: int, balancer: str) -> li
         f"--num-ranks={settings.workers}",
         f"--slots-per-rank={settings.slots_per_rank}",
         "--batch-invariant",
+        "--device=cpu",  # its ranks share this machine, and NCCL wants a GPU for each
         # Processes that share a few cores: staging within a second, hardly felt by the steps.
         f"--pull-mib-per-s={_PULL_MIB_PER_S}",
     ]

@@ -1,0 +1,118 @@
+"""Runs a small model in FP8 on the GPU, in several ways, and prints how they compare, in JSON.
+
+python suite_on_gpu.py FOLDER    an empty one, for its checkpoint
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+from suite_models import SUITE
+
+from equipoise_kernels import selection
+from equipoise_kernels.numerics import difference
+from equipoise_model.checkpoint import Checkpoint, save
+from equipoise_model.config import Fp8Config
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.experts import StagedExperts
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.placement import Placement
+from equipoise_model.suite.graphs import DecodeGraphs
+from equipoise_model.suite.transformer import Fp8Transformer
+from equipoise_model.transformer import StepBatch, Transformer
+
+CUDA = torch.device("cuda")
+CONFIG = dataclasses.replace(SUITE, num_hidden_layers=3, n_routed_experts=8, num_attention_heads=4)
+LAYOUTS = ([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]] * 2, [[7, 1, 2, 3, 4, 5, 6, 0, 2, 2]] * 2)
+PROMPTS = [[5, 9, 2, 40, 7], [11, 3], [8, 8, 8]]
+NUM_DECODED = 8
+
+
+def main(folder):
+    torch.manual_seed(0)
+    model = Transformer(CONFIG).requires_grad_(requires_grad=False)
+    for tensor in model.state_dict().values():
+        if tensor.ndim > 1:
+            tensor.normal_(std=0.1)
+    save(model, folder / "fp8", fp8=Fp8Config())
+    checkpoint = Checkpoint.open(folder / "fp8", keep_fp8=True)
+    graphs = DecodeGraphs(max_rows=4)
+    eager, eager_loads = run(checkpoint, switches=True)
+    captured, captured_loads = run(checkpoint, switches=True, graphs=graphs)
+    unswitched, _ = run(checkpoint, switches=False)
+    twins = selection.resolve("reference", lambda operation, backend: None)
+    selection.Process.adopt(twins)
+    by_twins, _ = run(checkpoint, switches=True)
+    print(
+        json.dumps(
+            {
+                "num_steps": len(eager),
+                "num_graphs": len(graphs._graphs),
+                "from_twins": list(map(difference, eager, by_twins)),
+                "captured_is_eager": list(map(torch.equal, captured, eager)),
+                "switched_is_unswitched": all(map(torch.equal, eager, unswitched)),
+                "loads_agree": eager_loads == captured_loads,
+            }
+        )
+    )
+
+
+def run(checkpoint, *, switches, graphs=None):
+    """Logits of a prefill, of decode steps of three sequences, and of one alone; and the loads.
+
+    The layout changes behind every third step, if it does.
+    """
+    with CUDA:
+        model = Fp8Transformer(checkpoint.config, num_slots=10, num_spare=2, graphs=graphs)
+    checkpoint.load_dense(model)
+    checkpoint.load_slots(model, LAYOUTS[0])
+    cache = LatentCache(CONFIG, num_blocks=8, max_len=64, dtype=torch.bfloat16, device=CUDA)
+    experts = ExpertParallel.local(CONFIG, placement(0, generation=1))
+    logits, generation = [model.step(batch(PROMPTS, [0, 0, 0]), cache, experts).logits_SV], 1
+    for step in range(NUM_DECODED):
+        # The last one is of a sequence alone, which takes another graph.
+        rows = PROMPTS[:1] if step == NUM_DECODED - 1 else PROMPTS
+        starts = [len(prompt) + step for prompt in rows]
+        next_tokens = [[3 * step + n] for n in range(len(rows))]
+        logits.append(model.step(batch(next_tokens, starts), cache, experts).logits_SV)
+        if switches and step % 3 == 2:
+            before, after = (generation + 1) % 2, generation % 2
+            staged(checkpoint, model, LAYOUTS[before], LAYOUTS[after]).apply()
+            generation += 1
+            experts.switch(placement(after, generation=generation))
+    return [one.cpu() for one in logits], [load.rows_LS.tolist() for load in experts.loads()]
+
+
+def placement(number, *, generation):
+    layout = Placement.from_layout(LAYOUTS[number], num_experts=8, generation=generation)
+    return layout.to(CUDA)
+
+
+def staged(checkpoint, model, before, after):
+    moves = {
+        (layer, slot): checkpoint.read_expert(layer, expert)
+        for layer, row in enumerate(after)
+        for slot, expert in enumerate(row)
+        if before[layer][slot] != expert
+    }
+    return StagedExperts.prepare(moves, model.slots)
+
+
+def batch(tokens, starts):
+    flat = [token for row in tokens for token in row]
+    places = [start + n for row, start in zip(tokens, starts, strict=True) for n in range(len(row))]
+    owners = [owner for owner, row in enumerate(tokens) for _ in row]
+    ends = torch.tensor([len(row) for row in tokens]).cumsum(0)
+    return StepBatch(
+        tokens_T=torch.tensor(flat),
+        positions_T=torch.tensor(places),
+        sequences_T=torch.tensor(owners),
+        block_tables=[[2 * owner, 2 * owner + 1] for owner in range(len(tokens))],
+        sample_rows_S=ends - 1,
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
