@@ -195,7 +195,7 @@ class MiniCluster(AnyCluster):
     def _fill_secrets(self):
         secrets = {one["metadata"]["name"]: one for one in self._listed("secrets")}
         for pod in self._listed("pods"):
-            for volume in pod["spec"].get("volumes", []):
+            for volume in pod.get("spec", {}).get("volumes", []):
                 told = secrets.get(volume.get("secret", {}).get("secretName"))
                 folder = self._state / "pods" / pod["metadata"]["name"] / "vol" / volume["name"]
                 for key, value in (told or {}).get("data", {}).items():
