@@ -83,7 +83,8 @@ def test_counters_of_another_boot_generation_or_phase_are_not_compared():
         (report([[1, 0], [0, 0]], boot_id="reboot", generation=4), later),
     ]
     for other, layout in others:
-        np.testing.assert_array_equal(counters.accept(other, layout).tokens_of_rank, [1, 0])
+        counted = counters.accept(other, layout).tokens_of_slot
+        np.testing.assert_array_equal(counted, [[1, 0], [0, 0]])
 
 
 def test_a_generation_that_began_unheard_gives_a_baseline_first():
