@@ -16,6 +16,7 @@ from equipoise.worker.settings import WorkerSettings
 from equipoise_model.sampling_params import SamplingParams
 
 NUM_STREAMS = 64
+NUM_PLACES = 96
 BOUND_S = 240.0
 
 SAMPLING = [
@@ -95,14 +96,18 @@ def serving(settings, *, max_tokens):
         assert not stepping.is_alive()
 
 
-def soak(streams, *, num_places, until):
-    """Serve each alone, then all again and again; every answer must be the one it got alone."""
+def soak(streams, *, num_places, for_s=0.0, num_turns=1):
+    """Serve each alone, then all again and again; every answer must be the one it got alone.
+
+    Ends with the turn that has both, the seconds and the turns.
+    """
     streams.serve(range(num_places), at_a_time=1)
     alone = {place: answers[0] for place, answers in streams.results.items()}
     assert len(set(alone.values())) > num_places * 0.9
     sizes = []
     turn = 0
-    while turn == 0 or not until(turn):
+    end_s = time.monotonic() + for_s
+    while turn < num_turns or time.monotonic() < end_s:
         turn += 1
         order = np.random.default_rng(turn).permutation(num_places)
         streams.serve(map(int, order), at_a_time=NUM_STREAMS)
@@ -122,7 +127,7 @@ def test_streams_get_what_they_get_alone_and_leave_nothing_behind(settings):
         max_requests=NUM_STREAMS, max_queued_requests=0, max_step_tokens=2 * NUM_STREAMS
     )
     with serving(chosen, max_tokens=14) as streams:
-        sizes = soak(streams, num_places=70, until=lambda turn: turn == 3)
+        sizes = soak(streams, num_places=70, num_turns=3)
     assert sizes[-1] - sizes[1] < 16 << 20
 
 
@@ -139,14 +144,13 @@ def test_ten_minutes_of_streams_leave_nothing_behind():
         speculate=1,
     )
     with serving(chosen, max_tokens=96) as streams:
-        end_s = time.monotonic() + 600
-        sizes = soak(streams, num_places=128, until=lambda _: time.monotonic() > end_s)
+        sizes = soak(streams, num_places=NUM_PLACES, for_s=600)
         stats = streams.engine.progress().stats
     mib = [size / 2**20 for size in sizes]
     # The first turns warm allocators up; from there on it is flat.
     settled = len(sizes) // 10
     print(
-        f"{len(sizes)} turns of 128 requests: {stats.tokens_generated} tokens, "
+        f"{len(sizes)} turns of {NUM_PLACES} requests: {stats.tokens_generated} tokens, "
         f"{stats.drafts_accepted} of {stats.drafts} drafts right, {stats.requests_paused} pauses, "
         f"{stats.prefix_tokens_found} of {stats.prefix_tokens_sought} tokens found; resident "
         f"{mib[0]:.1f} MiB, {mib[settled]:.1f} after a tenth, from {min(mib[settled:]):.1f} to "
