@@ -5,6 +5,7 @@ import json
 import signal
 import statistics
 import time
+from contextlib import asynccontextmanager
 
 import httpx2
 import pytest
@@ -74,6 +75,13 @@ class Service:
 @pytest_asyncio.fixture
 async def service(tmp_path):
     """A balancer, two workers and a gateway that is ready."""
+    async with serving(tmp_path) as service, asyncio.timeout(BOUND_S):
+        yield service
+
+
+@asynccontextmanager
+async def serving(tmp_path, *options, num_ranks=2):
+    """A balancer, workers with these options and a gateway that is ready."""
     balancer, gateway = free_address("127.0.0.1:0"), free_address("127.0.0.1:0")
     async with Fleet(tmp_path) as fleet:
         await fleet.start(
@@ -81,12 +89,12 @@ async def service(tmp_path):
             ["balancer", f"--listen={balancer}", f"--store={tmp_path / 'state.sqlite'}"],
         )
         await fleet.start("gateway", ["gateway", f"--listen={gateway}", f"--balancer={balancer}"])
-        for rank in range(2):
+        for rank in range(num_ranks):
             await fleet.start(
                 f"worker-{rank}",
                 [
                     "worker", f"--balancer={balancer}", f"--worker=worker-{rank}",
-                    "--num-ranks=2", "--slots-per-rank=32",
+                    f"--num-ranks={num_ranks}", "--slots-per-rank=32", *options,
                 ],
             )  # fmt: skip
         feed = StatusFeed(balancer, pool="default")
@@ -98,7 +106,7 @@ async def service(tmp_path):
             ),
         )
         client = httpx2.AsyncClient(base_url=f"http://{gateway}", timeout=BOUND_S)
-        async with client, asyncio.timeout(BOUND_S):
+        async with client:
             yield Service(fleet, feed, client)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -159,6 +167,49 @@ async def test_many_streams_at_once_make_five_times_the_tokens_of_one_at_a_time(
     ratio = statistics.median(many / one for many, one in zip(together, alone, strict=True))
     print(f"32 streams: {together} tokens/s, one: {alone}; {ratio:.1f} times")
     assert ratio >= 5
+
+
+@pytest.mark.benchmark
+@pytest.mark.timeout(600)
+async def test_a_beginning_that_was_read_before_brings_the_first_token_five_times_as_early(
+    tmp_path,
+):
+    """Prompts of 1,000 tokens and a question behind them, the beginning shared or not, in turns."""
+    texts = heldout_prompts("code", num_prompts=40, seed=3)
+    beginning = b"".join(texts).decode("ascii", "ignore")[:1000]
+    assert len(beginning) == 1000
+
+    async def first_token_s(client, prompt):
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
+        began = time.perf_counter()
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            await anext(response.aiter_lines())
+            return time.perf_counter() - began
+
+    async with serving(tmp_path, "--context-length=1024", num_ranks=1) as service:
+        await first_token_s(service.client, beginning + "# begins")
+        new, known = [], []
+        for turn in range(12):
+            question = f"# question {turn:2}"
+            other = f"# {turn:2}\n" + beginning[5:]
+            new.append(await first_token_s(service.client, other + question))
+            known.append(await first_token_s(service.client, beginning + question))
+        status = await service.feed.until(
+            lambda status: status.ranks[0].prefix_tokens_found >= 12 * 992, timeout_s=BOUND_S
+        )
+    ratios = sorted(one / other for one, other in zip(new, known, strict=True))
+    print(
+        f"first token of 1,000 new tokens {_spread(new)}, of 1,000 known ones {_spread(known)}; "
+        f"{ratios[0]:.1f}, {statistics.median(ratios):.1f}, {ratios[-1]:.1f} times as early "
+        f"(least, median, most); {status.ranks[0].prefix_tokens_found} tokens found"
+    )
+    assert statistics.median(ratios) >= 5
+
+
+def _spread(durations_s):
+    low, middle, high = (1000 * pick(durations_s) for pick in (min, statistics.median, max))
+    return f"{low:.0f}, {middle:.0f}, {high:.0f} ms (least, median, most)"
 
 
 async def test_a_client_that_hangs_up_frees_the_row_on_the_worker(service, answers):

@@ -108,6 +108,7 @@ def test_every_request_gets_its_solo_tokens_within_budget_and_blocks(
         max_requests=most,
         max_step_tokens=budget,
         num_drafts=num_drafts,
+        max_drafting=data.draw(st.integers(1, most)),
     )
     luck = data.draw(st.lists(st.booleans(), max_size=30))
     model = Model(lambda: luck.pop() if luck else True, num_drafts)
@@ -241,6 +242,30 @@ def test_drafts_that_fail_cost_no_token():
     assert tokens == solo(request)
     assert (scheduler.counts.drafted, scheduler.counts.accepted) == (3, 0)
     assert scheduler.counts.processed == 2 + 4
+
+
+def test_while_many_requests_are_active_nothing_is_guessed():
+    scheduler = scheduler_of(
+        max_requests=3, num_drafts=1, max_drafting=1, max_step_tokens=3, max_queued=0
+    )
+    model, requests = (
+        Model(num_drafts=1),
+        [Request(key=key, prompt=(key, 2), max_tokens=3 + 4 * key) for key in range(3)],
+    )
+    tokens, guessed = {key: [] for key in range(3)}, []
+    for one in requests:
+        scheduler.submit(one)
+    while scheduler.num_active + scheduler.num_queued:
+        plan = scheduler.plan()
+        assert plan.num_tokens <= 3
+        guessed.append((len(plan.chunks), plan.drafts, sum(len(c.drafts) for c in plan.chunks)))
+        sampled, drafts = model.run(plan)
+        for one in scheduler.commit(plan, sampled, drafts if plan.drafts else {}):
+            tokens[one.key].append(one.token)
+    assert tokens == {one.key: solo(one) for one in requests}
+    assert all(drafts == (num_active == 1) for num_active, drafts, _ in guessed)
+    assert max(num for num_active, _, num in guessed if num_active > 1) == 0
+    assert scheduler.counts.accepted > 0
 
 
 def test_generating_requests_run_in_every_step_while_a_long_prompt_is_read():

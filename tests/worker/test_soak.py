@@ -142,6 +142,7 @@ def test_ten_minutes_of_streams_leave_nothing_behind():
         context_length=160,
         cache_tokens=NUM_STREAMS * 32,
         speculate=1,
+        speculate_up_to=NUM_STREAMS,
     )
     with serving(chosen, max_tokens=96) as streams:
         sizes = soak(streams, num_places=NUM_PLACES, for_s=600)

@@ -1,5 +1,8 @@
 """Guessing by the committed checkpoint's own module: fewer steps, and not a token different."""
 
+import time
+from statistics import median
+
 import pytest
 
 from equipoise.planning.layout import contiguous_layout
@@ -27,21 +30,21 @@ NUM_TOKENS = 40
 @pytest.fixture(scope="module")
 def core():
     """The committed checkpoint, ready to guess, with every expert in its own slot."""
-    core = ModelCore.load(WorkerSettings(speculate=1, max_requests=4, context_length=128))
+    core = ModelCore.load(WorkerSettings(speculate=1, max_requests=32, context_length=128))
     experts = range(core.shape.num_experts)
     core.checkpoint.load_slots(core.model, [experts] * core.shape.num_layers)
     return core
 
 
-def run(core, *, num_drafts, sampling, max_step_tokens=24):
-    """The tokens of every prompt, steps of generation, and the rank's statistics."""
+def run(core, *, num_drafts, sampling, prompts=CODE, max_drafting=None, lengths=None):
+    """The tokens of every prompt, steps of generation, and the rank's counters."""
     layout = contiguous_layout(
         num_layers=core.shape.num_layers,
         num_experts=core.shape.num_experts,
         num_ranks=1,
         slots_per_rank=core.shape.num_experts,
     )
-    tokens = {key: [] for key in range(len(CODE))}
+    tokens = {key: [] for key in range(len(prompts))}
     finished, steps = set(), []
 
     def publish(result):
@@ -50,7 +53,7 @@ def run(core, *, num_drafts, sampling, max_step_tokens=24):
             tokens[emission.key].append(emission.token)
             if emission.finish:
                 finished.add(emission.key)
-        if len(finished) == len(CODE):
+        if len(finished) == len(prompts):
             engine.leave()
 
     engine = Engine(
@@ -61,24 +64,28 @@ def run(core, *, num_drafts, sampling, max_step_tokens=24):
         group=RankGroup.alone(),
         scheduler=Scheduler(
             blocks=core.block_pool(),
-            max_requests=4,
-            max_queued=4,
-            max_step_tokens=max_step_tokens,
+            max_requests=len(prompts),
+            max_queued=0,
+            max_step_tokens=max(24, 2 * len(prompts)),
             num_drafts=num_drafts,
+            max_drafting=max_drafting,
         ),
         epoch=1,
         names=("worker-0",),
         publish=publish,
         drafter=Drafter(core.model, num_drafts=num_drafts) if num_drafts else None,
     )
-    for key, text in enumerate(CODE):
+    for key, text in enumerate(prompts):
         engine.submit(
             Request(
-                key=key, prompt=tuple(text.encode()), max_tokens=NUM_TOKENS, sampling=sampling(key)
+                key=key,
+                prompt=tuple(text.encode()),
+                max_tokens=lengths(key) if lengths else NUM_TOKENS,
+                sampling=sampling(key),
             )
         )
     engine.run()
-    return tokens, len(steps), engine.progress().stats
+    return tokens, len(steps), engine.progress()
 
 
 def greedy(_key):
@@ -87,22 +94,79 @@ def greedy(_key):
 
 def test_greedy_code_comes_in_fewer_steps_and_the_same_tokens(core):
     plain, num_plain_steps, _ = run(core, num_drafts=0, sampling=greedy)
-    tokens, num_steps, stats = run(core, num_drafts=1, sampling=greedy)
+    tokens, num_steps, progress = run(core, num_drafts=1, sampling=greedy)
+    stats = progress.stats
+    print(
+        f"{stats.drafts_accepted} of {stats.drafts} drafts right, {num_plain_steps} steps without, "
+        f"{num_steps} with"
+    )
     assert tokens == plain
     assert stats.drafts_accepted >= 0.8 * stats.drafts
     assert num_plain_steps >= 1.3 * num_steps
 
 
 def test_sampled_tokens_are_the_same_too_with_penalties_and_seeds(core):
+    """And drafts are load when the model verifies them, true or not; what guesses them is none."""
+
     def sampling(key):
         return SamplingParams(
             temperature=0.8, top_p=0.95, frequency_penalty=0.2, seed=key, logprobs=2
         )
 
     plain, _, _ = run(core, num_drafts=0, sampling=sampling)
-    tokens, _, stats = run(core, num_drafts=1, sampling=sampling)
+    tokens, _, progress = run(core, num_drafts=1, sampling=sampling)
+    stats, (load,) = progress.stats, progress.loads
     assert tokens == plain
     assert 0 < stats.drafts_accepted < stats.drafts
+    verified = stats.tokens_processed + stats.drafts - stats.drafts_accepted
+    top_k = core.checkpoint.config.num_experts_per_tok
+    assert load.rows_LS.sum(axis=1).tolist() == [verified * top_k] * core.shape.num_layers
+
+
+def test_guessing_begins_when_few_enough_requests_are_left(core):
+    def lengths(key):
+        return (6, 12, NUM_TOKENS, NUM_TOKENS)[key]
+
+    plain, _, _ = run(core, num_drafts=0, sampling=greedy, lengths=lengths)
+    tokens, _, progress = run(core, num_drafts=1, sampling=greedy, lengths=lengths, max_drafting=2)
+    stats = progress.stats
+    assert tokens == plain
+    assert [len(made) for made in tokens.values()] == [6, 12, NUM_TOKENS, NUM_TOKENS]
+    # Steps before were not guessed behind, and the module knows nothing of their tokens.
+    assert 10 < stats.drafts <= 2 * (NUM_TOKENS - 12)
+    assert stats.drafts_accepted >= 0.5 * stats.drafts
+
+
+@pytest.mark.benchmark
+@pytest.mark.timeout(900)
+def test_guessing_pays_for_few_streams_and_costs_nothing_for_many(core):
+    """Tokens per second of CPU time, which other processes leave alone, in turns."""
+
+    def tokens_per_s(num_streams, **options):
+        prompts = [CODE[key % len(CODE)] + " " * (key // len(CODE)) for key in range(num_streams)]
+        began = time.process_time()
+        tokens, *_ = run(core, sampling=greedy, prompts=prompts, **options)
+        return sum(map(len, tokens.values())) / (time.process_time() - began)
+
+    up_to = WorkerSettings().speculate_up_to
+    ratios = {}
+    for num_streams in (1, 4, 8, 16, 32):
+        measured = [
+            (
+                tokens_per_s(num_streams, num_drafts=0),
+                tokens_per_s(num_streams, num_drafts=1),
+                tokens_per_s(num_streams, num_drafts=1, max_drafting=up_to),
+            )
+            for _ in range(3)
+        ]
+        plain, always, bounded = (median(column) for column in zip(*measured, strict=True))
+        ratios[num_streams] = median(row[2] / row[0] for row in measured)
+        print(
+            f"{num_streams} streams: {plain:.0f} tokens/s without guesses, {always:.0f} with, "
+            f"{bounded:.0f} with up to {up_to} streams, {ratios[num_streams]:.2f} times"
+        )
+    assert ratios[1] >= 1.2
+    assert ratios[32] >= 0.95
 
 
 def test_more_guesses_than_modules_are_refused():

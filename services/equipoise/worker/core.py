@@ -95,6 +95,7 @@ class ModelCore:
             max_queued=settings.max_queued_requests,
             max_step_tokens=settings.max_step_tokens,
             num_drafts=settings.speculate,
+            max_drafting=settings.speculate_up_to,
         )
 
     def drafter(self, settings: WorkerSettings) -> Drafter | None:

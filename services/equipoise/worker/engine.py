@@ -326,7 +326,7 @@ class Engine:
         self, plan: StepPlan, sampled: list[SampledToken], output: StepOutput
     ) -> dict[int, tuple[int, ...]]:
         """Guesses by request at what follows the tokens of this step."""
-        if self._drafter is None:
+        if self._drafter is None or not plan.drafts:
             return {}
         guesses = self._drafter.draft(output, _draft_lines(plan, sampled))
         return {chunk.key: guess for chunk, guess in zip(plan.chunks, guesses, strict=True)}

@@ -94,6 +94,11 @@ class WorkerCollector(Collector):
             ("active_requests", "Requests that are being generated.", scheduler.num_active),
             ("queued_requests", "Requests in line.", scheduler.num_queued),
             (
+                "drafting",
+                "1 while tokens are guessed, 0 while not, or too many requests are generated.",
+                scheduler.is_drafting,
+            ),
+            (
                 "kv_used_ratio",
                 "Blocks of the cache that active requests hold, of all.",
                 blocks.num_used / blocks.num_blocks,

@@ -46,7 +46,8 @@ class Scheduler:
     positions overwrite whatever the broken step left in the cache.
 
     At most `max_requests` are active, `max_queued` more wait in line, and `max_step_tokens` tokens
-    run in a step, which must cover the newest token and `num_drafts` drafts of every request.
+    run in a step, which must cover the newest token and `num_drafts` drafts of every request. While
+    more than `max_drafting` are active (never, unless given), there are no drafts.
     """
 
     def __init__(
@@ -57,9 +58,12 @@ class Scheduler:
         max_queued: int,
         max_step_tokens: int,
         num_drafts: int = 0,
+        max_drafting: int | None = None,
     ) -> None:
+        self._max_drafting = max_requests if max_drafting is None else max_drafting
         assert max_requests >= 1
-        assert max_step_tokens >= max_requests * (1 + num_drafts)
+        assert max_step_tokens >= max_requests
+        assert max_step_tokens >= min(max_requests, self._max_drafting) * (1 + num_drafts)
         self.blocks = blocks
         self.counts = SchedulerCounts()
         self._max_requests = max_requests
@@ -79,6 +83,11 @@ class Scheduler:
     def num_queued(self) -> int:
         """Requests in line."""
         return len(self._queue)
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether tokens are guessed; not if so many requests are active that it costs time."""
+        return self._num_drafts > 0 and len(self._active) <= self._max_drafting
 
     def submit(self, request: Request) -> None:
         """Take a request in line; the cache has room for it when it is alone.
@@ -124,7 +133,8 @@ class Scheduler:
                 self._active[key].chunk(num_tokens=num_tokens, num_ahead=self._num_drafts)
                 for key, num_tokens in wanted.items()
                 if key in self._active
-            )
+            ),
+            drafts=self.is_drafting,
         )
 
     def commit(
@@ -192,9 +202,11 @@ class Scheduler:
         """Tokens that each active request would run, drafts among them, in the order of arrival."""
         num_tokens = {}
         budget = self._max_step_tokens
+        most_drafts = self._num_drafts if self.is_drafting else 0
         for key, sequence in self._active.items():
             if sequence.is_generating:
-                num_tokens[key] = 1 + min(len(sequence.drafts), sequence.num_left - 1)
+                num_drafts = min(len(sequence.drafts), sequence.num_left - 1, most_drafts)
+                num_tokens[key] = 1 + num_drafts
                 budget -= num_tokens[key]
         for key, sequence in self._active.items():
             if not sequence.is_generating and budget > 0:

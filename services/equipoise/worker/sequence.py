@@ -82,9 +82,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The tokens of one step on this rank; may be empty."""
+    """The tokens of one step on this rank; may be empty. `drafts`: what follows is guessed."""
 
     chunks: tuple[Chunk, ...]
+    drafts: bool = True
 
     @property
     def num_tokens(self) -> int:

@@ -113,6 +113,11 @@ class WorkerSettings:
     at most as many as there are: what the model finds right in its next step is a token more. The
     tokens are the same without. Every worker holds the modules with all their experts."""
 
+    speculate_up_to: int = 4
+    """Requests generated at a time up to which tokens are guessed. With more, a step waits for
+    arithmetic and not for memory, so that guesses cost more than they bring. Four is where a CPU
+    core gains; hardware with arithmetic to spare gains longer."""
+
     device: str = "auto"
     """Where the model computes: cpu, cuda, cuda:N, or auto for a CUDA device where there is one. Of
     several without a number the first, or that of LOCAL_RANK."""
@@ -207,12 +212,17 @@ class WorkerSettings:
                 f"cache_tokens ({self.cache_tokens}) must be at least context_length "
                 f"({self.context_length}), because one request may be that long, or 0"
             )
-        if self.max_step_tokens < self.max_requests * (1 + self.speculate):
-            guesses = f" times 1 + speculate ({self.speculate})" if self.speculate else ""
+        if self.max_step_tokens < self.max_requests:
             raise InvalidSettingsError(
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_requests "
-                f"({self.max_requests}){guesses}, because every generated request runs a token "
-                "and its guesses per step"
+                f"({self.max_requests}), because every generated request runs a token per step"
+            )
+        drafting = min(self.max_requests, self.speculate_up_to)
+        if self.max_step_tokens < drafting * (1 + self.speculate):
+            raise InvalidSettingsError(
+                f"max_step_tokens ({self.max_step_tokens}) must be at least {drafting} (the lesser "
+                f"of max_requests and speculate_up_to) times 1 + speculate ({self.speculate}), "
+                "because every generated request runs a token and its guesses per step"
             )
 
 
@@ -226,6 +236,7 @@ _LEAST = {
     "cache_tokens": 0,
     "speculate": 0,
     "spare_slots": 0,
+    "speculate_up_to": 1,
     "context_length": 2,  # a token of a prompt and a generated one
 }
 
