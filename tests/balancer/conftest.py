@@ -54,6 +54,8 @@ def make_hello(name="worker-0", *, node="node-0", boot_id="boot-1", **changes) -
         "slots_per_rank": 10,
         "num_ranks": 4,
         "checkpoint_fingerprint": "abc",
+        "device": "cuda:0 (NVIDIA H200)",
+        "kernels": "triton, gemm_large=deep_gemm",
     }
     return Hello(**{**values, **changes})
 
