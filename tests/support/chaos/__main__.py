@@ -61,7 +61,7 @@ async def _perform(options: argparse.Namespace, *, folder: Path, console: Consol
     console.print("compiling the planner, asking a model that nobody disturbs")
     await asyncio.to_thread(warm_up)
     answers = await asyncio.to_thread(undisturbed_answers)
-    library = _clock_library()
+    library = clock_library()
     if library is None:
         console.print("no libfaketime here: clocks do not jump (apt-get install faketime)")
     done: list[Result] = []
@@ -108,7 +108,8 @@ def _read(file: Path) -> list[Result]:
     return results
 
 
-def _clock_library() -> Path | None:
+def clock_library() -> Path | None:
+    """Where libfaketime is, if it is here."""
     return next((Path(name) for name in _CLOCK_LIBRARIES if Path(name).exists()), None)
 
 
