@@ -31,6 +31,12 @@ class Progress:
     last_s: list[dict[str, float]]
     answers: list[tuple[float, float]] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of processor time that the fleet's processes took so far."""
+        return sum(cpu_s(pid) for pid in self.pids)
 
     def count(self, what: str) -> int:
         """Ranks, or times, of all processes."""
@@ -58,6 +64,7 @@ class Ingest:
     p99_s: float
     max_s: float
     cores: float
+    cores_of_ranks: float
 
 
 class BalancerProcess:
@@ -69,8 +76,7 @@ class BalancerProcess:
     @property
     def cpu_s(self) -> float:
         """Seconds of processor time so far, user and system."""
-        stat = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_s(self.process.pid)
 
     def memory(self, name: str) -> int:
         """VmHWM (the most ever) or VmRSS (now) in bytes."""
@@ -123,6 +129,7 @@ async def fleet(address, *, num_pools, num_ranks, num_processes):
                 limit=2**24,
             )
             processes.append(process)
+            progress.pids.append(process.pid)
             readers.append(asyncio.create_task(_follow(process, progress, number)))
         yield progress
     finally:
@@ -135,9 +142,10 @@ async def fleet(address, *, num_pools, num_ranks, num_processes):
 
 async def measured(balancer, progress, *, seconds):
     """Watch reports and their answers for a while; `Ingest` of those sent in that time."""
-    began_s, cpu_s = time.monotonic(), balancer.cpu_s
+    began_s, before_s, ranks_s = time.monotonic(), balancer.cpu_s, progress.cpu_s
     await asyncio.sleep(seconds)
-    took_s, used_s = time.monotonic() - began_s, balancer.cpu_s - cpu_s
+    took_s = time.monotonic() - began_s
+    used_s, used_by_ranks_s = balancer.cpu_s - before_s, progress.cpu_s - ranks_s
     # Answers that are on their way, and the lines that tell of them.
     await asyncio.sleep(1.0)
     answers = sorted(
@@ -149,7 +157,14 @@ async def measured(balancer, progress, *, seconds):
         p99_s=answers[int(0.99 * len(answers))],
         max_s=answers[-1],
         cores=used_s / took_s,
+        cores_of_ranks=used_by_ranks_s / took_s,
     )
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time of a process so far, user and system."""
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Operator:
@@ -158,14 +173,10 @@ class Operator:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._admin = admin_pb2_grpc.AdminStub(channel)
 
-    async def pause(self, pools):
-        """Nothing is planned but on order."""
-        await asyncio.gather(
-            *(
-                self._admin.Pause(admin_pb2.PauseRequest(pool=pool, reason="measuring"))
-                for pool in pools
-            )
-        )
+    async def pause_each(self, pools):
+        """Nothing is planned but on order, from the moment that a pool is there."""
+        for pool in pools:
+            await self._pause(pool)
 
     async def rebalance(self, pools):
         """Resume `pools` and order a plan and its rollout in each.
@@ -173,6 +184,18 @@ class Operator:
         Whose interval ends in between makes a plan of its own accord, which does as well.
         """
         await asyncio.gather(*(self._rebalance(pool) for pool in pools))
+
+    async def _pause(self, pool):
+        async with asyncio.timeout(MAX_WAIT_S):
+            while True:
+                try:
+                    await self._admin.Pause(admin_pb2.PauseRequest(pool=pool, reason="measuring"))
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.NOT_FOUND:
+                        raise
+                    await asyncio.sleep(0.2)
+                else:
+                    return
 
     async def _rebalance(self, pool):
         await self._admin.Resume(admin_pb2.ResumeRequest(pool=pool, reason="measuring"))

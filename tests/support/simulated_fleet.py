@@ -2,9 +2,9 @@
 
 Run as a process: `python simulated_fleet.py '{...}'` with the fields of `FleetSettings` as JSON.
 Each rank has a stream of its own; a connection carries up to 50 of them, in place of one each.
-Nothing is computed and no bytes are pulled: Staged is said at once, and the ranks of a pool switch
-as soon as all have staged. What happens is told on stdout, an object a line; seconds are of the
-machine's monotonic clock, which the processes of a machine share.
+Nothing is computed and no bytes are pulled: Staged is said after a while, and the ranks of a pool
+switch as soon as all have staged. What happens is told on stdout, an object a line; seconds are of
+the machine's monotonic clock, which the processes of a machine share.
 """
 
 import asyncio
@@ -24,6 +24,8 @@ CONNECTING_AT_A_TIME = 64
 RETRY_S = 2.0
 EXPERT_BYTES = 44_000_000
 STEP_US = 50_000
+STAGING_S = 2.0
+"""What pulling a wave of the default policy, 256 MiB, takes at a Gbit/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ class SimulatedRank:
         self._interval_s = self._began_s = self._first_step_s = 0.0
         self._experts = self._rates = np.zeros((0, 0))
         self._sent_s: dict[int, float] = {}
+        self._was_pushed_to = False
 
     async def run(self, channel: grpc.aio.Channel) -> None:
         """Live until cancelled."""
@@ -186,7 +189,10 @@ class SimulatedRank:
         self._fleet.count("assigned")
 
     async def _switch(self, call, stage: pb.Stage) -> None:
-        self._fleet.count("staged")
+        if not self._was_pushed_to:
+            self._was_pushed_to = True
+            self._fleet.count("pushed to")
+        await asyncio.sleep(STAGING_S)
         generation = self._pool.stage(stage)
         seat = {"epoch": self._epoch, "rank": self._rank, "generation": generation}
         await call.write(pb.ConnectRequest(staged=pb.Staged(**seat, peer_bytes=1, duration_us=1)))

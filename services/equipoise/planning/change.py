@@ -4,7 +4,9 @@ A wave changes a few layers of many; who runs the layout before need not hear th
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +78,13 @@ class LayoutChange:
                 f"generation {base.generation} here"
             )
         return layout
+
+
+def steps(base: Layout, layouts: Sequence[Layout]) -> tuple[LayoutChange, ...]:
+    """Layouts that follow on `base`, each told by what it changes in the one before."""
+    return tuple(
+        LayoutChange.between(before, after) for before, after in pairwise((base, *layouts))
+    )
 
 
 def digest(layout: Layout) -> bytes:

@@ -118,15 +118,21 @@ def waves(
         proposed, generation=first_generation, share_of_slot=proposed_shares
     )
     moved = current.expert_of_slot != target.expert_of_slot
-    changes = (moved | (current.shares() != target.shares())).any(axis=1)
+    is_even = current.share_of_slot is None and target.share_of_slot is None
+    changes = moved if is_even else moved | (current.shares() != target.shares())
     moves_of_rank = np.add.reduceat(moved.astype(np.int64), current.first_slot[:-1], axis=1)
     priority = np.zeros(current.num_layers) if gain_of_layer is None else -gain_of_layer
-    layers = [layer for layer in np.argsort(priority, kind="stable").tolist() if changes[layer]]
+    layers = [
+        layer for layer in np.argsort(priority, kind="stable").tolist() if changes[layer].any()
+    ]
     most_moves = max_wave_bytes // expert_bytes
-    table, shares = current.expert_of_slot.copy(), current.shares().copy()
+    table = current.expert_of_slot.copy()
+    shares = None if is_even else current.shares().copy()
     steps: list[Layout] = []
     for wave in _batches(layers, moves_of_rank, most_moves=most_moves):
-        table[wave], shares[wave] = target.expert_of_slot[wave], target.shares()[wave]
+        table[wave] = target.expert_of_slot[wave]
+        if shares is not None:
+            shares[wave] = target.shares()[wave]
         generation = first_generation + len(steps)
         steps.append(current.with_placement(table, generation=generation, share_of_slot=shares))
     return tuple(steps)

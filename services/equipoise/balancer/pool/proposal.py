@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from equipoise.planning.balance import balancedness_per_layer, layout_loads
+from equipoise.planning.change import LayoutChange, steps
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, Shift
 from equipoise.planning.moves import waves
@@ -37,12 +38,15 @@ class ProposalRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposal:
-    """What came out: a plan, whether to adopt it and why, and if so the waves that lead there."""
+    """What came out: a plan, whether to adopt it and why, and if so the waves that lead there.
+
+    A wave is told by what it changes: hundreds of pools may have dozens of them waiting.
+    """
 
     request: ProposalRequest
     plan: Plan
     verdict: Verdict
-    waves: tuple[Layout, ...]
+    waves: tuple[LayoutChange, ...]
 
 
 def propose(request: ProposalRequest) -> Proposal:
@@ -81,7 +85,7 @@ def propose(request: ProposalRequest) -> Proposal:
     )
 
 
-def _waves(request: ProposalRequest, planned: Plan) -> tuple[Layout, ...]:
+def _waves(request: ProposalRequest, planned: Plan) -> tuple[LayoutChange, ...]:
     """The layers that gain most on the latest window go first."""
     target = request.current.with_placement(
         planned.expert_of_slot,
@@ -92,7 +96,7 @@ def _waves(request: ProposalRequest, planned: Plan) -> tuple[Layout, ...]:
         balancedness_per_layer(layout_loads(layout, request.window))
         for layout in (request.current, target)
     )
-    return waves(
+    layouts = waves(
         request.current,
         planned.expert_of_slot,
         proposed_shares=planned.share_of_slot,
@@ -101,3 +105,4 @@ def _waves(request: ProposalRequest, planned: Plan) -> tuple[Layout, ...]:
         max_wave_bytes=request.policy.wave_bytes(request.model.expert_bytes),
         gain_of_layer=after - before,
     )
+    return steps(request.current, layouts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from equipoise.balancer.pool.tally import Tally
+from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import Commands, Event, Rollout, State
@@ -60,7 +61,7 @@ class Rollouts:
         self._policy = policy
         self._tally = tally or Tally()
         self._wave: _Wave | None = None
-        self._waiting: deque[Layout] = deque()
+        self._waiting: deque[LayoutChange] = deque()
         self.completed = 0
         self.aborted = 0
         self.last_switch_s: float | None = None
@@ -88,8 +89,8 @@ class Rollouts:
         """Waves behind the current one."""
         return len(self._waiting)
 
-    def start(self, waves: tuple[Layout, ...], *, base: Layout, now: float) -> Commands:
-        """Begin the first of `waves`: each is complete and valid, the last one is the goal."""
+    def start(self, waves: tuple[LayoutChange, ...], *, base: Layout, now: float) -> Commands:
+        """Begin the first of `waves`: each leads to a valid layout, the last one to the goal."""
         assert self.current is None, "one plan at a time"
         self._waiting = deque(waves)
         return self._begin_next(base, now=now)
@@ -170,7 +171,7 @@ class Rollouts:
     def _begin_next(self, base: Layout, *, now: float) -> Commands:
         rollout, commands = Rollout.begin(
             base=base,
-            target=self._waiting.popleft(),
+            target=self._waiting.popleft().applied_to(base),
             num_ranks=base.num_ranks,
             policy=self._policy,
             now=now,
