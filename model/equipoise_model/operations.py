@@ -4,7 +4,9 @@ Owns the choice and its name for people. Which backend runs a kernel is the kern
 (EQUIPOISE_KERNELS); here it is asked for, so that it is made at a start and logged.
 """
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Self
 
 import torch
@@ -23,6 +25,8 @@ AUTO, BF16, FP8 = "auto", "bf16", "fp8"
 Model = Transformer | Fp8Transformer
 """A model that serves, in whichever form."""
 
+_TORCH = "torch"
+
 # What decides: where it falls to the torch twin, FP8 is slower than BF16 in torch.
 _CORE = "grouped_gemm"
 
@@ -33,14 +37,10 @@ class OperationsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """On `device`: by torch, or with `fp8` set on the kernel suite, in that kind of FP8.
-
-    `kernels` names it for people: "torch", or the suite's backends.
-    """
+    """On `device`: by torch, or with `fp8` set on the kernel suite, in that kind of FP8."""
 
     device: torch.device
     fp8: Fp8Config | None
-    kernels: str
 
     @classmethod
     def choose(
@@ -63,11 +63,51 @@ class Operations:
             raise OperationsError(f"FP8 cannot be had: {reason}")
         try:
             if wanted == FP8 or (wanted == AUTO and not reason and _pays(config, device)):
-                fp8 = config.quantization_config or Fp8Config()
-                return cls(device=device, fp8=fp8, kernels=_backends(device))
+                if not _always_twins(device):
+                    selection.Process.selection()
+                return cls(device=device, fp8=config.quantization_config or Fp8Config())
         except KernelsUnavailableError as error:
             raise OperationsError(str(error)) from error
-        return cls(device=device, fp8=None, kernels="torch")
+        return cls(device=device, fp8=None)
+
+    @property
+    def kernels(self) -> str:
+        """What computes, for people: torch, or the suite's commonest backend and exceptions."""
+        if self.fp8 is None:
+            return _TORCH
+        if _always_twins(self.device):
+            return selection.REFERENCE
+        backends = selection.Process.selection().backends
+        names = sorted(backends.values())
+        common = max(names, key=names.count)
+        others = (f"{operation}={name}" for operation, name in backends.items() if name != common)
+        return ", ".join([common, *others])
+
+    @property
+    def told(self) -> str:
+        """What the ranks of a pool tell each other when they meet."""
+        if self.fp8 is None or _always_twins(self.device):
+            return self.kernels
+        return json.dumps(asdict(selection.Process.selection()), sort_keys=True)
+
+    def hear(self, told: Sequence[str]) -> None:
+        """Compute with what all ranks can, given what each told: they must not differ in bits.
+
+        Raises:
+            OperationsError: they cannot agree.
+        """
+        if set(told) == {self.told}:
+            return
+        others = sorted(word for word in set(told) if not word.startswith("{"))
+        if others:
+            raise OperationsError(
+                f"ranks do not compute alike ({', '.join(others)} and more): give all of them the "
+                f"same weights, device and {selection.VARIABLE}"
+            )
+        try:
+            selection.Process.adopt(selection.agreed([_selection(word) for word in told]))
+        except KernelsUnavailableError as error:
+            raise OperationsError(str(error)) from error
 
     def model(
         self,
@@ -116,12 +156,14 @@ def _pays(config: ModelConfig, device: torch.device) -> bool:
     return selection.backend(_CORE, device) != selection.REFERENCE
 
 
-def _backends(device: torch.device) -> str:
-    """The commonest backend, and exceptions."""
-    if device.type == "cpu" and not is_interpreting():
-        return selection.REFERENCE
-    backends = selection.Process.selection().backends
-    names = sorted(backends.values())
-    common = max(names, key=names.count)
-    others = (f"{operation}={name}" for operation, name in backends.items() if name != common)
-    return ", ".join([common, *others])
+def _always_twins(device: torch.device) -> bool:
+    """Whether the kernels' torch twins compute there, whatever is chosen."""
+    return device.type == "cpu" and not is_interpreting()
+
+
+def _selection(told: str) -> selection.Selection:
+    values = json.loads(told)
+    possible = {operation: tuple(names) for operation, names in values["possible"].items()}
+    return selection.Selection(
+        backends=values["backends"], possible=possible, obstacles=values["obstacles"]
+    )

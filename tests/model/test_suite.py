@@ -286,3 +286,28 @@ def test_what_computes_is_chosen_by_name_or_by_what_pays():
         choose("fp8", narrow)
     odd = dataclasses.replace(SUITE, kv_lora_rank=96)
     assert obstacle(odd) == "kv_lora_rank is 96, no power of two from 16 on"
+
+
+def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
+    def without(*absent):
+        return selection.resolve("auto", lambda _operation, name: name in absent and "absent")
+
+    in_fp8, by_torch = (Operations(device=CPU, fp8=fp8) for fp8 in (Fp8Config(), None))
+
+    def told_by(chosen):
+        monkeypatch.setattr(selection.Process, "_selection", chosen)
+        return in_fp8.told
+
+    richer = told_by(without("deep_ep"))
+    own = told_by(without("deep_ep", "deep_gemm"))
+    in_fp8.hear([own, own])
+    assert in_fp8.kernels == "triton, gemm_large=scaled_mm"
+    told_by(without("deep_ep"))
+    assert in_fp8.kernels == "triton, gemm_large=deep_gemm"
+    in_fp8.hear([own, richer])
+    assert in_fp8.kernels == "triton, gemm_large=scaled_mm"
+    with pytest.raises(OperationsError, match=r"do not compute alike \(torch and more\)"):
+        in_fp8.hear([own, by_torch.told])
+    named = told_by(selection.resolve("gemm=reference", lambda _operation, _name: None))
+    with pytest.raises(OperationsError, match="ranks share no backend for gemm"):
+        in_fp8.hear([named, told_by(selection.resolve("gemm=triton", lambda *_: None))])

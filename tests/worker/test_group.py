@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.group import Rendezvous, backend, first_line, meet
@@ -96,6 +97,26 @@ def test_a_hanging_peer_is_an_error_within_the_timeout(rendezvous):
         group.exchange(header(0))
         with pytest.raises(StepTimeoutError, match="peer rank failed or hangs"):
             group.exchange(header(0))
+
+
+def test_what_ranks_tell_each_other_is_heard_before_they_form(rendezvous):
+    heard = []
+    with rank_0_of_two(rendezvous, "close", told="torch", hear=heard.append) as group:
+        assert heard == [("torch", "")]
+        group.exchange(header(0))
+
+
+def test_ranks_that_do_not_agree_do_not_form(rendezvous):
+    def refuse(told):
+        raise ValueError("ranks do not compute alike")
+
+    host, _, port = rendezvous.rpartition(":")
+    peer_store = dist.PrefixStore("epoch-1", dist.TCPStore(host, int(port), is_master=False))
+    peer_store.set("arrived/1", "triton")
+    met = []
+    with pytest.raises(GroupError, match="ranks do not compute alike"):
+        form(rendezvous, hear=refuse, met=lambda: met.append(1))
+    assert not met
 
 
 def test_ranks_that_never_meet_say_where_they_waited(rendezvous):

@@ -115,6 +115,8 @@ def meet(
     given_up: threading.Event,
     met: Callable[[], None],
     device: torch.device = _HOST,
+    told: str = "",
+    hear: Callable[[tuple[str, ...]], None] = lambda _told: None,
 ) -> RankGroup:
     """Form an epoch's group at rank 0's rendezvous `address` (host:port).
 
@@ -123,8 +125,11 @@ def meet(
     than until `given_up` is set; then every collective is bounded by `step_timeout_s`. `device` is
     where the rows are that the ranks will exchange.
 
+    `told` is a word to all ranks; `hear` gets all of them, in rank order, before anything changes,
+    and may refuse by raising ValueError or RuntimeError.
+
     Raises:
-        GroupError: the ranks did not meet in time.
+        GroupError: the ranks did not meet in time, or do not agree.
     """
     if num_ranks == 1:
         met()
@@ -138,9 +143,11 @@ def meet(
                 f"epoch-{epoch}", store
             )
             # torch bounds the forming by the collectives' timeout, so all must be here before.
-            store.set(_arrived(rank), "")
-            while not store.check([_arrived(peer) for peer in range(num_ranks)]):
+            store.set(_arrived(rank), told)
+            arrived = [_arrived(peer) for peer in range(num_ranks)]
+            while not store.check(arrived):
                 _wait(until=until, given_up=given_up)
+            hear(tuple(store.get(key).decode() for key in arrived))
             met()
             group = RankGroup(rank=rank, num_ranks=num_ranks)
             dist.init_process_group(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from equipoise.planning.layout import ExpertTable
@@ -26,6 +25,7 @@ from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertPuller
 from equipoise.worker.waits import Waits
 from equipoise_model.experts import StagedExperts, checksum
+from equipoise_model.operations import Operations
 
 Place = tuple[int, int]
 """A MoE layer and an own slot in it."""
@@ -53,9 +53,9 @@ class Slots:
         self.held: HeldExperts | None = None
 
     @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self._core.device
+    def operations(self) -> Operations:
+        """What computes with them."""
+        return self._core.operations
 
     async def prepare(
         self, assignment: Assignment, *, given_up: threading.Event
@@ -181,7 +181,9 @@ async def join(
         meet_timeout_s=assignment.meet_timeout_s,
         given_up=given_up,
         met=settle,
-        device=slots.device,
+        device=slots.operations.device,
+        told=slots.operations.told,
+        hear=slots.operations.hear,
     )
     assert slots.held is not None, "settled"
     return Joined(assignment=assignment, group=group, held=slots.held)
