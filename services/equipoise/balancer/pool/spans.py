@@ -21,6 +21,7 @@ class PoolSpans:
         self._rebalance: Span | None = None
         self._wave: Span | None = None
         self._phase: Span | None = None
+        self._seen: Rollout | None = None
         self._generation = 0
         self._state: State | None = None
 
@@ -45,6 +46,9 @@ class PoolSpans:
     def follow(self, rollouts: Rollouts) -> None:
         """Open and end spans as the latest wave is; to be called after every change."""
         wave = rollouts.latest
+        if wave is self._seen:
+            return  # As after most words of most ranks.
+        self._seen = wave
         if wave is None:
             # The ranks it was for are no more.
             self._end("given up: the ranks formed anew")
