@@ -45,7 +45,11 @@ _BALANCER_TIMEOUT_S = 120.0
 _POOL_TIMEOUT_S = 240.0
 _REFERENCE_BATCH = 16  # prompts answered at once, which a Ctrl-C may have to wait for
 _PIPE_WIDTH = 120
-_PULL_MIB_PER_S = 1.0
+# Ranks share a few cores with their pulls: seldom more than two of the tiny model's experts a rank
+# and step, and all that a shift of traffic asks for within a second.
+_PULL_MIB_PER_S = 0.5
+# Windows of six seconds have few tokens, which come in bursts: smaller gains are mostly chance.
+_MIN_GAIN = 0.04
 _REFRESH_S = 0.5
 _RECENT_S = 4.0  # live figures are of the last seconds
 
@@ -325,6 +329,7 @@ def _balancer_arguments(
         f"--report-interval-s={settings.interval_s / 10}",
         # What is newer than a window must outweigh what is older, or a shift is seen late.
         f"--fast-half-life-s={settings.interval_s / 2}",
+        f"--min-gain={_MIN_GAIN}",
     ]
 
 
@@ -341,7 +346,6 @@ def _worker_arguments(settings: DemoSettings, *, rank: int, balancer: str) -> li
         f"--slots-per-rank={settings.slots_per_rank}",
         "--batch-invariant",
         "--device=cpu",  # its ranks share this machine, and NCCL wants a GPU for each
-        # Processes that share a few cores: staging within a second, hardly felt by the steps.
         f"--pull-mib-per-s={_PULL_MIB_PER_S}",
     ]
 
