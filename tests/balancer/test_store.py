@@ -1,34 +1,28 @@
-"""The store's promise, kept by each store in `open_store`; then what only the SQLite file can do.
+"""The store's promise, kept by each store in `open_store`.
 
 Another store joins by one more parameter of the fixture, which opens it as a new process would.
 """
 
 import asyncio
-import sqlite3
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from store_records import A_DECISION, AN_ORDER, ONES, layout_of, same, weighted
 
 from equipoise.balancer.store.hold import Hold
 from equipoise.balancer.store.redis_store import RedisStore
-from equipoise.balancer.store.sqlite_file import SCHEMA_VERSION
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
-    AuditRecord,
     AverageRecord,
-    DecisionRecord,
     Membership,
     StoreConflictError,
-    StoreError,
     StoreFault,
     TermOverError,
 )
-from equipoise.planning.layout import contiguous_layout
-from equipoise.planning.shares import WHOLE
 
 TERM = 1
 
@@ -47,44 +41,6 @@ async def store(open_store):
     opened = open_store()
     yield opened
     await opened.close()
-
-
-def layout_of(generation, *, shift=0):
-    first = contiguous_layout(
-        num_layers=2, num_experts=6, num_ranks=2, slots_per_rank=4, generation=generation
-    )
-    relabelled = (first.expert_of_slot + shift) % first.num_experts
-    return first.with_placement(relabelled, generation=generation)
-
-
-def weighted(layout):
-    """The same placement, with the first slot of each layer serving almost nothing."""
-    shares = layout.shares().copy()
-    for row, experts in zip(shares, layout.expert_of_slot, strict=True):
-        other = int(np.flatnonzero(experts == experts[0])[-1])
-        row[[0, other]] = [7, WHOLE - 7]
-    return replace(layout, share_of_slot=shares)
-
-
-def same(a, b):
-    return a is not None and a.generation == b.generation and a.same_placement(b)
-
-
-A_DECISION = DecisionRecord(
-    time_unix_s=1.5e9,
-    accepted=True,
-    reason="balance grows from 0.61 to 0.93 on 12,000 tokens",
-    base_generation=3,
-    balancedness_current=0.61,
-    balancedness_proposed=0.93,
-    moves=17,
-    bytes=2**33,
-    algorithm="global",
-    plan_ms=1.25,
-    shift_detected=False,
-)
-
-ONES = AverageRecord(half_life_s=5.0, time_unix_s=9.0, weight_s=1.0, tokens=np.ones((2, 6)))
 
 
 async def test_a_new_store_knows_nothing_and_starts_at_generation_1(store):
@@ -157,11 +113,6 @@ async def test_saying_the_same_proposal_or_commit_again_is_no_conflict(store):
     for _ in range(2):
         await store.commit("p", 1, previous=None, term=TERM)
     assert same(await store.committed("p"), layout_of(1))
-
-
-AN_ORDER = AuditRecord(
-    time_unix_s=1.5e9, who="ann", what="pause (for the night)", accepted=True, outcome="paused"
-)
 
 
 async def test_orders_and_what_they_hold_the_pool_to_are_there_after_a_restart(open_store):
@@ -340,134 +291,3 @@ async def test_a_proposal_is_over_when_it_is_committed(store):
 
 
 # The SQLite file ----------------------------------------------------------------------------------
-
-
-async def test_a_second_balancer_on_one_file_is_told_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("equipoise.balancer.store.sqlite_file._LOCK_TIMEOUT_S", 0.0)
-    first = SqliteStore(tmp_path / "state")
-    with pytest.raises(StoreError, match="held by another process"):
-        SqliteStore(tmp_path / "state")
-    await first.put_proposed("p", layout_of(1), term=TERM)
-    await first.close()
-    await SqliteStore(tmp_path / "state").close()
-
-
-def test_a_file_that_is_no_database_is_named(tmp_path):
-    path = tmp_path / "state"
-    path.write_bytes(b"this was never a database, whatever its name says" * 100)
-    with pytest.raises(StoreError, match=r"state is damaged \(file is not a database\): move it"):
-        SqliteStore(path)
-
-
-def test_a_folder_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(StoreError, match="check that its folder exists"):
-        SqliteStore(tmp_path / "nowhere" / "state")
-
-
-def test_another_programs_database_is_left_alone(tmp_path):
-    path = tmp_path / "state"
-    other = sqlite3.connect(path)
-    other.execute("CREATE TABLE theirs (x)")
-    other.close()
-    before = path.read_bytes()
-    with pytest.raises(StoreError, match="of another program"):
-        SqliteStore(path)
-    assert path.read_bytes() == before
-
-
-async def test_another_schema_version_is_refused_with_the_remedy(tmp_path):
-    await SqliteStore(tmp_path / "state").close()
-    poke(tmp_path / "state", f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    with pytest.raises(StoreError, match="has schema version 4, this release reads 3: use the"):
-        SqliteStore(tmp_path / "state")
-
-
-async def test_a_file_of_the_first_version_is_read_as_it_was_meant_and_goes_on(tmp_path):
-    path = tmp_path / "state"
-    first = SqliteStore(path)
-    await first.adopt("p", layout_of(1), term=TERM)
-    await first.close()
-    for statement in (
-        "ALTER TABLE layouts DROP COLUMN share_of_slot",
-        "ALTER TABLE pools DROP COLUMN num_audit",
-        "ALTER TABLE pools DROP COLUMN hold",
-        "DROP TABLE audit",
-        "DROP TABLE commits",
-        "PRAGMA user_version = 1",
-    ):
-        poke(path, statement)
-    second = SqliteStore(path)
-    assert same(await second.committed("p"), layout_of(1))
-    assert await second.commits("p") == (1,)
-    await second.add_audit("p", AN_ORDER, hold=Hold(paused="ann"), term=TERM)
-    await second.adopt("p", weighted(layout_of(2)), term=TERM)
-    await second.close()
-    third = SqliteStore(path)
-    assert same(await third.committed("p"), weighted(layout_of(2)))
-    await third.close()
-
-
-async def test_pages_that_were_overwritten_are_found_at_the_start(tmp_path):
-    path = tmp_path / "state"
-    store = SqliteStore(path)
-    for generation in range(1, 40):
-        await store.put_proposed("p", layout_of(generation), term=TERM)
-    await store.close()
-    content = bytearray(path.read_bytes())
-    content[4096:] = b"\xa5" * (len(content) - 4096)
-    path.write_bytes(content)
-    with pytest.raises(StoreError, match="is damaged"):
-        SqliteStore(path)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE layouts SET expert_of_slot = x'00'",
-        "UPDATE layouts SET expert_of_slot = zeroblob(length(expert_of_slot))",
-        "UPDATE layouts SET num_layers = 3",
-        "UPDATE layouts SET share_of_slot = x'0001'",
-        "UPDATE layouts SET share_of_slot = zeroblob(2 * 2 * 8)",
-        "UPDATE layouts SET num_ranks = 0",
-        "UPDATE layouts SET num_experts = 'six'",
-        "DELETE FROM layouts",
-    ],
-)
-async def test_a_senseless_layout_is_never_given_out(tmp_path, damage):
-    store = SqliteStore(tmp_path / "state")
-    await store.adopt("p", layout_of(1), term=TERM)
-    await store.close()
-    poke(tmp_path / "state", damage)
-    store = SqliteStore(tmp_path / "state")
-    with pytest.raises(StoreError, match="is damaged"):
-        await store.committed("p")
-    await store.close()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE averages SET tokens = x'0011223344556677'",
-        "UPDATE averages SET num_experts = 5",
-        "UPDATE averages SET half_life_s = 0",
-        "UPDATE averages SET half_life_s = 'long'",
-        f"UPDATE averages SET tokens = x'{np.full(12, np.nan).tobytes().hex()}'",
-    ],
-)
-async def test_a_senseless_average_is_never_given_out(tmp_path, damage):
-    store = SqliteStore(tmp_path / "state")
-    await store.put_average("p", "slow", ONES, term=TERM)
-    await store.close()
-    poke(tmp_path / "state", damage)
-    store = SqliteStore(tmp_path / "state")
-    with pytest.raises(StoreError, match="is damaged"):
-        await store.average("p", "slow")
-    await store.close()
-
-
-def poke(path, statement):
-    """Change the closed file behind the store's back."""
-    database = sqlite3.connect(path)
-    with database:
-        database.execute(statement)
-    database.close()

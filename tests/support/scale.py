@@ -173,35 +173,18 @@ class Operator:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._admin = admin_pb2_grpc.AdminStub(channel)
 
-    async def pause_each(self, pools):
-        """Nothing is planned but on order, from the moment that a pool is there."""
-        for pool in pools:
-            await self._pause(pool)
-
     async def rebalance(self, pools):
-        """Resume `pools` and order a plan and its rollout in each.
-
-        Whose interval ends in between makes a plan of its own accord, which does as well.
-        """
+        """Order a plan and its rollout in each of `pools`."""
         await asyncio.gather(*(self._rebalance(pool) for pool in pools))
 
-    async def _pause(self, pool):
+    async def _rebalance(self, pool):
+        request = admin_pb2.TriggerRebalanceRequest(pool=pool, reason="measuring", force=True)
         async with asyncio.timeout(MAX_WAIT_S):
             while True:
-                try:
-                    await self._admin.Pause(admin_pb2.PauseRequest(pool=pool, reason="measuring"))
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.NOT_FOUND:
-                        raise
-                    await asyncio.sleep(0.2)
-                else:
+                answer = await self._admin.TriggerRebalance(request)
+                if answer.outcome.accepted:
                     return
-
-    async def _rebalance(self, pool):
-        await self._admin.Resume(admin_pb2.ResumeRequest(pool=pool, reason="measuring"))
-        await self._admin.TriggerRebalance(
-            admin_pb2.TriggerRebalanceRequest(pool=pool, reason="measuring", force=True)
-        )
+                await asyncio.sleep(0.2)  # A plan was being made already.
 
 
 async def _until_ready(channel):

@@ -25,7 +25,7 @@ from equipoise.balancer.leadership.register import ALONE, LeaseRegister, SoleReg
 from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.policy.file import PolicyFile
-from equipoise.balancer.pool.runner import steady_clock
+from equipoise.balancer.pool.runner import Clock, steady_clock
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.admin_service import AdminService
@@ -156,28 +156,12 @@ async def serving(
         readiness=readiness,
         tracer=tracer,
     )
-    server.add_generic_rpc_handlers((WorkerLinkService(seat, caller=guard.caller).handler(),))
-    status_pb2_grpc.add_StatusServicer_to_server(
-        StatusService(seat, store=store, clock=clock), server
-    )
-    admin_pb2_grpc.add_AdminServicer_to_server(
-        AdminService(seat, store=store, caller=lambda context: str(guard.caller(context))),
-        server,
-    )
-    watched = _HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(watched, server)
-    reflection.enable_server_reflection(
-        (_WORKER_LINK, _STATUS, _ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
+    watched = _add_services(server, seat, store=store, clock=clock, guard=guard)
     await seat.open()
     async with AsyncExitStack() as running:
         if policy_file is not None:
             file = PolicyFile(
-                policy_file,
-                book=policies,
-                readiness=readiness,
-                clock=clock,
-                on_refusal=on_refusal,
+                policy_file, book=policies, readiness=readiness, clock=clock, on_refusal=on_refusal
             )
             await file.look()
             await running.enter_async_context(_background(file.run()))
@@ -209,6 +193,26 @@ async def serving(
         finally:
             # Shielded, because a second Ctrl-C must not leave the stop half done.
             await asyncio.shield(_stop(server, seat, watched, stop_grace_s))
+
+
+def _add_services(
+    server: grpc.aio.Server, seat: Seat, *, store: Store, clock: Clock, guard: Guard
+) -> Any:
+    """What is served on the port; gives the health servicer."""
+    server.add_generic_rpc_handlers((WorkerLinkService(seat, caller=guard.caller).handler(),))
+    status_pb2_grpc.add_StatusServicer_to_server(
+        StatusService(seat, store=store, clock=clock), server
+    )
+    admin_pb2_grpc.add_AdminServicer_to_server(
+        AdminService(seat, store=store, caller=lambda context: str(guard.caller(context))),
+        server,
+    )
+    watched = _HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(watched, server)
+    reflection.enable_server_reflection(
+        (_WORKER_LINK, _STATUS, _ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    return watched
 
 
 def _bind(server: grpc.aio.Server, listen: str, credentials: Credentials) -> int:

@@ -10,18 +10,22 @@ the contents have a random name, the incarnation, which is checked by every step
 """
 
 import json
-import math
 import secrets
 from asyncio import Lock
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from equipoise.balancer.store import redis_scripts as scripts
 from equipoise.balancer.store.hold import Hold, pack_hold, unpack_hold
 from equipoise.balancer.store.redis_link import RedisLink
+from equipoise.balancer.store.redis_records import (
+    pack_average,
+    pack_layout,
+    unpack_average,
+    unpack_entry,
+    unpack_layout,
+)
 from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
@@ -89,7 +93,7 @@ class RedisStore:
             pool,
             scripts.PUT_PROPOSED,
             layout.generation,
-            _pack_layout(layout),
+            pack_layout(layout),
             MAX_LAYOUTS,
             term=term,
         )
@@ -113,7 +117,7 @@ class RedisStore:
 
     async def adopt(self, pool: str, layout: Layout, *, term: int) -> None:
         """Commit the layout that all ranks report to run; see `Store`."""
-        packed = _pack_layout(layout)
+        packed = pack_layout(layout)
         await self._write(pool, scripts.ADOPT, layout.generation, packed, MAX_LAYOUTS, term=term)
 
     async def committed(self, pool: str) -> Layout | None:
@@ -159,14 +163,14 @@ class RedisStore:
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
         """Remember a moving average by its name."""
-        await self._write(pool, scripts.PUT_AVERAGE, name, _pack_average(record), term=term)
+        await self._write(pool, scripts.PUT_AVERAGE, name, pack_average(record), term=term)
 
     async def average(self, pool: str, name: str) -> AverageRecord | None:
         """A moving average as it was put last."""
         (packed,) = await self._read(pool, scripts.AVERAGE, name)
         if packed is None:
             return None
-        return self._sense(f"average {name} of pool {pool}", lambda: _unpack_average(packed))
+        return self._sense(f"average {name} of pool {pool}", lambda: unpack_average(packed))
 
     async def add_decision(
         self, pool: str, decision: DecisionRecord, *, term: int
@@ -184,7 +188,7 @@ class RedisStore:
         return self._sense(
             f"decisions of pool {pool}",
             lambda: tuple(
-                DecisionRecord(**_unpack_entry(number, fields)) for number, fields in entries or ()
+                DecisionRecord(**unpack_entry(number, fields)) for number, fields in entries or ()
             ),
         )
 
@@ -214,7 +218,7 @@ class RedisStore:
         return self._sense(
             f"audit of pool {pool}",
             lambda: tuple(
-                AuditRecord(**_unpack_entry(number, fields)) for number, fields in entries or ()
+                AuditRecord(**unpack_entry(number, fields)) for number, fields in entries or ()
             ),
         )
 
@@ -290,9 +294,7 @@ class RedisStore:
     def _layout(self, pool: str, generation: bytes | None, packed: bytes | None) -> Layout | None:
         if generation is None or packed is None:
             return None
-        return self._sense(
-            f"layout of pool {pool}", lambda: _unpack_layout(int(generation), packed)
-        )
+        return self._sense(f"layout of pool {pool}", lambda: unpack_layout(int(generation), packed))
 
     def _sense(self, what: str, unpack: Callable[[], _Value]) -> _Value:
         """What `unpack` makes of a record; one that makes no sense is named."""
@@ -322,80 +324,3 @@ def _keys(pool: str) -> tuple[str, ...]:
         f"{own}:commits",
         f"{own}:audit",
     )
-
-
-# Records: a line of JSON, then the table's bytes. ------------------------------------------------
-
-
-def _pack(header: dict[str, Any], table: bytes) -> bytes:
-    return json.dumps(header, sort_keys=True).encode() + b"\n" + table
-
-
-def _unpack(packed: bytes) -> tuple[dict[str, Any], bytes]:
-    header, _, table = packed.partition(b"\n")
-    return json.loads(header), table
-
-
-def _pack_layout(layout: Layout) -> bytes:
-    header: dict[str, Any] = {
-        "num_layers": layout.num_layers,
-        "num_experts": layout.num_experts,
-        "num_ranks": layout.num_ranks,
-        "slots_of_rank": layout.slots_of_rank,
-    }
-    table = layout.expert_of_slot.astype("<i4", copy=False).tobytes()
-    if layout.share_of_slot is None:
-        return _pack(header, table)
-    # Behind the table, by the number of its bytes, so that a record without shares has none.
-    header["table_bytes"] = len(table)
-    return _pack(header, table + layout.share_of_slot.astype("<u2").tobytes())
-
-
-def _unpack_layout(generation: int, packed: bytes) -> Layout:
-    header, cells = _unpack(packed)
-    end = header.get("table_bytes", len(cells))
-    table = np.frombuffer(cells[:end], dtype="<i4").reshape(header["num_layers"], -1)
-    shares = None
-    if end < len(cells):
-        shares = np.frombuffer(cells[end:], dtype="<u2").reshape(table.shape).astype(np.int32)
-    return Layout(
-        generation=generation,
-        num_experts=header["num_experts"],
-        num_ranks=header["num_ranks"],
-        slots_of_rank=tuple(header["slots_of_rank"]),
-        expert_of_slot=table.astype(np.int32),
-        share_of_slot=shares,
-    )
-
-
-def _pack_average(record: AverageRecord) -> bytes:
-    num_layers, num_experts = record.tokens.shape
-    header = {
-        "half_life_s": record.half_life_s,
-        "time_unix_s": record.time_unix_s,
-        "weight_s": record.weight_s,
-        "num_layers": num_layers,
-        "num_experts": num_experts,
-    }
-    return _pack(header, record.tokens.astype("<f8", copy=False).tobytes())
-
-
-def _unpack_average(packed: bytes) -> AverageRecord:
-    header, cells = _unpack(packed)
-    table = np.frombuffer(cells, dtype="<f8")
-    numbers = [header[name] for name in ("half_life_s", "time_unix_s", "weight_s")]
-    if not (np.isfinite(table).all() and all(map(math.isfinite, numbers)) and numbers[0] > 0):
-        raise ValueError("it is not finite")
-    half_life_s, time_unix_s, weight_s = numbers
-    return AverageRecord(
-        half_life_s=half_life_s,
-        time_unix_s=time_unix_s,
-        weight_s=weight_s,
-        tokens=table.reshape(header["num_layers"], header["num_experts"]).astype(np.float64),
-    )
-
-
-def _unpack_entry(number: bytes, fields: list[bytes]) -> dict[str, Any]:
-    """The fields of a numbered record of a stream."""
-    record = dict(zip(fields[::2], fields[1::2], strict=True))
-    return {"sequence": int(number.partition(b"-")[0]), **json.loads(record[b"record"])}

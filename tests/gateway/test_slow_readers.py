@@ -1,0 +1,69 @@
+"""A client that does not read what it asked for: it is held in bounds, stops nobody, and is cut."""
+
+import asyncio
+import json
+import logging
+import socket
+from contextlib import closing
+from urllib.parse import urlsplit
+
+from scripted_ranks import BOUND_S, FakeRank, all_events, listening, tokens_of
+
+from equipoise_api.v1 import worker_pb2 as pb
+
+MANY_TOKENS = 80_000
+TOKENS_A_MESSAGE = 40
+
+
+class ChattyRank(FakeRank):
+    """Says the same token as often as it is asked to, with much about each; counts messages."""
+
+    num_sent = 0
+
+    async def _serve(self, request, context, _fault):
+        await context.send_initial_metadata(())
+        about = pb.TokenLogprob(logprob=-1.0, top_tokens=range(20), top_logprobs=[-1.0] * 20)
+        for made in range(0, request.max_tokens, TOKENS_A_MESSAGE):
+            num_tokens = min(TOKENS_A_MESSAGE, request.max_tokens - made)
+            is_last = made + num_tokens == request.max_tokens
+            await context.write(
+                pb.GenerateResponse(
+                    tokens=[65] * num_tokens,
+                    finish_reason=pb.FINISH_REASON_LENGTH if is_last else 0,
+                    logprobs=[about] * num_tokens if request.sampling.HasField("logprobs") else [],
+                )
+            )
+            self.num_sent += 1
+
+
+def ask_and_read_nothing(base_url):
+    """A hundred megabytes are asked for by a client that has room for next to nothing."""
+    fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": MANY_TOKENS, "stream": True}
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((urlsplit(str(base_url)).hostname, urlsplit(str(base_url)).port))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    client.sendall(head.encode() + body)
+    return client
+
+
+async def test_a_client_that_does_not_read_is_cut_and_delays_nobody(run_gateway, caplog):
+    caplog.set_level(logging.INFO)
+    rank, served = ChattyRank(), 0
+    sizes = {"max_tokens": MANY_TOKENS, "context_length": 2 * MANY_TOKENS}
+    async with (
+        listening(rank) as address,
+        run_gateway(workers=(address,), client_timeout_s=1.0, **sizes) as gateway,
+    ):
+        with closing(ask_and_read_nothing(gateway.client.base_url)):
+            await asyncio.wait_for(rank.until(lambda: rank.num_open), BOUND_S)
+            async with asyncio.timeout(BOUND_S):
+                while "the client did not read for 1 s (client)" not in caplog.text:
+                    async with gateway.stream(prompt=[7], max_tokens=5) as response:
+                        assert tokens_of(await all_events(response)) == (65,) * 5
+                    served += 1
+            await asyncio.wait_for(rank.until(lambda: not rank.num_open), BOUND_S)
+    assert served > 3
+    # What nobody reads is not kept for it: its rank was held back.
+    assert (rank.num_sent - served) * TOKENS_A_MESSAGE < MANY_TOKENS / 2
