@@ -57,12 +57,22 @@ class ExpertParallel:
         self._agreed: tuple[int, ...] | None = None
 
     @classmethod
-    def local(cls, config: ModelConfig, placement: Placement | None = None) -> Self:
-        """One rank that holds every expert: slot e holds expert e, unless a placement is given."""
-        identity = Placement.identity(
+    def local(
+        cls,
+        config: ModelConfig,
+        placement: Placement | None = None,
+        *,
+        device: torch.device | None = None,
+    ) -> Self:
+        """One rank that holds every expert: slot e holds expert e, unless a placement is given.
+
+        Its tables are on `device`, unless they are to stay where they are.
+        """
+        placement = placement or Placement.identity(
             num_layers=config.num_moe_layers, num_experts=config.n_routed_experts
         )
-        return cls(placement or identity, ranks=Ranks(group=None, rank=0, count=1))
+        placement = placement if device is None else placement.to(device)
+        return cls(placement, ranks=Ranks(group=None, rank=0, count=1))
 
     @classmethod
     def distributed(cls, placement: Placement, *, group: dist.ProcessGroup) -> Self:

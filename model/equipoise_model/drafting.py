@@ -42,7 +42,7 @@ class Drafter:
         assert 1 <= num_drafts <= len(model.mtp_layers)
         self._model = model
         self._num_drafts = num_drafts
-        self._experts = ExpertParallel.local(model.config)
+        self._experts = ExpertParallel.local(model.config, device=model.embed_tokens.weight.device)
 
     @torch.no_grad()
     def draft(self, output: StepOutput, lines: Sequence[DraftLine]) -> list[tuple[int, ...]]:

@@ -38,9 +38,9 @@ def greedy(
     """
     assert max_tokens >= 1
     assert all(prompts)
-    experts = experts or ExpertParallel.local(model.config)
-    longest = max(map(len, prompts), default=0)
     device = model.embed_tokens.weight.device
+    experts = experts or ExpertParallel.local(model.config, device=device)
+    longest = max(map(len, prompts), default=0)
     max_len = longest + max_tokens
     tables = block_tables(len(prompts), max_len=max_len)
     cache = LatentCache(

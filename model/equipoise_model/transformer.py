@@ -125,7 +125,7 @@ class Transformer(nn.Module):
     def forward_train(self, tokens_BT: Tensor) -> TrainOutput:
         """Whole sequences of int64 tokens, every expert local, differentiable."""
         batch, length = tokens_BT.shape
-        experts = ExpertParallel.local(self.config)
+        experts = ExpertParallel.local(self.config, device=tokens_BT.device)
         cos_TF, sin_TF = self.rope.at(torch.arange(length, device=tokens_BT.device))
         with _recorded(self.moe_layers) as routings:
             step = experts.begin_step(num_tokens=batch * length)
@@ -209,7 +209,8 @@ class Transformer(nn.Module):
                 batch, length = next_BT.shape
                 cos_TF, sin_TF = self.rope.at(torch.arange(length, device=tokens_BT.device))
                 # Every MTP module is the first MoE layer of a step of its own.
-                step = ExpertParallel.local(self.config).begin_step(num_tokens=batch * length)
+                experts = ExpertParallel.local(self.config, device=tokens_BT.device)
+                step = experts.begin_step(num_tokens=batch * length)
                 hidden_BTD = module.forward_mtp(
                     hidden_BTD[:, :length],
                     next_embedding_BTD=self.embed_tokens(next_BT),

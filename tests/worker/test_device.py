@@ -1,6 +1,8 @@
 """An engine on a device beside the host: proved on a pretended one, which a GPU would be stricter
 about in nothing that these programs do."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,18 +10,21 @@ from pretended_device import CUDA, DeviceMixError, OnDevice, pretended_device
 from suite_models import SUITE
 
 from equipoise.planning.layout import Layout
-from equipoise.worker.applier import placement_of
+from equipoise.worker.alone import engine_alone
+from equipoise.worker.applier import Applier
 from equipoise.worker.core import ModelCore
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.group import RankGroup
 from equipoise.worker.held import HeldExperts
+from equipoise.worker.rank import _expert_parallel
 from equipoise.worker.sequence import Request
+from equipoise.worker.settings import WorkerSettings
+from equipoise.worker.transfer import Pulled
 from equipoise_kernels import selection
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from equipoise_model.device import DeviceError, choose_device
-from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import checksum
 from equipoise_model.sampling_params import SamplingParams
 from equipoise_model.suite import graphs
@@ -54,13 +59,14 @@ def tokens_and_loads(core, held, staged, settings):
         if len(finished) == len(PROMPTS):
             engine.leave()
 
-    placement = placement_of(held.contents.layout).to(core.device)
+    alone = RankGroup.alone()
+    assignment = SimpleNamespace(layout=held.contents.layout)
     engine = Engine(
         model=core.model,
         cache=core.cache,
-        experts=ExpertParallel.local(core.checkpoint.config, placement),
+        experts=_expert_parallel(SimpleNamespace(assignment=assignment, group=alone), core),
         held=held,
-        group=RankGroup.alone(),
+        group=alone,
         scheduler=core.scheduler(settings),
         epoch=1,
         names=("worker-0",),
@@ -73,14 +79,30 @@ def tokens_and_loads(core, held, staged, settings):
     return tokens, [(load.generation, load.rows_LS.tolist()) for load in engine.progress().loads]
 
 
+def built(core, held, stage):
+    """What an applier makes of a stage whose experts were pulled."""
+    applier = Applier(
+        engine=None,
+        held=held,
+        puller=None,
+        slots=core.slots,
+        epoch=1,
+        rank=0,
+        answer=lambda _answer: None,
+    )
+    payloads = tuple(core.checkpoint.read_expert(move.layer, move.expert) for move in stage.moves)
+    pulled = Pulled(payloads=payloads, peer_bytes=0, checkpoint_bytes=0)
+    return applier._build(stage, pulled, held.contents)
+
+
 @pytest.fixture
-def served(rank_of_one, staged_from_checkpoint, random_layout, settings):
+def served(rank_of_one, stage_to, random_layout, settings):
     """The same of the small model, with settings that keyword arguments change."""
 
     def serve(**changes):
         core, held = rank_of_one(**changes)
-        staged = staged_from_checkpoint(core, held.contents.layout, random_layout(2))
-        return tokens_and_loads(core, held, staged, settings())
+        stage = stage_to(held.contents.layout, random_layout(2))
+        return tokens_and_loads(core, held, built(core, held, stage), settings())
 
     return serve
 
@@ -125,6 +147,30 @@ def served_in_fp8(tmp_path, settings, staged_from_checkpoint, monkeypatch):
         return result, [checksum(core.slots[0].read(slot)) for slot in range(5)]
 
     return serve
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1])
+def test_an_engine_alone_says_the_same_on_a_device(settings, num_drafts):
+    def tokens(device):
+        made = []
+
+        def publish(result):
+            made.extend(emission.token for emission in result.emissions)
+            if any(emission.finish for emission in result.emissions):
+                engine.leave()
+
+        chosen = settings(device=device)
+        if num_drafts:
+            # The tiny model that comes with the package has a module to draft with.
+            chosen = WorkerSettings(device=device, batch_invariant=False, speculate=num_drafts)
+        engine = engine_alone(chosen, publish=publish)
+        engine.submit(Request(key=1, prompt=PROMPTS[1], max_tokens=6))
+        engine.run()
+        return made
+
+    expected = tokens("cpu")
+    with pretended_device():
+        assert tokens("cuda") == expected
 
 
 def test_a_rank_in_fp8_captures_its_steps_on_a_device_and_says_the_same(served_in_fp8):

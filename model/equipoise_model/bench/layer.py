@@ -45,8 +45,7 @@ def time_layer(
     `config` has `quantization_config`, and sizes that compute in FP8.
     """
     layer = random_layer(config, generator=generator)
-    experts = ExpertParallel.local(config)
-    here = ExpertParallel.local(config, experts.placement.to(generator.device))
+    here = ExpertParallel.local(config, device=generator.device)
     timings = []
     for phase, num_rows in rows.items():
         x_TD = torch.randn(

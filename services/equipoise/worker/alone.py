@@ -48,7 +48,7 @@ def engine_alone(
     return Engine(
         model=core.model,
         cache=core.cache,
-        experts=ExpertParallel.local(config, placement_of(layout).to(core.device)),
+        experts=ExpertParallel.local(config, placement_of(layout), device=core.device),
         held=HeldExperts(core.slots, layout=layout, rank=0),
         group=RankGroup.alone(),
         scheduler=core.scheduler(settings),
