@@ -1,12 +1,13 @@
 """Spans on their way to a real collector, to one that is away, and to none."""
 
 import logging
+import sys
 
 import pytest
 from collector import Collector
 
 from equipoise.telemetry.errors import TelemetryError
-from equipoise.telemetry.spans_settings import check_endpoint
+from equipoise.telemetry.spans_settings import ENDPOINT_VARIABLE, check_endpoint
 from equipoise.telemetry.tracing import failed, parent_of, traceparent_of, tracing
 
 
@@ -42,6 +43,38 @@ def test_a_collector_that_is_away_costs_spans_and_nothing_else(caplog):
         tracer.start_span("wave").end()
 
 
+def test_the_environment_says_who_gets_spans_where_no_option_does(monkeypatch):
+    with Collector() as collector:
+        monkeypatch.setenv(ENDPOINT_VARIABLE, collector.endpoint)
+        with tracing("", service="balancer") as tracer:
+            tracer.start_span("wave").end()
+        collector.until(lambda spans: len(spans) == 1)
+
+
+def warnings_without_spans(caplog):
+    with tracing("", service="balancer") as tracer:
+        assert not tracer.start_span("wave").is_recording()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_an_environment_that_makes_no_sense_to_us_costs_spans_and_nothing_else(monkeypatch, caplog):
+    monkeypatch.setenv(ENDPOINT_VARIABLE, "http://otel:4318/v1/traces")
+    (warning,) = warnings_without_spans(caplog)
+    assert "no traces are made, because of OTEL_EXPORTER_OTLP_ENDPOINT" in warning
+
+
+def test_without_the_sdk_only_an_option_is_refused(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with (
+        pytest.raises(TelemetryError, match=r"pip install 'equipoise\[tracing\]'"),
+        tracing("http://otel:4317", service="balancer"),
+    ):
+        pass
+    monkeypatch.setenv(ENDPOINT_VARIABLE, "http://otel:4317")
+    (warning,) = warnings_without_spans(caplog)
+    assert "pip install 'equipoise[tracing]'" in warning
+
+
 @pytest.mark.parametrize("endpoint", ["otel:4317", "http://otel", "http://otel:4318/v1/traces"])
 def test_an_endpoint_that_is_none_is_refused_in_words(endpoint):
     with pytest.raises(TelemetryError, match="must be http://host:port"):
@@ -49,5 +82,5 @@ def test_an_endpoint_that_is_none_is_refused_in_words(endpoint):
 
 
 def test_good_endpoints_are_taken():
-    for endpoint in ("", "http://otel:4317", "https://otel.observability.svc:4317/"):
+    for endpoint in ("", "http://otel:4317", "https://otel.svc:4317/", "https://api.honey.io"):
         check_endpoint(endpoint)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from equipoise.planning.policy import Policy
 from equipoise.telemetry.logs import LogFormat
-from equipoise.telemetry.spans_settings import ENDPOINT_VARIABLE, check_endpoint
+from equipoise.telemetry.spans_settings import check_endpoint
 from equipoise.trust.settings import Tls, is_loopback
 
 _ANY_HOST = {"0.0.0.0", "[::]", "::"}
@@ -83,9 +83,10 @@ class BalancerSettings:
     """How log lines look: `text` for people, or `json`, an object a line with pool, rank, epoch
     and generation where they apply."""
 
-    tracing_endpoint: str = field(default="", metadata={"environment": ENDPOINT_VARIABLE})
+    tracing_endpoint: str = ""
     """http://host:port of an OTLP collector (gRPC, mostly port 4317), which gets a trace of every
-    plan and of the rollout that follows; none unless given. Needs equipoise[tracing]."""
+    plan and of the rollout that follows; none unless given, or OTEL_EXPORTER_OTLP_ENDPOINT is set.
+    Needs equipoise[tracing]."""
 
     log_level: LogLevel = LogLevel.INFO
     """Least severe messages that are written to stderr. `info` is one line a decision."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from equipoise.telemetry.logs import LogFormat
-from equipoise.telemetry.spans_settings import ENDPOINT_VARIABLE, check_endpoint
+from equipoise.telemetry.spans_settings import check_endpoint
 from equipoise.trust.settings import Tls, or_environment
 
 
@@ -157,9 +157,10 @@ class WorkerSettings:
     """How log lines look: `text` for people, or `json`, an object a line with pool, worker, rank,
     epoch and generation."""
 
-    tracing_endpoint: str = field(default="", metadata={"environment": ENDPOINT_VARIABLE})
+    tracing_endpoint: str = ""
     """http://host:port of an OTLP collector (gRPC, mostly port 4317), which is told how this worker
-    stages and switches; none unless given. Needs equipoise[tracing]."""
+    stages and switches; none unless given, or OTEL_EXPORTER_OTLP_ENDPOINT is set. Needs
+    equipoise[tracing]."""
 
     tls: Tls = field(default_factory=Tls)
     """Certificates; without them ports are for this machine only."""
