@@ -17,9 +17,9 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 import pkgutil, importlib
-import equipoise.planning, equipoise.wire, equipoise.balancer, equipoise.gateway
 import equipoise.cli.main, equipoise.cli.look.status
-for room in (equipoise.planning, equipoise.wire, equipoise.balancer, equipoise.gateway):
+ROOMS = ("planning", "wire", "policy", "formats", "telemetry", "trust", "balancer", "gateway")
+for room in map(importlib.import_module, (f"equipoise.{name}" for name in ROOMS)):
     for module in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -59,7 +59,10 @@ def test_torch_is_pinned_exactly_where_it_is_named():
 
 
 def test_links_in_the_documents_lead_somewhere():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md")),
+        *(ROOT / "docs").rglob("*.md"),
+    ]
     broken = [
         f"{page.relative_to(ROOT)}: {target}"
         for page in pages
@@ -67,3 +70,19 @@ def test_links_in_the_documents_lead_somewhere():
         if not (page.parent / target).exists()
     ]
     assert not broken
+
+
+def test_every_room_has_its_line_in_the_architecture():
+    table = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {path.parent.name for path in (ROOT / "services" / "equipoise").glob("*/__init__.py")}
+    assert {room for room in rooms if f"| `services/equipoise/{room}/` |" not in table} == set()
+
+
+def test_every_page_of_the_documents_is_linked_from_another():
+    pages = [ROOT / "README.md", ROOT / "kernels" / "README.md", *(ROOT / "docs").glob("*.md")]
+    linked = {
+        (page.parent / target).resolve()
+        for page in pages
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    }
+    assert {page.resolve() for page in (ROOT / "docs").glob("*.md")} <= linked

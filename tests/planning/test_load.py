@@ -240,10 +240,10 @@ def test_an_average_survives_the_store_and_another_clock():
     kept = average().fold(np.array([[3.0, 1.0]]), now=1.0)
     restored = LoadAverage(
         half_life_s=kept.half_life_s,
-        folded_s=kept.folded_s,
+        folded_s=9000.0,
         decayed_tokens=np.frombuffer(kept.decayed_tokens.tobytes()).reshape(1, 2),
         decayed_duration_s=kept.decayed_duration_s,
-    ).resumed(now=9000.0)
+    )
     after = restored.fold(np.array([[3.0, 1.0]]), now=9001.0)
     np.testing.assert_allclose(after.per_second(), [[3.0, 1.0]], rtol=1e-12)
 

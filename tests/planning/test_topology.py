@@ -8,7 +8,6 @@ def test_slots_belong_to_ranks_in_order():
     assert topology.num_slots == 12
     assert [topology.rank_of_slot(slot) for slot in (0, 3, 4, 11)] == [0, 0, 1, 2]
     assert topology.nodes == ("a", "b")
-    assert topology.ranks_of_node("a") == (0, 1)
 
 
 def test_ranks_may_own_unequal_numbers_of_slots():

@@ -24,7 +24,7 @@ from equipoise_kernels.jit import constant, jit, tl
 
 GROUP_ALIGNMENT = 128
 
-_CONTIGUOUS = constant(0)
+# 0 is the contiguous schedule.
 _PREFIX_SUM = constant(1)
 _MASKED = constant(2)
 _ALIGNMENT = constant(GROUP_ALIGNMENT)

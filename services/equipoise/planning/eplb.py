@@ -29,6 +29,8 @@ def eplb(
 ) -> ExpertTable:
     """Place experts on slots so that ranks carry even loads; int32 [layers, slots].
 
+    The published algorithm whole, to measure by: the planner takes its steps apart.
+
     `load` is [layers, experts] in any unit. Hierarchical placement gives each node whole expert
     groups, replicates within the node, then packs the node's replicas on its ranks. Global
     placement does the same with one group and one node.

@@ -174,8 +174,8 @@ class WindowLoad:
 class LoadAverage:
     """An exponentially decayed average of tokens per second, [layers, experts].
 
-    Its fields are its whole state, so that a store can keep them. After a restart continue with
-    `resumed(now=...)`: clocks of two processes do not compare.
+    Its fields are its whole state, so that a store can keep them. Whoever continues one after a
+    restart puts `folded_s` on his own clock: those of two processes do not compare.
 
     A token that came t seconds ago weighs 2^(-t / half_life_s). The tokens of a fold are taken to
     have come evenly since the fold before, so a steady stream gives the same average however its
@@ -232,10 +232,6 @@ class LoadAverage:
             decayed_squares=None,
         )
         return empty.fold(tokens, now=now)
-
-    def resumed(self, *, now: float) -> "LoadAverage":
-        """The same average on another clock; the time between does not count."""
-        return replace(self, folded_s=now)
 
     def per_second(self) -> Load:
         """Tokens per second, [layers, experts]; zeros as long as no time has passed."""

@@ -91,10 +91,6 @@ class Topology:
             return slot // self.slots_per_rank
         return bisect_right(self.first_slot, slot) - 1
 
-    def ranks_of_node(self, node: str) -> tuple[int, ...]:
-        """Ranks that run on a node, ascending."""
-        return tuple(rank for rank, name in enumerate(self.node_of_rank) if name == node)
-
     def only(self, ranks: tuple[int, ...]) -> "Topology":
         """The same ranks without the others, in the order given."""
         slots_of_rank = tuple(self.slots_of_rank[rank] for rank in ranks)
