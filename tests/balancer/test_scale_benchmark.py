@@ -1,8 +1,8 @@
 """One balancer, thousands of simulated ranks: how long reports, plans and pushes take; memory.
 
 A pool is 32 ranks of 58 layers x 9 slots, which is how DeepSeek-V3 is served for prefill: 256
-experts and 32 redundant slots. EQUIPOISE_SCALE=POOLSxRANKS plays another fleet: 313x32 are 10,016
-ranks, and take three minutes.
+experts and 32 redundant slots. EQUIPOISE_SCALE=POOLSxRANKS plays another fleet; docs/scale.md says
+what came of which.
 
 How long a report takes is measured from outside, by the answer to the heartbeat that follows it on
 its stream, so the ways through both processes' event loops and the socket are counted as well. The

@@ -172,6 +172,8 @@ class Operator:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._admin = admin_pb2_grpc.AdminStub(channel)
+        # A connection has 64 streams at most.
+        self._asking = asyncio.Semaphore(48)
 
     async def rebalance(self, pools):
         """Order a plan and its rollout in each of `pools`."""
@@ -179,7 +181,7 @@ class Operator:
 
     async def _rebalance(self, pool):
         request = admin_pb2.TriggerRebalanceRequest(pool=pool, reason="measuring", force=True)
-        async with asyncio.timeout(MAX_WAIT_S):
+        async with asyncio.timeout(MAX_WAIT_S), self._asking:
             while True:
                 answer = await self._admin.TriggerRebalance(request)
                 if answer.outcome.accepted:

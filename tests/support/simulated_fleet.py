@@ -172,10 +172,11 @@ class SimulatedRank:
         )
 
     async def _serve(self, call, assignment: pb.Assignment) -> None:
-        self._epoch, self._rank = assignment.epoch, assignment.rank
-        self._interval_s = assignment.report_interval_s
-        self._first_step_s = time.monotonic()
-        self._run(self._pool.start(assignment.layout))
+        if self._epoch != assignment.epoch:  # Told again on a new stream: its counters go on.
+            self._epoch, self._rank = assignment.epoch, assignment.rank
+            self._interval_s = assignment.report_interval_s
+            self._first_step_s = time.monotonic()
+            self._run(self._pool.start(assignment.layout))
         await call.write(
             pb.ConnectRequest(
                 serving=pb.Serving(
