@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
+from equipoise.wire.messages import PROTOCOL_VERSION
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 CONNECT = "/equipoise_api.v1.WorkerLink/Connect"
@@ -168,7 +169,7 @@ class SimulatedRank:
             slots_per_rank=settings.slots_per_rank,
             num_ranks=settings.num_ranks,
             checkpoint_fingerprint="simulated",
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
         )
 
     async def _serve(self, call, assignment: pb.Assignment) -> None:

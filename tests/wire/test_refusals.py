@@ -44,7 +44,11 @@ def shares(*, at, holds):
 
 
 HELLO_FAULTS = [
-    (dict(protocol_version=2), "hello_protocol_version", "speaks protocol version 2, the balancer"),
+    (
+        dict(protocol_version=1),
+        "hello_protocol_version",
+        "speaks protocol version 1, the balancer 2",
+    ),
     (dict(pool=""), "hello_name", "pool must be 1 to 253 printable"),
     (dict(worker="a\x1b[2J"), "hello_name", r"'a\\x1b\[2J'"),
     (dict(node="n" * 254), "hello_name", "node must be"),

@@ -16,7 +16,7 @@ from equipoise.planning.load import LoadReport
 from equipoise.planning.moves import Move
 from equipoise.planning.topology import ModelShape
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of the contract that this code speaks; `wire` writes it and refuses any other."""
 
 Checksums = npt.NDArray[np.uint8]
