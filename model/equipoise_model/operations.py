@@ -93,19 +93,22 @@ class Operations:
     def hear(self, told: Sequence[str]) -> None:
         """Compute with what all ranks can, given what each told: they must not differ in bits.
 
+        An empty word is of a rank that did not tell.
+
         Raises:
             OperationsError: they cannot agree.
         """
-        if set(told) == {self.told}:
+        words = set(filter(None, told))
+        if words <= {self.told}:
             return
-        others = sorted(word for word in set(told) if not word.startswith("{"))
+        others = sorted(word for word in words if not word.startswith("{"))
         if others:
             raise OperationsError(
                 f"ranks do not compute alike ({', '.join(others)} and more): give all of them the "
                 f"same weights, device and {selection.VARIABLE}"
             )
         try:
-            selection.Process.adopt(selection.agreed([_selection(word) for word in told]))
+            selection.Process.adopt(selection.agreed([_selection(word) for word in sorted(words)]))
         except KernelsUnavailableError as error:
             raise OperationsError(str(error)) from error
 

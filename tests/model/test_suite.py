@@ -301,6 +301,7 @@ def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
     richer = told_by(without("deep_ep"))
     own = told_by(without("deep_ep", "deep_gemm"))
     in_fp8.hear([own, own])
+    in_fp8.hear([own, ""])
     assert in_fp8.kernels == "triton, gemm_large=scaled_mm"
     told_by(without("deep_ep"))
     assert in_fp8.kernels == "triton, gemm_large=deep_gemm"

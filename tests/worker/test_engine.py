@@ -4,6 +4,8 @@ import threading
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed import DistBackendError
 
 from equipoise.worker.applier import placement_of
 from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_WAIT_S, Engine
@@ -370,6 +372,31 @@ def test_an_idle_rank_looks_for_work_less_often_with_time_and_at_once_for_its_ow
     engine._wake = Wake()
     engine.run()
     assert waits == [IDLE_WAIT_S] * 100 + [LONG_IDLE_WAIT_S] * 50 + [IDLE_WAIT_S]
+
+
+@pytest.mark.parametrize(
+    ("fault", "ends_with", "words"),
+    [
+        (DistBackendError("NCCL communicator was aborted"), GroupError, "a peer rank failed"),
+        (torch.OutOfMemoryError("no 2 GiB are left"), WorkerError, "step 1: no 2 GiB are left"),
+        (RuntimeError("shapes differ"), RuntimeError, "^shapes differ$"),
+    ],
+)
+def test_a_device_that_fails_late_in_a_step_is_the_groups_or_the_ranks_end(
+    rank_of_one, monkeypatch, fault, ends_with, words
+):
+    client = Client()
+    engine = engine_of(*rank_of_one(), client)
+    engine.submit(request(3))
+
+    def fail():
+        raise fault
+
+    monkeypatch.setattr(engine._experts, "loads", fail)
+    with pytest.raises(ends_with, match=words) as ended:
+        engine.run()
+    assert type(ended.value) is ends_with
+    assert not client.tokens
 
 
 def test_logits_that_are_no_numbers_end_the_rank_and_say_so(rank_of_one):

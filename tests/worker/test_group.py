@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.worker.errors import GroupError, StepTimeoutError
-from equipoise.worker.group import Rendezvous, backend, first_line, meet
+from equipoise.worker.group import Rendezvous, backend, bound_nccl, first_line, meet
 from equipoise.worker.header import StepHeader
 
 
@@ -114,7 +114,8 @@ def test_ranks_that_do_not_agree_do_not_form(rendezvous):
     peer_store = dist.PrefixStore("epoch-1", dist.TCPStore(host, int(port), is_master=False))
     peer_store.set("arrived/1", "triton")
     met = []
-    with pytest.raises(GroupError, match="ranks do not compute alike"):
+    words = "^the 2 ranks of epoch 1 met but do not agree: ranks do not compute alike$"
+    with pytest.raises(GroupError, match=words):
         form(rendezvous, hear=refuse, met=lambda: met.append(1))
     assert not met
 
@@ -171,6 +172,13 @@ def test_a_worker_that_gives_up_does_not_wait_for_the_others(rendezvous, rank):
 def test_rows_on_a_gpu_travel_by_nccl_and_headers_always_by_gloo():
     assert backend(torch.device("cpu")) == "gloo"
     assert backend(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+
+
+def test_exchanges_on_gpus_wait_within_the_timeout_unless_somebody_wants_otherwise():
+    for asked, got in ({}, "1"), ({"TORCH_NCCL_BLOCKING_WAIT": "0"}, "0"):
+        environment = dict(asked)
+        bound_nccl(environment)
+        assert environment == {"TORCH_NCCL_BLOCKING_WAIT": got}
 
 
 def test_what_torch_says_is_cut_to_what_people_need():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
+from torch.distributed import DistError
 
 from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.wire.messages import Checksums, RankStats
@@ -217,7 +218,7 @@ class Engine:
 
         Raises:
             GroupError: a peer failed, left or disagrees; no further step is possible.
-            WorkerError: a step made logits that are no numbers.
+            WorkerError: a step made logits that are no numbers, or the device had no memory for it.
         """
         while self._turn():
             pass
@@ -285,10 +286,11 @@ class Engine:
         self._held.switch(staged)
         self._experts.switch(staged.placement)
         stall_us = _microseconds_since(began)
+        loads = self._experts.loads()
         with self._lock:
             # Whatever waits now, this or a later one, starts from a generation that is gone.
             self._staged = None
-            self._loads = self._experts.loads()
+            self._loads = loads
             return Switch(
                 generation=staged.generation,
                 checksums=staged.checksums,
@@ -304,17 +306,18 @@ class Engine:
         self._experts.agree(tokens_by_rank)
         try:
             output = self._model.step(_batch(plan), self._cache, self._experts)
-        except ExchangeError as error:
-            raise collective_failed(error) from error
-        try:
             sampled = sample(output.logits_SV, [row for c in plan.chunks for row in c.sampling])
             drafts = self._draft(plan, sampled, output)
-        except SamplingError as error:
+            loads = self._experts.loads()
+        # On a device a collective may fail as late as when its result is read.
+        except (ExchangeError, DistError) as error:
+            raise collective_failed(error) from error
+        except (SamplingError, torch.OutOfMemoryError) as error:
             raise WorkerError(f"step {self._num_steps + 1}: {error}") from error
         with self._lock:
             emissions = self._scheduler.commit(plan, sampled, drafts)
             self._num_steps += 1
-            self._loads = self._experts.loads()
+            self._loads = loads
             self._step_log.append((self._num_steps, self.generation))
             duration_us = _microseconds_since(began)
             self._recent_us.append(duration_us)

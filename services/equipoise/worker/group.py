@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -147,9 +147,12 @@ def meet(
             arrived = [_arrived(peer) for peer in range(num_ranks)]
             while not store.check(arrived):
                 _wait(until=until, given_up=given_up)
-            hear(tuple(store.get(key).decode() for key in arrived))
+            words = tuple(store.get(key).decode() for key in arrived)
+            _agree(words, hear=hear, epoch=epoch)
             met()
             group = RankGroup(rank=rank, num_ranks=num_ranks)
+            if device.type == "cuda":
+                bound_nccl(os.environ)
             dist.init_process_group(
                 backend(device),
                 store=store,
@@ -172,6 +175,25 @@ def backend(device: torch.device) -> str:
     Headers stay on the CPU, and so on gloo, in either case: reading them must not wait for the GPU.
     """
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def bound_nccl(environment: MutableMapping[str, str]) -> None:
+    """Have NCCL's collectives wait on the host, within the group's timeout, unless set already.
+
+    Else they are only enqueued: a dead peer shows at whatever reads from the device next, and
+    torch's watchdog ends the process. To be called before a group is formed.
+    """
+    environment.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+
+
+def _agree(words: tuple[str, ...], *, hear: Callable[[tuple[str, ...]], None], epoch: int) -> None:
+    """Have all ranks' words heard; a disagreement is no failure to meet."""
+    try:
+        hear(words)
+    except (RuntimeError, ValueError) as error:
+        raise GroupError(
+            f"the {len(words)} ranks of epoch {epoch} met but do not agree: {first_line(error)}"
+        ) from error
 
 
 def _reach(address: str, *, until: float, given_up: threading.Event) -> Any:
