@@ -1,9 +1,12 @@
 """Turns of plans: few at once, in order, and nobody keeps one for ever."""
 
 import asyncio
+import os
+
+import pytest
 
 from equipoise.balancer.pool import planning_turns
-from equipoise.balancer.pool.planning_turns import MAX_AT_ONCE, PlanningTurns
+from equipoise.balancer.pool.planning_turns import MAX_AT_ONCE, PlanningTurns, num_at_once
 
 WAIT_S = 30.0
 
@@ -22,6 +25,28 @@ async def test_no_more_plans_are_computed_at_once_than_there_are_turns():
     async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*(plan() for _ in range(20)))
     assert most == MAX_AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "expected"),
+    [
+        ("max 100000", 4),
+        ("300000 100000", 2),
+        ("50000 100000", 1),
+        ("not a quota", 4),
+        (None, 4),
+    ],
+)
+def test_a_container_computes_no_more_plans_than_its_part_of_a_large_machine(
+    cpu_max, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    path = tmp_path / "cpu.max"
+    if cpu_max is not None:
+        path.write_text(f"{cpu_max}\n")
+    assert num_at_once(path) == expected
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 7})
+    assert num_at_once(path) == 1
 
 
 async def test_plans_that_never_end_hold_up_the_others_for_a_turn_only(monkeypatch):

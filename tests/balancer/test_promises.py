@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from equipoise.balancer.service.status import pool_status
+from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.policy import Policy
 from equipoise.planning.promise import Outcome
 
@@ -53,6 +54,28 @@ def test_a_rollout_that_made_it_worse_is_rolled_back_as_a_new_generation(bench, 
     assert judged.balancedness_realised < judged.balancedness_promised - 0.05
     assert judged.reason == back.reason
     assert bench.pool.tally.promises == {Outcome.ROLLED_BACK: 1}
+
+
+def test_a_plan_that_waited_for_its_turn_is_held_to_what_its_own_window_measured(bench, hot):
+    be_lopsided(bench)
+    controller, late = bench.controller, []
+
+    def keep(proposal, **_):
+        late.append(proposal)
+        return ()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "proposed", keep)
+        bench.run_traffic(hot, seconds=80)
+    (proposal,) = late
+    request = proposal.request
+    measured = bench.pool.windows[0]
+    assert request.window.size > measured.load.size == 0  # Its tables are gone.
+    bench.perform(controller.proposed(proposal, plan_ms=1.0, now=bench.now, asked=None))
+    computed = balancedness(layout_loads(request.current, request.window))
+    optimism = bench.pool.watched.promise.optimism
+    assert optimism == pytest.approx(computed - measured.balancedness)
+    assert optimism > 0.05
 
 
 def test_the_same_load_is_not_tried_again_before_the_cooldown(bench, hot):

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
+from equipoise.balancer.bounds import order_bound_s
 from equipoise.cli.access import LEADER_METADATA, Access, BalancerRefusedError
 from equipoise.cli.ask_settings import InvalidSettingsError
+from equipoise.cli.options import explanations
 from equipoise.cli.order import orders
 from equipoise.cli.order.settings import (
     OrderSettings,
@@ -17,6 +19,7 @@ from equipoise.cli.order.settings import (
     RebalanceSettings,
     RollbackSettings,
 )
+from equipoise.planning.policy import Policy
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
 
 
@@ -96,6 +99,12 @@ def test_an_order_says_all_that_was_typed(order, settings, fields, capsys):
     assert (request.pool, request.reason) == ("p", "because")
     assert all(getattr(request, name) == value for name, value in fields.items())
     assert capsys.readouterr().out.startswith("done: as you wish\n")
+
+
+def test_whoever_orders_waits_longer_than_the_balancer_so_that_it_is_never_done_unheard():
+    assert OrderSettings().timeout_s > order_bound_s(Policy())
+    assert "two plan timeouts of its policy and 20 s" in explanations(OrderSettings)["timeout_s"]
+    assert order_bound_s(Policy(plan_timeout_s=1000.0)) == 2020.0
 
 
 def test_a_refusal_is_exit_status_3(capsys):

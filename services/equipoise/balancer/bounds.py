@@ -21,6 +21,14 @@ _OF_STATE = {
 }
 
 
+def order_bound_s(policy: Policy) -> float:
+    """Seconds within which an order of an operator is answered.
+
+    A plan and the wait for its turn, what is written before, and the record of the order.
+    """
+    return 2 * policy.plan_timeout_s + 2 * WRITE_TIMEOUT_S
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """A wait by its name: at most `bound_s` seconds, reached so often, the last time in words."""

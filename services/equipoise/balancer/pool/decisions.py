@@ -50,6 +50,7 @@ def proposal_request(
         current=current,
         average=loads.slow.at_risk(policy.risk_z),
         window=window.load,
+        balancedness=window.balancedness,
         shift=window.shift,
         model=shape.model,
         topology=pool.roster.topology(),

@@ -24,13 +24,12 @@ def watch_rollout(pool: Pool, proposal: Proposal) -> None:
     back leads to the last that kept its word.
     """
     request, verdict = proposal.request, proposal.verdict
-    window = next((one for one in pool.windows if one.load is request.window), None)
     computed = balancedness(layout_loads(request.current, request.window))
     before, optimism = request.current, 0.0
     if pool.watched is not None:
         before, optimism = pool.watched.promise.before, pool.watched.promise.optimism
-    elif window is not None:
-        optimism = computed - window.balancedness
+    elif request.balancedness is not None:
+        optimism = computed - request.balancedness
     promise = Promise(
         before=before,
         generation=proposal.waves[-1].generation,

@@ -18,9 +18,10 @@ class ProposalRequest:
     """All that a proposal rests on, frozen at the tick.
 
     `average` is float64 [layers, experts] in tokens per second, what the plan is made for;
-    `window` is the same shape in tokens, what the plan is judged on. `policy_hash` names the policy
-    in the decision. `first_generation` numbers the first wave of an accepted plan. `now` and
-    `last_switch_s` are seconds; the latter is None when there was no switch yet.
+    `window` is the same shape in tokens, what the plan is judged on; `balancedness` is what
+    receivers measured in it, None where nobody did. `policy_hash` names the policy in the decision.
+    `first_generation` numbers the first wave of an accepted plan. `now` and `last_switch_s` are
+    seconds; the latter is None when there was no switch yet.
     """
 
     current: Layout
@@ -34,6 +35,7 @@ class ProposalRequest:
     first_generation: int
     now: float
     last_switch_s: float | None
+    balancedness: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
-from equipoise.balancer.bounds import WRITE_TIMEOUT_S
+from equipoise.balancer.bounds import WRITE_TIMEOUT_S, order_bound_s
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome, Wish
 from equipoise.balancer.pool.answers import Answers
@@ -144,8 +144,7 @@ class PoolRunner:
         Raises:
             UnansweredError: the store did not take it, or this balancer ceased to lead.
         """
-        # A plan and the wait for its turn, what is written before, and the record of the order.
-        timeout_s = 2 * self.pool.policy.plan_timeout_s + 2 * WRITE_TIMEOUT_S
+        timeout_s = order_bound_s(self.pool.policy)
         async with self._answers.asked(timeout_s=timeout_s) as (ticket, answer):
             request = AdminRequest(ticket=ticket, who=who, reason=reason, what=what, wish=wish)
             self._submit(self._controller.administer(request, now=self._clock()))
