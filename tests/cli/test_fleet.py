@@ -8,7 +8,8 @@ import sys
 import psutil
 import pytest
 
-from equipoise.cli.demo.fleet import Fleet, FleetError, free_address, tethered
+from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
+from equipoise.cli.tethered import tethered
 
 BOUND_S = 30.0
 SLEEPER = ("-c", "import signal; signal.pause()")
@@ -116,7 +117,7 @@ def test_an_address_of_another_machine_is_refused():
 def test_a_tethered_process_dies_with_its_parent_even_when_that_is_killed():
     child = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     parent = (
-        "import subprocess, sys; from equipoise.cli.demo.fleet import tethered\n"
+        "import subprocess, sys; from equipoise.cli.tethered import tethered\n"
         f"subprocess.run(tethered([sys.executable, '-c', {child!r}]))"
     )
     command = [sys.executable, "-c", parent]

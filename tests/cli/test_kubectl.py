@@ -5,11 +5,14 @@ import importlib
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 from authority import Authority
 
@@ -125,18 +128,21 @@ def test_commands_and_their_options_are_proposed_with_what_they_mean():
     assert not dict(following(app, ["rebalance"], begun=""))
 
 
-def test_the_pod_that_leads_is_reached_with_the_name_in_its_certificate(cluster):
+@pytest.mark.parametrize(
+    ("ip", "address"), [("10.0.0.2", "10.0.0.2:7070"), ("fd00::2", "[fd00::2]:7070")]
+)
+def test_the_pod_that_leads_is_reached_with_the_name_in_its_certificate(cluster, ip, address):
     asked = cluster(
         target="127.0.0.1:9",
         pods=[
             pod("eq-balancer-a", ip="10.0.0.1"),
-            pod("eq-balancer-b", ip="10.0.0.2", certified=NAME),
-            pod("eq-balancer-c", ip="10.0.0.2", phase="Succeeded"),
+            pod("eq-balancer-b", ip=ip, certified=NAME),
+            pod("eq-balancer-c", ip=ip, phase="Succeeded"),
         ],
-        leases=[lease("10.0.0.2:7070")],
+        leases=[lease(address)],
     )
-    with forwarded(["--namespace=moe"]) as (address, name):
-        assert address.startswith("127.0.0.1:")
+    with forwarded(["--namespace=moe"]) as (reached, name):
+        assert reached.startswith("127.0.0.1:")
         assert name == NAME
     selector = "app.kubernetes.io/part-of=equipoise"
     assert asked.read_text().splitlines() == [
@@ -195,6 +201,25 @@ async def test_a_status_comes_through_the_forward_under_tls(cluster, tmp_path, m
     await store.close()
     assert not faults.decode()
     assert json.loads(told) == {"pools": []}
+
+
+@pytest.mark.parametrize("asked_by", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_kubectl_does_not_stay_behind_however_a_command_ends(cluster, monkeypatch, asked_by):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    program = "from equipoise.cli.kubectl.plugin import main; main()"
+    command = [sys.executable, "-c", program, "status", "--timeout-s", "60"]
+    with socket.create_server(("127.0.0.1", 0)) as never_answers:
+        never_answers.settimeout(BOUND_S)
+        port = never_answers.getsockname()[1]
+        cluster(target=f"127.0.0.1:{port}", pods=[pod("eq-balancer-a")])
+        # Once what the command asks has come through kubectl, and is not answered:
+        with subprocess.Popen(command) as process, never_answers.accept()[0]:
+            (kubectl,) = psutil.Process(process.pid).children()
+            process.send_signal(asked_by)
+            process.wait(BOUND_S)
+        kubectl.wait(BOUND_S)
+    expected = -asked_by if asked_by is signal.SIGKILL else 128 + asked_by
+    assert process.returncode == expected
 
 
 def test_the_programs_of_the_package_are_there():

@@ -21,7 +21,7 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from equipoise.cli.demo import tether
+from equipoise.cli.tethered import tethered
 
 STOP_TIMEOUT_S = 10.0
 """A process that was asked to stop is killed after this long."""
@@ -39,7 +39,7 @@ class Fleet:
 
     Each runs `python PROGRAM... ARGUMENTS...` with one computing thread, in its own process group
     (a Ctrl-C at the terminal reaches only us, and we stop them in order), tied to this process by
-    the kernel (`tether`), and writes its output to `folder/NAME.log`.
+    the kernel (`tethered`), and writes its output to `folder/NAME.log`.
     """
 
     def __init__(
@@ -185,11 +185,6 @@ class Fleet:
             await asyncio.gather(
                 *(_end(self._processes[name], with_signal=signal.SIGTERM) for name in wave)
             )
-
-
-def tethered(command: Sequence[str]) -> list[str]:
-    """The command, led by the script that ties it to this process."""
-    return [sys.executable, "-S", str(Path(tether.__file__)), str(os.getpid()), *command]
 
 
 def single_threaded(environment: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ is told no address, gets one by `kubectl port-forward` for as long as it runs.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -48,6 +49,7 @@ def main() -> NoReturn:
         sys.argv = ["kubectl equipoise", *call.arguments]
         if ADDRESS_VARIABLE in os.environ or not asks_a_balancer(app, call.arguments):
             run()
+        _end_in_order()
         with forwarded(call.of_kubectl, release=call.release) as (address, name):
             os.environ[ADDRESS_VARIABLE] = address
             if name:
@@ -115,6 +117,20 @@ def following(app: typer.Typer, before: Sequence[str], *, begun: str) -> Iterato
         for option in parameter.opts:
             if option.startswith("--") and option.startswith(begun):
                 yield option, " ".join(str(getattr(parameter, "help", "")).split())
+
+
+def _end_in_order() -> None:
+    """Leave blocks when this process is asked to end, so that kubectl does not stay behind.
+
+    A terminal that is closed asks that, too.
+    """
+
+    def end(number: int, _frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(one) is signal.SIG_DFL:  # `nohup` has it ignored.
+            signal.signal(one, end)
 
 
 def _command(app: typer.Typer, arguments: Sequence[str]) -> Any:

@@ -6,12 +6,16 @@ his logins, his rights.
 
 import json
 import re
+import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from equipoise.cli.tethered import tethered
 
 _SELECTOR = "app.kubernetes.io/part-of=equipoise"
 _BALANCERS = f"{_SELECTOR},app.kubernetes.io/component=balancer"
@@ -19,6 +23,8 @@ _INSTANCE = "app.kubernetes.io/instance"
 _LEADER = "equipoise/leader-address"
 _NAME_VARIABLE = "EQUIPOISE_TLS_BALANCER_NAME"
 _TIMEOUT_S = 20.0
+_END_TIMEOUT_S = 5.0
+"""A kubectl that was asked to end is killed after this long."""
 _FORWARDING = re.compile(r"Forwarding from (127\.0\.0\.1:\d+) -> \d+")
 
 _Object = dict[str, Any]
@@ -48,6 +54,9 @@ def forwarded(options: Sequence[str], *, release: str = "") -> Iterator[tuple[st
 def port_forwarded(options: Sequence[str], target: str, *, port: int) -> Iterator[str]:
     """host:port of this machine that leads to a port of `target` (pod/NAME) inside the block.
 
+    On Linux kubectl ends with this process even when that is killed; elsewhere it does when the
+    block is left, so turn the signals that would end this process into exceptions.
+
     Raises:
         ForwardError: kubectl cannot reach it.
     """
@@ -56,7 +65,7 @@ def port_forwarded(options: Sequence[str], target: str, *, port: int) -> Iterato
         tempfile.TemporaryFile("w+") as faults,
         # A session of its own: Ctrl-C is for the command, which may still have a word to say.
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=faults, text=True, start_new_session=True
+            _tied(command), stdout=subprocess.PIPE, stderr=faults, text=True, start_new_session=True
         ) as process,
     ):
         try:
@@ -67,7 +76,23 @@ def port_forwarded(options: Sequence[str], target: str, *, port: int) -> Iterato
                 raise ForwardError(f"`{' '.join(command)}` failed: {_last_line(faults.read())}")
             yield address
         finally:
-            process.terminate()
+            _end(process)
+
+
+def _tied(command: list[str]) -> list[str]:
+    """The command, so that it ends with this process where the kernel knows how."""
+    program = shutil.which(command[0])
+    if program is None or sys.platform != "linux":
+        return command
+    return tethered([program, *command[1:]])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _balancers(options: Sequence[str], *, release: str) -> list[_Object]:
@@ -101,7 +126,7 @@ def _leading(options: Sequence[str], pods: list[_Object]) -> _Object:
     except ForwardError:
         return pods[0]  # Not everybody may read Leases.
     addresses = {lease["metadata"].get("annotations", {}).get(_LEADER, "") for lease in leases}
-    hosts = {address.rpartition(":")[0] for address in addresses}
+    hosts = {address.rpartition(":")[0].strip("[]") for address in addresses}
     leaders = [pod for pod in pods if pod["status"].get("podIP") in hosts]
     return (leaders or pods)[0]
 

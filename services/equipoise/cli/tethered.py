@@ -1,6 +1,6 @@
-"""Ties a process to its parent: when the parent ends, however it ends, the process ends too.
+"""`tethered`: a process that ends when its parent ends, however that ends. Linux only.
 
-Run as a script, `python tether.py PARENT_PID COMMAND...`, before the real program: the tie is
+Run as a script, `python tethered.py PARENT_PID COMMAND...`, before the real program: the tie is
 made by the kernel (`PR_SET_PDEATHSIG` of prctl(2), which outlives exec), so that it holds when the
 parent is killed with SIGKILL and can do nothing for its children any more. Imports nothing of
 ours: it must cost no more than the start of an interpreter.
@@ -12,6 +12,14 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+
+
+def tethered(command: list[str]) -> list[str]:
+    """The command, led by this script, which ties it to this process.
+
+    A process is let go with the thread that starts it: start it from one that stays.
+    """
+    return [sys.executable, "-S", __file__, str(os.getpid()), *command]
 
 
 def main(arguments: list[str]) -> None:
