@@ -137,6 +137,7 @@ class Process:
     """The choice of this process: made at the first use, or given by `adopt`."""
 
     _selection: Selection | None = None
+    _resolved: Selection | None = None
 
     @classmethod
     def selection(cls) -> Selection:
@@ -149,13 +150,27 @@ class Process:
             # Self-tests run the operations, which ask this module.
             from equipoise_kernels.self_test import obstacle  # noqa: PLC0415
 
-            cls.adopt(resolve(os.environ.get(VARIABLE, AUTO), obstacle))
+            cls._resolved = resolve(os.environ.get(VARIABLE, AUTO), obstacle)
+            cls.adopt(cls._resolved)
         assert cls._selection is not None
         return cls._selection
 
     @classmethod
+    def resolved(cls) -> Selection:
+        """What this process can run by itself, whatever was adopted since: to agree from anew."""
+        return cls._resolved or cls.selection()
+
+    @classmethod
+    def in_use(cls) -> str:
+        """The choice in words; empty before there is one."""
+        backends = cls._selection.backends if cls._selection else {}
+        return ", ".join(f"{operation}={backends[operation]}" for operation in sorted(backends))
+
+    @classmethod
     def adopt(cls, selection: Selection) -> None:
         """Use a choice from now on: that which all ranks agreed on."""
+        if cls._selection == selection:
+            return
         cls._selection = selection
         _log.info("kernels: %s", selection)
         for what, reason in selection.obstacles.items():

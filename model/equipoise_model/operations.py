@@ -84,11 +84,19 @@ class Operations:
         return ", ".join([common, *others])
 
     @property
+    def backends(self) -> tuple[str, ...]:
+        """All that could compute, "operation=backend|backend" each; ranks must share one each."""
+        if self.fp8 is None or _always_twins(self.device):
+            return (f"model={self.kernels}",)
+        possible = selection.Process.resolved().possible
+        return tuple(f"{operation}={'|'.join(names)}" for operation, names in possible.items())
+
+    @property
     def told(self) -> str:
         """What the ranks of a pool tell each other when they meet."""
         if self.fp8 is None or _always_twins(self.device):
             return self.kernels
-        return json.dumps(asdict(selection.Process.selection()), sort_keys=True)
+        return json.dumps(asdict(selection.Process.resolved()), sort_keys=True)
 
     def hear(self, told: Sequence[str]) -> None:
         """Compute with what all ranks can, given what each told: they must not differ in bits.
@@ -98,10 +106,10 @@ class Operations:
         Raises:
             OperationsError: they cannot agree.
         """
-        words = set(filter(None, told))
-        if words <= {self.told}:
-            return
+        words = {self.told, *filter(None, told)}
         others = sorted(word for word in words if not word.startswith("{"))
+        if len(words) == len(others) == 1:
+            return
         if others:
             raise OperationsError(
                 f"ranks do not compute alike ({', '.join(others)} and more): give all of them the "

@@ -46,6 +46,32 @@ def test_a_worker_that_differs_from_its_pool_is_refused_with_both_values(
     assert list(bench.pool.roster.members) == ["worker-0"], "nothing changed"
 
 
+AUTO = ("gemm=triton|reference", "permute=triton|reference")
+
+
+@pytest.mark.parametrize(
+    ("backends", "operation"),
+    [
+        (("model=torch",), "gemm"),
+        (("gemm=deep_gemm", "permute=triton"), "gemm"),
+        # The first could, and the second could not.
+        (("gemm=triton", "permute=reference"), "permute"),
+    ],
+)
+def test_a_worker_whose_kernels_cannot_agree_with_those_present_is_refused(
+    bench, hello_of, backends, operation
+):
+    bench.hello(hello_of("worker-0", backends=AUTO))
+    bench.hello(hello_of("worker-1", backends=("gemm=triton", "permute=triton")))
+    bench.hello(hello_of("worker-2"))
+    error = refusal_of(bench, hello_of("worker-9", kernels="odd", backends=backends))
+    assert error.kind == "hello_kernels"
+    assert "worker-9: it computes with odd, but pool tiny with triton" in str(error)
+    assert f"(worker worker-0), and no backend of {operation} can be had by all" in str(error)
+    bench.hello(hello_of("worker-3", backends=AUTO))
+    assert sorted(bench.pool.roster.members) == [f"worker-{n}" for n in range(4)]
+
+
 def test_a_pool_that_cannot_hold_all_experts_is_refused_with_the_number_that_could(bench, hello_of):
     error = refusal_of(bench, hello_of(slots_per_rank=7))
     assert error.kind == "hello_too_few_slots"

@@ -21,7 +21,10 @@ def set_fields(message, **changes):
         target = message
         for step in path:
             target = target[int(step)] if step.isdigit() else getattr(target, step)
-        setattr(target, last, value)
+        if isinstance(value, list):
+            getattr(target, last)[:] = value
+        else:
+            setattr(target, last, value)
     return message
 
 
@@ -49,6 +52,9 @@ HELLO_FAULTS = [
         "hello_protocol_version",
         "speaks protocol version 1, the balancer 2",
     ),
+    (dict(backends=["gemm"]), "hello_backends", "operation=backend.backend, not 'gemm'"),
+    (dict(backends=["gemm=a"] * 65), "hello_backends", "at most 64 of operation=backend.backend"),
+    (dict(backends=["gemm=\n"]), "hello_name", "backends must be"),
     (dict(pool=""), "hello_name", "pool must be 1 to 253 printable"),
     (dict(worker="a\x1b[2J"), "hello_name", r"'a\\x1b\[2J'"),
     (dict(node="n" * 254), "hello_name", "node must be"),

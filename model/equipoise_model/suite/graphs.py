@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from equipoise_kernels import selection
 from equipoise_model.dispatch import ExpertStep
 from equipoise_model.exchange import Ranks
 from equipoise_model.latent_cache import LatentCache
@@ -35,7 +36,7 @@ class Forward(Protocol):
 
 
 class DecodeGraphs:
-    """Graphs of up to `max_rows` rows, captured when they are first needed.
+    """Graphs of up to `max_rows` rows, captured when a choice of kernels first needs them.
 
     For one model, one cache and a rank alone; used from the engine's thread.
     """
@@ -44,7 +45,7 @@ class DecodeGraphs:
         self._sizes = sizes(max_rows)
         self._capture = capture or CudaCapture()
         self._memory: _Memory | None = None
-        self._graphs: dict[tuple[int, bool], Work] = {}
+        self._graphs: dict[tuple[int, bool, str], Work] = {}
 
     def fits(self, rows: StepRows, step: ExpertStep) -> bool:
         """Whether a step is one of these: few rows, on a rank alone."""
@@ -57,7 +58,7 @@ class DecodeGraphs:
         memory = self._memory
         memory.overwrite(rows, step)
         size = next(size for size in self._sizes if size >= rows.num_rows)
-        key = (size, step.placement.share_ends is not None)
+        key = (size, step.placement.share_ends is not None, selection.Process.in_use())
         if key not in self._graphs:
             views = memory.rows.first(size)
             self._graphs[key] = self._capture(

@@ -237,6 +237,7 @@ class Hello(_message.Message):
     ZONE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    BACKENDS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool the worker wants to serve in; the balancer knows pools by this name."""
     worker: _builtins.str
@@ -281,6 +282,12 @@ class Hello(_message.Message):
     def group_lost(self) -> Global___GroupLost:
         """Set instead of `running` by a worker whose group is over, until it is a rank again."""
 
+    @_builtins.property
+    def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Every backend it could compute with, as "operation=backend|backend", an operation each. Workers
+        of a pool must share one for each operation. Empty if it does not tell.
+        """
+
     def __init__(
         self,
         *,
@@ -302,10 +309,11 @@ class Hello(_message.Message):
         zone: _builtins.str = ...,
         device: _builtins.str = ...,
         kernels: _builtins.str = ...,
+        backends: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "group_lost", b"group_lost", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "group_lost", b"group_lost", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
     _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015

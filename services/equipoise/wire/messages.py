@@ -52,7 +52,8 @@ class Hello:
 
     It also fixes the shapes of everything else on the stream, so both sides keep it. `node` is the
     fast domain that plans go by; the machine `host`, its `zone`, and the `device` and `kernels` it
-    computes with are for people.
+    computes with are for people. `backends` are all that it could compute with, "operation=a|b"
+    an operation, of which a pool's workers must share one each; empty if it did not tell.
     `highest_term` is that of any balancer the worker heard of; 0 if there was none. `group_lost`
     is set, in place of `running`, while the worker waits for a new group.
     """
@@ -74,6 +75,7 @@ class Hello:
     zone: str = ""
     device: str = ""
     kernels: str = ""
+    backends: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

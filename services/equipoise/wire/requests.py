@@ -29,6 +29,9 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 MAX_BOUNDS = 16
 """Most waits with a bound that a worker may tell of."""
 
+MAX_OPERATIONS = 64
+"""Most operations of kernels that a worker may tell of."""
+
 _PHASES = {
     pb.PHASE_PREFILL: Phase.PREFILL,
     pb.PHASE_DECODE: Phase.DECODE,
@@ -58,6 +61,7 @@ def hello_to_proto(hello: Hello) -> pb.Hello:
         zone=hello.zone,
         device=hello.device,
         kernels=hello.kernels,
+        backends=hello.backends,
     )
 
 
@@ -96,6 +100,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         zone=message.zone and checks.name("hello", "zone", message.zone),
         device=message.device and checks.name("hello", "device", message.device),
         kernels=message.kernels and checks.name("hello", "kernels", message.kernels),
+        backends=_backends(message),
     )
     if message.HasField("group_lost"):
         return replace(hello, group_lost=group_lost_from_proto(message.group_lost, hello=hello))
@@ -428,3 +433,14 @@ _STAT_COUNTS = (
     "drafts",
     "drafts_accepted",
 )
+
+
+def _backends(message: pb.Hello) -> tuple[str, ...]:
+    told = tuple(checks.name("hello", "backends", one) for one in message.backends)
+    if len(told) > MAX_OPERATIONS or not all("=" in one for one in told):
+        raise InvalidMessageError(
+            "hello_backends",
+            f"hello: backends must be at most {MAX_OPERATIONS} of operation=backend|backend, "
+            f"not {checks.shorten(' '.join(told))}",
+        )
+    return told

@@ -132,6 +132,7 @@ def meet(
         GroupError: the ranks did not meet in time, or do not agree.
     """
     if num_ranks == 1:
+        hear((told,))
         met()
         return RankGroup.alone()
     until = time.monotonic() + meet_timeout_s

@@ -310,6 +310,7 @@ class Worker:
             zone=self._place.zone,
             device=name_of(self._core.device),
             kernels=self._core.operations.kernels,
+            backends=self._core.operations.backends,
             address=self._address,
             rendezvous_address=self._rendezvous_address,
             model=self._core.shape,

@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from equipoise.balancer.errors import RefusedWorkerError
+from equipoise.balancer.pool.kernels import unshared
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.membership import Candidate, Standing
 from equipoise.planning.topology import Topology
@@ -99,6 +100,7 @@ class Roster:
         # When nobody is here, whoever comes says what the pool is.
         shape = self.shape if self._present(besides=hello.worker) else None
         self._check_shape(hello, shape or hello)
+        self._check_kernels(hello, shape or hello)
         member = Member(hello=hello, last_heard_s=now, since_s=now)
         if hello.running is not None:
             self._reseat(member, hello.running)
@@ -250,6 +252,22 @@ class Roster:
                 f"worker {hello.worker}: {hello.num_ranks} ranks x {hello.slots_per_rank} slots "
                 f"cannot hold {hello.model.num_experts} experts: give each rank at least "
                 f"{-(-hello.model.num_experts // hello.num_ranks)} slots",
+            )
+
+    def _check_kernels(self, hello: Hello, shape: Hello) -> None:
+        """Ranks that cannot compute alike would never form a group, so one may not come."""
+        if hello.backends in ((), shape.backends):
+            return
+        present = self._present(besides=hello.worker)
+        told = {hello.backends, shape.backends, *(member.hello.backends for member in present)}
+        operation = unshared(told - {()})
+        if operation is not None:
+            raise RefusedWorkerError(
+                "hello_kernels",
+                f"worker {hello.worker}: it computes with {hello.kernels}, but pool {self.pool} "
+                f"with {shape.kernels} (worker {shape.worker}), and no backend of {operation} can "
+                f"be had by all: start it with the same weights, device and EQUIPOISE_KERNELS, or "
+                f"in another pool",
             )
 
     def _return_without_group(
