@@ -85,6 +85,17 @@ def test_a_pod_mounts_its_own_certificate_and_no_token_but_those_it_needs(object
     }
 
 
+def test_commands_inside_a_balancer_show_a_readers_token_if_there_is_one(objects):
+    told = environment(objects, POD_OF["balancer"])
+    spec = pod_specs(objects)[POD_OF["balancer"]]
+    mounts = {one["name"]: one["mountPath"] for one in spec["containers"][0]["volumeMounts"]}
+    (reader,) = [one["secret"] for one in spec["volumes"] if one["name"] == "reader"]
+    (item,) = reader["items"]
+    assert reader["optional"]
+    assert (reader["secretName"], item["key"]) == ("tokens", "reader")
+    assert told["EQUIPOISE_TOKEN_FILE"] == f"{mounts['reader']}/{item['path']}"
+
+
 def test_nobody_speaks_plain_text_where_there_are_certificates(objects):
     for name, container in containers(objects).items():
         if not name.endswith("/compiled-planner"):

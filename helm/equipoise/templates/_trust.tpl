@@ -23,8 +23,13 @@ certificate and token the pod has. */}}
 {{- else if .root.Values.insecure }}
 - {name: EQUIPOISE_INSECURE, value: "true"}
 {{- end }}
-{{- if and .root.Values.tokens.existingSecret.name (ne .as "balancer") }}
+{{- if .root.Values.tokens.existingSecret.name }}
+{{- if eq .as "balancer" }}
+# The balancer itself calls nobody.
+- {name: EQUIPOISE_TOKEN_FILE, value: /etc/equipoise/reader/reader}
+{{- else }}
 - {name: EQUIPOISE_TOKEN_FILE, value: /etc/equipoise/tokens/{{ .as }}}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -34,6 +39,9 @@ certificate and token the pod has. */}}
 {{- end }}
 {{- if .root.Values.tokens.existingSecret.name }}
 - {name: tokens, mountPath: /etc/equipoise/tokens, readOnly: true}
+{{- if eq .as "balancer" }}
+- {name: reader, mountPath: /etc/equipoise/reader, readOnly: true}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -55,6 +63,15 @@ certificate and token the pod has. */}}
       {{- if ne .as "balancer" }}
       - {key: {{ .as }}, path: {{ .as }}}
       {{- end }}
+{{- if eq .as "balancer" }}
+# Apart, because only this key may be missing.
+- name: reader
+  secret:
+    secretName: {{ .root.Values.tokens.existingSecret.name }}
+    defaultMode: 0440
+    optional: true
+    items: [{key: reader, path: reader}]
+{{- end }}
 {{- end }}
 {{- end -}}
 
