@@ -1,6 +1,7 @@
 """Orders from the command line: to the balancer that leads, as somebody, with an exit status."""
 
 import json
+import threading
 from concurrent import futures
 from contextlib import contextmanager
 
@@ -21,6 +22,8 @@ from equipoise.cli.order.settings import (
 )
 from equipoise.planning.policy import Policy
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
+
+BOUND_S = 30.0
 
 
 class Answering(admin_pb2_grpc.AdminServicer):
@@ -144,6 +147,20 @@ def test_the_token_is_shown(tmp_path):
 def test_nobody_there_is_one_clear_sentence():
     with pytest.raises(BalancerRefusedError, match=r"no balancer answers at 127.0.0.1:9: start"):
         orders.pause(OrderSettings(address="127.0.0.1:9"))
+
+
+def test_an_order_that_is_not_answered_in_time_may_be_done_all_the_same():
+    released = threading.Event()
+
+    class Slow(Answering):
+        def _answer(self, request, context):
+            assert released.wait(BOUND_S)
+            return super()._answer(request, context)
+
+    with listening(Slow()) as address:
+        with pytest.raises(BalancerRefusedError, match=r"within 0.5 s, and may do it all the same"):
+            orders.pause(OrderSettings(address=address, timeout_s=0.5))
+        released.set()
 
 
 @pytest.mark.parametrize(

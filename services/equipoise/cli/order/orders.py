@@ -9,6 +9,7 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
+import grpc
 from google.protobuf.message import Message
 
 from equipoise.cli.access import BalancerRefusedError, explained
@@ -117,9 +118,17 @@ def _call(settings: OrderSettings, method: str, request: Message) -> Any:
         credentials.blocking_channel(settings.address) as channel,
         explained(settings.address, credentials),
     ):
-        return getattr(pb_grpc.AdminStub(channel), method)(
-            request, timeout=settings.timeout_s, metadata=credentials.metadata()
-        )
+        try:
+            return getattr(pb_grpc.AdminStub(channel), method)(
+                request, timeout=settings.timeout_s, metadata=credentials.metadata()
+            )
+        except grpc.RpcError as error:
+            if "Deadline" not in (error.details() or ""):
+                raise  # It was never reached, or refuses.
+            raise BalancerRefusedError(
+                f"the balancer at {settings.address} did not answer within {settings.timeout_s:g} "
+                "s, and may do it all the same: ask for the status before you repeat it"
+            ) from error
 
 
 def _preview_words(response: pb.PreviewResponse) -> list[str]:
