@@ -1,7 +1,10 @@
-"""A worker that begins fills its slots from the checkpoint, an expert at a time."""
+"""How slots are filled: by a worker that begins, and when ranks form anew."""
 
 import threading
 from types import SimpleNamespace
+
+import pytest
+import torch
 
 from equipoise.telemetry.loading import Loading
 from equipoise.trust.credentials import Credentials
@@ -9,6 +12,43 @@ from equipoise.trust.settings import Tls
 from equipoise.worker.core import ModelCore
 from equipoise.worker.joining import Slots
 from equipoise.worker.waits import Waits
+from equipoise_model.experts import checksum
+
+HELLO = SimpleNamespace(
+    address="127.0.0.1:1", node="n", worker="w", rendezvous_address="127.0.0.1:2"
+)
+
+
+def slots_of(core, settings, *, say=lambda *_: None):
+    return Slots(
+        core, credentials=Credentials(Tls()), waits=Waits.of(settings), loading=Loading(say=say)
+    )
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_an_epoch_that_changes_every_slot_waits_on_the_host_where_a_device_has_no_room(
+    settings, random_layout, assignment, monkeypatch, has_room
+):
+    chosen = settings()
+    core = ModelCore.load(chosen)
+    slots, first, second = slots_of(core, chosen), random_layout(1), random_layout(2)
+    for layout in (first, second):
+        settle = await slots.prepare(assignment([HELLO], layout), given_up=threading.Event())
+        if layout is second:
+            assert slots.held.contents.layout is first, "others have not met it yet"
+        settle()
+        for experts in () if has_room else core.slots:
+            monkeypatch.setattr(experts, "stage", _no_room)
+    assert slots.held.contents.layout is second
+    for layer, row in enumerate(second.expert_of_slot.tolist()):
+        for slot, expert in enumerate(row):
+            payload = core.checkpoint.read_expert(layer, expert)
+            assert torch.equal(core.slots[layer].read(slot), payload)
+            assert slots.held.contents.checksums[layer, slot].tobytes() == checksum(payload)
+
+
+def _no_room(_payloads):
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 async def test_experts_are_read_into_their_slots_one_by_one_and_it_is_told(
@@ -29,17 +69,9 @@ async def test_experts_are_read_into_their_slots_one_by_one_and_it_is_told(
     noted("read", core.checkpoint, "read_expert")
     for experts in core.slots:
         noted("write", experts, "write")
-    hello = SimpleNamespace(
-        address="127.0.0.1:1", node="n", worker="w", rendezvous_address="127.0.0.1:2"
-    )
-    slots = Slots(
-        core,
-        credentials=Credentials(Tls()),
-        waits=Waits.of(chosen),
-        loading=Loading(say=lambda _, done, total: said.append((done, total))),
-    )
+    slots = slots_of(core, chosen, say=lambda _, done, total: said.append((done, total)))
     layout = random_layout(1)
-    settle = await slots.prepare(assignment([hello], layout), given_up=threading.Event())
+    settle = await slots.prepare(assignment([HELLO], layout), given_up=threading.Event())
     settle()
     num_experts = layout.expert_of_slot.size
     assert events == ["read", "write"] * num_experts

@@ -1,7 +1,7 @@
 """`HeldExperts`: what lies in this rank's slots now. `StagedGeneration`: what will next."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,12 +74,15 @@ class HeldExperts:
     def switch(self, staged: StagedGeneration) -> None:
         """Copy staged experts into their slots; on the engine's thread, between steps."""
         contents = Contents(layout=staged.layout, checksums=staged.checksums)
-        self.become(contents, rank=self._rank, experts=staged.experts)
+        self.become(contents, rank=self._rank, fill=staged.experts.apply)
 
-    def become(self, contents: Contents, *, rank: int, experts: StagedExperts) -> None:
-        """Hold another rank's part of another layout; no engine may run between two epochs."""
+    def become(self, contents: Contents, *, rank: int, fill: Callable[[], None]) -> None:
+        """Hold another rank's part of another layout, which `fill` puts into the slots.
+
+        No engine may run between two epochs.
+        """
         self._version += 1
-        experts.apply()
+        fill()
         self._contents, self._rank = contents, rank
         self._version += 1
 

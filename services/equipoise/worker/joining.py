@@ -5,11 +5,13 @@ begins as a generation does: nobody changes before everybody has verified bytes.
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from equipoise.planning.layout import ExpertTable
@@ -26,6 +28,8 @@ from equipoise.worker.transfer import ExpertPuller
 from equipoise.worker.waits import Waits
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.operations import Operations
+
+_log = logging.getLogger(__name__)
 
 Place = tuple[int, int]
 """A MoE layer and an own slot in it."""
@@ -79,12 +83,12 @@ class Slots:
             for layer, slot in np.argwhere(wanted != held.expert_of_slot)
         }
         payloads = await self._get(lacking, assignment, given_up=given_up)
-        staged = await asyncio.to_thread(StagedExperts.prepare, payloads, self._core.slots)
         contents = Contents(
             layout=assignment.layout,
             checksums=await asyncio.to_thread(_with, payloads, held.contents.checksums),
         )
-        return lambda: held.become(contents, rank=assignment.rank, experts=staged)
+        fill = await asyncio.to_thread(self._ready, payloads)
+        return lambda: held.become(contents, rank=assignment.rank, fill=fill)
 
     async def _load(
         self, wanted: ExpertTable, assignment: Assignment, *, given_up: threading.Event
@@ -148,6 +152,15 @@ class Slots:
             return (await puller.pull(moves)).payloads
         finally:
             await puller.close()
+
+    def _ready(self, payloads: Mapping[Place, Tensor]) -> Callable[[], None]:
+        """What puts payloads in their slots: at once from the device, if it has room for them."""
+        try:
+            return StagedExperts.prepare(payloads, self._core.slots).apply
+        except torch.OutOfMemoryError:
+            # An epoch may change every slot. From the host it takes longer, and no more memory.
+            _log.info("%d experts wait on the host, for want of device memory", len(payloads))
+        return lambda: self._write(payloads)
 
     def _write(self, payloads: Mapping[Place, Tensor]) -> None:
         for (layer, slot), payload in payloads.items():
