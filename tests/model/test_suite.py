@@ -117,17 +117,20 @@ def staged(checkpoint, before, after, model):
     return StagedExperts.prepare(moves, model.slots)
 
 
-def served(model, checkpoint, *, steps=STEPS, switched=None, shares=None):
-    """Logits of each step, and the loads; before the last step a switch, if there is one."""
+def served(model, checkpoint, *, steps=STEPS, switched=None, shares=(None, None)):
+    """Logits of each step, and the loads; before the last step a switch, if there is one.
+
+    `shares` are those of the layout before and behind it.
+    """
     experts, cache, logits = (
-        ExpertParallel.local(SUITE, placement(FIRST, shares=shares)),
+        ExpertParallel.local(SUITE, placement(FIRST, shares=shares[0])),
         cache_of(),
         [],
     )
     for index, step in enumerate(steps):
         if switched is not None and index == len(steps) - 1:
             staged(checkpoint, FIRST, switched, model).apply()
-            experts.switch(placement(switched, 2, shares=shares))
+            experts.switch(placement(switched, 2, shares=shares[1]))
         logits.append(model.step(batch(step), cache, experts).logits_SV.float())
     return logits, [load.rows_LS.tolist() for load in experts.loads()]
 
@@ -241,19 +244,30 @@ def test_rows_in_slot_order_go_the_same_way_as_rows_by_their_slots(checkpoint):
     assert slots(x[:0], [0] * NUM_SLOTS).shape == (0, 128)
 
 
-@pytest.mark.parametrize("shares", [None, [[16_384, 2**15, 2**15, 2**15, 16_384]]])
+UNEVEN = [[2**13, 2**15, 2**15, 2**15, 3 * 2**13]]
+UNEVEN_BEHIND = [[2**15, 3 * 2**13, 2**15, 2**15, 2**13]]
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        (None, None),
+        (UNEVEN, UNEVEN_BEHIND),
+        (UNEVEN, None),
+        (None, UNEVEN_BEHIND),
+    ],
+)
 def test_captured_steps_are_the_eager_ones_across_a_switch(checkpoint, shares):
     decode = [(([5, 9], [n]), ([7], [n + 1]), ([1, 2, 3], [n + 2])) for n in range(4)]
-    other = [[0, 1, 2, 3, 1]] if shares is None else None
-    expected = served(loaded(checkpoint), checkpoint, steps=decode, switched=other, shares=shares)
+    how = {"steps": decode, "switched": [[0, 1, 2, 3, 1]], "shares": shares}
+    expected = served(loaded(checkpoint), checkpoint, **how)
     graphs = DecodeGraphs(max_rows=4, capture=again)
-    captured = served(
-        loaded(checkpoint, graphs=graphs), checkpoint, steps=decode, switched=other, shares=shares
-    )
+    captured = served(loaded(checkpoint, graphs=graphs), checkpoint, **how)
     assert captured[1] == expected[1]
     for ours, theirs in zip(captured[0], expected[0], strict=True):
         assert torch.equal(ours, theirs)
-    assert [key[:2] for key in graphs._graphs] == [(4, shares is not None)]
+    kinds = dict.fromkeys(of_layout is not None for of_layout in shares)
+    assert [key[:2] for key in graphs._graphs] == [(4, uneven) for uneven in kinds]
 
 
 def test_steps_without_rows_or_with_too_many_are_not_captured(checkpoint):

@@ -25,9 +25,19 @@ from equipoise_model.transformer import StepBatch, Transformer
 
 CUDA = torch.device("cuda")
 CONFIG = dataclasses.replace(SUITE, num_hidden_layers=3, n_routed_experts=8, num_attention_heads=4)
-LAYOUTS = ([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]] * 2, [[7, 1, 2, 3, 4, 5, 6, 0, 2, 2]] * 2)
+LAYOUTS = (
+    [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]] * 2,
+    [[7, 1, 2, 3, 4, 5, 6, 0, 2, 2]] * 2,
+    [[7, 1, 2, 3, 4, 5, 6, 0, 1, 0]] * 2,
+)
+WHOLE, QUARTER = 2**15, 2**13
+SHARES = (
+    None,
+    [[WHOLE] * 2 + [QUARTER] + [WHOLE] * 5 + [QUARTER, 2 * QUARTER]] * 2,
+    [[WHOLE, QUARTER] + [WHOLE] * 5 + [3 * QUARTER] * 2 + [QUARTER]] * 2,
+)
 PROMPTS = [[5, 9, 2, 40, 7], [11, 3], [8, 8, 8]]
-NUM_DECODED = 8
+NUM_DECODED = 11
 
 
 def main(folder):
@@ -62,7 +72,8 @@ def main(folder):
 def run(checkpoint, *, switches, graphs=None):
     """Logits of a prefill, of decode steps of three sequences, and of one alone; and the loads.
 
-    The layout changes behind every third step, if it does.
+    The layout changes behind every third step, if it does: from even shares to uneven ones, to
+    others, and back to even ones.
     """
     with CUDA:
         model = Fp8Transformer(checkpoint.config, num_slots=10, num_spare=2, graphs=graphs)
@@ -78,7 +89,7 @@ def run(checkpoint, *, switches, graphs=None):
         next_tokens = [[3 * step + n] for n in range(len(rows))]
         logits.append(model.step(batch(next_tokens, starts), cache, experts).logits_SV)
         if switches and step % 3 == 2:
-            before, after = (generation + 1) % 2, generation % 2
+            before, after = (generation - 1) % len(LAYOUTS), generation % len(LAYOUTS)
             staged(checkpoint, model, LAYOUTS[before], LAYOUTS[after]).apply()
             generation += 1
             experts.switch(placement(after, generation=generation))
@@ -86,7 +97,9 @@ def run(checkpoint, *, switches, graphs=None):
 
 
 def placement(number, *, generation):
-    layout = Placement.from_layout(LAYOUTS[number], num_experts=8, generation=generation)
+    layout = Placement.from_layout(
+        LAYOUTS[number], num_experts=8, generation=generation, share_of_slot=SHARES[number]
+    )
     return layout.to(CUDA)
 
 
