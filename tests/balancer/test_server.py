@@ -156,20 +156,29 @@ async def report_forever(links, load):
         await asyncio.sleep(POLICY.report_interval_s)
 
 
-async def test_a_worker_of_another_checkpoint_is_turned_away_and_the_pool_goes_on(
-    channel, status, bench, worker_of, hello_of
+@pytest.mark.parametrize(
+    ("kind", "changes", "theirs", "ours"),
+    [
+        ("hello_checkpoint", {"checkpoint_fingerprint": "other"}, "other", "abc"),
+        ("hello_kernels", {"kernels": "torch", "backends": ("model=torch",)}, "torch", "triton"),
+    ],
+)
+async def test_a_worker_that_differs_is_turned_away_and_the_pool_goes_on(
+    channel, status, bench, worker_of, hello_of, kind, changes, theirs, ours
 ):
+    for worker in bench.workers.values():
+        worker.hello = replace(worker.hello, backends=("gemm=triton|reference",))
     async with served(channel, bench):
         await until(status, is_serving)
-        stray = worker_of(hello_of("stray", checkpoint_fingerprint="other"))
+        stray = worker_of(hello_of("stray", **changes))
         async with linked(channel, [stray]) as (link,):
             rejection = await link.receive()
             assert rejection.fatal
-            assert "other" in rejection.reason
-            assert "abc" in rejection.reason
+            assert theirs in rejection.reason
+            assert ours in rejection.reason
             assert await link.receive() is None
         pool = await until(status, lambda pool: pool.refusals)
-        assert [(each.kind, each.count) for each in pool.refusals] == [("hello_checkpoint", 1)]
+        assert [(each.kind, each.count) for each in pool.refusals] == [(kind, 1)]
         assert is_serving(pool)
 
 

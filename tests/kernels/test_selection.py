@@ -78,12 +78,17 @@ def test_ranks_without_a_common_backend_are_told_to_use_one_setting():
 
 def test_the_process_resolves_its_variable_once_and_logs_the_choice(monkeypatch, caplog):
     monkeypatch.setattr(Process, "_selection", None)
+    monkeypatch.setattr(Process, "_resolved", None)
     monkeypatch.setenv("EQUIPOISE_KERNELS", "reference")
+    assert Process.in_use() == ""
     with caplog.at_level(logging.INFO, logger="equipoise_kernels.selection"):
         first = Process.selection()
         monkeypatch.setenv("EQUIPOISE_KERNELS", "nonsense")
         assert Process.selection() is first
     assert [record.message for record in caplog.records] == [f"kernels: {first}"]
+    Process.adopt(resolve("triton", works))
+    assert "gemm=triton" in Process.in_use()
+    assert Process.resolved() is first
 
 
 def test_tensors_on_the_cpu_are_the_references_unless_triton_interprets(monkeypatch):

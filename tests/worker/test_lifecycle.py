@@ -85,6 +85,7 @@ async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
         assert (hello.worker, hello.pool, hello.node) == ("w-7", "blue", "node-0")
         assert (hello.slots_per_rank, hello.num_ranks, hello.running) == (12, 1, None)
         assert hello.checkpoint_fingerprint == checkpoint.fingerprint
+        assert (hello.kernels, hello.backends) == ("torch", ("model=torch",))
         assert hello.model.expert_bytes == checkpoint.config.expert_bytes
         assert await health_of(hello.address) == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await health_of(hello.address, LIVE) == health_pb2.HealthCheckResponse.SERVING
