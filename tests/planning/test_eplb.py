@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_peers import published
 
-from equipoise.planning.eplb import eplb
 from equipoise.planning.layout import count_replicas
+from equipoise.planning.placing.eplb import eplb
 
 CASES = json.loads((Path(__file__).parent / "data" / "eplb_golden.json").read_text())["cases"]
 

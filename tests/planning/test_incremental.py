@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
-from equipoise.planning.eplb import eplb
 from equipoise.planning.layout import Layout
+from equipoise.planning.placing.eplb import eplb
+from equipoise.planning.placing.relieve import Ground, relieve
 from equipoise.planning.planner import LEAST_LAYER_GAIN, plan
 from equipoise.planning.policy import Algorithm
-from equipoise.planning.relieve import Ground, relieve
 from equipoise.planning.topology import ModelShape, Topology
 
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS, SLOTS = 6, 48, 8, 7

@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.layout import Layout
-from equipoise.planning.locality import place_locally
+from equipoise.planning.placing.locality import place_locally
+from equipoise.planning.placing.problem import Problem
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
-from equipoise.planning.problem import Problem
 from equipoise.planning.topology import ModelShape, Topology
 
 MODEL = ModelShape(num_layers=4, num_experts=64, num_groups=8, expert_bytes=1)

@@ -15,12 +15,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
-from equipoise.planning.eplb import eplb
+from equipoise.planning.placing.eplb import eplb
+from equipoise.planning.placing.twins import repair_twins
+from equipoise.planning.placing.weighted import place_weighted
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
-from equipoise.planning.twins import repair_twins
-from equipoise.planning.weighted import place_weighted
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(7200)]
 NUM_RANKS, NUM_SLOTS, NUM_EXPERTS = 5, 10, 8

@@ -4,14 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
-from equipoise.planning.eplb import eplb
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout, contiguous_layout
+from equipoise.planning.placing.eplb import eplb
+from equipoise.planning.placing.stay import align
+from equipoise.planning.placing.twins import repair_twins
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
-from equipoise.planning.stay import align
 from equipoise.planning.topology import ModelShape, Topology
-from equipoise.planning.twins import repair_twins
 
 
 def pool(*, num_layers=3, num_experts=16, num_groups=4, num_nodes=2, ranks_per_node=2, slots=5):

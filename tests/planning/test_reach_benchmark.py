@@ -19,8 +19,9 @@ from planner_loads import as_recorded, loads_to_measure
 from planner_peers import published, sglang_planner
 
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
-from equipoise.planning.eplb import eplb
 from equipoise.planning.layout import Layout
+from equipoise.planning.placing.eplb import eplb
+from equipoise.planning.placing.weighted import place_weighted
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.shared_expert import (
@@ -30,7 +31,6 @@ from equipoise.planning.shared_expert import (
 )
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.warm_up import warm_up
-from equipoise.planning.weighted import place_weighted
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1800)]
 REPEATS = 15

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from equipoise.planning.balance import rank_loads
+from equipoise.planning.placing.split import split
 from equipoise.planning.shares import WHOLE, whole_shares
-from equipoise.planning.split import split
 
 
 def parted(table, load, *, num_ranks, first=None):

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from equipoise.planning.balance import rank_loads
 from equipoise.planning.layout import Layout, contiguous_layout
-from equipoise.planning.stay import align, relabel
+from equipoise.planning.placing.stay import align, relabel
 
 
 def layout(*, num_layers=2, num_experts=12, num_ranks=4, slots_per_rank=4):

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from equipoise.planning.balance import rank_loads
 from equipoise.planning.layout import Layout, count_replicas
-from equipoise.planning.twins import repair_twins
+from equipoise.planning.placing.twins import repair_twins
 
 
 @given(

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 
 import equipoise.planning
-from equipoise.planning.compiled import compiled
 from equipoise.planning.layout import Layout
+from equipoise.planning.placing.compiled import compiled
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology

@@ -12,8 +12,8 @@ from planner_loads import RECORDED, loads_to_measure
 
 from equipoise.formats.files import read_recording
 from equipoise.planning.balance import balancedness, rank_loads
-from equipoise.planning.bound import upper_bounds
-from equipoise.planning.eplb import eplb
+from equipoise.planning.placing.bound import upper_bounds
+from equipoise.planning.placing.eplb import eplb
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm, Weighting
 from equipoise.planning.topology import ModelShape, Topology

@@ -16,10 +16,10 @@ from equipoise.formats.files import read_placement, read_recording
 from equipoise.formats.model_config import ModelConfig, read_model_config
 from equipoise.formats.recording import Recording, joined
 from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.placing.twins import repair_twins
 from equipoise.planning.shared_expert import shape_with_shared_expert, with_shared_expert
 from equipoise.planning.shares import ShareTable
 from equipoise.planning.topology import ModelShape, Topology
-from equipoise.planning.twins import repair_twins
 
 MAX_SLOTS = 1_000_000
 """Slots per layer: fifty times those of the largest pool that anybody has described."""

@@ -6,19 +6,19 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.balance import balancedness
-from equipoise.planning.bound import upper_bounds
-from equipoise.planning.chance import gains_beyond_chance
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.incremental import Step, improve
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
-from equipoise.planning.locality import place_locally
-from equipoise.planning.placing import place_globally, place_hierarchically
+from equipoise.planning.placing.bound import upper_bounds
+from equipoise.planning.placing.chance import gains_beyond_chance
+from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
+from equipoise.planning.placing.incremental import Step, improve
+from equipoise.planning.placing.locality import place_locally
+from equipoise.planning.placing.problem import Problem
+from equipoise.planning.placing.weigh import Placed, mixed, weigh
 from equipoise.planning.policy import Algorithm, Weighting
-from equipoise.planning.problem import Problem
 from equipoise.planning.shares import ShareTable, even_shares
 from equipoise.planning.topology import ModelShape, Topology
-from equipoise.planning.weigh import Placed, mixed, weigh
 
 LEAST_LAYER_GAIN = 0.002
 """Balancedness that a layer must gain for its experts to move: below this, averages only jitter."""

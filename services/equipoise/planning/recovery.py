@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.cover import cover
 from equipoise.planning.layout import ExpertTable, Layout, contiguous_layout
 from equipoise.planning.load import Load
 from equipoise.planning.moves import NOTHING, Checksums, Move, moves_into
+from equipoise.planning.placing.cover import cover
+from equipoise.planning.placing.problem import Problem
 from equipoise.planning.planner import plan
-from equipoise.planning.problem import Problem
 from equipoise.planning.topology import ModelShape, Topology
 
 

@@ -18,8 +18,8 @@ def warm_up() -> None:
     """Make a tiny plan in every way there is, so that all compiled functions are there.
 
     Takes tens of seconds where no earlier process left its machine code (see
-    `equipoise.planning.compiled`), else about a second. May run in a thread beside other work: it
-    yields to others while the compiler's own machine code works.
+    `equipoise.planning.placing.compiled`), else about a second. May run in a thread beside other
+    work: it yields to others while the compiler's own machine code works.
     """
     model = ModelShape(num_layers=1, num_experts=8, num_groups=4, expert_bytes=1)
     topology = Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=3)

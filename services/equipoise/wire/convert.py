@@ -8,7 +8,7 @@ from the worker's `Hello`, which both sides keep for the life of the stream.
 from typing import assert_never
 
 from equipoise.planning.layout import Layout
-from equipoise.wire import requests, responses
+from equipoise.wire import reports, requests, responses
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
     Abort,
@@ -39,7 +39,7 @@ def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a
         case Serving():
             return pb.ConnectRequest(serving=requests.serving_to_proto(value))
         case Report():
-            return pb.ConnectRequest(load_report=requests.report_to_proto(value))
+            return pb.ConnectRequest(load_report=reports.report_to_proto(value))
         case Staged():
             return pb.ConnectRequest(staged=requests.staged_to_proto(value))
         case Refused():
@@ -81,7 +81,7 @@ def from_worker(  # noqa: C901, PLR0911, PLR0912 - a case a message
         case "serving":
             return requests.serving_from_proto(message.serving, hello=hello)
         case "load_report":
-            return requests.report_from_proto(
+            return reports.report_from_proto(
                 message.load_report,
                 model=hello.model,
                 slots_per_rank=hello.slots_per_rank,

@@ -1,11 +1,13 @@
-"""What a worker says: each value of `WorkerMessage` to its protobuf message and back."""
+"""What a worker says: each value of `WorkerMessage` to its protobuf message and back.
+
+Reports, which say the most, have `reports.py`.
+"""
 
 from dataclasses import replace
 
 import numpy as np
 
 from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import LoadReport, Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks, layouts
 from equipoise.wire.errors import InvalidMessageError
@@ -15,29 +17,16 @@ from equipoise.wire.messages import (
     Heartbeat,
     Hello,
     Leaving,
-    RankStats,
     Refused,
-    Report,
     RunningState,
     Serving,
     Staged,
     Switched,
-    WorkerBound,
 )
 from equipoise_api.v1 import worker_link_pb2 as pb
 
-MAX_BOUNDS = 16
-"""Most waits with a bound that a worker may tell of."""
-
 MAX_OPERATIONS = 64
 """Most operations of kernels that a worker may tell of."""
-
-_PHASES = {
-    pb.PHASE_PREFILL: Phase.PREFILL,
-    pb.PHASE_DECODE: Phase.DECODE,
-    pb.PHASE_MIXED: Phase.MIXED,
-}
-_PHASE_NUMBERS = {phase: number for number, phase in _PHASES.items()}
 
 
 def hello_to_proto(hello: Hello) -> pb.Hello:
@@ -132,73 +121,6 @@ def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
             slots_per_rank=hello.slots_per_rank,
         ),
     )
-
-
-def report_to_proto(report: Report) -> pb.LoadReport:
-    """The message of cumulative counters."""
-    load, stats = report.load, report.stats
-    assert load.tokens.ndim == 2, load.tokens.shape
-    return pb.LoadReport(
-        epoch=load.epoch,
-        rank=load.rank,
-        generation=load.generation,
-        phase=_PHASE_NUMBERS[load.phase],
-        tokens=load.tokens.astype("<u8", copy=False).tobytes(),
-        steps=stats.steps,
-        tokens_processed=stats.tokens_processed,
-        tokens_generated=stats.tokens_generated,
-        median_step_us=stats.median_step_us,
-        active_requests=stats.active_requests,
-        queued_requests=stats.queued_requests,
-        busy_us=stats.busy_us,
-        bounds=[
-            pb.WorkerBound(
-                name=bound.name, bound_s=bound.bound_s, reached=bound.reached, latest=bound.latest
-            )
-            for bound in stats.bounds
-        ],
-        cache_tokens=stats.cache_tokens,
-        cache_tokens_used=stats.cache_tokens_used,
-        prefix_tokens_sought=stats.prefix_tokens_sought,
-        prefix_tokens_found=stats.prefix_tokens_found,
-        requests_paused=stats.requests_paused,
-        drafts=stats.drafts,
-        drafts_accepted=stats.drafts_accepted,
-    )
-
-
-def report_from_proto(
-    message: pb.LoadReport, *, model: ModelShape, slots_per_rank: int, boot_id: str
-) -> Report:
-    """The counters, uint64 [layers, slots_per_rank], and the statistics beside them.
-
-    Raises:
-        InvalidMessageError: "report_shape", "report_phase", "report_rank" or "report_range"; the
-            last also when floats were sent, NaN included.
-    """
-    if message.phase not in _PHASES:
-        raise InvalidMessageError(
-            "report_phase", f"report: phase {message.phase} is none of prefill, decode and mixed"
-        )
-    tokens = checks.table(
-        "report", "tokens", message.tokens, dtype="<u8", shape=(model.num_layers, slots_per_rank)
-    ).astype(np.uint64, copy=False)
-    if tokens.max() > checks.MAX_COUNT:
-        layer, slot = (int(index) for index in np.argwhere(tokens > checks.MAX_COUNT)[0])
-        raise InvalidMessageError(
-            "report_range",
-            f"report: the counter of layer {layer}, own slot {slot} is {int(tokens[layer, slot])}, "
-            "above 2^53: counters are whole numbers, little-endian",
-        )
-    load = LoadReport(
-        boot_id=boot_id,
-        epoch=checks.count("report", "epoch", message.epoch, least=1),
-        rank=checks.rank("report", message.rank),
-        generation=checks.count("report", "generation", message.generation, least=1),
-        phase=_PHASES[message.phase],
-        tokens=tokens,
-    )
-    return Report(load=load, stats=_stats_from_proto(message))
 
 
 def staged_to_proto(staged: Staged) -> pb.Staged:
@@ -391,48 +313,6 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
             slots_per_rank=hello.slots_per_rank,
         ),
     )
-
-
-def _stats_from_proto(message: pb.LoadReport) -> RankStats:
-    counts = {name: checks.count("report", name, getattr(message, name)) for name in _STAT_COUNTS}
-    return RankStats(
-        **counts,
-        active_requests=message.active_requests,
-        queued_requests=message.queued_requests,
-        bounds=_bounds_from_proto(message),
-    )
-
-
-def _bounds_from_proto(message: pb.LoadReport) -> tuple[WorkerBound, ...]:
-    if len(message.bounds) > MAX_BOUNDS:
-        raise InvalidMessageError(
-            "report_bounds", f"report: at most {MAX_BOUNDS} bounds, not {len(message.bounds)}"
-        )
-    return tuple(
-        WorkerBound(
-            name=checks.name("report", "bound", bound.name),
-            bound_s=checks.duration_s("report", "bound_s", bound.bound_s),
-            reached=checks.count("report", "reached", bound.reached),
-            latest=checks.reason(bound.latest) if bound.latest else "",
-        )
-        for bound in message.bounds
-    )
-
-
-_STAT_COUNTS = (
-    "steps",
-    "tokens_processed",
-    "tokens_generated",
-    "median_step_us",
-    "busy_us",
-    "cache_tokens",
-    "cache_tokens_used",
-    "prefix_tokens_sought",
-    "prefix_tokens_found",
-    "requests_paused",
-    "drafts",
-    "drafts_accepted",
-)
 
 
 def _backends(message: pb.Hello) -> tuple[str, ...]:

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.layout import ExpertTable
-from equipoise.planning.placing import stay_near
+from equipoise.planning.placing.from_scratch import stay_near
+from equipoise.planning.placing.problem import Problem
+from equipoise.planning.placing.split import split
+from equipoise.planning.placing.weighted import needs_weights, place_weighted
 from equipoise.planning.policy import Weighting
-from equipoise.planning.problem import Problem
 from equipoise.planning.shares import ShareTable, even_shares, whole_shares
-from equipoise.planning.split import split
-from equipoise.planning.weighted import needs_weights, place_weighted
 
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]

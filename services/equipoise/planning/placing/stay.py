@@ -7,8 +7,8 @@ a rank. Neither changes the balance; both change how many bytes move.
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled, part
 from equipoise.planning.layout import ExpertTable
+from equipoise.planning.placing.compiled import compiled, part
 
 Indices = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.problem import Problem
+from equipoise.planning.placing.problem import Problem
+from equipoise.planning.placing.tally import sum_by_rank, sum_slots_by_rank
 from equipoise.planning.shares import WHOLE
-from equipoise.planning.tally import sum_by_rank, sum_slots_by_rank
 
 
 def gains_beyond_chance(

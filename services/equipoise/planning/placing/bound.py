@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled, part
 from equipoise.planning.load import Load
+from equipoise.planning.placing.compiled import compiled, part
 
 Weights = npt.NDArray[np.float64]
 

@@ -3,12 +3,12 @@
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.eplb import deal_groups, place
 from equipoise.planning.layout import ExpertTable
-from equipoise.planning.problem import Problem
-from equipoise.planning.refine import refine
-from equipoise.planning.stay import align, relabel
-from equipoise.planning.twins import repair_twins
+from equipoise.planning.placing.eplb import deal_groups, place
+from equipoise.planning.placing.problem import Problem
+from equipoise.planning.placing.refine import refine
+from equipoise.planning.placing.stay import align, relabel
+from equipoise.planning.placing.twins import repair_twins
 
 Indices = npt.NDArray[np.int64]
 

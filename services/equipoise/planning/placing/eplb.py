@@ -10,9 +10,9 @@ planner's work, and so is making them better.
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled, part
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load
+from equipoise.planning.placing.compiled import compiled, part
 
 Indices = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]

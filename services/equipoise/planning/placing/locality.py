@@ -8,12 +8,12 @@ slots come to host experts of other nodes, and a few experts change nodes altoge
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.bound import upper_bounds
 from equipoise.planning.layout import ExpertTable
-from equipoise.planning.placing import place_globally, place_hierarchically
-from equipoise.planning.problem import Problem
-from equipoise.planning.refine import refine
-from equipoise.planning.relieve import Ground, Path, relieve
+from equipoise.planning.placing.bound import upper_bounds
+from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
+from equipoise.planning.placing.problem import Problem
+from equipoise.planning.placing.refine import refine
+from equipoise.planning.placing.relieve import Ground, Path, relieve
 
 Indices = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]

@@ -10,14 +10,14 @@ from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
-from equipoise.planning.policy import Weighting
-from equipoise.planning.shares import WHOLE, ShareTable
-from equipoise.planning.tally import (
+from equipoise.planning.placing.tally import (
     count_replicas_of,
     sum_by_group_and_node,
     sum_by_rank,
     sum_slots_by_rank,
 )
+from equipoise.planning.policy import Weighting
+from equipoise.planning.shares import WHOLE, ShareTable
 from equipoise.planning.topology import ModelShape, Topology
 
 Indices = npt.NDArray[np.int64]

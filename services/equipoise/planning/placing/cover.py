@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.layout import ExpertTable
-from equipoise.planning.problem import Problem
+from equipoise.planning.placing.problem import Problem
 
 
 def cover(problem: Problem) -> ExpertTable:

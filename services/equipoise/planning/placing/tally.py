@@ -3,9 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load
+from equipoise.planning.placing.compiled import compiled
 
 Indices = npt.NDArray[np.int64]
 

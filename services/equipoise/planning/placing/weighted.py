@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load
+from equipoise.planning.placing.compiled import compiled
 
 Loads = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]

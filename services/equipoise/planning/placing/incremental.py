@@ -7,13 +7,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.bound import upper_bounds
-from equipoise.planning.cover import cover
-from equipoise.planning.frontier import LayerPath, Point, hull_along, hull_of, take_steepest
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.load import Load
-from equipoise.planning.problem import Problem
-from equipoise.planning.relieve import Ground, relieve
+from equipoise.planning.placing.bound import upper_bounds
+from equipoise.planning.placing.cover import cover
+from equipoise.planning.placing.frontier import LayerPath, Point, hull_along, hull_of, take_steepest
+from equipoise.planning.placing.problem import Problem
+from equipoise.planning.placing.relieve import Ground, relieve
 
 Bools = npt.NDArray[np.bool_]
 Slots = npt.NDArray[np.int32]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.compiled import compiled, part
+from equipoise.planning.placing.compiled import compiled, part
 
 Indices = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
