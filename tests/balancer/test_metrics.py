@@ -198,6 +198,7 @@ def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
         pool.roster.members[hello.worker] = Member(
             hello=hello, last_heard_s=0.0, since_s=0.0, rank=rank, serving=True
         )
+    pool.roster.note_seats()
     loads = PoolLoads(
         epoch=1,
         model=ModelShape(num_layers=num_layers, num_experts=256, num_groups=8, expert_bytes=1),

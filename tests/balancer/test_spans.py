@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from equipoise.balancer.pool.rollouts import Rollouts
 from equipoise.balancer.pool.spans import PoolSpans
+from equipoise.planning.change import steps
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import Persisted, RankLost, RankStaged, RankSwitched
@@ -37,7 +38,7 @@ class Bench:
         self.rollouts = Rollouts(Policy())
 
     def start(self, waves=WAVES):
-        self.rollouts.start(waves, base=BASE, now=0.0)
+        self.rollouts.start(steps(BASE, waves), base=BASE, now=0.0)
         self.spans.follow(self.rollouts)
 
     def handle(self, *events):

@@ -143,6 +143,7 @@ async def test_of_very_many_ranks_those_in_trouble_are_listed(busy):
     for rank in range(4, MAX_RANKS + 40):
         hello = replace(member.hello, worker=f"more-{rank}")
         busy.roster.members[hello.worker] = replace(member, hello=hello, rank=rank)
+    busy.roster.note_seats()
     busy.roster.members["more-290"].gone_reason = "its stream ended"
     pool = json.loads((await state_of(busy).events(""))["pool"])
     assert pool["num_ranks"] == MAX_RANKS + 40

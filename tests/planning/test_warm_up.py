@@ -55,7 +55,7 @@ def test_the_cache_can_be_filled_by_a_program():
 def signatures():
     """What every compiled function of planning was compiled for."""
     found = {}
-    for module in pkgutil.iter_modules(equipoise.planning.__path__, "equipoise.planning."):
+    for module in pkgutil.walk_packages(equipoise.planning.__path__, "equipoise.planning."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if hasattr(value, "nopython_signatures"):
                 found[module.name, name] = [str(known) for known in value.nopython_signatures]

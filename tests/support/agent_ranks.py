@@ -39,6 +39,7 @@ class Rank:
             heartbeat=worker.heartbeat,
             receive=self.receive,
             dropped=lambda *_: None,
+            running=lambda: self.worker.layout,
             ack_timeout_s=1.0,
             backoff_s=0.05,
             max_backoff_s=0.5,

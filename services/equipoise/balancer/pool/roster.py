@@ -111,7 +111,7 @@ class Roster:
             member.rank, member.held = known.rank, known.held
         self.shape = shape or hello
         self.members[hello.worker] = member
-        self._note_seats()
+        self.note_seats()
         return member
 
     def leave(self, worker: str, *, reason: str) -> None:
@@ -144,7 +144,7 @@ class Roster:
             member.lost_reason = member.left_out = None
             member.generation = member.staged_generation = 0
         self.num_ranks = len(ordered)
-        self._note_seats()
+        self.note_seats()
 
     def waiting(self) -> list[Member]:
         """Connected members without a rank."""
@@ -204,7 +204,7 @@ class Roster:
             slots_per_rank=self.shape.slots_per_rank,
         )
 
-    def _note_seats(self) -> None:
+    def note_seats(self) -> None:
         """Remember who sits where: it is asked for at every tick, and changes with membership."""
         members = [member for member in self.members.values() if member.rank is not None]
         seated = self._seated = tuple(sorted(members, key=lambda member: member.rank or 0))
