@@ -1,17 +1,13 @@
 """Ranks in processes of their own, over gloo, against one rank that holds everything."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rank_processes import run_ranks
 
 PROGRAM = Path(__file__).with_name("expert_parallel_rank.py")
-FOLDERS = [Path(__file__).parents[2] / folder for folder in ("model", "kernels", "tests/support")]
-TIMEOUT_S = 120
 GROUP_SIZES = (2, 4)
 NUM_ROWS, TOP_K, NUM_LAYERS, NUM_EXPERTS = 26, 4, 2, 16
 
@@ -26,27 +22,10 @@ def runs(tmp_path_factory):
 def run_group(num_ranks, folder):
     rendezvous = folder / f"rendezvous-{num_ranks}"
     results = [folder / f"result-{num_ranks}-{rank}" for rank in range(num_ranks)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
-        "OMP_NUM_THREADS": "1",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), str(num_ranks), rendezvous, result],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, result in enumerate(results)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    run_ranks(
+        PROGRAM,
+        [(str(rank), str(num_ranks), rendezvous, result) for rank, result in enumerate(results)],
+    )
     return [torch.load(result, weights_only=False) for result in results]
 
 

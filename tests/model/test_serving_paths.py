@@ -1,44 +1,21 @@
 """Every way to serve a text, alone and over ranks, against the logits of transformers."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rank_processes import run_ranks
 from serving_paths import GROUP_SIZES, served_logits, texts
+from small_models import SMALL
 
-from equipoise_model.config import ModelConfig, RopeConfig
+from equipoise_model.config import RopeConfig
 from equipoise_model.dispatch import ExpertParallel
 
 PROGRAM = Path(__file__).with_name("serving_rank.py")
-TESTS = Path(__file__).parents[1]
-ROOMS = [TESTS.parent / "model", TESTS.parent / "kernels", TESTS / "support"]
-TIMEOUT_S = 120
 
-DEFAULT_ROPE = ModelConfig(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    num_hidden_layers=2,
-    first_k_dense_replace=1,
-    num_attention_heads=4,
-    q_lora_rank=32,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=16,
-    v_head_dim=16,
-    n_routed_experts=8,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    max_position_embeddings=256,
-)
+DEFAULT_ROPE = dataclasses.replace(SMALL, num_hidden_layers=2, n_group=1, topk_group=1)
 YARN = RopeConfig(factor=8.0, original_max_position_embeddings=32, mscale=0.707, mscale_all_dim=1.0)
 CONFIGS = {
     "default rope": DEFAULT_ROPE,
@@ -99,30 +76,13 @@ def cases(random_model, hugging_face):
     return made
 
 
-def run_ranks(models, *, folder):
+def logits_of_ranks(models, *, folder):
     """What every rank saw: by its group's size, model and form the logits of its own texts."""
     results = [folder / f"result-{rank}" for rank in range(max(GROUP_SIZES))]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, ROOMS)),
-        "OMP_NUM_THREADS": "1",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), folder / "rendezvous", models, result],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, result in enumerate(results)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    run_ranks(
+        PROGRAM,
+        [(str(rank), folder / "rendezvous", models, result) for rank, result in enumerate(results)],
+    )
     return [torch.load(result) for result in results]
 
 
@@ -136,7 +96,7 @@ def test_however_and_wherever_a_text_is_served_its_logits_are_those_of_transform
             assert_near(ours, case["theirs"][0], of=f"{name}, one rank, rows by {row_block}")
     models = tmp_path / "models"
     torch.save(cases, models)
-    for rank, seen in enumerate(run_ranks(models, folder=tmp_path)):
+    for rank, seen in enumerate(logits_of_ranks(models, folder=tmp_path)):
         assert seen.keys() == {size for size in GROUP_SIZES if rank < size}
         for size, logits in seen.items():
             assert len(logits) == 2 * len(CONFIGS)

@@ -119,7 +119,6 @@ def _application(
     credentials: Credentials,
 ) -> Starlette:
     """All that HTTP clients may ask."""
-    started_s = int(time.time())
     reader = Reader(
         model=model.name,
         tokenizer=model.tokenizer,
@@ -145,9 +144,26 @@ def _application(
         ),
         open_requests=open_requests,
     )
+    completions = Completions(service, read=reader.completion, form=CompletionForm())
+    chats = Completions(service, read=reader.chat, form=ChatForm())
+    return Starlette(
+        routes=[
+            Route("/v1/completions", _BehindKey(completions, model.keys), methods=["POST"]),
+            Route("/v1/chat/completions", _BehindKey(chats, model.keys), methods=["POST"]),
+            *_routes_about(model),
+            *_probes(ranks, open_requests),
+        ],
+        exception_handlers={
+            RequestError: _answer_request_error,
+            HTTPException: _answer_http_error,
+            Exception: _answer_own_fault,
+        },
+    )
 
-    def behind_key(app: ASGIApp) -> ASGIApp:
-        return _BehindKey(app, model.keys)
+
+def _routes_about(model: _Model) -> list[Route]:
+    """What is served, for whoever has a key."""
+    started_s = int(time.time())
 
     async def list_models(_: Request) -> JSONResponse:
         entry = model_object(model.name, created_s=started_s)
@@ -158,8 +174,14 @@ def _application(
             raise UnknownModelError(f"the model {wanted} is not served here, {model.name} is")
         return JSONResponse(model_object(model.name, created_s=started_s))
 
-    completions = Completions(service, read=reader.completion, form=CompletionForm())
-    chats = Completions(service, read=reader.chat, form=ChatForm())
+    return [
+        Route(path, _BehindKey(request_response(answer), model.keys), methods=["GET"])
+        for path, answer in (("/v1/models", list_models), ("/v1/models/{name:path}", tell_model))
+    ]
+
+
+def _probes(ranks: Ranks, open_requests: OpenRequests) -> list[Route]:
+    """How it goes, for anybody: unlike those of `telemetry` with the reason, for clients too."""
 
     async def tell_alive(_: Request) -> JSONResponse:
         return JSONResponse({"status": "alive"})
@@ -170,25 +192,7 @@ def _application(
             return JSONResponse({"status": "not ready", "reason": trouble}, status_code=503)
         return JSONResponse({"status": "ready"})
 
-    return Starlette(
-        routes=[
-            Route("/v1/completions", behind_key(completions), methods=["POST"]),
-            Route("/v1/chat/completions", behind_key(chats), methods=["POST"]),
-            Route("/v1/models", behind_key(request_response(list_models)), methods=["GET"]),
-            Route(
-                "/v1/models/{name:path}",
-                behind_key(request_response(tell_model)),
-                methods=["GET"],
-            ),
-            Route("/healthz", tell_alive),
-            Route("/readyz", tell_ready),
-        ],
-        exception_handlers={
-            RequestError: _answer_request_error,
-            HTTPException: _answer_http_error,
-            Exception: _answer_own_fault,
-        },
-    )
+    return [Route("/healthz", tell_alive), Route("/readyz", tell_ready)]
 
 
 class _BehindKey:

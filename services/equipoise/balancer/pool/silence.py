@@ -2,7 +2,7 @@
 
 from equipoise.balancer.pool.effects import Chain, Effect
 from equipoise.balancer.pool.pool import Pool
-from equipoise.planning.members import alive
+from equipoise.planning.liveness import alive
 from equipoise.planning.rollout import RankLost
 
 

@@ -1,4 +1,4 @@
-from equipoise.planning.members import alive
+from equipoise.planning.liveness import alive
 
 
 def test_a_rank_heard_within_the_bound_counts_and_a_silent_one_does_not():
