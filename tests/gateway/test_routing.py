@@ -58,6 +58,10 @@ def test_a_rank_is_chosen_exactly_when_one_may_be_asked(ranks, avoid, turn):
         assert choice.address in {rank.address for rank in usable(ranks)}
 
 
+def badness(rank, avoid):
+    return (rank.address in avoid, rank.standing, rank.is_crowded, rank.work_tokens)
+
+
 @settings(deadline=None)
 @given(pools, avoided, turns)
 def test_nobody_else_would_be_better(ranks, avoid, turn):
@@ -65,8 +69,7 @@ def test_nobody_else_would_be_better(ranks, avoid, turn):
         return
     best = chosen(ranks, avoid=avoid, turn=turn)
     for other in usable(ranks):
-        ours = (best.address in avoid, best.standing, best.work_tokens)
-        assert ours <= (other.address in avoid, other.standing, other.work_tokens)
+        assert badness(best, avoid) <= badness(other, avoid)
 
 
 @settings(deadline=None)
