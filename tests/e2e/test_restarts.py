@@ -1,13 +1,18 @@
-"""The whole fleet dies at once: what outlives it."""
+"""The balancer dies in every state of a rollout, or the whole fleet at once: what outlives it."""
 
+import asyncio
 import signal
+import statistics
 from contextlib import asynccontextmanager
 
+import doomed
 import grpc
 import numpy as np
 import pytest
-from real_pool import BOUND_S, pool_of, under_load
+from real_pool import BOUND_S, check_tokens, pool_of, under_load, undisturbed_tokens
 
+from equipoise.cli.demo.fleet import FleetError
+from equipoise.planning.rollout import State
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_grpc
 
 pytestmark = pytest.mark.e2e
@@ -21,6 +26,17 @@ async def asking(pool, stub):
         yield stub(channel)
 
 
+async def pin(pool, layout):
+    """Have the pool go to a placement; the balancer may die before it has said that it will."""
+    async with asking(pool, admin_pb2_grpc.AdminStub) as admin:
+        request = admin_pb2.PinRequest(reason="to be rolled out", layout=layout)
+        try:
+            await admin.Pin(request, timeout=BOUND_S, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+
+
 async def average(pool):
     """The slow moving average, a number for every expert of every layer."""
     async with asking(pool, status_pb2_grpc.StatusStub) as status:
@@ -28,6 +44,64 @@ async def average(pool):
             status_pb2.GetLoadsRequest(), timeout=BOUND_S, wait_for_ready=True
         )
     return np.frombuffer(loads.slow_tokens_per_s, "<f8")
+
+
+async def death(pool):
+    """Wait until the balancer has died by itself."""
+    with pytest.raises(FleetError, match="balancer ended by itself with exit status -9"):
+        async with asyncio.timeout(BOUND_S):
+            await pool.fleet.watch()
+    await pool.fleet.stop("balancer")
+
+
+def mirrored(layout):
+    """What the ranks hold, the other way round: every slot of every rank changes."""
+    other = type(layout)()
+    other.CopyFrom(layout)
+    for name, kind in (("expert_of_slot", "<i4"), ("share_of_slot", "<u2")):
+        if held := getattr(layout, name):
+            table = np.frombuffer(held, kind).reshape(layout.num_layers, -1)
+            setattr(other, name, np.ascontiguousarray(table[:, ::-1]).tobytes())
+    return other
+
+
+async def test_whoever_follows_a_balancer_that_died_in_any_state_of_a_rollout_ends_it(tmp_path):
+    undisturbed = undisturbed_tokens()
+    file = tmp_path / "doom"
+    program = (doomed.__file__, str(file))
+    async with (
+        pool_of(*NAMES, folder=tmp_path, slots_per_rank=20) as (pool, first),
+        under_load(first) as traffic,
+    ):
+        await pool.fleet.stop("balancer", with_signal=signal.SIGKILL)
+        await pool.start_balancer(program=program)
+        # From here on only what is pinned is rolled out: the balancer dies of nothing else.
+        await pool.fleet.until_serving("balancer", pool.address, timeout_s=BOUND_S)
+        await pin(pool, await pool.layout())
+        pinned = await pool.until(
+            lambda status: status.hold.at_pin and not status.HasField("rollout")
+        )
+        generation = pinned.generation
+        for state in State:
+            wanted = mirrored(await pool.layout())
+            file.write_text(state)
+            await pin(pool, wanted)
+            await death(pool)
+            file.write_text("")
+            await traffic.until_finished(1)  # Nobody waits for a balancer.
+            await pool.start_balancer(program=program)
+            after = await pool.until(
+                lambda status: (
+                    status.health == status_pb2.POOL_HEALTH_SERVING
+                    and status.hold.at_pin
+                    and status.generation > generation  # noqa: B023 - asked within the turn
+                    and not status.HasField("rollout")
+                )
+            )
+            assert (await pool.layout()).expert_of_slot == wanted.expert_of_slot, state
+            assert after.epoch == first.epoch, "the ranks went on"
+            generation = after.generation
+    check_tokens(traffic, undisturbed)
 
 
 async def test_a_restarted_fleet_keeps_its_layout_and_its_averages(tmp_path):
@@ -51,3 +125,29 @@ async def test_a_restarted_fleet_keeps_its_layout_and_its_averages(tmp_path):
         assert after.generation >= learned.generation
         assert (await pool.layout()).expert_of_slot == layout.expert_of_slot
         assert np.corrcoef(await average(pool), loads)[0, 1] > 0.99
+
+
+@pytest.mark.benchmark
+async def test_no_token_is_late_because_the_balancer_died(tmp_path):
+    async with (
+        pool_of(*NAMES, folder=tmp_path, slots_per_rank=20) as (pool, first),
+        under_load(first) as traffic,
+    ):
+        await traffic.until_finished(12)
+        ratios = []
+        # In turns, so that a machine's other work weighs on both.
+        for _ in range(3):
+            led_s = await late_gap_s(traffic)
+            await pool.fleet.stop("balancer", with_signal=signal.SIGKILL)
+            ratios.append(await late_gap_s(traffic) / led_s)
+            await pool.start_balancer()
+            await pool.serving(*NAMES)
+    print(f"\n99th percentile between tokens, balancer killed to balancer there: {ratios}")
+    assert statistics.median(ratios) <= 1.1
+
+
+async def late_gap_s(traffic):
+    """Seconds between two tokens, of all clients, that one in a hundred exceeds from now on."""
+    begin = len(traffic.times)
+    await traffic.until_finished(12)
+    return float(np.percentile(np.diff(traffic.times[begin:]), 99))

@@ -1,0 +1,39 @@
+"""Runs `equipoise`, and lets it die of SIGKILL when a rollout is in the state that a file names.
+
+`python doomed.py FILE ARGUMENTS...`: while FILE is empty or missing nothing is different. With
+"aborted" a rank's word that it staged is taken for a refusal, because nothing else aborts at will.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from equipoise.cli.main import main
+from equipoise.planning.rollout import RankRefused, RankStaged, Rollout, State
+
+_ON_ENTERING = {State.ABORTED, State.SWITCHED, State.ACTIVE}
+"""States in which it dies before it does anything about them; in the others with the next event."""
+
+
+def doom(file: Path) -> None:
+    """Let the table of rollouts look at the file with every event."""
+    step = Rollout.step
+
+    def doomed_step(rollout, event, *, now):
+        state = file.read_text() if file.exists() else ""
+        if state == State.ABORTED and isinstance(event, RankStaged):
+            event = RankRefused(rank=event.rank, generation=event.generation, reason="doomed")
+        after, commands = step(rollout, event, now=now)
+        looked_at = after if state in _ON_ENTERING else rollout
+        if looked_at.state == state and (after is not rollout or state not in _ON_ENTERING):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return after, commands
+
+    Rollout.step = doomed_step
+
+
+if __name__ == "__main__":
+    doom(Path(sys.argv[1]))
+    sys.argv[1:] = sys.argv[2:]
+    main()
