@@ -28,8 +28,15 @@ from chaos.relay import PROMPT, Relay, forwarding
 from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
 from equipoise.cli.demo.traffic import Prompt
 from equipoise.worker.settings import packaged_checkpoint
+from equipoise_api.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    status_pb2_grpc,
+    worker_link_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from equipoise_api.v1 import status_pb2 as pb
-from equipoise_api.v1 import status_pb2_grpc, worker_link_pb2, worker_pb2, worker_pb2_grpc
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.experts import checksum
 
@@ -37,6 +44,7 @@ WORKERS = tuple(f"worker-{number}" for number in range(NUM_WORKERS))
 SLOTS_PER_RANK = 12
 NUM_CLIENTS = 6
 START_BOUND_S = 180.0
+ORDER_BOUND_S = 30.0
 
 _NEAR, _FAR = "127.0.0.1", "127.0.0.2"
 _POLL_S = 0.1
@@ -170,8 +178,15 @@ class Arena:
     async def verify_experts(self) -> None:
         """Fetch what every slot of the committed layout holds, and tell what is not right.
 
-        A layout that was committed meanwhile is looked at anew: the balancer goes on balancing.
+        The pool is paused as long: it would go on balancing, faster than a busy machine looks.
         """
+        await self._order("Pause", admin_pb2.PauseRequest(reason="experts are looked at"))
+        try:
+            await self._verify()
+        finally:
+            await self._order("Resume", admin_pb2.ResumeRequest(reason="experts were looked at"))
+
+    async def _verify(self) -> None:
         for _ in range(_MAX_VERIFICATIONS):
             status = await self.until(whole, bound_s=START_BOUND_S)
             try:
@@ -211,6 +226,22 @@ class Arena:
                     continue
                 if held.digest() != self._checksums[layer, int(expert)]:
                     yield f"{what} is not the checkpoint's"
+
+    async def _order(
+        self, name: str, request: admin_pb2.PauseRequest | admin_pb2.ResumeRequest
+    ) -> None:
+        """Have the leader carry out an order; one that was carried out already is fine too.
+
+        Raises:
+            TimeoutError: nobody led who answered.
+        """
+        async with asyncio.timeout(ORDER_BOUND_S):
+            while True:
+                stub = admin_pb2_grpc.AdminStub(self._channels[await self.leader()])
+                with suppress(grpc.aio.AioRpcError):
+                    await getattr(stub, name)(request, timeout=5.0)
+                    return
+                await asyncio.sleep(_POLL_S)
 
     async def _committed(self) -> pb.GetLayoutResponse:
         stub = status_pb2_grpc.StatusStub(self._channels[await self.leader()])
