@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from equipoise.balancer.pool.rollouts import Rollouts
 from equipoise.balancer.pool.spans import PoolSpans
-from equipoise.planning.change import steps
+from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import Persisted, RankLost, RankStaged, RankSwitched
@@ -21,9 +21,10 @@ BASE = Layout(
     num_ranks=2,
     expert_of_slot=np.array([[0, 1]], dtype=np.int32),
 )
-WAVES = tuple(
-    BASE.with_placement(np.array([slots], dtype=np.int32), generation=generation)
-    for generation, slots in ((8, [1, 0]), (9, [0, 1]))
+SWAPPED = BASE.with_placement(np.array([[1, 0]], dtype=np.int32), generation=8)
+WAVES = (
+    LayoutChange.between(BASE, SWAPPED),
+    LayoutChange.between(SWAPPED, BASE.with_placement(BASE.expert_of_slot, generation=9)),
 )
 
 
@@ -38,7 +39,7 @@ class Bench:
         self.rollouts = Rollouts(Policy())
 
     def start(self, waves=WAVES):
-        self.rollouts.start(steps(BASE, waves), base=BASE, now=0.0)
+        self.rollouts.start(waves, base=BASE, now=0.0)
         self.spans.follow(self.rollouts)
 
     def handle(self, *events):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.planning.change import LayoutChange
+from equipoise.planning.change import LayoutChange, changes_by_layers, digest
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.shares import whole_shares
@@ -41,12 +41,38 @@ def swapped(layout, *, layers):
     seeds=st.tuples(st.integers(0, 50), st.integers(0, 50)),
     uneven=st.tuples(st.booleans(), st.booleans()),
 )
+@settings(deadline=None)
 def test_a_change_makes_of_its_base_what_it_was_made_from(seeds, uneven):
     base = shuffled(seeds[0], is_uneven=uneven[0], generation=7)
     target = shuffled(seeds[1], is_uneven=uneven[1], generation=9)
     made = LayoutChange.between(base, target).applied_to(base)
     assert made.generation == 9
     assert made.same_placement(target)
+
+
+@given(
+    seeds=st.tuples(st.integers(0, 50), st.integers(0, 50)),
+    uneven=st.tuples(st.booleans(), st.booleans()),
+    batches=st.sampled_from(([[0], [1], [2]], [[2], [0, 1]], [[1, 2, 0]])),
+)
+@settings(deadline=None)
+def test_batches_of_layers_lead_from_layout_to_layout_each_told_by_what_it_changes(
+    seeds, uneven, batches
+):
+    base = shuffled(seeds[0], is_uneven=uneven[0], generation=7)
+    target = shuffled(seeds[1], is_uneven=uneven[1], generation=9)
+    experts, shares, before = base.expert_of_slot.copy(), base.shares().copy(), base
+    told = changes_by_layers(base, target, batches=batches, first_generation=8)
+    for generation, (batch, change) in enumerate(zip(batches, told, strict=True), start=8):
+        experts[batch], shares[batch] = target.expert_of_slot[batch], target.shares()[batch]
+        meant = base.with_placement(experts, generation=generation, share_of_slot=shares)
+        after = change.applied_to(before)
+        assert after.generation == generation
+        assert after.same_placement(meant)
+        assert change.cells.tolist() == LayoutChange.between(before, meant).cells.tolist()
+        before = after
+    assert before.same_placement(target)
+    assert digest(before) == digest(target)
 
 
 def test_only_what_differs_is_told():

@@ -217,19 +217,20 @@ def test_other_shares_are_one_wave_and_moves_bring_theirs_along():
     load = skewed(9, num_experts=28)
     target = layout_of(plan(load, weighted=Weighting.ON, **asked), model, topology)
     sizes = {"expert_bytes": 100, "max_wave_bytes": 100}
-    steps = waves(
-        current,
-        target.expert_of_slot,
-        proposed_shares=target.share_of_slot,
-        first_generation=2,
-        **sizes,
+    target = current.with_placement(
+        target.expert_of_slot, generation=2, share_of_slot=target.share_of_slot
     )
-    assert len(steps) == 2
+    told = waves(current, target, **sizes)
+    assert len(told) == 2
+    steps = [told[0].applied_to(current)]
+    steps.append(told[1].applied_to(steps[0]))
     assert steps[-1].same_placement(target)
     half_way = steps[0].shares()
     changed = (steps[0].expert_of_slot != current.expert_of_slot).any(axis=1)
     np.testing.assert_array_equal(half_way[changed], target.shares()[changed])
     np.testing.assert_array_equal(half_way[~changed], current.shares()[~changed])
-    (alone,) = waves(current, current.expert_of_slot, first_generation=2, **sizes)
+    even = current.with_placement(current.expert_of_slot, generation=2)
+    (change,) = waves(current, even, **sizes)
+    alone = change.applied_to(current)
     assert alone.share_of_slot is None
     np.testing.assert_array_equal(alone.expert_of_slot, current.expert_of_slot)

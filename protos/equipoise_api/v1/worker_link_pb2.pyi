@@ -792,7 +792,8 @@ class LayoutChange(_message.Message):
     every expert evenly, cells that are not named included.
     """
     digest: _builtins.bytes
-    """BLAKE2b-128 of the complete new layout: experts, then shares if they are uneven, as int32
+    """BLAKE2b-128 of the complete new layout: over those of its layers, in order. A layer's is over
+    its experts, and behind them its shares if one of its experts is split unevenly, as int32
     little-endian. Who comes to another one has changed another layout, and refuses.
     """
     def __init__(

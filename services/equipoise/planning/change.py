@@ -4,18 +4,18 @@ A wave changes a few layers of many; who runs the layout before need not hear th
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
+from equipoise.planning.shares import even_shares
 
 DIGEST_BYTES = 16
-"""BLAKE2b-128 over a layout's experts and shares."""
+"""BLAKE2b-128 over those of a layout's layers."""
 
 Cells = npt.NDArray[np.uint32]
 Values = npt.NDArray[np.int32]
@@ -36,22 +36,15 @@ class LayoutChange:
     share_of_cell: Values | None
     digest: bytes
 
-    @classmethod
-    def between(cls, base: Layout, target: Layout) -> "LayoutChange":
+    @staticmethod
+    def between(base: Layout, target: Layout) -> "LayoutChange":
         """What turns `base` into `target`, another layout of the same ranks."""
         assert base.expert_of_slot.shape == target.expert_of_slot.shape, "ranks of one epoch"
-        differs = base.expert_of_slot != target.expert_of_slot
-        if target.share_of_slot is not None:
-            differs = differs | (base.shares() != target.share_of_slot)
-        cells = np.flatnonzero(differs).astype(np.uint32)
-        shares = target.share_of_slot
-        return cls(
-            generation=target.generation,
-            cells=cells,
-            expert_of_cell=target.expert_of_slot.ravel()[cells],
-            share_of_cell=None if shares is None else shares.ravel()[cells],
-            digest=digest(target),
+        every_layer = [list(range(base.num_layers))]
+        (whole,) = changes_by_layers(
+            base, target, batches=every_layer, first_generation=target.generation
         )
+        return whole
 
     def applied_to(self, base: Layout) -> Layout:
         """The whole new layout.
@@ -80,17 +73,68 @@ class LayoutChange:
         return layout
 
 
-def steps(base: Layout, layouts: Sequence[Layout]) -> tuple[LayoutChange, ...]:
-    """Layouts that follow on `base`, each told by what it changes in the one before."""
-    return tuple(
-        LayoutChange.between(before, after) for before, after in pairwise((base, *layouts))
-    )
+def changes_by_layers(
+    base: Layout, target: Layout, *, batches: Iterable[list[int]], first_generation: int
+) -> tuple[LayoutChange, ...]:
+    """From `base` to `target`, layers of one batch after those of the other, a change a batch.
+
+    Each change is told against the layout before it. What it leads to is valid without being made:
+    layers do not know each other, and each of them is one of two valid layouts'. Numbers count from
+    `first_generation`, and layers that no batch names stay as they are in `base`.
+    """
+    digests, target_digests = _digests_of_layers(base), _digests_of_layers(target)
+    uneven, target_uneven = _uneven_layers(base), _uneven_layers(target)
+    moved = base.expert_of_slot != target.expert_of_slot
+    may_be_uneven = bool(uneven.any() or target_uneven.any())
+    shares = target.shares() if may_be_uneven else np.zeros_like(base.expert_of_slot)
+    reshared = (base.shares() != shares) if may_be_uneven else np.zeros_like(moved)
+    made: list[LayoutChange] = []
+    for generation, batch in enumerate(batches, start=first_generation):
+        layers = np.sort(np.array(batch, dtype=np.int64))
+        uneven[layers] = target_uneven[layers]
+        for layer in batch:
+            digests[layer] = target_digests[layer]
+        tells_shares = bool(uneven.any())
+        differs = moved[layers] | reshared[layers] if tells_shares else moved[layers]
+        row, slot = np.nonzero(differs)
+        cells = layers[row] * base.num_slots + slot
+        made.append(
+            LayoutChange(
+                generation=generation,
+                cells=cells.astype(np.uint32),
+                expert_of_cell=target.expert_of_slot.ravel()[cells],
+                share_of_cell=shares.ravel()[cells] if tells_shares else None,
+                digest=_digest(digests),
+            )
+        )
+    return tuple(made)
 
 
 def digest(layout: Layout) -> bytes:
     """16 bytes that tell placements, shares included, apart; generations do not count."""
-    tables = [layout.expert_of_slot]
-    if layout.share_of_slot is not None:
-        tables.append(layout.share_of_slot)
-    told = b"".join(table.astype("<i4", copy=False).tobytes() for table in tables)
-    return hashlib.blake2b(told, digest_size=DIGEST_BYTES).digest()
+    return _digest(_digests_of_layers(layout))
+
+
+def _digest(digests: Iterable[bytes]) -> bytes:
+    return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_BYTES).digest()
+
+
+def _digests_of_layers(layout: Layout) -> list[bytes]:
+    """Of each layer's experts and, if they are uneven, shares: one that stays is told once."""
+    uneven, shares = _uneven_layers(layout), layout.share_of_slot
+    digests: list[bytes] = []
+    for layer, experts in enumerate(layout.expert_of_slot.astype("<i4", copy=False)):
+        told = hashlib.blake2b(experts.tobytes(), digest_size=DIGEST_BYTES)
+        if shares is not None and uneven[layer]:
+            told.update(shares[layer].astype("<i4", copy=False).tobytes())
+        digests.append(told.digest())
+    return digests
+
+
+def _uneven_layers(layout: Layout) -> npt.NDArray[np.bool_]:
+    """Layers, [layers], in which an expert is not split evenly."""
+    if layout.share_of_slot is None:
+        return np.zeros(layout.num_layers, dtype=np.bool_)
+    even = even_shares(layout.expert_of_slot, num_experts=layout.num_experts)
+    uneven: npt.NDArray[np.bool_] = (layout.share_of_slot != even).any(axis=1)
+    return uneven

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.planning.balance import balancedness, layout_loads
+from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load
 from equipoise.planning.moves import waves
@@ -14,14 +15,15 @@ from equipoise.planning.topology import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Given:
-    """A chain of layouts that ends in the one wanted, and what it changes.
+    """A chain of changes that ends in the layout wanted, and what it changes.
 
-    `waves` are complete and valid, one generation each; there is none if nothing moves. `moves`
+    `waves` lead from valid layout to valid layout, a generation each; there is none if nothing
+    moves. `moves`
     counts the slots that change, `bytes` what they cost. Both balancednesses are what the latest
     window's load makes of a layout; 1.0 where there was no load.
     """
 
-    waves: tuple[Layout, ...]
+    waves: tuple[LayoutChange, ...]
     moves: int
     bytes: int
     balancedness_current: float
@@ -48,9 +50,11 @@ def propose_given(
     return Given(
         waves=waves(
             current,
-            target.expert_of_slot,
-            proposed_shares=target.share_of_slot,
-            first_generation=first_generation,
+            current.with_placement(
+                target.expert_of_slot,
+                generation=first_generation,
+                share_of_slot=target.share_of_slot,
+            ),
             expert_bytes=model.expert_bytes,
             max_wave_bytes=policy.max_wave_bytes,
         ),

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from equipoise.planning.change import LayoutChange, changes_by_layers
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
-from equipoise.planning.shares import ShareTable
 from equipoise.planning.topology import Topology
 
 CHECKSUM_BYTES = 16
@@ -95,47 +95,29 @@ def moves_into(
 
 def waves(
     current: Layout,
-    proposed: ExpertTable,
+    target: Layout,
     *,
-    first_generation: int,
     expert_bytes: int,
     max_wave_bytes: int,
     gain_of_layer: Load | None = None,
-    proposed_shares: ShareTable | None = None,
-) -> tuple[Layout, ...]:
-    """Cut a change into layouts, each valid and complete, that differ in a few layers only.
+) -> tuple[LayoutChange, ...]:
+    """Cut a change into steps that lead from valid layout to valid layout, a few layers each.
 
     A wave takes whole layers as long as no rank stages more than `max_wave_bytes`, but at least
     one. Layers that do not change are in no wave; a change of shares is one, though it stages
     nothing. The first layers are those that gain most by `gain_of_layer`, [layers] in any unit, or
-    else those with the lowest index. Generations count from `first_generation`; the last layout
-    places experts as `proposed`.
-
-    Raises:
-        InvalidLayoutError: `proposed` is not a valid table for the pool of `current`.
+    else those with the lowest index. Generations count from that of `target`; the last wave leads
+    to its placement.
     """
-    target = current.with_placement(
-        proposed, generation=first_generation, share_of_slot=proposed_shares
-    )
     moved = current.expert_of_slot != target.expert_of_slot
     is_even = current.share_of_slot is None and target.share_of_slot is None
     changes = moved if is_even else moved | (current.shares() != target.shares())
     moves_of_rank = np.add.reduceat(moved.astype(np.int64), current.first_slot[:-1], axis=1)
     priority = np.zeros(current.num_layers) if gain_of_layer is None else -gain_of_layer
-    layers = [
-        layer for layer in np.argsort(priority, kind="stable").tolist() if changes[layer].any()
-    ]
-    most_moves = max_wave_bytes // expert_bytes
-    table = current.expert_of_slot.copy()
-    shares = None if is_even else current.shares().copy()
-    steps: list[Layout] = []
-    for wave in _batches(layers, moves_of_rank, most_moves=most_moves):
-        table[wave] = target.expert_of_slot[wave]
-        if shares is not None:
-            shares[wave] = target.shares()[wave]
-        generation = first_generation + len(steps)
-        steps.append(current.with_placement(table, generation=generation, share_of_slot=shares))
-    return tuple(steps)
+    is_changed = changes.any(axis=1)
+    layers = [layer for layer in np.argsort(priority, kind="stable").tolist() if is_changed[layer]]
+    batches = _batches(layers, moves_of_rank, most_moves=max_wave_bytes // expert_bytes)
+    return changes_by_layers(current, target, batches=batches, first_generation=target.generation)
 
 
 def _holders(held: npt.NDArray[np.int32], layout: Layout) -> list[list[int]]:

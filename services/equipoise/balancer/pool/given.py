@@ -3,7 +3,6 @@
 from equipoise.balancer.pool.effects import Chain, WriteDecision
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.store.store import DecisionRecord
-from equipoise.planning.change import steps
 from equipoise.planning.given import propose_given
 from equipoise.planning.layout import Layout
 
@@ -42,5 +41,5 @@ def adopt_given(pool: Pool, target: Layout, *, algorithm: str, reason: str, now:
         shift_detected=False,
     )
     pool.verdict = decision
-    started = pool.rollouts.start(steps(current, given.waves), base=current, now=now)
+    started = pool.rollouts.start(given.waves, base=current, now=now)
     return (*pool.obey(started), WriteDecision(record=decision))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from equipoise.planning.balance import balancedness_per_layer, layout_loads
-from equipoise.planning.change import LayoutChange, steps
+from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, Shift
 from equipoise.planning.moves import waves
@@ -98,13 +98,10 @@ def _waves(request: ProposalRequest, planned: Plan) -> tuple[LayoutChange, ...]:
         balancedness_per_layer(layout_loads(layout, request.window))
         for layout in (request.current, target)
     )
-    layouts = waves(
+    return waves(
         request.current,
-        planned.expert_of_slot,
-        proposed_shares=planned.share_of_slot,
-        first_generation=request.first_generation,
+        target,
         expert_bytes=request.model.expert_bytes,
         max_wave_bytes=request.policy.wave_bytes(request.model.expert_bytes),
         gain_of_layer=after - before,
     )
-    return steps(request.current, layouts)
