@@ -141,7 +141,7 @@ def test_ranks_that_reported_for_different_spans_are_compared_by_the_step():
     assert window.balancedness == pytest.approx(1.0)
 
 
-def test_a_shift_makes_the_slow_average_forget_and_the_next_window_once_more():
+def test_a_shift_makes_both_averages_forget_and_the_next_window_once_more():
     loads = make_loads()
     ranks = Ranks(loads)
     for number in range(1, 7):
@@ -152,12 +152,32 @@ def test_a_shift_makes_the_slow_average_forget_and_the_next_window_once_more():
     mixed = close(loads, number=7, now=70.0)
     assert mixed.shift.detected
     assert loads.slow.per_second() == pytest.approx(mixed.load / 10.0)
+    # Nobody asks anything for a while, which says nothing about where traffic goes.
+    close(loads, number=8, now=70.5)
     ranks.receive(SECOND_HALF)
-    pure = close(loads, number=8, now=80.0)
+    assert not close(loads, number=9, now=80.5).shift.detected
     assert loads.slow.per_second() == pytest.approx(SECOND_HALF / 10.0)
+    assert loads.fast.per_second() == pytest.approx(SECOND_HALF / 10.0)
     ranks.receive(SECOND_HALF)
-    assert not close(loads, number=9, now=90.0).shift.detected
-    assert pure.number == 8
+    assert not close(loads, number=10, now=90.5).shift.detected
+
+
+@pytest.mark.parametrize("lie", [0.0, 1e6], ids=["a shift", "a report that lied"])
+def test_what_happened_once_is_a_shift_once_and_not_for_half_lives(lie):
+    """Windows are shorter than the fast half-life, so what was is long in both averages."""
+    policy = replace(POLICY, interval_s=2.0, fast_half_life_s=5.0, slow_half_life_s=60.0)
+    loads, chance = make_loads(policy=policy), np.random.default_rng(1)
+    ranks = Ranks(loads)
+    shifts = []
+    for number in range(1, 41):
+        traffic = SECOND_HALF if number > 20 and not lie else FIRST_HALF
+        ranks.receive(chance.poisson(traffic / 4) + (lie * np.eye(2, 8) if number == 20 else 0.0))
+        shifts.append(close(loads, number=number, now=2.0 * number).shift.detected)
+    # A lie is one shift there and one back.
+    assert 1 <= sum(shifts) <= 2
+    assert not any(shifts[:19])
+    late = loads.slow.per_second()
+    assert late == pytest.approx(traffic / 8, abs=10.0)
 
 
 def test_steady_traffic_is_averaged_exactly_and_never_a_shift():

@@ -347,6 +347,28 @@ async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_refuse
     assert "has at most" in kinds["link_size"].latest
 
 
+async def test_bytes_that_are_no_message_end_the_stream_and_are_counted(tmp_path, hello_of):
+    async with (
+        balancer(tmp_path) as address,
+        Credentials().channel(address) as channel,
+    ):
+        connect = channel.stream_stream("/equipoise_api.v1.WorkerLink/Connect")
+        answer = worker_link_pb2.ConnectResponse.FromString
+        stranger = connect()
+        await stranger.write(b"\xff\xff")
+        rejection = answer(await stranger.read()).rejection
+        assert "2 bytes are no message" in rejection.reason
+        assert not rejection.fatal, "the next try may be whole"
+        worker = connect()
+        await worker.write(to_balancer(hello_of("worker-0")).SerializeToString())
+        await worker.write(b"\xff\xff")
+        async with asyncio.timeout(WAIT_S):
+            while await worker.read() is not grpc.aio.EOF:
+                pass
+        kinds = await until_refused(status_pb2_grpc.StatusStub(channel), {"link_bytes"})
+    assert "worker worker-0: 2 bytes are no message" in kinds["link_bytes"].latest
+
+
 async def until_refused(status, kinds):
     """The pool's refusals by kind, once all of these are among them."""
     async with asyncio.timeout(WAIT_S):

@@ -58,7 +58,7 @@ class Averages(Section):
 
     shift_threshold: Annotated[float, number("shift_threshold", "share")] = DEFAULTS.shift_threshold
     """Share of the tokens that must go elsewhere, beyond chance, to count as a shift of traffic:
-    then the slow average starts anew and no cooldown holds. Higher if shifts are seen where there
+    then averages start anew and no cooldown holds. Higher if shifts are seen where there
     are none."""
 
 

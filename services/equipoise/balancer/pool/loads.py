@@ -153,10 +153,10 @@ class PoolLoads:
     def close_window(self, *, number: int, generation: int, now: float) -> ClosedWindow:
         """Close the window under its number, fold it into both averages, and look for a shift.
 
-        When traffic shifted, the slow average forgets what came before this window: it would take
-        half-lives to believe what the fast one knows already. A shift falls somewhere into a
-        window, so that window is a mixture; the one after it is the first that is pure, and what
-        came before is forgotten once more.
+        When traffic shifted, both averages forget what came before this window: they would take
+        half-lives to believe it, and each window of those would be a shift of its own, planned for
+        by itself alone. A shift falls somewhere into a window, so that window is a mixture; the
+        one after it is the first that is pure, and what came before is forgotten once more.
         """
         load = self._window.close(now=now)
         self.fast = self.fast.fold(load.tokens_of_expert, now=now)
@@ -167,11 +167,14 @@ class PoolLoads:
             tokens=load.tokens_per_layer,
             threshold=self._policy.shift_threshold,
         )
-        if shift.detected or self._shifted_before:
-            self.slow = self.slow.restarted(
-                load.tokens_of_expert, duration_s=load.duration_s, now=now
+        forgetting = shift.detected or self._shifted_before
+        if forgetting and load.tokens_per_layer:
+            self.fast, self.slow = (
+                average.restarted(load.tokens_of_expert, duration_s=load.duration_s, now=now)
+                for average in (self.fast, self.slow)
             )
-        self._shifted_before = shift.detected
+            forgetting = shift.detected
+        self._shifted_before = forgetting
         closed = self._closed(load, shift, number=number, generation=generation, now=now)
         self._open_next(generation=generation, now=now)
         return closed

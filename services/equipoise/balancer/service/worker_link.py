@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.pool.mailbox import Mailbox
@@ -28,8 +29,10 @@ HELLO_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 1.0
 """Seconds the last messages of a stream may take to leave."""
 
-_Requests = AsyncIterator[pb.ConnectRequest]
-_Context = grpc.aio.ServicerContext[pb.ConnectRequest, bytes]
+_UNREADABLE = "link_bytes"
+
+_Requests = AsyncIterator[bytes]
+_Context = grpc.aio.ServicerContext[bytes, bytes]
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WorkerLink"]
 
@@ -47,10 +50,11 @@ class WorkerLinkService:
         self._caller = caller
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """What a server serves the link by: the contract's, but answers are bytes already."""
-        connect = grpc.stream_stream_rpc_method_handler(
-            self.connect, request_deserializer=pb.ConnectRequest.FromString
-        )
+        """What a server serves the link by: the contract's, but in bytes.
+
+        Answers are encoded for many at once, and bytes that are no message are a worker's fault.
+        """
+        connect = grpc.stream_stream_rpc_method_handler(self.connect)
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, {"Connect": connect})
 
     # A coroutine that writes, not a generator: its clean-up runs the moment it is cancelled.
@@ -65,7 +69,9 @@ class WorkerLinkService:
                 return
             runner = await self._admit(pools, hello, mailbox, caller=self._caller(context))
         except (InvalidMessageError, RefusedWorkerError) as error:
-            await context.write(_alone(Rejection(reason=str(error), fatal=True)))
+            # What a network has broken may be whole the next time.
+            fatal = error.kind != _UNREADABLE
+            await context.write(_alone(Rejection(reason=str(error), fatal=fatal)))
             return
         reason = "its stream was cut"
         try:
@@ -77,7 +83,7 @@ class WorkerLinkService:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await anext(requests)
-            hello = from_worker(first, hello=None)
+            hello = from_worker(_message(first), hello=None)
         except (TimeoutError, StopAsyncIteration):
             raise InvalidMessageError(
                 "hello_missing", f"a stream must say Hello within {HELLO_TIMEOUT_S:g} s"
@@ -133,12 +139,15 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
     try:
         async for request in requests:
             try:
-                _check_message(request, hello, pace)
-                value = from_worker(request, hello=hello)
+                _check_pace_and_size(request, hello, pace)
+                value = from_worker(_message(request), hello=hello)
                 runner.receive(hello.worker, mailbox, value)
             except (InvalidMessageError, InvalidReportError) as error:
                 text = f"worker {hello.worker}: {error}"
                 runner.refuse(hello.worker, kind=error.kind, reason=text)
+                if error.kind == _UNREADABLE:
+                    # Whatever it was is lost: a new stream begins with all that matters.
+                    return "what came from it was no message"
                 continue
             if isinstance(value, Leaving):
                 reason = f"it left: {value.reason}"
@@ -159,7 +168,23 @@ def _check_identity(caller: Caller, hello: Hello) -> None:
         )
 
 
-def _check_message(request: pb.ConnectRequest, hello: Hello, pace: Pace) -> None:
+def _message(request: bytes) -> pb.ConnectRequest:
+    """The contract's message in these bytes.
+
+    Raises:
+        InvalidMessageError: "link_bytes".
+    """
+    try:
+        return pb.ConnectRequest.FromString(request)
+    except DecodeError:
+        raise InvalidMessageError(
+            _UNREADABLE,
+            f"{len(request)} bytes are no message of the worker link: something on the way changes "
+            "them, or speaks another protocol",
+        ) from None
+
+
+def _check_pace_and_size(request: bytes, hello: Hello, pace: Pace) -> None:
     """Refuse what no worker of that shape says, and more than one that works well says.
 
     Raises:
@@ -170,7 +195,7 @@ def _check_message(request: pb.ConnectRequest, hello: Hello, pace: Pace) -> None
             "link_rate",
             f"more than {pace.per_s:g} messages a second: the one above that is dropped",
         )
-    size, most = request.ByteSize(), max_message_bytes(hello)
+    size, most = len(request), max_message_bytes(hello)
     if size > most:
         raise InvalidMessageError(
             "link_size",
