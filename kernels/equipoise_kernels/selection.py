@@ -31,7 +31,8 @@ VARIABLE = "EQUIPOISE_KERNELS"
 AUTO = "auto"
 REFERENCE = "reference"
 
-# Backends of each operation, best first. Libraries win large dense products, Triton all the rest.
+# Backends of each operation, best first. Libraries win large dense products, Triton nearly all the
+# rest. FlashInfer plans every step on the host, so it is for who asks for it.
 OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "group_quant": ("triton", REFERENCE),
@@ -47,7 +48,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "permute": ("triton", REFERENCE),
         "combine": ("triton", REFERENCE),
         "latent_write": ("triton", REFERENCE),
-        "mla_decode": ("triton", REFERENCE),
+        "mla_decode": ("flash_mla", "triton", "flashinfer", REFERENCE),
     }
 )
 
@@ -133,6 +134,31 @@ def agreed(selections: Sequence[Selection]) -> Selection:
     )
 
 
+def without(selection: Selection, reasons: Mapping[str, str]) -> Selection:
+    """The choice if some backends are left out: reasons by "operation=backend".
+
+    Raises:
+        KernelsUnavailableError: nothing is left for an operation, as its only backend was asked for
+            by name.
+    """
+    possible = {
+        operation: tuple(name for name in names if f"{operation}={name}" not in reasons)
+        for operation, names in selection.possible.items()
+    }
+    for operation, names in possible.items():
+        if not names:
+            (lost,) = selection.possible[operation]
+            raise KernelsUnavailableError(
+                f"{operation} cannot run on {lost}, because {reasons[f'{operation}={lost}']}; set "
+                f"{VARIABLE}={AUTO} to use what can"
+            )
+    return Selection(
+        backends={operation: names[0] for operation, names in possible.items()},
+        possible=possible,
+        obstacles={**selection.obstacles, **reasons},
+    )
+
+
 class Process:
     """The choice of this process: made at the first use, or given by `adopt`."""
 
@@ -159,6 +185,18 @@ class Process:
     def resolved(cls) -> Selection:
         """What this process can run by itself, whatever was adopted since: to agree from anew."""
         return cls._resolved or cls.selection()
+
+    @classmethod
+    def leave_out(cls, reasons: Mapping[str, str]) -> None:
+        """Never use some backends here, because of what is computed: see `without`.
+
+        To be called before ranks agree.
+
+        Raises:
+            KernelsUnavailableError: one of them was asked for by name.
+        """
+        cls._resolved = without(cls.resolved(), reasons)
+        cls.adopt(cls._resolved)
 
     @classmethod
     def in_use(cls) -> str:

@@ -18,6 +18,7 @@ from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.all_to_all.window import virtual_windows
 from equipoise_kernels.attention import latent_write, mla_decode
+from equipoise_kernels.attention import libraries as attention_libraries
 from equipoise_kernels.attention.latents import PlainLatents
 from equipoise_kernels.formats import (
     CODE,
@@ -43,6 +44,8 @@ _LIBRARIES: Mapping[str, Callable[[], str | None]] = {
     "scaled_mm": libraries.scaled_mm_obstacle,
     "deep_gemm": libraries.deep_gemm_obstacle,
     "deep_ep": deep_ep.deep_ep_obstacle,
+    "flash_mla": attention_libraries.flash_mla_obstacle,
+    "flashinfer": attention_libraries.flashinfer_obstacle,
 }
 
 
@@ -281,21 +284,28 @@ def _latent_write(backend: str) -> Tensor:
 
 
 def _mla_decode(backend: str) -> Tensor:
-    lengths = torch.tensor([19, 0], dtype=torch.int32, device=_device())
-    tables = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32, device=_device())
-    out = mla_decode.Attended(
-        out_BHR=_random(2, 4, 512), lse_BH=torch.empty(2, 4, device=_device())
-    )
+    """Queries of two blocks, of none, of one, of a block that does not exist, and of too many.
+
+    Blocks have as many positions as FlashMLA takes; those that nobody may see are NaN.
+    """
+    device, nan = _device(), float("nan")
+    latents_BPC = _random(4, attention_libraries.FLASH_MLA_BLOCK, 576, seed=2)
+    latents_BPC[1, 19:] = nan
+    out = mla_decode.Attended(out_BHR=_random(5, 4, 512), lse_BH=torch.empty(5, 4, device=device))
     mla_decode.BACKENDS[backend](
-        _random(2, 4, 576, seed=1),
-        PlainLatents(latents_BPC=_random(4, 16, 576, seed=2), rank=512),
-        tables_BS=tables,
-        lengths_B=lengths,
+        _random(5, 4, 576, seed=1),
+        PlainLatents(latents_BPC=latents_BPC, rank=512),
+        tables_BS=torch.tensor(
+            [[3, 1], [9, -1], [0, 900], [4, 2], [0, 2]], dtype=torch.int32, device=device
+        ),
+        lengths_B=torch.tensor([83, 0, 64, 1, 129], dtype=torch.int32, device=device),
         scale=0.05,
         tokens_per_split=None,
         out=out,
     )
-    return out.out_BHR
+    # Numbers of about the others' size: neither a wrong number nor a wrong NaN is lost beside them.
+    both = torch.cat([out.out_BHR.float(), out.lse_BH.unsqueeze(2)], dim=2)
+    return both.nan_to_num(nan=0.25, neginf=-0.25)
 
 
 _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {

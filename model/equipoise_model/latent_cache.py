@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from equipoise_kernels.attention.latents import Latents, PlainLatents, QuantizedLatents
+from equipoise_kernels.formats import CODE, GROUP
 from equipoise_model.config import ModelConfig
 
 BLOCK_TOKENS = 16
-"""Positions of a block."""
+"""Positions of a block, unless attention's backend wants others: requests share whole blocks."""
 
 # Positions that the first queries of a sequence attend to in the row-block form; later ones
 # attend to a power of two times as many.
@@ -23,7 +25,7 @@ _SHORTEST_STRETCH = 64
 
 
 class LatentCache:
-    """Blocks of `BLOCK_TOKENS` positions, and for every decoder layer a latent at each.
+    """Blocks of `block_tokens` positions, and for every decoder layer a latent at each.
 
     A block belongs to one sequence at a time, or to several that begin alike. Blocks are never
     cleared: a position is seen only by queries at or after it, and it is written before they run,
@@ -36,6 +38,9 @@ class LatentCache:
         mtp: whether to keep latents of the multi-token-prediction modules too.
         dtype: the model's compute dtype.
         device: where the model is.
+        block_tokens: positions of a block, a power of two.
+        fp8: whether to keep latents in FP8, as the kernels' `QuantizedLatents`; for the model in
+            FP8 only, and for `kv_lora_rank` in whole groups.
     """
 
     def __init__(
@@ -47,30 +52,54 @@ class LatentCache:
         mtp: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        block_tokens: int = BLOCK_TOKENS,
+        fp8: bool = False,
     ) -> None:
-        assert num_blocks >= blocks_for(max_len)
+        assert num_blocks >= blocks_for(max_len, block_tokens=block_tokens)
         assert 1 <= max_len <= config.max_position_embeddings
         self.num_blocks = num_blocks
         self.max_len = max_len
+        self.block_tokens = block_tokens
+        self._rank = config.kv_lora_rank
         num_layers = config.num_hidden_layers + mtp * config.num_nextn_predict_layers
         # The last block is nobody's and stays zero: what short sequences read beyond their end.
         # A masked position weighs nothing, but 0 x NaN is NaN.
-        shape = (num_layers, num_blocks + 1, BLOCK_TOKENS, config.latent_dim)
-        self._latents_LBPC = torch.zeros(shape, dtype=dtype, device=device)
+        places = (num_layers, num_blocks + 1, block_tokens)
+        kinds: tuple[tuple[int, torch.dtype], ...] = ((config.latent_dim, dtype),)
+        if fp8:
+            assert self._rank % GROUP == 0
+            kinds = (
+                (self._rank, CODE),
+                (self._rank // GROUP, torch.float32),
+                (config.qk_rope_head_dim, torch.bfloat16),
+            )
+        self._stores = tuple(
+            torch.zeros((*places, width), dtype=kind, device=device) for width, kind in kinds
+        )
 
     @property
     def bytes_per_token(self) -> int:
         """Memory of one position in all layers."""
-        num_layers, _, _, latent_dim = self._latents_LBPC.shape
-        return num_layers * latent_dim * self._latents_LBPC.element_size()
+        return sum(
+            store.shape[0] * store.shape[-1] * store.element_size() for store in self._stores
+        )
 
-    def latents(self, layer: int) -> Tensor:
-        """One layer's blocks, nobody's the last: [num_blocks + 1, BLOCK_TOKENS, C]."""
-        return self._latents_LBPC[layer]
+    def latents(self, layer: int) -> Latents:
+        """One layer's blocks as kernels see them; nobody's is the last."""
+        if len(self._stores) == 1:
+            return PlainLatents(latents_BPC=self._stores[0][layer], rank=self._rank)
+        codes_BPR, scales_BPG, rotary_BPP = (store[layer] for store in self._stores)
+        return QuantizedLatents(codes_BPR=codes_BPR, scales_BPG=scales_BPG, rotary_BPP=rotary_BPP)
+
+    @property
+    def _plain_latents(self) -> Tensor:
+        """All latents as they are, [layers, num_blocks + 1, block_tokens, C]."""
+        (latents_LBPC,) = self._stores
+        return latents_LBPC
 
     def fill(self, generator: torch.Generator) -> None:
         """Overwrite all blocks with noise, for trying a model out before it serves."""
-        self._latents_LBPC[:, : self.num_blocks].normal_(generator=generator)
+        self._plain_latents[:, : self.num_blocks].normal_(generator=generator)
 
     def begin_step(
         self,
@@ -94,10 +123,10 @@ class LatentCache:
         """
         sequences, positions = sequences_T.tolist(), positions_T.tolist()
         assert all(0 <= position < self.max_len for position in positions)
-        device = self._latents_LBPC.device
+        device = self._plain_latents.device
         positions_T = positions_T.to(device)
         blocks_of = [
-            block_tables[sequence][position // BLOCK_TOKENS]
+            block_tables[sequence][position // self.block_tokens]
             for sequence, position in zip(sequences, positions, strict=True)
         ]
         assert all(0 <= block < self.num_blocks for block in blocks_of)
@@ -120,16 +149,16 @@ class LatentCache:
             )
         blocks_T = torch.tensor(blocks_of, dtype=torch.int64, device=device)
         return CacheStep(
-            latents_LBPC=self._latents_LBPC,
-            written_T=blocks_T * BLOCK_TOKENS + positions_T % BLOCK_TOKENS,
+            latents_LBPC=self._plain_latents,
+            written_T=blocks_T * self.block_tokens + positions_T % self.block_tokens,
             groups=tuple(groups),
         )
 
     def _stretch_tables(self, tables: Sequence[Sequence[int]], *, length: int) -> Tensor:
         """The blocks that hold the first `length` positions, nobody's where there are none."""
-        size = blocks_for(length)
+        size = blocks_for(length, block_tokens=self.block_tokens)
         padded = [[*table[:size], *[self.num_blocks] * (size - len(table))] for table in tables]
-        return torch.tensor(padded, dtype=torch.int64, device=self._latents_LBPC.device)
+        return torch.tensor(padded, dtype=torch.int64, device=self._plain_latents.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -166,13 +195,13 @@ class CacheStep:
         """Copies of the group's latents, positions after its queries too: [B, length, C]."""
         num_tables, num_blocks = group.blocks_BS.shape
         read_NPC = self.latents_LBPC[layer].index_select(0, group.blocks_BS.flatten())
-        read_BLC = read_NPC.view(num_tables, num_blocks * BLOCK_TOKENS, -1)
+        read_BLC = read_NPC.view(num_tables, num_blocks * read_NPC.shape[1], -1)
         return read_BLC[:, : group.length]
 
 
-def blocks_for(num_tokens: int) -> int:
+def blocks_for(num_tokens: int, *, block_tokens: int = BLOCK_TOKENS) -> int:
     """Blocks that hold so many positions."""
-    return -(-num_tokens // BLOCK_TOKENS)
+    return -(-num_tokens // block_tokens)
 
 
 def stretches(max_len: int) -> Iterator[range]:

@@ -12,10 +12,12 @@ from typing import Self
 import torch
 
 from equipoise_kernels import selection
+from equipoise_kernels.attention.libraries import FLASH_MLA, FLASH_MLA_BLOCK, LatentShape, misfit
 from equipoise_kernels.errors import KernelsUnavailableError
+from equipoise_kernels.formats import GROUP
 from equipoise_kernels.jit import is_interpreting
 from equipoise_model.config import Fp8Config, ModelConfig
-from equipoise_model.latent_cache import LatentCache
+from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache
 from equipoise_model.suite.graphs import DecodeGraphs
 from equipoise_model.suite.transformer import Fp8Transformer, obstacle
 from equipoise_model.transformer import Transformer
@@ -29,6 +31,7 @@ _TORCH = "torch"
 
 # What decides: where it falls to the torch twin, FP8 is slower than BF16 in torch.
 _CORE = "grouped_gemm"
+_ATTENTION = "mla_decode"
 
 
 class OperationsError(ValueError):
@@ -37,38 +40,59 @@ class OperationsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """On `device`: by torch, or with `fp8` set on the kernel suite, in that kind of FP8."""
+    """On `device`: by torch, or with `fp8` set on the kernel suite, in that kind of FP8.
+
+    `fp8_latents` says whether latents are kept in FP8 too, `block_tokens` in blocks of how many.
+    """
 
     device: torch.device
     fp8: Fp8Config | None
+    fp8_latents: bool = False
+    block_tokens: int = BLOCK_TOKENS
 
     @classmethod
     def choose(
-        cls, wanted: str, *, config: ModelConfig, device: torch.device, batch_invariant: bool
+        cls,
+        wanted: str,
+        *,
+        config: ModelConfig,
+        device: torch.device,
+        batch_invariant: bool,
+        latents: str = BF16,
+        block_tokens: int = 0,
     ) -> Self:
         """What `auto`, `bf16` or `fp8` means for a checkpoint's config, as it is stored.
 
         `auto` is FP8 where the checkpoint is, on a GPU whose kernels are the suite's, unless the
-        batch-invariant form is wanted, which is torch's.
+        batch-invariant form is wanted, which is torch's. `latents` are `bf16` (the model's compute
+        dtype) or `fp8`. `block_tokens` of 0 is what the best backend of attention wants.
 
         Raises:
             OperationsError: there is no such choice, or it cannot be had here.
         """
-        if wanted not in (AUTO, BF16, FP8):
-            raise OperationsError(f"{wanted!r} is none of auto, bf16 and fp8")
-        reason = obstacle(config)
-        if batch_invariant:
-            reason = "batch-invariant mode has its own arithmetic: turn it off, or choose bf16"
-        if wanted == FP8 and reason:
-            raise OperationsError(f"FP8 cannot be had: {reason}")
-        try:
-            if wanted == FP8 or (wanted == AUTO and not reason and _pays(config, device)):
-                if not _always_twins(device):
-                    selection.Process.selection()
-                return cls(device=device, fp8=config.quantization_config or Fp8Config())
-        except KernelsUnavailableError as error:
-            raise OperationsError(str(error)) from error
-        return cls(device=device, fp8=None)
+        fp8 = _weights(wanted, config=config, device=device, batch_invariant=batch_invariant)
+        if latents not in (BF16, FP8):
+            raise OperationsError(f"latents {latents!r} are neither bf16 nor fp8")
+        if latents == FP8 and fp8 is None:
+            raise OperationsError("latents in FP8 need the model in FP8: choose weights fp8 too")
+        if latents == FP8 and config.kv_lora_rank % GROUP != 0:
+            raise OperationsError(
+                f"latents in FP8 cannot be had: kv_lora_rank is {config.kv_lora_rank}, no multiple "
+                f"of {GROUP}"
+            )
+        if fp8 is not None and not _always_twins(device):
+            try:
+                block_tokens = _fit_attention(
+                    config, block_tokens=block_tokens, quantized=latents == FP8
+                )
+            except KernelsUnavailableError as error:
+                raise OperationsError(str(error)) from error
+        return cls(
+            device=device,
+            fp8=fp8,
+            fp8_latents=latents == FP8,
+            block_tokens=block_tokens or BLOCK_TOKENS,
+        )
 
     @property
     def kernels(self) -> str:
@@ -76,27 +100,31 @@ class Operations:
         if self.fp8 is None:
             return _TORCH
         if _always_twins(self.device):
-            return selection.REFERENCE
+            return ", ".join([selection.REFERENCE, *self._kind_of_latents])
         backends = selection.Process.selection().backends
         names = sorted(backends.values())
         common = max(names, key=names.count)
         others = (f"{operation}={name}" for operation, name in backends.items() if name != common)
-        return ", ".join([common, *others])
+        return ", ".join([common, *others, *self._kind_of_latents])
 
     @property
     def backends(self) -> tuple[str, ...]:
         """All that could compute, "operation=backend|backend" each; ranks must share one each."""
-        if self.fp8 is None or _always_twins(self.device):
-            return (f"model={self.kernels}",)
+        if self.fp8 is None:
+            return (f"model={_TORCH}",)
+        if _always_twins(self.device):
+            return (f"model={selection.REFERENCE}", *self._kind_of_latents)
         possible = selection.Process.resolved().possible
-        return tuple(f"{operation}={'|'.join(names)}" for operation, names in possible.items())
+        told = (f"{operation}={'|'.join(names)}" for operation, names in possible.items())
+        return (*told, *self._kind_of_latents)
 
     @property
     def told(self) -> str:
         """What the ranks of a pool tell each other when they meet."""
         if self.fp8 is None or _always_twins(self.device):
             return self.kernels
-        return json.dumps(asdict(selection.Process.resolved()), sort_keys=True)
+        own = asdict(selection.Process.resolved())
+        return json.dumps(own | {"latents": self._kind_of_latents}, sort_keys=True)
 
     def hear(self, told: Sequence[str]) -> None:
         """Compute with what all ranks can, given what each told: they must not differ in bits.
@@ -114,6 +142,10 @@ class Operations:
             raise OperationsError(
                 f"ranks do not compute alike ({', '.join(others)} and more): give all of them the "
                 f"same weights, device and {selection.VARIABLE}"
+            )
+        if len({str(json.loads(word)["latents"]) for word in words}) > 1:
+            raise OperationsError(
+                "some ranks keep latents in FP8 and some do not: give all of them the same latents"
             )
         try:
             selection.Process.adopt(selection.agreed([_selection(word) for word in sorted(words)]))
@@ -157,7 +189,56 @@ class Operations:
             mtp=mtp,
             dtype=torch.float32 if self.fp8 is None else torch.bfloat16,
             device=self.device,
+            block_tokens=self.block_tokens,
+            fp8=self.fp8_latents,
         )
+
+    @property
+    def _kind_of_latents(self) -> tuple[str, ...]:
+        """In words, if it is not the usual one: who keeps them otherwise makes other tokens."""
+        return (f"latents={FP8}",) if self.fp8_latents else ()
+
+
+def _weights(
+    wanted: str, *, config: ModelConfig, device: torch.device, batch_invariant: bool
+) -> Fp8Config | None:
+    """The FP8 that weights are held in, or None; selects kernels where there are any."""
+    if wanted not in (AUTO, BF16, FP8):
+        raise OperationsError(f"{wanted!r} is none of auto, bf16 and fp8")
+    reason = obstacle(config)
+    if batch_invariant:
+        reason = "batch-invariant mode has its own arithmetic: turn it off, or choose bf16"
+    if wanted == FP8 and reason:
+        raise OperationsError(f"FP8 cannot be had: {reason}")
+    try:
+        if wanted == FP8 or (wanted == AUTO and not reason and _pays(config, device)):
+            if not _always_twins(device):
+                selection.Process.selection()
+            return config.quantization_config or Fp8Config()
+    except KernelsUnavailableError as error:
+        raise OperationsError(str(error)) from error
+    return None
+
+
+def _fit_attention(config: ModelConfig, *, block_tokens: int, quantized: bool) -> int:
+    """Positions of a block, after leaving out what cannot attend to the model's latents so."""
+
+    def reason(backend: str, tokens: int) -> str | None:
+        shape = LatentShape(
+            rank=config.kv_lora_rank,
+            rotary=config.qk_rope_head_dim,
+            block_tokens=tokens,
+            quantized=quantized,
+        )
+        return misfit(backend, shape)
+
+    possible = selection.Process.resolved().possible[_ATTENTION]
+    if not block_tokens:
+        takes_over = FLASH_MLA in possible and reason(FLASH_MLA, FLASH_MLA_BLOCK) is None
+        block_tokens = FLASH_MLA_BLOCK if takes_over else BLOCK_TOKENS
+    reasons = {f"{_ATTENTION}={name}": reason(name, block_tokens) for name in possible}
+    selection.Process.leave_out({what: why for what, why in reasons.items() if why})
+    return block_tokens
 
 
 def _pays(config: ModelConfig, device: torch.device) -> bool:

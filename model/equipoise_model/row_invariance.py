@@ -10,7 +10,7 @@ from torch import Tensor
 from equipoise_kernels.row_invariance import RowVarianceError, verify_row_invariance
 from equipoise_model.attention import Attention
 from equipoise_model.experts import ExpertSlots
-from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache, blocks_for, stretches
+from equipoise_model.latent_cache import LatentCache, blocks_for, stretches
 from equipoise_model.layers import Linear
 from equipoise_model.router import Router
 from equipoise_model.transformer import Transformer
@@ -56,8 +56,8 @@ def _verify_attention(model: Transformer, cache: LatentCache, *, positions: rang
     generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(0)
     # Positions that follow each other lie at different places of their blocks, so no query writes
     # where another one does, although they share blocks.
-    at = list(reversed(positions))[: min(model.row_block or 1, BLOCK_TOKENS)]
-    blocks = range(blocks_for(positions.stop))
+    at = list(reversed(positions))[: min(model.row_block or 1, cache.block_tokens)]
+    blocks = range(blocks_for(positions.stop, block_tokens=cache.block_tokens))
     tables = [
         [*blocks[first:], *blocks[:first]] for first in (n % len(blocks) for n in range(len(at)))
     ]

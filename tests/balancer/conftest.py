@@ -56,6 +56,7 @@ def make_hello(name="worker-0", *, node="node-0", boot_id="boot-1", **changes) -
         "checkpoint_fingerprint": "abc",
         "device": "cuda:0 (NVIDIA H200)",
         "kernels": "triton, gemm_large=deep_gemm",
+        "cache_token_bytes": 70_272,
     }
     return Hello(**{**values, **changes})
 

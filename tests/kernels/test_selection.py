@@ -101,6 +101,8 @@ def test_tensors_on_the_cpu_are_the_references_unless_triton_interprets(monkeypa
     assert backend("gemm", cpu) == "triton"
 
 
+# Attention's problem has queries whose results are NaN.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_interpreted_kernels_pass_their_self_tests(operation, interpreted):
     assert self_test.obstacle(operation, "triton") is None

@@ -304,6 +304,7 @@ def test_what_computes_is_chosen_by_name_or_by_what_pays():
 
 def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
     def without(*absent):
+        absent = ("flash_mla", *absent)
         return selection.resolve("auto", lambda _operation, name: name in absent and "absent")
 
     in_fp8, by_torch = (Operations(device=CPU, fp8=fp8) for fp8 in (Fp8Config(), None))
@@ -332,3 +333,108 @@ def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
     named = told_by(selection.resolve("gemm=reference", lambda _operation, _name: None))
     with pytest.raises(OperationsError, match="ranks share no backend for gemm"):
         in_fp8.hear([named, told_by(selection.resolve("gemm=triton", lambda *_: None))])
+
+
+WIDE = dataclasses.replace(SUITE, kv_lora_rank=128)
+
+
+def cache_of_wide(*, fp8, block_tokens=16):
+    return LatentCache(
+        WIDE, num_blocks=8, max_len=64, dtype=torch.bfloat16, fp8=fp8, block_tokens=block_tokens
+    )
+
+
+@pytest.fixture
+def serve_wide(random_model, tmp_path):
+    """Logits of each step of a model whose latents can be in FP8, from a cache of one's choice."""
+    save(random_model(WIDE), tmp_path / "wide", fp8=Fp8Config())
+    wide = Checkpoint.open(tmp_path / "wide", keep_fp8=True)
+
+    def serve(cache, *, graphs=None):
+        model, experts = loaded(wide, graphs=graphs), ExpertParallel.local(WIDE, placement(FIRST))
+        return [model.step(batch(step), cache, experts).logits_SV.float() for step in STEPS]
+
+    return serve
+
+
+def test_latents_in_fp8_change_logits_by_no_more_than_fp8_does(serve_wide):
+    plain, quantized = (serve_wide(cache_of_wide(fp8=fp8)) for fp8 in (False, True))
+    for ours, theirs in zip(quantized, plain, strict=True):
+        assert 0 < difference(ours, theirs) < 1e-2
+
+
+def test_captured_steps_on_latents_in_fp8_are_the_eager_ones(serve_wide):
+    eager = serve_wide(cache_of_wide(fp8=True))
+    graphs = DecodeGraphs(max_rows=8, capture=again)
+    captured = serve_wide(cache_of_wide(fp8=True), graphs=graphs)
+    assert all(map(torch.equal, captured, eager))
+    assert len(graphs._graphs) == 2
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_how_many_positions_a_block_has_changes_no_token(serve_wide, fp8):
+    small, large = (serve_wide(cache_of_wide(fp8=fp8, block_tokens=tokens)) for tokens in (16, 64))
+    assert all(map(torch.equal, small, large))
+
+
+def test_a_latent_in_fp8_takes_little_more_than_half_the_memory():
+    cache = {fp8: cache_of_wide(fp8=fp8).bytes_per_token for fp8 in (False, True)}
+    # 128 + 16 numbers in each of two layers; in FP8 128 codes, a scale, and 16 numbers as before.
+    assert cache == {False: 2 * 2 * 144, True: 2 * (128 + 4 + 2 * 16)}
+
+
+def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
+    def choose(config=WIDE, *, weights="fp8", latents="fp8", **more):
+        return Operations.choose(
+            weights, config=config, device=CPU, batch_invariant=False, latents=latents, **more
+        )
+
+    monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: True)
+    chosen = choose()
+    assert chosen.cache(WIDE, num_blocks=1, max_len=16, mtp=False).bytes_per_token == 328
+    assert chosen.kernels == "reference, latents=fp8"
+    assert chosen.backends == ("model=reference", "latents=fp8")
+    plain = choose(latents="bf16", block_tokens=64)
+    assert plain.cache(WIDE, num_blocks=1, max_len=16, mtp=False).block_tokens == 64
+    assert plain.backends == ("model=reference",)
+    with pytest.raises(OperationsError, match="do not compute alike"):
+        plain.hear([plain.told, chosen.told])
+    with pytest.raises(OperationsError, match="'fp4' are neither bf16 nor fp8"):
+        choose(latents="fp4")
+    with pytest.raises(OperationsError, match="need the model in FP8: choose weights fp8"):
+        choose(weights="bf16")
+    with pytest.raises(OperationsError, match="kv_lora_rank is 32, no multiple of 128"):
+        choose(SUITE)
+    monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)
+    everything = selection.resolve("auto", lambda _operation, _name: None)
+    for name in ("_selection", "_resolved"):
+        monkeypatch.setattr(selection.Process, name, everything)
+    plain = dataclasses.replace(chosen, fp8_latents=False)
+    assert chosen.backends[-1] == "latents=fp8"
+    with pytest.raises(OperationsError, match="some ranks keep latents in FP8 and some do not"):
+        plain.hear([plain.told, chosen.told])
+
+
+def test_blocks_are_as_large_as_flash_mla_takes_them_where_it_attends(monkeypatch):
+    deepseek = dataclasses.replace(SUITE, kv_lora_rank=512, qk_rope_head_dim=64)
+    monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)
+
+    def chosen(setting="auto", config=deepseek, *, missing=(), **more):
+        can = selection.resolve(setting, lambda _operation, name: name in missing and "missing")
+        for name in ("_selection", "_resolved"):
+            monkeypatch.setattr(selection.Process, name, can)
+        operations = Operations.choose(
+            "fp8", config=config, device=CPU, batch_invariant=False, **more
+        )
+        return operations.block_tokens, selection.Process.selection().backends["mla_decode"]
+
+    assert chosen() == (64, "flash_mla")
+    assert chosen("auto,mla_decode=flash_mla") == (64, "flash_mla")
+    assert chosen(missing=("flash_mla",)) == (16, "triton")
+    assert chosen(latents="fp8") == (16, "triton")
+    assert "no latents in FP8" in selection.Process.selection().obstacles["mla_decode=flash_mla"]
+    assert chosen(config=SUITE) == (16, "triton")
+    assert chosen(block_tokens=32) == (32, "triton")
+    assert chosen("auto,mla_decode=flashinfer") == (16, "flashinfer")
+    with pytest.raises(OperationsError, match="it takes blocks of 64 positions, not 16"):
+        chosen("auto,mla_decode=flash_mla", block_tokens=16)

@@ -47,6 +47,7 @@ HELLO = Hello(
     zone="zone-b",
     device="cuda:0 (NVIDIA H200)",
     kernels="triton, gemm_large=scaled_mm",
+    cache_token_bytes=40_016,
     backends=("gemm=triton|reference", "gemm_large=scaled_mm|triton|reference"),
 )
 LAYOUT = contiguous_layout(num_layers=3, num_experts=8, num_ranks=2, slots_per_rank=5, generation=4)

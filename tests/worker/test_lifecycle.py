@@ -86,6 +86,8 @@ async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
         assert (hello.slots_per_rank, hello.num_ranks, hello.running) == (12, 1, None)
         assert hello.checkpoint_fingerprint == checkpoint.fingerprint
         assert (hello.kernels, hello.backends) == ("torch", ("model=torch",))
+        latents = checkpoint.config.num_hidden_layers * checkpoint.config.latent_dim
+        assert hello.cache_token_bytes == 4 * latents
         assert hello.model.expert_bytes == checkpoint.config.expert_bytes
         assert await health_of(hello.address) == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await health_of(hello.address, LIVE) == health_pb2.HealthCheckResponse.SERVING

@@ -14,6 +14,7 @@ table, makes the query's outputs NaN: nothing is read out of bounds, and it does
 Split-KV: a program takes `tokens_per_split` positions of a query, and a second kernel merges their
 results in the order of positions. Splits depend on `tokens_per_split` alone, and a program sees one
 query only, so results do not depend on what a query is batched with, if that number is given.
+Libraries split in their own ways, and refuse that number.
 
 Sums are float32. The kernel rounds weights to the latents' dtype for the second product (bfloat16
 for FP8), the twin does not.
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels import configurations, selection
+from equipoise_kernels.attention import libraries
 from equipoise_kernels.attention.latents import Latents, QuantizedLatents
 from equipoise_kernels.attention.mla_merge import closed, merge_specialization, merge_splits
 from equipoise_kernels.errors import KernelInputError
@@ -233,7 +235,11 @@ def mla_decode_triton(
         merge_splits(partial.out_BHR, partial.lse_BH, out_BHR=out.out_BHR, lse_BH=out.lse_BH)
 
 
-BACKENDS = {"reference": mla_decode_reference, "triton": mla_decode_triton}
+BACKENDS = {
+    "reference": mla_decode_reference,
+    "triton": mla_decode_triton,
+    **libraries.BACKENDS,
+}
 
 
 @jit

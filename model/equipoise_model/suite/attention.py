@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise_kernels.attention.latent_write import latent_write
-from equipoise_kernels.attention.latents import PlainLatents
+from equipoise_kernels.attention.latents import Latents
 from equipoise_kernels.attention.mla_decode import mla_decode
 from equipoise_kernels.formats import QuantizedRows
 from equipoise_kernels.quant.group_quant import group_quant
@@ -47,11 +47,11 @@ class Fp8Attention(nn.Module):
         step: StepRows,
         *,
         rotary: tuple[Tensor, Tensor],
-        latents_BPC: Tensor,
+        latents: Latents,
     ) -> Tensor:
         """Attention of a step's rows [T, D], quantised, to their sequences so far: [T, D].
 
-        `rotary` are cosines and sines of the rows' positions, `latents_BPC` this layer's cache. The
+        `rotary` are cosines and sines of the rows' positions, `latents` this layer's cache. The
         latents of all rows are written before any query reads.
         """
         config = self.config
@@ -60,7 +60,6 @@ class Fp8Attention(nn.Module):
         plain_THn, rotary_THP = self._queries(rows).split(
             [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1
         )
-        latents = PlainLatents(latents_BPC=latents_BPC, rank=config.kv_lora_rank)
         query_THC = plain_THn.new_empty(*plain_THn.shape[:2], config.latent_dim)
         latent_write(
             self.kv_a_proj_with_mqa(rows),

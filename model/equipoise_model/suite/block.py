@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from equipoise_kernels.attention.latents import Latents
 from equipoise_kernels.formats import QuantizedRows
 from equipoise_kernels.moe.route import route_to_slots
 from equipoise_kernels.moe.routes import RoutingRule, SlotTables
@@ -105,13 +106,13 @@ class Fp8Block(nn.Module):
         step: StepRows,
         *,
         rotary: tuple[Tensor, Tensor],
-        latents_BPC: Tensor,
+        latents: Latents,
         experts: ExpertStep,
         num_valid: Tensor | None,
     ) -> Tensor:
         """What this layer adds to x + delta, of which x becomes the sum, in place."""
         rows = self._normed(self.input_layernorm, delta_TD, residual_TD=x_TD)
-        delta_TD = self.self_attn(rows, step, rotary=rotary, latents_BPC=latents_BPC)
+        delta_TD = self.self_attn(rows, step, rotary=rotary, latents=latents)
         if isinstance(self.mlp, Fp8MoE):
             # The gate's logits are of rows that were not quantised.
             x_TD += delta_TD

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache, blocks_for
+from equipoise_model.latent_cache import LatentCache, blocks_for
 
 PADDING = -1
 """The place of a row that is none: its latent is written nowhere."""
@@ -37,16 +37,18 @@ class StepRows:
         positions_T: Tensor,
         sequences_T: Tensor,
         block_tables: Sequence[Sequence[int]],
+        block_tokens: int,
     ) -> Self:
         """From a batch on the host, there too."""
         positions = positions_T.numpy()
-        num_blocks = blocks_for(int(positions.max()) + 1) if len(positions) else 1
+        longest = int(positions.max()) + 1 if len(positions) else 1
+        num_blocks = blocks_for(longest, block_tokens=block_tokens)
         tables = np.zeros((len(block_tables), num_blocks), dtype=np.int32)
         for row, blocks in zip(tables, block_tables, strict=True):
             row[: len(blocks)] = blocks[:num_blocks]
         tables_TS = tables[sequences_T.numpy()]
-        blocks_T = np.take_along_axis(tables_TS, positions[:, None] // BLOCK_TOKENS, axis=1)[:, 0]
-        places = blocks_T.astype(np.int64) * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        blocks_T = np.take_along_axis(tables_TS, positions[:, None] // block_tokens, axis=1)[:, 0]
+        places = blocks_T.astype(np.int64) * block_tokens + positions % block_tokens
         return cls(
             tokens_T=tokens_T,
             positions_T=positions_T,
@@ -58,7 +60,7 @@ class StepRows:
     @classmethod
     def padding(cls, num_rows: int, *, cache: LatentCache, device: torch.device) -> Self:
         """Rows that are none, with tables as long as the cache allows: memory for others' rows."""
-        shape = (num_rows, blocks_for(cache.max_len))
+        shape = (num_rows, blocks_for(cache.max_len, block_tokens=cache.block_tokens))
         return cls(
             tokens_T=torch.zeros(num_rows, dtype=torch.int64, device=device),
             positions_T=torch.zeros(num_rows, dtype=torch.int64, device=device),

@@ -75,6 +75,7 @@ class Fp8Transformer(nn.Module):
             positions_T=batch.positions_T,
             sequences_T=batch.sequences_T,
             block_tables=batch.block_tables,
+            block_tokens=cache.block_tokens,
         )
         step = experts.begin_step(num_tokens=rows.num_rows)
         device = self.embed_tokens.weight.device
@@ -107,7 +108,7 @@ class Fp8Transformer(nn.Module):
                 delta_TD,
                 rows,
                 rotary=rotary,
-                latents_BPC=cache.latents(layer),
+                latents=cache.latents(layer),
                 experts=experts,
                 num_valid=num_valid,
             )

@@ -238,6 +238,7 @@ class Hello(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
+    CACHE_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Pool the worker wants to serve in; the balancer knows pools by this name."""
     worker: _builtins.str
@@ -270,6 +271,10 @@ class Hello(_message.Message):
     """Where the model computes, such as "cpu" or "cuda:0 (NVIDIA H200)"; for people."""
     kernels: _builtins.str
     """What it computes with: "torch", or the kernels' backends; for people."""
+    cache_token_bytes: _builtins.int
+    """Memory that a token takes in the worker's latent cache, in bytes, all layers; 0 if it does not
+    tell.
+    """
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
@@ -310,10 +315,11 @@ class Hello(_message.Message):
         device: _builtins.str = ...,
         kernels: _builtins.str = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
+        cache_token_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "group_lost", b"group_lost", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "group_lost", b"group_lost", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
     _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015

@@ -54,6 +54,7 @@ class Hello:
     fast domain that plans go by; the machine `host`, its `zone`, and the `device` and `kernels` it
     computes with are for people. `backends` are all that it could compute with, "operation=a|b"
     an operation, of which a pool's workers must share one each; empty if it did not tell.
+    `cache_token_bytes` is what a token takes in its latent cache, for people; 0 if it did not tell.
     `highest_term` is that of any balancer the worker heard of; 0 if there was none. `group_lost`
     is set, in place of `running`, while the worker waits for a new group.
     """
@@ -76,6 +77,7 @@ class Hello:
     device: str = ""
     kernels: str = ""
     backends: tuple[str, ...] = ()
+    cache_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

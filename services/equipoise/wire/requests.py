@@ -51,6 +51,7 @@ def hello_to_proto(hello: Hello) -> pb.Hello:
         device=hello.device,
         kernels=hello.kernels,
         backends=hello.backends,
+        cache_token_bytes=hello.cache_token_bytes,
     )
 
 
@@ -90,6 +91,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         device=message.device and checks.name("hello", "device", message.device),
         kernels=message.kernels and checks.name("hello", "kernels", message.kernels),
         backends=_backends(message),
+        cache_token_bytes=checks.count("hello", "cache_token_bytes", message.cache_token_bytes),
     )
     if message.HasField("group_lost"):
         return replace(hello, group_lost=group_lost_from_proto(message.group_lost, hello=hello))

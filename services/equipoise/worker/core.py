@@ -17,7 +17,7 @@ from equipoise_model.config import UnsupportedConfigError
 from equipoise_model.device import DeviceError, choose_device
 from equipoise_model.drafting import Drafter
 from equipoise_model.experts import PhysicalSlots
-from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache, blocks_for
+from equipoise_model.latent_cache import LatentCache, blocks_for
 from equipoise_model.operations import Model, Operations, OperationsError
 from equipoise_model.row_invariance import verify_rows
 from equipoise_model.transformer import Transformer
@@ -71,7 +71,7 @@ class ModelCore:
             checkpoint.load_dense(model, progress=told)
         cache = operations.cache(
             config,
-            num_blocks=blocks_for(settings.cache_tokens or _all_tokens(settings)),
+            num_blocks=_num_blocks(settings, block_tokens=operations.block_tokens),
             max_len=settings.context_length,
             mtp=settings.speculate > 0,
         )
@@ -85,7 +85,7 @@ class ModelCore:
 
     def block_pool(self) -> BlockPool:
         """The accounting of the cache's blocks, all of them free."""
-        return BlockPool(num_blocks=self.cache.num_blocks, block_tokens=BLOCK_TOKENS)
+        return BlockPool(num_blocks=self.cache.num_blocks, block_tokens=self.cache.block_tokens)
 
     def scheduler(self, settings: WorkerSettings) -> Scheduler:
         """A scheduler of no requests yet, over all blocks of the cache."""
@@ -140,6 +140,8 @@ def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
             config=stored.config,
             device=device,
             batch_invariant=settings.batch_invariant,
+            latents=settings.latents,
+            block_tokens=settings.block_tokens,
         )
         if operations.fp8 is not None and settings.speculate:
             raise WorkerError(
@@ -154,9 +156,11 @@ def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
         raise WorkerError(f"checkpoint {settings.checkpoint}: {error}") from error
 
 
-def _all_tokens(settings: WorkerSettings) -> int:
-    """Tokens in whole blocks of as many requests as can be active, each as long as may be."""
-    return settings.max_requests * blocks_for(settings.context_length) * BLOCK_TOKENS
+def _num_blocks(settings: WorkerSettings, *, block_tokens: int) -> int:
+    """As many as were asked for, or enough for all active requests, each as long as may be."""
+    if settings.cache_tokens:
+        return blocks_for(settings.cache_tokens, block_tokens=block_tokens)
+    return settings.max_requests * blocks_for(settings.context_length, block_tokens=block_tokens)
 
 
 def single_threaded() -> None:

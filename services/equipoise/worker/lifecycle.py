@@ -311,6 +311,7 @@ class Worker:
             device=name_of(self._core.device),
             kernels=self._core.operations.kernels,
             backends=self._core.operations.backends,
+            cache_token_bytes=self._core.cache.bytes_per_token,
             address=self._address,
             rendezvous_address=self._rendezvous_address,
             model=self._core.shape,

@@ -100,7 +100,7 @@ class WorkerSettings:
     """Tokens of prompt and output together that one request may have."""
 
     cache_tokens: int = 0
-    """Tokens that the latent cache has room for, in blocks of 16; 0 is enough for `max_requests`
+    """Tokens that the latent cache has room for, in whole blocks; 0 is enough for `max_requests`
     of `context_length`. With less, requests that find no room wait, or are paused and go on later;
     what is left over keeps the beginnings of past requests, which the next to begin alike use."""
 
@@ -126,6 +126,15 @@ class WorkerSettings:
     """How weights are held: bf16, computed with by torch, or fp8 on the kernel suite, of which
     EQUIPOISE_KERNELS chooses the backends; auto is fp8 where the checkpoint is, on a GPU that the
     kernels are for, without batch_invariant."""
+
+    latents: str = "bf16"
+    """How past tokens' latents are kept: bf16 (what the model computes in), or fp8 with a scale for
+    each 128 numbers, in little more than half the memory; with weights in FP8 only."""
+
+    block_tokens: int = 0
+    """Positions of a block of the latent cache: 16, 32 or 64. Requests that begin alike share whole
+    blocks, so small ones serve them best; 0 is 64 where FlashMLA attends, which takes no others,
+    and 16 elsewhere."""
 
     spare_slots: int = 2
     """Places per MoE layer beyond `slots_per_rank` into which experts in FP8 are staged; the switch
@@ -213,6 +222,11 @@ class WorkerSettings:
                 f"cache_tokens ({self.cache_tokens}) must be at least context_length "
                 f"({self.context_length}), because one request may be that long, or 0"
             )
+        if self.block_tokens not in _BLOCK_TOKENS:
+            raise InvalidSettingsError(
+                f"block_tokens must be one of {', '.join(map(str, _BLOCK_TOKENS))}, not "
+                f"{self.block_tokens}"
+            )
         if self.max_step_tokens < self.max_requests:
             raise InvalidSettingsError(
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_requests "
@@ -228,6 +242,7 @@ class WorkerSettings:
 
 
 _HOUR_S = 3600
+_BLOCK_TOKENS = (0, 16, 32, 64)
 _LEAST = {
     "num_ranks": 1,
     "slots_per_rank": 1,

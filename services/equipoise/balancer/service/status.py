@@ -199,6 +199,7 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
         zone=member.hello.zone,
         device=member.hello.device,
         kernels=member.hello.kernels,
+        cache_token_bytes=member.hello.cache_token_bytes,
         address=member.hello.address,
         state=_rank_state(pool, member),
         generation=member.generation,
