@@ -1,7 +1,8 @@
 """Simulated ranks that speak the real worker link: they serve, report, stage and switch.
 
 Run as a process: `python simulated_fleet.py '{...}'` with the fields of `FleetSettings` as JSON.
-Each rank has a stream of its own; a connection carries up to 50 of them, in place of one each.
+Each rank has a stream of its own; a connection carries up to 50 of them, in place of one each, and
+speaks gRPC as `grpc_streams` does: a rank's report with its heartbeat takes some 0.1 ms here.
 Nothing is computed and no bytes are pulled: Staged is said after a while, and the ranks of a pool
 switch as soon as all have staged. What happens is told on stdout, an object a line; seconds are of
 the machine's monotonic clock, which the processes of a machine share.
@@ -11,10 +12,11 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc
 import numpy as np
+from grpc_streams import GrpcConnection, GrpcStream
 
 from equipoise.wire.messages import PROTOCOL_VERSION
 from equipoise_api.v1 import worker_link_pb2 as pb
@@ -44,6 +46,19 @@ class FleetSettings:
     """Expert assignments of a layer and a rank."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """What a pool runs in one generation: tables over all its slots, made once for all ranks.
+
+    `experts` is int32 [layers, slots], `tokens_per_s` float64 of the same shape; `checksums` is
+    uint8 [layers, slots, 16].
+    """
+
+    experts: np.ndarray
+    tokens_per_s: np.ndarray
+    checksums: np.ndarray
+
+
 class SimulatedPool:
     """What the ranks of one pool share: checksums, traffic, and the switch by agreement."""
 
@@ -52,19 +67,18 @@ class SimulatedPool:
         self.settings = settings
         random = np.random.default_rng(number)
         shape = (settings.num_layers, settings.num_experts)
-        self.checksums = random.integers(0, 256, (*shape, 16), dtype=np.uint8)
+        self._checksums = random.integers(0, 256, (*shape, 16), dtype=np.uint8)
         load = random.gamma(0.7, size=shape)
         scale = settings.tokens_per_s * settings.num_ranks
-        self.tokens_per_s = load / load.sum(axis=1, keepdims=True) * scale
-        self.tables: dict[int, np.ndarray] = {}
-        """int32 [layers, slots] by generation, the latest two; all ranks of the pool share them."""
-        self._staged: dict[int, int] = {}
-        self._all_staged: dict[int, asyncio.Event] = {}
+        self._tokens_per_s = load / load.sum(axis=1, keepdims=True) * scale
+        self.running: dict[int, Running] = {}
+        """By generation, the latest two; all ranks of the pool share them."""
+        self._staged: dict[int, list[Callable[[], None]]] = {}
 
     def start(self, layout: pb.Layout) -> int:
         """Take the layout of an assignment; gives its generation."""
         cells = np.frombuffer(layout.expert_of_slot, dtype="<i4")
-        self._keep(layout.generation, cells, shape=(layout.num_layers, layout.num_slots))
+        self._keep(layout.generation, cells.reshape(layout.num_layers, layout.num_slots))
         return layout.generation
 
     def stage(self, stage: pb.Stage) -> int:
@@ -72,83 +86,89 @@ class SimulatedPool:
         change = stage.change
         if not stage.HasField("change"):
             return self.start(stage.layout)
-        base = self.tables[stage.base_generation]
-        cells = base.ravel().copy()
-        cells[np.frombuffer(change.cells, "<u4")] = np.frombuffer(change.expert_of_cell, "<i4")
-        self._keep(change.generation, cells, shape=base.shape)
+        if change.generation not in self.running:
+            experts = self.running[stage.base_generation].experts.copy()
+            told = np.frombuffer(change.expert_of_cell, "<i4")
+            experts.ravel()[np.frombuffer(change.cells, "<u4")] = told
+            self._keep(change.generation, experts)
         return change.generation
 
-    def _keep(self, generation: int, cells: np.ndarray, *, shape: tuple[int, int]) -> None:
-        if generation not in self.tables:
-            self.tables = dict(list(self.tables.items())[-1:])
-            self.tables[generation] = cells.reshape(shape)
+    def when_all_staged(self, generation: int, switch: Callable[[], None]) -> None:
+        """One rank more has staged; when each of the pool has, all switch."""
+        switches = self._staged.setdefault(generation, [])
+        switches.append(switch)
+        if len(switches) == self.settings.num_ranks:
+            for each in self._staged.pop(generation):
+                each()
 
-    async def until_all_staged(self, generation: int) -> None:
-        """Wait until each rank of the pool came here."""
-        event = self._all_staged.setdefault(generation, asyncio.Event())
-        self._staged[generation] = self._staged.get(generation, 0) + 1
-        if self._staged[generation] == self.settings.num_ranks:
-            event.set()
-        await event.wait()
+    def _keep(self, generation: int, experts: np.ndarray) -> None:
+        if generation in self.running:
+            return
+        keys = experts + np.arange(len(experts))[:, None] * self.settings.num_experts
+        replicas = np.bincount(keys.ravel(), minlength=self._tokens_per_s.size)
+        running = Running(
+            experts=experts,
+            tokens_per_s=self._tokens_per_s.ravel()[keys] / replicas[keys],
+            checksums=self._checksums.reshape(-1, 16)[keys],
+        )
+        self.running = {**dict(list(self.running.items())[-1:]), generation: running}
 
 
 class SimulatedRank:
     """One worker: its stream, its counters, and the answers to what it is told."""
 
-    def __init__(self, pool: SimulatedPool, number: int, fleet: "Fleet") -> None:
+    def __init__(
+        self, pool: SimulatedPool, number: int, *, fleet: "Fleet", connection: GrpcConnection
+    ) -> None:
         self._pool, self._number, self._fleet = pool, number, fleet
+        self._connection = connection
+        self._stream: GrpcStream | None = None
+        self._heard = asyncio.Event()
+        self._ended = asyncio.Event()
         self._name = f"{pool.name}-{number:05d}"
         self._epoch = self._rank = self._generation = self._sequence = 0
         self._interval_s = self._began_s = self._first_step_s = 0.0
-        self._experts = self._rates = np.zeros((0, 0))
         self._sent_s: dict[int, float] = {}
         self._was_pushed_to = False
 
-    async def run(self, channel: grpc.aio.Channel) -> None:
+    async def run(self) -> None:
         """Live until cancelled."""
-        connect = channel.stream_stream(
-            CONNECT,
-            request_serializer=pb.ConnectRequest.SerializeToString,
-            response_deserializer=pb.ConnectResponse.FromString,
-        )
         while True:
-            heard = asyncio.Event()
             async with self._fleet.connecting:
-                life = asyncio.create_task(self._live(connect(), heard))
-                await heard.wait()
-            try:
-                await life
-            except* grpc.aio.AioRpcError:
-                pass  # gRPC itself turns away calls that come faster than they are taken.
+                self._heard, self._ended = asyncio.Event(), asyncio.Event()
+                self._stream = self._connection.open(heard=self._hear, ended=self._end)
+                self._say(hello=self._hello())
+                # Its answer says that the stream is there; ranks are told only when all have come.
+                self._say(heartbeat=pb.Heartbeat())
+                await self._heard.wait()
+            await self._ended.wait()
             # Like a worker: with a new stream, if the balancer had no time for this one.
             self._fleet.count("turned away")
             await asyncio.sleep(RETRY_S)
 
-    async def _live(self, call, heard: asyncio.Event) -> None:
-        try:
-            await call.write(pb.ConnectRequest(hello=self._hello()))
-            # Its answer says that the stream is there; ranks are told only when all have come.
-            await call.write(pb.ConnectRequest(heartbeat=pb.Heartbeat()))
-            async with asyncio.TaskGroup() as tasks:
-                async for message in call:
-                    heard.set()
-                    await self._obey(call, message, tasks)
-        finally:
-            heard.set()
-        if self._epoch:
-            self._fleet.tell("ended", worker=self._name)
+    def _say(self, **message: object) -> None:
+        if self._stream is not None:
+            self._stream.write(pb.ConnectRequest(**message).SerializeToString())
 
-    async def _obey(self, call, message: pb.ConnectResponse, tasks: asyncio.TaskGroup) -> None:
+    def _end(self, why: str) -> None:
+        self._stream = None
+        self._heard.set()
+        self._ended.set()
+        if self._epoch:
+            self._fleet.tell("ended", worker=self._name, why=why)
+
+    def _hear(self, data: bytes) -> None:
+        self._heard.set()
+        message = pb.ConnectResponse.FromString(data)
         match message.WhichOneof("message"):
             case "assignment":
-                await self._serve(call, message.assignment)
-                tasks.create_task(self._report(call))
+                self._serve(message.assignment)
             case "stage":
-                tasks.create_task(self._switch(call, message.stage))
+                self._stage(message.stage)
             case "heartbeat_ack" if message.heartbeat_ack.sequence:
                 sent_s = self._sent_s.pop(message.heartbeat_ack.sequence)
                 self._fleet.acknowledged.append((sent_s, time.monotonic() - sent_s))
-            case "rejection" if self._epoch:
+            case "rejection":
                 self._fleet.tell("rejected", reason=message.rejection.reason)
 
     def _hello(self) -> pb.Hello:
@@ -172,85 +192,85 @@ class SimulatedRank:
             protocol_version=PROTOCOL_VERSION,
         )
 
-    async def _serve(self, call, assignment: pb.Assignment) -> None:
-        if self._epoch != assignment.epoch:  # Told again on a new stream: its counters go on.
+    def _serve(self, assignment: pb.Assignment) -> None:
+        is_new = self._epoch != assignment.epoch
+        if is_new:  # Else it is told again on a new stream, and its counters go on.
             self._epoch, self._rank = assignment.epoch, assignment.rank
             self._interval_s = assignment.report_interval_s
             self._first_step_s = time.monotonic()
             self._run(self._pool.start(assignment.layout))
-        await call.write(
-            pb.ConnectRequest(
-                serving=pb.Serving(
-                    epoch=self._epoch,
-                    rank=self._rank,
-                    generation=self._generation,
-                    slot_checksums=self._slot_checksums(),
-                )
+        self._say(
+            serving=pb.Serving(
+                epoch=self._epoch,
+                rank=self._rank,
+                generation=self._generation,
+                slot_checksums=self._slot_checksums(),
             )
         )
         self._fleet.count("assigned")
+        if is_new:
+            # Each rank at a moment of its own.
+            phase = (self._number * 0.618034) % 1.0
+            self._later(phase * self._interval_s, self._report, time.monotonic())
 
-    async def _switch(self, call, stage: pb.Stage) -> None:
+    def _stage(self, stage: pb.Stage) -> None:
         if not self._was_pushed_to:
             self._was_pushed_to = True
             self._fleet.count("pushed to")
-        await asyncio.sleep(STAGING_S)
-        generation = self._pool.stage(stage)
+        self._later(STAGING_S, self._staged, self._pool.stage(stage))
+
+    def _staged(self, generation: int) -> None:
         seat = {"epoch": self._epoch, "rank": self._rank, "generation": generation}
-        await call.write(pb.ConnectRequest(staged=pb.Staged(**seat, peer_bytes=1, duration_us=1)))
-        await self._pool.until_all_staged(generation)
-        self._run(generation)
-        await call.write(
-            pb.ConnectRequest(
-                switched=pb.Switched(
-                    **seat,
-                    step=1_000 * generation,
-                    stall_us=300,
-                    median_step_us=STEP_US,
-                    slot_checksums=self._slot_checksums(),
-                )
+        self._say(staged=pb.Staged(**seat, peer_bytes=1, duration_us=1))
+        self._pool.when_all_staged(generation, lambda: self._switch(seat))
+
+    def _switch(self, seat: dict[str, int]) -> None:
+        self._run(seat["generation"])
+        self._say(
+            switched=pb.Switched(
+                **seat,
+                step=1_000 * seat["generation"],
+                stall_us=300,
+                median_step_us=STEP_US,
+                slot_checksums=self._slot_checksums(),
             )
         )
         self._fleet.count("switched")
 
-    async def _report(self, call) -> None:
-        """A report and a heartbeat in every interval, at a moment of the rank's own."""
-        phase = (self._number * 0.618034) % 1.0
-        await asyncio.sleep(phase * self._interval_s)
-        while True:
-            due_s = time.monotonic() + self._interval_s
-            self._sequence += 1
-            self._sent_s[self._sequence] = time.monotonic()
-            await call.write(pb.ConnectRequest(load_report=self._counters()))
-            # The stream is in order: the answer to this comes after the report was taken in.
-            await call.write(
-                pb.ConnectRequest(
-                    heartbeat=pb.Heartbeat(
-                        epoch=self._epoch, generation=self._generation, sequence=self._sequence
-                    )
-                )
+    def _report(self, due_s: float) -> None:
+        """A report and a heartbeat in every interval."""
+        self._sequence += 1
+        self._sent_s[self._sequence] = time.monotonic()
+        self._say(load_report=self._counters())
+        # The stream is in order: the answer to this comes after the report was taken in.
+        self._say(
+            heartbeat=pb.Heartbeat(
+                epoch=self._epoch, generation=self._generation, sequence=self._sequence
             )
-            await asyncio.sleep(due_s - time.monotonic())
+        )
+        due_s = max(time.monotonic(), due_s + self._interval_s)
+        self._later(due_s - time.monotonic(), self._report, due_s)
+
+    def _later(self, delay_s: float, what: Callable[..., None], *told: object) -> None:
+        asyncio.get_running_loop().call_later(delay_s, what, *told)
 
     def _run(self, generation: int) -> None:
-        table = self._pool.tables[generation]
-        slots = self._pool.settings.slots_per_rank
-        self._experts = table[:, self._rank * slots : (self._rank + 1) * slots]
-        keys = table + np.arange(len(table))[:, None] * self._pool.settings.num_experts
-        replicas = np.bincount(keys.ravel(), minlength=self._pool.tokens_per_s.size)
-        rates = self._pool.tokens_per_s / replicas.reshape(self._pool.tokens_per_s.shape)
-        self._rates = np.take_along_axis(rates, self._experts, axis=1)
         self._generation = generation
         self._began_s = time.monotonic()
 
+    def _own(self, table: np.ndarray) -> np.ndarray:
+        """Its slots' part of a table over all slots."""
+        slots = self._pool.settings.slots_per_rank
+        return table[:, self._rank * slots : (self._rank + 1) * slots]
+
     def _slot_checksums(self) -> bytes:
-        layers = np.arange(len(self._experts))[:, None]
-        return self._pool.checksums[layers, self._experts].tobytes()
+        return self._own(self._pool.running[self._generation].checksums).tobytes()
 
     def _counters(self) -> pb.LoadReport:
         now_s = time.monotonic()
         steps = int((now_s - self._first_step_s) * 1e6 / STEP_US)
-        tokens = (self._rates * (now_s - self._began_s)).astype("<u8")
+        rates = self._own(self._pool.running[self._generation].tokens_per_s)
+        tokens = (rates * (now_s - self._began_s)).astype("<u8")
         return pb.LoadReport(
             epoch=self._epoch,
             rank=self._rank,
@@ -288,29 +308,25 @@ class Fleet:
         settings = self.settings
         numbers = range(settings.first_pool, settings.first_pool + settings.num_pools)
         pools = [SimulatedPool(number, settings) for number in numbers]
+        host, _, port = settings.address.rpartition(":")
+        total = len(pools) * settings.num_ranks
+        loop = asyncio.get_running_loop()
+        connections = [
+            (await loop.create_connection(lambda: GrpcConnection(CONNECT), host, int(port)))[1]
+            for _ in range(-(-total // STREAMS_A_CONNECTION))
+        ]
         ranks = [
-            SimulatedRank(pool, number, self)
-            for pool in pools
-            for number in range(settings.num_ranks)
-        ]
-        channels = [
-            # A pool of subchannels of its own, or all channels would share one connection.
-            grpc.aio.insecure_channel(
-                settings.address,
-                options=(
-                    ("grpc.use_local_subchannel_pool", 1),
-                    ("grpc.max_receive_message_length", -1),
-                    ("grpc.channel_id", number),
-                ),
+            SimulatedRank(
+                pool,
+                number % settings.num_ranks,
+                fleet=self,
+                connection=connections[number // STREAMS_A_CONNECTION],
             )
-            for number in range(-(-len(ranks) // STREAMS_A_CONNECTION))
+            for number, pool in enumerate(pool for pool in pools for _ in range(settings.num_ranks))
         ]
-        lives = [
-            asyncio.create_task(rank.run(channels[number // STREAMS_A_CONNECTION]))
-            for number, rank in enumerate(ranks)
-        ]
+        lives = [asyncio.create_task(rank.run()) for rank in ranks]
         telling = asyncio.create_task(self._tell_progress())
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        await loop.run_in_executor(None, sys.stdin.read)
         for task in (telling, *lives):
             task.cancel()
         await asyncio.gather(telling, *lives, return_exceptions=True)
