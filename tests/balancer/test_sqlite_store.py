@@ -1,17 +1,17 @@
 """A state file that is held, foreign, damaged or of an older release is told so in words."""
 
+import asyncio
 import sqlite3
+import threading
 
 import numpy as np
 import pytest
 from store_records import AN_ORDER, ONES, layout_of, same, weighted
 
 from equipoise.balancer.store.hold import Hold
-from equipoise.balancer.store.sqlite_file import SCHEMA_VERSION
+from equipoise.balancer.store.sqlite_file import SCHEMA_VERSION, SqliteFile
 from equipoise.balancer.store.sqlite_store import SqliteStore
-from equipoise.balancer.store.store import (
-    StoreError,
-)
+from equipoise.balancer.store.store import StoreError, TermOverError
 
 TERM = 1
 
@@ -145,3 +145,58 @@ def poke(path, statement):
     with database:
         database.execute(statement)
     database.close()
+
+
+async def at_once(file, *writes):
+    """What became of writes, (work, term) each, that came while the store was busy."""
+    gate = threading.Event()
+    busy = asyncio.create_task(file.read(gate.wait))
+    asked = [asyncio.create_task(file.write(work, term=term)) for work, term in writes]
+    await asyncio.sleep(0)
+    gate.set()
+    await busy
+    return await asyncio.gather(*asked, return_exceptions=True)
+
+
+def knowing(file, pool):
+    """Work that writes a pool down, which must be new."""
+
+    def work():
+        file.db.execute("INSERT INTO pools (pool) VALUES (?)", (pool,))
+        return pool
+
+    return work
+
+
+async def test_writes_that_wait_are_made_durable_together_and_fail_alone(tmp_path):
+    file = SqliteFile(tmp_path / "state")
+    told = []
+    file.db.set_trace_callback(told.append)
+    writes = [(knowing(file, name), TERM) for name in ("a", "b", "b", "c")]
+    outcomes = await at_once(file, *writes, (knowing(file, "d"), TERM - 1))
+    assert outcomes[:2] == ["a", "b"]
+    assert isinstance(outcomes[2], StoreError), "there is a pool of that name already"
+    assert outcomes[3] == "c"
+    assert isinstance(outcomes[4], TermOverError)
+    assert told.count("COMMIT") == 1
+    await file.close()
+    again = SqliteStore(tmp_path / "state")
+    assert await again.pools() == ("a", "b", "c")
+    await again.close()
+
+
+async def test_a_write_that_undoes_the_transaction_fails_all_that_were_in_it(tmp_path):
+    file = SqliteFile(tmp_path / "state")
+
+    def undo():
+        # What SQLite does by itself when the disk is full.
+        file.db.execute("ROLLBACK")
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    works = (knowing(file, "a"), undo, knowing(file, "b"))
+    outcomes = await at_once(file, *((work, TERM) for work in works))
+    assert all(isinstance(outcome, StoreError) for outcome in outcomes)
+    assert await file.write(knowing(file, "a"), term=TERM) == "a", "it was not there"
+    await file.close()

@@ -5,11 +5,13 @@ Owns the connection and the thread it is used on. Knows the tables, not what the
 
 import asyncio
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError
 from equipoise.planning.errors import InvalidLayoutError
@@ -118,6 +120,7 @@ class SqliteFile:
             self.db.close()
             raise
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        self._asked: deque[_Asked[Any]] = deque()
 
     async def read(self, work: Callable[[], _Result]) -> _Result:
         """Run `work` on the store's thread.
@@ -135,24 +138,20 @@ class SqliteFile:
     async def write(self, work: Callable[[], _Result], *, term: int) -> _Result:
         """Run `work` in a transaction that is durable on return, or undone.
 
+        What waits at one moment is made durable together: hundreds of pools close their windows at
+        once, and a disk takes as long for one of them as for all. What fails undoes itself only.
+
         Raises:
             TermOverError: a higher `term` wrote before.
             StoreError: as `read`.
         """
-
-        def transaction() -> _Result:
-            self.db.execute("BEGIN IMMEDIATE")
-            try:
-                self._fence(term)
-                result = work()
-                self.db.execute("COMMIT")
-            except BaseException:
-                if self.db.in_transaction:
-                    self.db.execute("ROLLBACK")
-                raise
-            return result
-
-        return await self.read(transaction)
+        asked = _Asked(work=work, term=term)
+        self._asked.append(asked)
+        # Whoever is first on the thread does it for all who asked by then.
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._write_all)
+        if asked.fault is not None:
+            raise asked.fault
+        return asked.result
 
     def highest_term(self) -> int:
         """The highest term that ever wrote; used by `read` and `write` only."""
@@ -236,8 +235,48 @@ class SqliteFile:
         except (sqlite3.Error, InvalidLayoutError, LookupError, TypeError, ValueError) as error:
             raise self.damaged(str(error)) from error
 
+    def _write_all(self) -> None:
+        """Do what was asked, in order, in one transaction; outcomes are left with who asked."""
+        asked = [self._asked.popleft() for _ in range(len(self._asked))]
+        if not asked:
+            return
+        try:
+            with self._explained():
+                self.db.execute("BEGIN IMMEDIATE")
+                for one in asked:
+                    self._write_one(one)
+                self.db.execute("COMMIT")
+        except Exception as error:  # noqa: BLE001 - each of them raises it to who asked
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK")
+            for one in asked:
+                one.fault = one.fault or error
+
+    def _write_one(self, asked: "_Asked[Any]") -> None:
+        self.db.execute("SAVEPOINT one")
+        try:
+            with self._explained():
+                self._fence(asked.term)
+                asked.result = asked.work()
+        except Exception as error:
+            asked.fault = error
+            if not self.db.in_transaction:
+                raise  # A full disk, for one, takes all of the transaction back.
+            self.db.execute("ROLLBACK TO one")
+        self.db.execute("RELEASE one")
+
     def _fence(self, term: int) -> None:
         highest = self.highest_term()
         if term < highest:
             raise TermOverError(store=str(self._path), term=term, highest_term=highest)
         self.db.execute("UPDATE fence SET term = ?", (term,))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Asked(Generic[_Result]):
+    """A piece of work and, once it was done, what came of it: `fault`, or else `result`."""
+
+    work: Callable[[], _Result]
+    term: int
+    fault: Exception | None = None
+    result: _Result = field(init=False)
