@@ -198,6 +198,22 @@ async def test_a_bad_report_is_answered_and_counted_and_the_stream_lives_on(chan
         assert is_serving(pool)
 
 
+async def test_a_heartbeat_that_goes_with_a_report_is_answered_whatever_the_report_is_worth(
+    channel, status, bench
+):
+    async with served(channel, bench) as links:
+        await until(status, is_serving)
+        link = links[1]
+        good = link.worker.report()
+        await link.send(replace(good, heartbeat=link.worker.heartbeat(sequence=7)))
+        assert (await link.receive_until(HeartbeatAck)).sequence == 7
+        of_another = replace(good.load, rank=good.load.rank + 1)
+        beat = link.worker.heartbeat(sequence=8)
+        await link.send(replace(good, load=of_another, heartbeat=beat))
+        assert (await link.receive_until(HeartbeatAck)).sequence == 8
+        assert "its rank is" in (await link.receive_until(Rejection)).reason
+
+
 async def test_a_stream_that_does_not_begin_with_hello_is_closed_with_words(channel):
     stream = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect()
     await stream.write(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat()))

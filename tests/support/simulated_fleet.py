@@ -241,13 +241,11 @@ class SimulatedRank:
         """A report and a heartbeat in every interval."""
         self._sequence += 1
         self._sent_s[self._sequence] = time.monotonic()
-        self._say(load_report=self._counters())
-        # The stream is in order: the answer to this comes after the report was taken in.
-        self._say(
-            heartbeat=pb.Heartbeat(
-                epoch=self._epoch, generation=self._generation, sequence=self._sequence
-            )
-        )
+        report = self._counters()
+        # Like a worker whose heartbeat is due. Its answer comes after the report was taken in.
+        report.heartbeat.epoch, report.heartbeat.generation = self._epoch, self._generation
+        report.heartbeat.sequence = self._sequence
+        self._say(load_report=report)
         due_s = max(time.monotonic(), due_s + self._interval_s)
         self._later(due_s - time.monotonic(), self._report, due_s)
 

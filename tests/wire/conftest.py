@@ -142,6 +142,7 @@ FROM_WORKERS = [
     replace(HELLO, running=RUNNING, highest_term=3),
     SERVING,
     REPORT,
+    replace(REPORT, heartbeat=HEARTBEAT),
     STAGED,
     Refused(epoch=1, rank=0, generation=5, reason="expert 3 of layer 1: checksum differs"),
     SWITCHED,

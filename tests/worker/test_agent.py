@@ -4,12 +4,43 @@ import asyncio
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
+import numpy as np
+
+from equipoise.planning.load import LoadReport, Phase
 from equipoise.planning.topology import ModelShape
-from equipoise.wire.messages import Abort, Heartbeat, Hello, Leaving, Refused, Rejection, Wait
+from equipoise.wire.messages import (
+    Abort,
+    Heartbeat,
+    Hello,
+    Leaving,
+    RankStats,
+    Refused,
+    Rejection,
+    Report,
+    Wait,
+)
 from equipoise.worker.agent import Agent
 from equipoise.worker.waits import Waits
 
 REFUSED = Refused(epoch=1, rank=0, generation=2, reason="no")
+REPORT = Report(
+    load=LoadReport(
+        boot_id="boot-1",
+        epoch=1,
+        rank=0,
+        generation=1,
+        phase=Phase.MIXED,
+        tokens=np.zeros((2, 12), dtype=np.uint64),
+    ),
+    stats=RankStats(
+        steps=0,
+        tokens_processed=0,
+        tokens_generated=0,
+        median_step_us=0,
+        active_requests=0,
+        queued_requests=0,
+    ),
+)
 
 
 class Bench:
@@ -83,6 +114,17 @@ async def test_messages_go_both_ways_while_heartbeats_go_on(balancer):
         await link.until(Heartbeat, lambda beat: beat.sequence == 2)
         assert await link.until(Refused) == REFUSED
         assert len(link.of(Refused)) == 100
+
+
+async def test_a_report_takes_the_heartbeat_along(balancer):
+    bench = Bench(balancer.address)
+    bench.agent.heartbeat_interval_s = 60.0
+    async with running(bench):
+        link = await balancer.link()
+        for _ in range(2):
+            bench.agent.send(REPORT)
+        await link.until(Report, lambda report: report.heartbeat.sequence == 2)
+        assert not link.of(Heartbeat)
 
 
 async def test_a_stream_that_ends_is_opened_again_with_a_new_hello(balancer):

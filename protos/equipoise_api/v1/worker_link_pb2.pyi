@@ -594,6 +594,7 @@ class LoadReport(_message.Message):
     REQUESTS_PAUSED_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     DRAFTS_ACCEPTED_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the tokens were counted in."""
     rank: _builtins.int
@@ -640,6 +641,12 @@ class LoadReport(_message.Message):
     def bounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerBound]:
         """Every wait of this worker that has a bound."""
 
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """A heartbeat that is due goes along, and is answered like one by itself: where reports are as
+        frequent as heartbeats, that is half the messages.
+        """
+
     def __init__(
         self,
         *,
@@ -663,10 +670,11 @@ class LoadReport(_message.Message):
         requests_paused: _builtins.int = ...,
         drafts: _builtins.int = ...,
         drafts_accepted: _builtins.int = ...,
+        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "bounds", b"bounds", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "median_step_us", b"median_step_us", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_paused", b"requests_paused", "steps", b"steps", "tokens", b"tokens", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "bounds", b"bounds", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "heartbeat", b"heartbeat", "median_step_us", b"median_step_us", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_paused", b"requests_paused", "steps", b"steps", "tokens", b"tokens", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1073,7 +1081,9 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Heartbeat is sent when nothing else was, and carries what reconciliation needs."""
+    """Heartbeat is sent at every interval, by itself or with a report, and carries what reconciliation
+    needs.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -47,7 +47,7 @@ def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a
         case Switched():
             return pb.ConnectRequest(switched=requests.switched_to_proto(value))
         case Heartbeat():
-            return pb.ConnectRequest(heartbeat=requests.heartbeat_to_proto(value))
+            return pb.ConnectRequest(heartbeat=reports.heartbeat_to_proto(value))
         case Leaving():
             return pb.ConnectRequest(leaving=requests.leaving_to_proto(value))
         case GroupLost():
@@ -94,7 +94,7 @@ def from_worker(  # noqa: C901, PLR0911, PLR0912 - a case a message
         case "switched":
             return requests.switched_from_proto(message.switched, hello=hello)
         case "heartbeat":
-            return requests.heartbeat_from_proto(message.heartbeat)
+            return reports.heartbeat_from_proto(message.heartbeat)
         case "leaving":
             return requests.leaving_from_proto(message.leaving)
         case "group_lost":

@@ -149,10 +149,14 @@ class RankStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Cumulative counters of one generation, with the rank's statistics."""
+    """Cumulative counters of one generation, with the rank's statistics.
+
+    A `heartbeat` that is due goes along.
+    """
 
     load: LoadReport
     stats: RankStats
+    heartbeat: "Heartbeat | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A worker's report: `Report` to its protobuf message and back, counters and statistics."""
+"""What a worker says at intervals, to its protobuf message and back: `Report` and `Heartbeat`."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from equipoise.planning.load import LoadReport, Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import RankStats, Report, WorkerBound
+from equipoise.wire.messages import Heartbeat, RankStats, Report, WorkerBound
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 MAX_BOUNDS = 16
@@ -50,6 +50,7 @@ def report_to_proto(report: Report) -> pb.LoadReport:
         requests_paused=stats.requests_paused,
         drafts=stats.drafts,
         drafts_accepted=stats.drafts_accepted,
+        heartbeat=None if report.heartbeat is None else heartbeat_to_proto(report.heartbeat),
     )
 
 
@@ -84,7 +85,32 @@ def report_from_proto(
         phase=_PHASES[message.phase],
         tokens=tokens,
     )
-    return Report(load=load, stats=_stats_from_proto(message))
+    beat = heartbeat_from_proto(message.heartbeat) if message.HasField("heartbeat") else None
+    return Report(load=load, stats=_stats_from_proto(message), heartbeat=beat)
+
+
+def heartbeat_to_proto(heartbeat: Heartbeat) -> pb.Heartbeat:
+    """Proof of life."""
+    return pb.Heartbeat(
+        epoch=heartbeat.epoch,
+        generation=heartbeat.generation,
+        staged_generation=heartbeat.staged_generation,
+        sequence=heartbeat.sequence,
+        draining=heartbeat.draining,
+    )
+
+
+def heartbeat_from_proto(message: pb.Heartbeat) -> Heartbeat:
+    """Raises InvalidMessageError: a number is out of range."""
+    return Heartbeat(
+        epoch=checks.count("heartbeat", "epoch", message.epoch),
+        generation=checks.count("heartbeat", "generation", message.generation),
+        staged_generation=checks.staged_generation(
+            "heartbeat", message.staged_generation, generation=message.generation
+        ),
+        sequence=checks.count("heartbeat", "sequence", message.sequence),
+        draining=message.draining,
+    )
 
 
 def _stats_from_proto(message: pb.LoadReport) -> RankStats:

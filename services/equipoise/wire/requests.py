@@ -14,7 +14,6 @@ from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
     PROTOCOL_VERSION,
     GroupLost,
-    Heartbeat,
     Hello,
     Leaving,
     Refused,
@@ -197,30 +196,6 @@ def switched_from_proto(message: pb.Switched, *, hello: Hello) -> Switched:
             model=hello.model,
             slots_per_rank=hello.slots_per_rank,
         ),
-    )
-
-
-def heartbeat_to_proto(heartbeat: Heartbeat) -> pb.Heartbeat:
-    """Proof of life."""
-    return pb.Heartbeat(
-        epoch=heartbeat.epoch,
-        generation=heartbeat.generation,
-        staged_generation=heartbeat.staged_generation,
-        sequence=heartbeat.sequence,
-        draining=heartbeat.draining,
-    )
-
-
-def heartbeat_from_proto(message: pb.Heartbeat) -> Heartbeat:
-    """Raises InvalidMessageError: a number is out of range."""
-    return Heartbeat(
-        epoch=checks.count("heartbeat", "epoch", message.epoch),
-        generation=checks.count("heartbeat", "generation", message.generation),
-        staged_generation=checks.staged_generation(
-            "heartbeat", message.staged_generation, generation=message.generation
-        ),
-        sequence=checks.count("heartbeat", "sequence", message.sequence),
-        draining=message.draining,
     )
 
 

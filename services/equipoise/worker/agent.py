@@ -26,6 +26,7 @@ from equipoise.wire.messages import (
     Hello,
     Leaving,
     Rejection,
+    Report,
     Stage,
     Wait,
     WorkerMessage,
@@ -40,6 +41,10 @@ Call = grpc.aio.StreamStreamCall[pb.ConnectRequest, pb.ConnectResponse]
 _OUTBOX_LENGTH = 256
 _NOT_LEADING_BACKOFF_S = 2.0
 """Longest wait while balancers answer, but none of them leads yet: that ends within seconds."""
+
+_REPORT_MAY_BE_LATE = 1.1
+"""Intervals from a heartbeat that went with a report to one by itself: by default the next report
+is due at the same moment, and takes it along."""
 
 _CHANNEL_OPTIONS = (
     # A subchannel shared with an earlier attempt would sit out that one's back-off.
@@ -212,7 +217,7 @@ class Agent:
         raise LinkLostError("the balancer closed the stream")
 
     async def _write(self, call: Call, outbox: asyncio.Queue[WorkerMessage]) -> None:
-        """Send what is put out, and a heartbeat at every interval."""
+        """Send what is put out, and a heartbeat at every interval, with a report if one is sent."""
         sequence = 0
         beat_at = _now() + self.heartbeat_interval_s
         while True:
@@ -227,6 +232,10 @@ class Agent:
                         message = await outbox.get()
                 except TimeoutError:
                     continue
+            if isinstance(message, Report):
+                sequence += 1
+                beat_at = _now() + self.heartbeat_interval_s * _REPORT_MAY_BE_LATE
+                message = replace(message, heartbeat=self._heartbeat(sequence))
             await call.write(to_balancer(message))
             if isinstance(message, Leaving):
                 # Nothing follows; the balancer reads to the end and closes.

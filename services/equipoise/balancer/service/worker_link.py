@@ -20,7 +20,7 @@ from equipoise.trust.identity import Caller
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.limits import max_message_bytes
-from equipoise.wire.messages import Hello, Leaving, Rejection
+from equipoise.wire.messages import Hello, Leaving, Rejection, Report
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 HELLO_TIMEOUT_S = 10.0
@@ -141,6 +141,9 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
             try:
                 _check_pace_and_size(request, hello, pace)
                 value = from_worker(_message(request), hello=hello)
+                if isinstance(value, Report) and value.heartbeat is not None:
+                    # Before the report, because that may be refused.
+                    runner.receive(hello.worker, mailbox, value.heartbeat)
                 runner.receive(hello.worker, mailbox, value)
             except (InvalidMessageError, InvalidReportError) as error:
                 text = f"worker {hello.worker}: {error}"
