@@ -4,7 +4,7 @@ An invalid one cannot exist.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -42,6 +42,8 @@ class Layout:
     expert_of_slot: ExpertTable
     slots_of_rank: tuple[int, ...] = ()
     share_of_slot: ShareTable | None = None
+    first_slot: tuple[int, ...] = field(init=False)
+    """The first slot of each rank, and after the last rank the number of slots."""
 
     def __post_init__(self) -> None:
         table = np.ascontiguousarray(self.expert_of_slot, dtype=np.int32)
@@ -53,6 +55,7 @@ class Layout:
         if not self.slots_of_rank:
             even = (self.num_slots // self.num_ranks,) * self.num_ranks
             object.__setattr__(self, "slots_of_rank", even)
+        object.__setattr__(self, "first_slot", tuple(accumulate(self.slots_of_rank, initial=0)))
         _check(self)
         if self.share_of_slot is not None:
             object.__setattr__(self, "share_of_slot", _uneven(self, self.share_of_slot))
@@ -70,13 +73,8 @@ class Layout:
     @property
     def slots_per_rank(self) -> int:
         """Physical slots per layer on each rank; only of ranks with equally many."""
-        assert min(self.slots_of_rank) == max(self.slots_of_rank), "ask for slots_of_rank"
+        assert len(set(self.slots_of_rank)) == 1, "ask for slots_of_rank"
         return self.slots_of_rank[0]
-
-    @property
-    def first_slot(self) -> tuple[int, ...]:
-        """The first slot of each rank, and after the last rank the number of slots."""
-        return tuple(accumulate(self.slots_of_rank, initial=0))
 
     def replica_counts(self) -> npt.NDArray[np.int32]:
         """Replicas of each logical expert, int32 [layers, experts]; all at least 1."""

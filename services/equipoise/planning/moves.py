@@ -73,21 +73,27 @@ def moves_into(
     assert checksums.shape == (num_layers, num_experts, CHECKSUM_BYTES), "a checksum per expert"
     moves: dict[int, list[Move]] = {rank: [] for rank in range(topology.num_ranks)}
     times_first: Counter[int] = Counter()
+    rank_of_slot = np.repeat(np.arange(target.num_ranks), target.slots_of_rank).tolist()
+    from_rank = [RankSource(rank=rank) for rank in range(target.num_ranks)]
+    from_checkpoint = CheckpointSource()
     changed = held != target.expert_of_slot
     for layer in np.flatnonzero(changed.any(axis=1)).tolist():
-        holders = _holders(held[layer], target)
+        holders = _holders(held[layer], target, rank_of_slot)
+        experts = target.expert_of_slot[layer].tolist()
         for slot in np.flatnonzero(changed[layer]).tolist():
-            expert = int(target.expert_of_slot[layer, slot])
-            rank = topology.rank_of_slot(slot)
-            ranks = _nearest_first(holders[expert], rank, topology, times_first)
-            times_first.update(ranks[:1])
+            expert, rank = experts[slot], rank_of_slot[slot]
+            ranks = holders[expert]
+            if len(ranks) > 1:  # Most experts have one holder.
+                ranks = _nearest_first(ranks, rank, topology, times_first)
+            if ranks:
+                times_first[ranks[0]] += 1
             moves[rank].append(
                 Move(
                     layer=layer,
                     slot=slot,
                     expert=expert,
                     checksum=checksums[layer, expert].tobytes(),
-                    sources=(*(RankSource(rank=near) for near in ranks), CheckpointSource()),
+                    sources=(*(from_rank[near] for near in ranks), from_checkpoint),
                 )
             )
     return {rank: tuple(of_rank) for rank, of_rank in moves.items()}
@@ -120,12 +126,12 @@ def waves(
     return changes_by_layers(current, target, batches=batches, first_generation=target.generation)
 
 
-def _holders(held: npt.NDArray[np.int32], layout: Layout) -> list[list[int]]:
+def _holders(
+    held: npt.NDArray[np.int32], layout: Layout, rank_of_slot: list[int]
+) -> list[list[int]]:
     """Ranks that hold each expert of a layer."""
     holders: list[list[int]] = [[] for _ in range(layout.num_experts)]
-    rank_of_slot = np.repeat(np.arange(layout.num_ranks), layout.slots_of_rank)
-    for slot, expert in enumerate(held.tolist()):
-        rank = int(rank_of_slot[slot])
+    for rank, expert in zip(rank_of_slot, held.tolist(), strict=True):
         if expert != NOTHING and rank not in holders[expert]:
             holders[expert].append(rank)
     return holders

@@ -15,7 +15,8 @@ class ChecksumTable:
     """
 
     def __init__(self, *, num_layers: int, num_experts: int) -> None:
-        self._table = np.zeros((num_layers, num_experts, CHECKSUM_BYTES), dtype=np.uint8)
+        # A checksum is kept as two numbers: every rank tells of all its slots at every switch.
+        self._table = np.zeros((num_layers, num_experts, CHECKSUM_BYTES // 8), dtype=np.uint64)
         self._told_by = np.full((num_layers, num_experts), -1, dtype=np.int32)
 
     def merge(self, layout: Layout, *, rank: int, checksums: Checksums) -> str | None:
@@ -23,20 +24,23 @@ class ChecksumTable:
 
         `checksums` is uint8 [layers, slots_per_rank, 16]. A rank that disagrees changes nothing.
         """
-        first = rank * layout.slots_per_rank
-        experts = layout.expert_of_slot[:, first : first + layout.slots_per_rank]
+        first, last = layout.first_slot[rank : rank + 2]
+        experts = layout.expert_of_slot[:, first:last]
         layers = np.arange(layout.num_layers)[:, None]
-        known = self._told_by[layers, experts] >= 0
-        differs = known & (self._table[layers, experts] != checksums).any(axis=2)
+        told = np.ascontiguousarray(checksums).view(np.uint64)
+        told_by = self._told_by[layers, experts]
+        known = told_by >= 0
+        differs = known & (self._table[layers, experts] != told).any(axis=2)
         if differs.any():
             layer, slot = (int(index) for index in np.argwhere(differs)[0])
             expert = int(experts[layer, slot])
             return (
-                f"ranks {int(self._told_by[layer, expert])} and {rank} hold different bytes for "
+                f"ranks {int(told_by[layer, slot])} and {rank} hold different bytes for "
                 f"expert {expert} of layer {layer}: restart the one with the damaged checkpoint"
             )
-        self._table[layers, experts] = checksums
-        self._told_by[layers, experts] = np.where(known, self._told_by[layers, experts], rank)
+        if not known.all():
+            self._table[layers, experts] = told
+            self._told_by[layers, experts] = np.where(known, told_by, rank)
         return None
 
     @property
@@ -46,4 +50,4 @@ class ChecksumTable:
 
     def table(self) -> npt.NDArray[np.uint8]:
         """A copy of the table, uint8 [layers, experts, 16]."""
-        return self._table.copy()
+        return self._table.copy().view(np.uint8)
