@@ -20,6 +20,7 @@ from equipoise.wire.messages import Abort, Assignment, Stage
 def test_nobody_is_assigned_before_the_last_worker_came(bench):
     for worker in list(bench.workers.values())[:3]:
         bench.hello(worker.hello)
+    bench.tick(1.0)
     assert bench.sent == []
     diagnosis = bench.pool.diagnosis()
     assert diagnosis.health is Health.WAITING

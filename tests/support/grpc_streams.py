@@ -149,7 +149,8 @@ class GrpcConnection(asyncio.Protocol):
         elif kind == WINDOW_UPDATE:
             self._take_window(stream, number, body)
         elif kind == GOAWAY:
-            self._end_all("the server goes away")
+            code, why = struct.unpack_from(">I", body, 4)[0], body[8:].decode(errors="replace")
+            self._end_all(f"the server goes away: {code} {why}")
         if stream is not None and (kind == RST_STREAM or (flags & END_STREAM and kind <= HEADERS)):
             del self._streams[number]
             stream.ended("the server ended the call")

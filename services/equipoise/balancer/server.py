@@ -73,6 +73,11 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_HELLO_BYTES),
     # A worker needs one stream; whoever opens more on a connection waits.
     ("grpc.max_concurrent_streams", 64),
+    # gRPC's asyncio server takes one call in each turn of the event loop. Of a fleet that comes at
+    # once it would turn most away, and cancel calls that waited for half a minute.
+    ("grpc.server.max_pending_requests", MAX_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
+    ("grpc.server_max_unrequested_time_in_server", 120),
     ("grpc.max_metadata_size", 16 * 1024),
     # Two balancers on one port would share its workers by chance; the second must fail instead.
     ("grpc.so_reuseport", 0),

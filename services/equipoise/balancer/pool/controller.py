@@ -33,7 +33,13 @@ from equipoise.balancer.pool.effects import (
 )
 from equipoise.balancer.pool.epoch_log import Unwritten
 from equipoise.balancer.pool.memory import PoolMemory
-from equipoise.balancer.pool.opening import assign_returned, open_by_clock, open_if_due, retry
+from equipoise.balancer.pool.opening import (
+    assign_returned,
+    open_by_clock,
+    open_by_hello,
+    open_if_due,
+    retry,
+)
 from equipoise.balancer.pool.policy_change import follow_policy
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.proposal import Proposal
@@ -109,7 +115,7 @@ class PoolController:
             pool.layouts.know(hello.running.layout)
             pool.layouts.reserve(hello.running.staged_generation)
             pool.merge_checksums(member, hello.running.layout, hello.running.checksums)
-        effects += open_if_due(pool, now=now)
+        effects += open_by_hello(pool, hello, now=now)
         return (*effects, *assign_returned(pool), *settle(pool, now=now))
 
     def message(self, worker: str, value: WorkerMessage, *, now: float) -> Chain:

@@ -16,10 +16,12 @@ from equipoise.balancer.pool.slow_workers import excluded_workers, need_excluded
 from equipoise.balancer.store.store import Membership
 from equipoise.planning.membership import Opening, next_epoch
 from equipoise.planning.recovery import recover, recovery_moves
+from equipoise.wire.messages import Hello
 
 FIRST_LOOK_S = 1.0
-"""Seconds between two looks at a pool that waits for its first ranks. Hellos are seen at once; what
-comes by the clock is only the end of a wait of minutes."""
+"""Seconds between two looks at a pool that waits for its first ranks. The last Hello that it waits
+for is seen at once; what comes by the clock is who is here so far, and the end of a wait of
+minutes."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +53,19 @@ def open_if_due(pool: Pool, *, now: float) -> Chain:
         pool.revision += 1
         pool.opening = opening
     return _open(pool, opening, now=now) if opening.workers else ()
+
+
+def open_by_hello(pool: Pool, hello: Hello, *, now: float) -> Chain:
+    """The same because a worker came.
+
+    Of those that a new pool waits for, hundreds perhaps, the first and the last are looked at.
+    """
+    is_new = not pool.roster.epoch and not pool.unheard
+    brings_something = hello.running is not None or hello.group_lost is not None
+    num_here = len(pool.roster.members)
+    if is_new and not brings_something and 1 < num_here < pool.roster.wanted_ranks:
+        return ()
+    return open_if_due(pool, now=now)
 
 
 def open_by_clock(pool: Pool, *, now: float) -> Chain:

@@ -1,0 +1,54 @@
+"""A fleet that comes at once, as after a power cut: everybody gets in, or is told why not."""
+
+import asyncio
+
+import pytest
+from grpc_streams import GrpcConnection
+
+from equipoise.balancer.policy.book import PolicyBook
+from equipoise.balancer.server import serving
+from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.planning.policy import Policy
+from equipoise_api.v1 import worker_link_pb2
+
+NUM_STREAMS = 2000
+STREAMS_A_CONNECTION = 50
+CONNECT = "/equipoise_api.v1.WorkerLink/Connect"
+
+
+@pytest.fixture
+async def port(tmp_path):
+    """Where a balancer listens."""
+    store = SqliteStore(tmp_path / "state.sqlite")
+    async with serving(
+        store, listen="127.0.0.1:0", policies=PolicyBook(Policy()), stop_grace_s=0.0
+    ) as port:
+        yield port
+    await store.close()
+
+
+async def test_none_of_thousands_of_streams_that_come_at_once_is_turned_away(port):
+    told, ended = [], []
+    loop = asyncio.get_running_loop()
+    nameless = worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat())
+    everybody = asyncio.Event()
+
+    def note(where, what):
+        where.append(what)
+        if len(ended) == NUM_STREAMS:
+            everybody.set()
+
+    for _ in range(NUM_STREAMS // STREAMS_A_CONNECTION):
+        _, connection = await loop.create_connection(
+            lambda: GrpcConnection(CONNECT), "127.0.0.1", port
+        )
+        for _ in range(STREAMS_A_CONNECTION):
+            stream = connection.open(
+                heard=lambda data: note(told, data), ended=lambda why: note(ended, why)
+            )
+            stream.write(nameless.SerializeToString())
+    async with asyncio.timeout(60):
+        await everybody.wait()
+    assert len(told) == NUM_STREAMS, "each was asked for its name"
+    answer = worker_link_pb2.ConnectResponse.FromString(told[0])
+    assert "Hello" in answer.rejection.reason
