@@ -15,6 +15,10 @@ TokenCounts = npt.NDArray[np.uint64]
 Load = npt.NDArray[np.float64]
 
 
+MAX_TOKENS_A_STEP = 2**24
+"""More than a slot can receive in a step: a thousand ranks read 16,384 tokens each, all for it."""
+
+
 class Phase(StrEnum):
     """Prefill and decode load experts differently and want different layouts."""
 
@@ -80,16 +84,19 @@ class LoadCounters:
         self._counted_from = counted_from
         self._ranks: dict[int, _RankCounters] = {}
 
-    def accept(self, report: LoadReport, layout: Layout) -> LoadDelta:
+    def accept(
+        self, report: LoadReport, layout: Layout, *, num_steps: int | None = None
+    ) -> LoadDelta:
         """The tokens a report adds to what its rank reported before.
 
         `layout` is that of the report's generation, or the newest layout there is if the report's
-        generation is not known.
+        generation is not known. `num_steps` is in how many steps they came, None if not known.
 
         Raises:
             InvalidReportError: the report cannot be used; nothing is remembered of it. Kinds:
                 report_wrong_epoch, report_unknown_rank, report_future_generation,
-                report_old_generation, report_old_boot, report_shape, report_shrinking_counter.
+                report_old_generation, report_old_boot, report_shape, report_shrinking_counter,
+                report_implausible.
         """
         _check(report, layout, epoch=self._epoch)
         known = self._ranks.get(report.rank) or _RankCounters(boot_id=report.boot_id)
@@ -110,9 +117,11 @@ class LoadCounters:
                 f"{layer}, own slot {slot}, after {int(previous[layer, slot])} before, in "
                 f"generation {report.generation}",
             )
+        added = report.tokens - previous
+        _check_plausible(report, added, num_steps=num_steps)
         known.remember(report)
         self._ranks[report.rank] = known
-        return _delta(report.rank, (report.tokens - previous).astype(np.float64), layout)
+        return _delta(report.rank, added.astype(np.float64), layout)
 
     def _previous(self, report: LoadReport, known: "_RankCounters") -> TokenCounts:
         if report.generation <= known.forgotten_generation:
@@ -363,6 +372,20 @@ def _check(report: LoadReport, layout: Layout, *, epoch: int) -> None:
             "report_shape",
             f"rank {report.rank} reports counters of shape {report.tokens.shape}, but [layers, "
             f"slots_per_rank] is {expected}",
+        )
+
+
+def _check_plausible(report: LoadReport, added: TokenCounts, *, num_steps: int | None) -> None:
+    if num_steps is None:
+        return
+    # Two generations' counters may tell of the same moment, the later ones then of no step.
+    most = MAX_TOKENS_A_STEP * max(1, num_steps)
+    if added.max() > most:
+        layer, slot = (int(index) for index in np.argwhere(added > most)[0])
+        raise InvalidReportError(
+            "report_implausible",
+            f"rank {report.rank} says that layer {layer}, own slot {slot} received "
+            f"{int(added[layer, slot])} tokens in {num_steps} steps, more than {most}: restart it",
         )
 
 

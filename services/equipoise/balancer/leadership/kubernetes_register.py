@@ -19,6 +19,7 @@ from equipoise.balancer.leadership.standing import LeaseRecord, Sighting
 
 _ADDRESS = "equipoise/leader-address"
 _RENEWALS = "equipoise/renewals"
+_UNAUTHORIZED, _FORBIDDEN = 401, 403
 _NOT_FOUND = 404
 _CONFLICT = 409
 
@@ -90,9 +91,11 @@ class KubernetesRegister:
         try:
             yield
         except ApiException as error:
+            is_right = error.status in {_UNAUTHORIZED, _FORBIDDEN}
+            remedy = "the service account needs get, create and update on leases"
             raise RegisterError(
-                f"{where}: the cluster refuses ({error.status} {error.reason}): the service "
-                "account needs get, create and update on leases"
+                f"{where}: the cluster refuses ({error.status} {error.reason}): "
+                f"{remedy if is_right else 'check its API server'}"
             ) from error
         except (ClientError, TimeoutError, OSError) as error:
             raise RegisterError(

@@ -181,7 +181,8 @@ class PoolController:
         effects += settle(self.pool, now=now)
         closed = self.pool.windows_closed
         effects += close_due_window(self.pool, now=now)
-        if self.pool.windows_closed > closed and not self.pool.hold.paused:
+        is_early = self.pool.setbacks.wait(self.pool.policy, now=now)
+        if self.pool.windows_closed > closed and not (self.pool.hold.paused or is_early):
             effects += keep_to_pin(self.pool, now=now)
         # A plan rests on no write, so one that fails must not keep it from being made.
         plans = [effect for effect in effects if isinstance(effect, Propose)]

@@ -30,9 +30,12 @@ def close_due_window(pool: Pool, *, now: float) -> Chain:
     effects: list[Effect] = [*judge_rollout(pool, window, now=now)]
     note_pace(pool, window, now=now)
     if window.tokens and pool.can_think and not pool.is_proposing and not pool.hold.reason:
-        pool.is_proposing = True
-        request = proposal_request(pool, window, policy=pool.policy, now=now)
-        effects.append(Propose(request=request))
+        if window.unheard:
+            effects.append(_undecided(pool, window, now=now))
+        else:
+            pool.is_proposing = True
+            request = proposal_request(pool, window, policy=pool.policy, now=now)
+            effects.append(Propose(request=request))
     records = loads.records(now=now)
     effects += [WriteAverage(name=name, record=record) for name, record in records.items()]
     return tuple(effects)
@@ -80,7 +83,7 @@ def decide(
         accepted, reason = False, f"{pool.hold.reason} while this was planned: {reason}"
     if accepted and pool.in_force.digest != request.policy_hash and not was_asked_for:
         accepted, reason = False, f"the policy changed while this was planned: {reason}"
-    again = too_soon_again(
+    again = pool.setbacks.wait(pool.policy, now=now) or too_soon_again(
         pool.policy,
         rolled_back_s=pool.rolled_back_s,
         shift_detected=request.shift.detected,
@@ -109,6 +112,29 @@ def decide(
     watch_rollout(pool, proposal)
     started = pool.rollouts.start(proposal.waves, base=request.current, now=now)
     return (*pool.obey(started), WriteDecision(record=decision))
+
+
+def _undecided(pool: Pool, window: ClosedWindow, *, now: float) -> WriteDecision:
+    """No plan is made on a part of the load: what nobody told of would look idle."""
+    current = pool.layouts.current
+    assert current is not None, "a window was closed"
+    ranks = ", ".join(str(rank) for rank in window.unheard)
+    pool.tally.declined += 1
+    return WriteDecision(
+        record=DecisionRecord(
+            time_unix_s=now,
+            accepted=False,
+            reason=(
+                f"nothing is planned on a part of the load: no report of "
+                f"{'rank' if len(window.unheard) == 1 else 'ranks'} {ranks} came in time"
+            ),
+            base_generation=current.generation,
+            balancedness_current=window.balancedness,
+            balancedness_proposed=window.balancedness,
+            shift_detected=window.shift.detected,
+            policy_hash=pool.in_force.digest,
+        )
+    )
 
 
 def late_decisions(pool: Pool) -> Chain:

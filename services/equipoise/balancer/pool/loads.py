@@ -28,6 +28,10 @@ from equipoise.planning.slowness import Pace
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.messages import Report
 
+REPORTS_MISSED = 3
+"""Reports in a row that may fail to come before a rank counts as unheard, where windows are no
+longer than that. Reports are cumulative, so the next one makes up for those."""
+
 MAX_TABLES = 4
 """Windows with traffic whose tables are kept: a plan is made for one of the latest."""
 
@@ -41,6 +45,7 @@ class ClosedWindow:
     when the window closed; `switched` says that another was in use when it opened. `shares` is what
     became of planned shares, None if that cannot be told of this window; `pace` is how long ranks
     computed, None if they did not tell. `phase` is the one that all reports named, else mixed.
+    `unheard` are ranks that told no load although it was due: the window has too little of it.
     """
 
     number: int
@@ -57,6 +62,7 @@ class ClosedWindow:
     shares: RealisedShares | None
     pace: Pace | None = None
     phase: Phase = Phase.MIXED
+    unheard: tuple[int, ...] = ()
 
     def without_tables(self) -> "ClosedWindow":
         """Its figures alone; the tables take a thousand times as much memory."""
@@ -115,6 +121,9 @@ class PoolLoads:
         self._steps_at_open = np.zeros(num_ranks, dtype=np.int64)
         self._busy_us = np.zeros(num_ranks, dtype=np.int64)
         self._busy_us_at_open = np.zeros(num_ranks, dtype=np.int64)
+        self._report_interval_s = policy.report_interval_s
+        self._reported = np.zeros(num_ranks, dtype=bool)
+        self._windows_unheard = np.zeros(num_ranks, dtype=np.int64)
         self._generation_at_open = 0
         self._phases: set[Phase] = set()
         self._shifted_before = False
@@ -134,11 +143,15 @@ class PoolLoads:
         Raises:
             InvalidReportError: the report cannot be used; nothing is remembered of it.
         """
-        delta = self._counters.accept(report.load, layout)
+        rank = report.load.rank
+        known_steps = int(self._steps[rank]) if rank < len(self._steps) else 0
+        delta = self._counters.accept(
+            report.load, layout, num_steps=report.stats.steps - known_steps
+        )
         self._window.add(delta)
         self._slots.add(delta, layout)
         self._phases.add(report.load.phase)
-        rank = report.load.rank
+        self._reported[rank] = True
         if not self._steps[rank] and not self._heard_from_start:
             # As with its tokens: what came before the first report is no part of this window.
             self._steps_at_open[rank] = report.stats.steps
@@ -215,7 +228,14 @@ class PoolLoads:
             shares=self._slots.close(factor_of_rank),
             pace=self._pace(load_of_rank),
             phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
+            unheard=self._unheard(),
         )
+
+    def _unheard(self) -> tuple[int, ...]:
+        """Ranks whose reports are missing; where these come more seldom than windows, for long."""
+        due = max(1.0, REPORTS_MISSED * self._report_interval_s / self._policy.interval_s)
+        unheard = np.where(self._reported, 0, self._windows_unheard + 1) >= due
+        return tuple(int(rank) for rank in np.flatnonzero(unheard))
 
     def _pace(self, load_of_rank: Load) -> Pace | None:
         """How long each rank computed for a step; None if one of them made none or did not tell."""
@@ -241,6 +261,8 @@ class PoolLoads:
         self._steps_at_open = self._steps.copy()
         self._busy_us_at_open = self._busy_us.copy()
         self._generation_at_open = generation
+        self._windows_unheard = np.where(self._reported, 0, self._windows_unheard + 1)
+        self._reported[:] = False
         self._phases = set()
         # From the planned time, so that intervals do not drift; from now, if ticks stood still.
         planned_s = self._next_close_s + self._policy.interval_s

@@ -29,7 +29,15 @@ from equipoise.planning.membership import Opening
 from equipoise.planning.moves import Move
 from equipoise.planning.policy import Policy, StoreDown
 from equipoise.planning.promise import Promise, Realised, Witness
-from equipoise.planning.rollout import Commands, Event, PersistCommitted, PersistProposed, Ticked
+from equipoise.planning.rollout import (
+    Commands,
+    Event,
+    PersistCommitted,
+    PersistProposed,
+    RankRefused,
+    Ticked,
+)
+from equipoise.planning.setbacks import Setbacks
 from equipoise.planning.slowness import Pace, SlowRank
 from equipoise.wire.messages import Checksums, Report
 
@@ -89,7 +97,8 @@ class Pool:
     the store. `hold` is what an operator holds it to, `audit` are the latest orders, newest first.
     `policy_revision` is that of `policies` which `in_force` is of, `recorded_policy` the digest
     that the store knows. `watched` is the latest rollout until it was judged, `judged` are those
-    before, newest first, `rolled_back_s` is when one was rolled back last. `paces` are of the
+    before, newest first, `rolled_back_s` is when one was rolled back last, `setbacks` are rollouts
+    in a row that came to nothing. `paces` are of the
     windows of this epoch, `slow` are ranks that they show to be slow, `excluded` workers by name.
     `late` are verdicts that the store has yet to take. Before `quiet_until_s` no worker can count
     as silent, whatever it does; `looked_s` is when the clock last asked for an epoch.
@@ -125,6 +134,7 @@ class Pool:
     watched: WatchedRollout | None = None
     judged: deque[JudgedRollout] = field(default_factory=lambda: deque(maxlen=MAX_JUDGED))
     rolled_back_s: float | None = None
+    setbacks: Setbacks = field(default_factory=Setbacks)
     paces: deque[Pace] = field(default_factory=lambda: deque(maxlen=MAX_PACES))
     slow: Mapping[int, SlowRank] = field(default_factory=dict)
     excluded: dict[str, Exclusion] = field(default_factory=dict)
@@ -245,6 +255,7 @@ class Pool:
         ):
             self.verified = None
         self.rollouts.abandon()
+        self.setbacks = Setbacks()
         self.checksums = ChecksumTable(
             num_layers=shape.model.num_layers, num_experts=shape.model.num_experts
         )
@@ -291,11 +302,18 @@ class Pool:
     def roll(self, event: Event, *, now: float) -> Chain:
         """Tell the rollout, and carry out what it wants; an abort takes the verdict back."""
         aborted, before = self.rollouts.aborted, self.rollouts.current
+        completed = self.rollouts.completed
         effects = self.obey(self.rollouts.handle(event, now=now))
         rollout = self.rollouts.latest
         if before is not None and isinstance(event, Ticked):
             self.bounds.note_rollout(before, self.rollouts.latest)
-        if self.rollouts.aborted <= aborted or rollout is None or self.verdict is None:
+        if self.rollouts.completed > completed:
+            self.setbacks = Setbacks()
+        if self.rollouts.aborted <= aborted or rollout is None:
+            return effects
+        if isinstance(event, RankRefused | Ticked):
+            self.setbacks = self.setbacks.one_more(rollout.reason, now=now)
+        if self.verdict is None:
             return effects
         reason = f"generation {rollout.target.generation} was aborted: {rollout.reason}"
         taken_back = replace(self.verdict, time_unix_s=now, accepted=False, reason=reason)

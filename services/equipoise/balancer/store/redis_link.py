@@ -112,13 +112,22 @@ class RedisLink:
                 fault, sentence = StoreFault.FULL, "is full: raise its maxmemory or free some"
             case faults.ReadOnlyError():
                 fault, sentence = StoreFault.DENIED, "is a read-only replica: name the primary"
-            case faults.ResponseError() if str(error).startswith("NOAUTH"):
-                fault, sentence = StoreFault.DENIED, "wants a password: put it into the address"
-            case faults.ResponseError() if "MISCONF" in str(error):
-                fault, sentence = StoreFault.FULL, "cannot write to its disk: free some room"
-            case faults.ResponseError() if "WRONGTYPE" in str(error):
-                fault = StoreFault.FOREIGN
-                sentence = "has our keys with another program's contents: name another database"
             case _:
-                fault, sentence = StoreFault.DENIED, "refuses (it must be Redis 6.2 or newer)"
+                answers = (told for word, *told in _ANSWERS if word in str(error))
+                fault, sentence = next(answers, _REFUSAL)
         return fault, f"{sentence} ({error})" if str(error) else sentence
+
+
+_ANSWERS = (
+    ("NOAUTH", StoreFault.DENIED, "wants a password: put it into the address"),
+    ("NOREPLICAS", StoreFault.FULL, "takes no write without its replicas: mend them"),
+    ("MISCONF", StoreFault.FULL, "cannot write to its disk: free some room"),
+    (
+        "WRONGTYPE",
+        StoreFault.FOREIGN,
+        "has our keys with another program's contents: name another database",
+    ),
+)
+"""What a server answers that does not do as it was asked, by a word in it."""
+
+_REFUSAL = (StoreFault.DENIED, "refuses (it must be Redis 6.2 or newer)")

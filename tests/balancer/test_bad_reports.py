@@ -1,0 +1,133 @@
+"""Reports that are missing, repeated, replayed or lies: what the pool learns, and what it does."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from equipoise.balancer.pool.health import Health
+from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.policy import Policy
+from equipoise.wire.messages import Stage
+
+WINDOW_S = 10
+
+
+def run_without(bench, load, *, seconds, rank):
+    """All ranks serve; one of them beats and tells no load."""
+    for _ in range(seconds):
+        bench.now += 1.0
+        for worker in bench.ranks:
+            worker.serve_traffic(load)
+            bench.say(worker, worker.heartbeat() if worker.rank == rank else worker.report())
+        bench.tick()
+        bench.carry_out_rollout()
+
+
+def test_nothing_is_planned_while_a_ranks_load_is_not_told(serving_bench, skewed):
+    bench = serving_bench
+    run_without(bench, skewed(1), seconds=3 * WINDOW_S, rank=2)
+    assert bench.sent_to("worker-0", Stage) == []
+    assert [one.accepted for one in bench.decisions()] == [False] * 3
+    assert bench.decisions()[-1].reason.endswith("no report of rank 2 came in time")
+    assert bench.pool.diagnosis().health is Health.SERVING, "it serves, and says that it is there"
+    # Its counters are cumulative: what was not told comes with the next report.
+    told = 3 * 10_000 * WINDOW_S
+    bench.run_traffic(skewed(1), seconds=WINDOW_S)
+    assert sum(window.tokens for window in bench.pool.windows) == pytest.approx(4 * told, rel=0.01)
+    bench.run_traffic(skewed(1), seconds=2 * WINDOW_S)
+    assert bench.pool.rollouts.completed >= 1
+
+
+def test_reports_that_come_more_seldom_than_windows_may_miss_some(make_bench, skewed):
+    bench = make_bench(policy=Policy(interval_s=10.0, min_tokens=100.0, report_interval_s=10.0))
+    bench.serve()
+    run_without(bench, skewed(1), seconds=2 * WINDOW_S, rank=2)
+    assert not any(window.unheard for window in bench.pool.windows)
+    run_without(bench, skewed(1), seconds=WINDOW_S, rank=2)
+    assert bench.pool.windows[-1].unheard == (2,)
+
+
+@pytest.mark.parametrize("tokens", [2**53, 10**12])
+def test_a_rank_that_counts_what_no_slot_can_receive_is_refused_and_named(
+    serving_bench, skewed, tokens
+):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=WINDOW_S - 1)
+    liar = bench.ranks[3]
+    lie = liar.report()
+    counters = lie.load.tokens.copy()
+    counters[1, 4] += np.uint64(tokens)
+    with pytest.raises(InvalidReportError, match="rank 3 says that layer 1, own slot 4") as caught:
+        bench.say(liar, replace(lie, load=replace(lie.load, tokens=counters)))
+    assert caught.value.kind == "report_implausible"
+    bench.run_traffic(skewed(1), seconds=1)
+    assert bench.pool.windows[-1].tokens == pytest.approx(3 * 10 * 10_000, rel=0.01)
+
+
+def test_a_lie_that_could_be_true_costs_balance_for_some_windows_and_nothing_else(
+    serving_bench, skewed
+):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=5 * WINDOW_S)
+    settled = bench.pool.windows[-1].balancedness
+    liar = bench.ranks[3]
+    # A thousand times the pool's real load; afterwards it counts on from there.
+    liar.tokens[:, 0] += np.uint64(100_000_000)
+    bench.run_traffic(skewed(1), seconds=4 * WINDOW_S)
+    for write in bench.decisions():
+        assert np.isfinite([write.balancedness_current, write.balancedness_proposed]).all()
+    for average in (bench.pool.loads.fast, bench.pool.loads.slow):
+        assert np.isfinite(average.per_second()).all()
+    bench.run_traffic(skewed(1), seconds=26 * WINDOW_S)
+    assert bench.pool.windows[-1].balancedness > settled - 0.05
+    assert bench.pool.diagnosis().health is Health.SERVING
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_becomes_of_reports_on_the_way_the_average_is_that_of_exactly_once(
+    make_bench, skewed, seed
+):
+    averages = [learned(make_bench(), skewed(1), weather=weather(seed)) for weather in WEATHERS]
+    for average in averages[1:]:
+        np.testing.assert_allclose(average, averages[0], rtol=1e-9)
+
+
+def learned(bench, load, *, weather):
+    """What a pool believes of the load after three windows of reports in some weather."""
+    bench.serve()
+    for second in range(3 * WINDOW_S):
+        bench.now += 1.0
+        for worker in bench.ranks:
+            worker.serve_traffic(load)
+            is_last = second % WINDOW_S == WINDOW_S - 1
+            for report in weather(worker.hello.worker, worker.report(), is_last=is_last):
+                try:
+                    bench.say(worker, report)
+                except InvalidReportError as late:
+                    assert late.kind == "report_shrinking_counter"  # noqa: PT017 - it is late
+        bench.tick()
+    return bench.pool.loads.slow.per_second()
+
+
+def fair(_seed):
+    return lambda _worker, report, *, is_last: [report]
+
+
+def foul(seed):
+    """Loses, doubles, holds back, shuffles and replays; the last of a window comes through."""
+    rng, sent = random.Random(seed), {}
+
+    def reports(worker, report, *, is_last):
+        earlier = sent.setdefault(worker, [])
+        replayed = rng.sample(earlier, min(len(earlier), rng.randrange(3)))
+        earlier.append(report)
+        arriving = [*replayed, *([report] * rng.choice((0, 1, 1, 2)))]
+        rng.shuffle(arriving)
+        return [*arriving, report] if is_last else arriving
+
+    return reports
+
+
+WEATHERS = (fair, foul)
