@@ -8,6 +8,7 @@ import pytest
 
 from equipoise.balancer.pool.health import Health
 from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.load import LoadCounters
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import Stage
 
@@ -89,9 +90,23 @@ def test_a_lie_that_could_be_true_costs_balance_for_some_windows_and_nothing_els
 def test_whatever_becomes_of_reports_on_the_way_the_average_is_that_of_exactly_once(
     make_bench, skewed, seed
 ):
-    averages = [learned(make_bench(), skewed(1), weather=weather(seed)) for weather in WEATHERS]
-    for average in averages[1:]:
-        np.testing.assert_allclose(average, averages[0], rtol=1e-9)
+    check_exactly_once(make_bench, skewed(1), seed=seed)
+
+
+def test_counters_that_count_a_repeated_report_again_would_be_noticed(
+    make_bench, skewed, monkeypatch
+):
+    def forget(_counters, report, _known):
+        return np.zeros_like(report.tokens)
+
+    monkeypatch.setattr(LoadCounters, "_previous", forget)
+    with pytest.raises(AssertionError, match="Not equal"):
+        check_exactly_once(make_bench, skewed(1), seed=0)
+
+
+def check_exactly_once(make_bench, load, *, seed):
+    fair, foul = (learned(make_bench(), load, weather=weather(seed)) for weather in WEATHERS)
+    np.testing.assert_allclose(foul, fair, rtol=1e-9)
 
 
 def learned(bench, load, *, weather):

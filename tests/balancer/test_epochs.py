@@ -365,6 +365,16 @@ def test_averages_survive_a_change_of_ranks_and_planning_goes_on(serving_bench, 
     check(bench)
 
 
+def test_a_worker_that_comes_back_with_other_labels_is_planned_for_where_it_is_now(bench):
+    bench.serve()
+    assert "node-9" not in bench.pool.roster.topology().node_of_rank
+    moved = bench.ranks[3]
+    bench.lose(moved)
+    bench.hello(moved.reconnecting(node="node-9"))
+    assert bench.pool.roster.complete
+    assert bench.pool.roster.topology().node_of_rank[3] == "node-9"
+
+
 def test_survivors_that_meet_a_new_balancer_are_its_pool(serving_bench, open_bench):
     old = serving_bench
     memory = PoolMemory(

@@ -23,6 +23,7 @@ from equipoise.balancer.pool.pools import MAX_POOLS
 from equipoise.balancer.service.status import loads_response, pool_status
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.load import LoadReport
+from equipoise.wire import checks
 from equipoise.wire.convert import from_worker, to_balancer
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import GroupLost, Hello, Leaving, Refused, Report
@@ -245,6 +246,13 @@ def test_no_fuzzed_message_is_decoded_to_nonsense(make_bench, skewed, capsys):
         pool.decode(min(50_000, NUM_DECODED - begun))
     _tell(capsys, f"decoded: {dict(pool.outcomes)}")
     assert min(pool.outcomes[what] for what in ("unreadable", "refused", "accepted")) > 50
+
+
+def test_a_decoding_that_takes_any_number_would_be_noticed(make_bench, skewed, monkeypatch):
+    monkeypatch.setattr(checks, "MAX_COUNT", 2**64)
+    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, tokens_per_layer=1_000.0))
+    with pytest.raises(AssertionError):
+        pool.decode(5000)
 
 
 def test_no_fuzzed_message_breaks_a_pool_or_passes_as_nonsense(make_bench, skewed, capsys):

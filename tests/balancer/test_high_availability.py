@@ -189,13 +189,15 @@ async def test_a_paused_leader_that_wakes_up_cannot_switch_anything(
         assert await store.highest_term() == 2
 
 
-@pytest.mark.parametrize("trouble", ["killed", "paused", "emptied"])
+@pytest.mark.parametrize("trouble", ["killed", "paused", "emptied", "back in time"])
 async def test_ranks_serve_on_without_redis_and_are_balanced_again_with_it(
-    redis_server, store, bench, skewed, trouble
+    redis_server, store, bench, skewed, tmp_path, trouble
 ):
     balancer = Process(redis_server.url)
     try:
         async with ranks_of(bench, [balancer.address]) as (ranks, news):
+            await balancer.until_committed(1)
+            redis_server.back_up(tmp_path / "older")
             async with traffic(ranks, skewed(1)):
                 await news.until(lambda: staged_by_all(ranks, term=1))
             first = ranks[0].worker.staged.layout.generation
@@ -213,6 +215,8 @@ async def test_ranks_serve_on_without_redis_and_are_balanced_again_with_it(
                 redis_server.resume()
             elif trouble == "emptied":
                 redis_server.restart_empty()
+            elif trouble == "back in time":
+                redis_server.restart_from(tmp_path / "older")
             else:
                 redis_server.start()
             await balancer.until_health(SERVING)

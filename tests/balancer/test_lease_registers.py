@@ -181,6 +181,20 @@ async def test_a_missing_right_in_the_cluster_is_named(open_kubernetes, lease_se
         await open_kubernetes().write(RECORD, replacing=None)
 
 
+@pytest.mark.parametrize("status", [410, 429, 500])
+async def test_an_api_server_in_trouble_is_no_register_without_a_lease(
+    open_kubernetes, lease_server, status
+):
+    register = open_kubernetes()
+    held = await register.write(RECORD, replacing=None)
+    lease_server.refusal = status
+    for call in (register.read(), register.write(RECORD, replacing=held.version)):
+        with pytest.raises(RegisterError, match=f"refuses \\({status} .*: check its API server"):
+            await call
+    lease_server.refusal = 0
+    assert await register.read() == held
+
+
 async def test_an_api_server_that_hangs_is_given_up(open_kubernetes, lease_server):
     lease_server.answering.clear()
     with pytest.raises(RegisterError, match="cannot be reached"):

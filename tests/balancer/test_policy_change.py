@@ -127,6 +127,18 @@ def test_a_policy_that_changed_meanwhile_takes_a_plan_back(make_bench, hot, monk
     assert decision.reason.startswith("the policy changed while this was planned: ")
 
 
+def test_a_policy_that_changes_every_second_moves_things_no_more_often(make_bench, hot):
+    bench = make_bench()
+    bench.serve()
+    load = hot * 10
+    for second in range(40):
+        offer(bench, f"defaults: {{judging: {{minTokens: {100 + second % 2}}}}}")
+        bench.run_traffic(load if second < 20 else load[:, ::-1], seconds=1)
+    plans = [one for one in bench.decisions() if one.kind is DecisionKind.PLAN]
+    assert bench.pool.windows_closed == len(plans) == 4
+    assert 1 <= sum(one.accepted for one in plans) <= 4
+
+
 def test_a_refused_policy_changes_nothing_and_is_shown_until_a_good_one_comes(make_bench):
     bench = make_bench()
     bench.serve()

@@ -127,6 +127,45 @@ async def test_a_full_server_takes_no_write_and_still_reads(redis_server, open_a
     await store.commit("p", 1, previous=None, term=1)
 
 
+async def test_a_server_that_lost_its_replicas_takes_no_write_and_still_reads(
+    redis_server, open_at
+):
+    store = open_at(redis_server.url)
+    await store.put_proposed("p", layout_of(1), term=1)
+    with Redis.from_url(redis_server.url) as operator:
+        operator.config_set("min-replicas-to-write", 1)
+        for write in (store.commit("p", 1, previous=None, term=1), store.fence(term=2)):
+            error = await fault_of(write)
+            assert error.fault is StoreFault.FULL
+            assert "takes no write without its replicas" in str(error)
+        assert (await store.proposed("p")).generation == 1
+        operator.config_set("min-replicas-to-write", 0)
+    await store.commit("p", 1, previous=None, term=1)
+
+
+async def test_a_server_that_went_back_in_time_is_told_what_ranks_run(
+    redis_server, open_at, tmp_path
+):
+    writer = open_at(redis_server.url)
+    await writer.adopt("p", layout_of(3), term=1)
+    redis_server.back_up(tmp_path / "older")
+    await writer.put_proposed("p", layout_of(4), term=1)
+    await writer.commit("p", 4, previous=3, term=1)
+    await writer.put_proposed("p", layout_of(5), term=1)
+    redis_server.restart_from(tmp_path / "older")
+    # Nothing shows that it is old, until it is told of something that it should have known.
+    later = open_at(redis_server.url)
+    for write in (
+        lambda: later.commit("p", 5, previous=4, term=1),
+        lambda: later.commit("p", 4, previous=3, term=1),
+    ):
+        error = await fault_of(write())
+        assert isinstance(error, StoreConflictError)
+    await later.adopt("p", layout_of(4), term=2)
+    assert (await later.committed("p")).generation == 4
+    assert await later.next_generation("p") == 5
+
+
 async def test_a_wrong_password_is_denied_and_never_repeated_in_words(tmp_path, open_at):
     with RedisServer(tmp_path / "locked", password="open-sesame") as server:
         wrong = server.url.replace("sesame", "barley")

@@ -13,7 +13,7 @@ from equipoise.balancer.pool.effects import (
 from equipoise.balancer.pool.health import Health
 from equipoise.balancer.pool.memory import recall
 from equipoise.balancer.store.sqlite_store import SqliteStore
-from equipoise.wire.messages import Abort, Assignment
+from equipoise.wire.messages import Abort, Assignment, Stage
 
 
 async def put(store, write):
@@ -165,6 +165,27 @@ async def test_a_balancer_without_its_file_learns_the_pool_from_its_ranks(
     assert bench.pool.layouts.committed.generation == 2
     bench.run_traffic(skewed(2), seconds=20)
     assert bench.pool.layouts.committed.generation == 3
+
+
+async def test_a_store_that_went_back_in_time_learns_from_the_ranks_and_reuses_no_number(
+    serving_bench, restart, skewed
+):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=10)
+    older = list(bench.writes)
+    bench.run_traffic(skewed(2), seconds=30)
+    running = bench.ranks[0].layout
+    bench.writes = older
+    successor = await restart(bench)
+    assert successor.pool.layouts.next_generation <= running.generation, "it forgot that much"
+    reconnect(successor)
+    adopted = [write.layout for write in successor.writes if isinstance(write, WriteAdopted)]
+    assert [layout.generation for layout in adopted] == [running.generation]
+    assert adopted[0].same_placement(running)
+    successor.run_traffic(skewed(3), seconds=30)
+    staged = [message.layout.generation for message in successor.sent_to("worker-0", Stage)]
+    assert staged
+    assert min(staged) > running.generation
 
 
 async def test_a_fleet_that_restarted_with_its_balancer_starts_in_the_committed_layout(

@@ -11,6 +11,7 @@ from equipoise.balancer.pool.health import Health
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.balancer.pool.planning_turns import PlanningTurns
+from equipoise.balancer.pool.proposal import propose
 from equipoise.balancer.pool.runner import PoolRunner, steady_clock
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
@@ -25,12 +26,14 @@ class FaultyStore:
     def __init__(self) -> None:
         self.fault = None
         self.asked = asyncio.Event()
+        self.done = []
 
     def __getattr__(self, name):
         async def write(*_args, **_kwargs):
             self.asked.set()
             if self.fault is not None:
                 raise self.fault
+            self.done.append(name)
 
         return write
 
@@ -211,6 +214,45 @@ async def test_what_was_written_in_time_is_not_pushed_after_the_term(
     await until(pool_runner, lambda: pool_runner.pool.revision != revision)
     assert not pool_runner.leads
     assert mailbox_is_empty(mailbox)
+
+
+@pytest.mark.parametrize("leads_on", [True, False])
+async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed(
+    serving_bench, store, tenure, skewed, leads_on
+):
+    bench, planning, may_end = serving_bench, asyncio.Event(), asyncio.Event()
+    runner = PoolRunner(
+        bench.controller,
+        store=store,
+        tenure=tenure,
+        turns=PlanningTurns(),
+        clock=lambda: bench.now,
+    )
+
+    async def slow(request):
+        planning.set()
+        await may_end.wait()
+        return propose(request)
+
+    runner._planning.propose = slow
+    bench.now += bench.pool.policy.interval_s
+    for worker in bench.ranks:
+        worker.serve_traffic(10 * skewed(1))
+        bench.say(worker, worker.report())
+    task = asyncio.create_task(runner.run())
+    await asyncio.wait_for(planning.wait(), WAIT_S)
+    if not leads_on:
+        tenure.give_up("the lease ran out meanwhile")
+    may_end.set()
+    await until(runner, lambda: not runner.pool.is_proposing)
+    assert runner.pool.rollouts.current is not None, "the plan itself is good"
+    if leads_on:
+        await until(runner, lambda: "add_decision" in store.done)
+    await until(runner, runner._chains.empty)
+    assert ("put_proposed" in store.done) == leads_on
+    assert "add_decision" in store.done or not leads_on
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def mailbox_is_empty(mailbox):

@@ -11,7 +11,7 @@ from store_records import AN_ORDER, ONES, layout_of, same, weighted
 from equipoise.balancer.store.hold import Hold
 from equipoise.balancer.store.sqlite_file import SCHEMA_VERSION, SqliteFile
 from equipoise.balancer.store.sqlite_store import SqliteStore
-from equipoise.balancer.store.store import StoreError, TermOverError
+from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError
 
 TERM = 1
 
@@ -36,6 +36,31 @@ def test_a_file_that_is_no_database_is_named(tmp_path):
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(StoreError, match="check that its folder exists"):
         SqliteStore(tmp_path / "nowhere" / "state")
+
+
+async def test_a_full_disk_takes_no_half_of_a_write_and_is_written_to_again_with_room(tmp_path):
+    store = SqliteStore(tmp_path / "state")
+    await store.put_proposed("p", layout_of(1), term=TERM)
+    await store.commit("p", 1, previous=None, term=TERM)
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StoreError, match=r"full.*has room") as caught:
+        await propose_many(store)
+    assert caught.value.fault is StoreFault.FULL
+    assert (await store.committed("p")).generation == 1
+    written = (await store.proposed("p")).generation
+    assert await store.next_generation("p") == written + 1
+    store._db.execute("PRAGMA max_page_count = 100000")
+    await store.put_proposed("p", layout_of(written + 1), term=TERM)
+    await store.close()
+    reopened = SqliteStore(tmp_path / "state")
+    assert (await reopened.proposed("p")).generation == written + 1
+    await reopened.close()
+
+
+async def propose_many(store):
+    for generation in range(2, 500):
+        await store.put_proposed("p", layout_of(generation), term=TERM)
 
 
 def test_another_programs_database_is_left_alone(tmp_path):

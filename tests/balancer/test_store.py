@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from store_records import A_DECISION, AN_ORDER, ONES, layout_of, same, weighted
 
+from equipoise.balancer.store import redis_scripts
 from equipoise.balancer.store.hold import Hold
 from equipoise.balancer.store.redis_store import RedisStore
+from equipoise.balancer.store.sqlite_file import SqliteFile
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
@@ -208,21 +210,37 @@ async def test_what_all_ranks_run_is_adopted_whatever_the_store_thought(store):
 
 
 async def test_a_balancer_that_was_succeeded_can_write_nothing_that_matters(store):
+    await check_fenced(store)
+
+
+async def test_a_store_that_does_not_look_at_the_term_would_be_noticed(store, monkeypatch):
+    monkeypatch.setattr(SqliteFile, "_fence", lambda _self, _term: None)
+    compared = "tonumber(term) < tonumber(highest_term)"
+    assert compared in redis_scripts.PRELUDE
+    monkeypatch.setattr(
+        redis_scripts, "PRELUDE", redis_scripts.PRELUDE.replace(compared, "term == 'never'")
+    )
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        await check_fenced(store)
+
+
+async def check_fenced(store):
+    """Term 2 wrote, so nothing of term 1 is taken any more."""
     await store.put_proposed("p", layout_of(1), term=2)
     await store.put_membership("p", Membership(epoch=1, workers=("w",)), term=2)
     late = [
-        store.put_proposed("p", layout_of(2), term=1),
-        store.commit("p", 1, previous=None, term=1),
-        store.adopt("p", layout_of(1), term=1),
-        store.put_membership("p", Membership(epoch=2, workers=("w",)), term=1),
-        store.put_proposed("other", layout_of(1), term=1),
-        store.put_average("p", "slow", ONES, term=1),
-        store.add_decision("p", A_DECISION, term=1),
-        store.fence(term=1),
+        lambda: store.put_proposed("p", layout_of(2), term=1),
+        lambda: store.commit("p", 1, previous=None, term=1),
+        lambda: store.adopt("p", layout_of(1), term=1),
+        lambda: store.put_membership("p", Membership(epoch=2, workers=("w",)), term=1),
+        lambda: store.put_proposed("other", layout_of(1), term=1),
+        lambda: store.put_average("p", "slow", ONES, term=1),
+        lambda: store.add_decision("p", A_DECISION, term=1),
+        lambda: store.fence(term=1),
     ]
     for write in late:
         with pytest.raises(TermOverError, match="term 1 is over, a balancer of term 2") as caught:
-            await write
+            await write()
         assert (caught.value.highest_term, caught.value.fault) == (2, StoreFault.CONFLICT)
     assert await store.average("p", "slow") is None
     assert await store.decisions("p", limit=1) == ()

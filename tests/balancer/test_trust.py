@@ -233,10 +233,16 @@ async def test_a_host_that_is_not_in_the_certificate_is_refused(tmp_path, author
 
 async def test_a_renewed_certificate_serves_from_the_next_connection_on(tmp_path, authority):
     reader = Credentials(authority.issue("reader"))
-    async with balancer(tmp_path, tls=authority.issue("balancer")) as address:
+    async with (
+        balancer(tmp_path, tls=authority.issue("balancer")) as address,
+        reader.channel(address) as held,
+    ):
         assert (await ask(address, reader))[0] is grpc.StatusCode.OK
+        await _CALLS["status"](held, reader.metadata())
         authority.issue("balancer", hosts=("elsewhere.example",))
         assert (await ask(address, reader))[0] is grpc.StatusCode.UNAVAILABLE
+        # What is connected stays so: nobody starts anew because a certificate did.
+        await _CALLS["status"](held, reader.metadata())
         authority.issue("balancer")
         assert (await ask(address, reader))[0] is grpc.StatusCode.OK
 

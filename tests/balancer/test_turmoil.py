@@ -13,6 +13,7 @@ from equipoise.balancer.pool.effects import (
 )
 from equipoise.balancer.pool.health import Health
 from equipoise.balancer.pool.memory import PoolMemory
+from equipoise.planning.rollout import Persisted, Rollout
 from equipoise.wire.messages import Stage
 
 ACTIONS = 100
@@ -177,6 +178,33 @@ def memory_of(writes):
 @pytest.mark.parametrize("seed", range(12))
 def test_after_any_turmoil_the_committed_layout_is_what_all_ranks_run(make_bench, skewed, seed):
     turmoil = Turmoil(make_bench, skewed, seed)
+    go_through(turmoil)
+    turmoil.calm_down()
+    turmoil.check_books()
+    pool = turmoil.bench.pool
+    assert pool.diagnosis().health is Health.SERVING, pool.diagnosis().reason
+    assert pool.rollouts.current is None
+    running = turmoil.workers[0].layout
+    assert pool.layouts.stored_generation == running.generation
+    assert pool.layouts.committed.same_placement(running)
+
+
+def test_a_balancer_that_stages_before_it_has_written_would_be_noticed(
+    make_bench, skewed, monkeypatch
+):
+    begin = Rollout.begin
+
+    def begin_staging(*, target, now, **about):
+        rollout, _ = begin(target=target, now=now, **about)
+        return rollout.step(Persisted(generation=target.generation), now=now)
+
+    monkeypatch.setattr(Rollout, "begin", begin_staging)
+    with pytest.raises(AssertionError, match="nothing is staged that was not written"):
+        go_through(Turmoil(make_bench, skewed, seed=0))
+
+
+def go_through(turmoil):
+    """Whatever may happen, in an order that the seed says; books are looked at every time."""
     actions = [
         *[turmoil.window] * 4,
         turmoil.silence,
@@ -193,11 +221,3 @@ def test_after_any_turmoil_the_committed_layout_is_what_all_ranks_run(make_bench
         turmoil.random.choice(actions)()
         turmoil.drop_forgotten()
         turmoil.check_books()
-    turmoil.calm_down()
-    turmoil.check_books()
-    pool = turmoil.bench.pool
-    assert pool.diagnosis().health is Health.SERVING, pool.diagnosis().reason
-    assert pool.rollouts.current is None
-    running = turmoil.workers[0].layout
-    assert pool.layouts.stored_generation == running.generation
-    assert pool.layouts.committed.same_placement(running)

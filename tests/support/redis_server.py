@@ -76,6 +76,19 @@ class RedisServer:
         shutil.rmtree(self.folder)
         self.start()
 
+    def back_up(self, folder: Path) -> None:
+        """Copy what is on disk now; every write that was answered is in it."""
+        self.pause()
+        shutil.copytree(self.folder, folder)
+        self.resume()
+
+    def restart_from(self, folder: Path) -> None:
+        """Go back to what `back_up` copied: nothing tells the server that it is old."""
+        self.kill()
+        shutil.rmtree(self.folder)
+        shutil.copytree(folder, self.folder)
+        self.start()
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:

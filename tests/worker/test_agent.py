@@ -112,8 +112,7 @@ async def test_messages_go_both_ways_while_heartbeats_go_on(balancer):
         for _ in range(100):
             bench.agent.send(REFUSED)
         await link.until(Heartbeat, lambda beat: beat.sequence == 2)
-        assert await link.until(Refused) == REFUSED
-        assert len(link.of(Refused)) == 100
+        assert await link.until(Refused, lambda _: len(link.of(Refused)) == 100) == REFUSED
 
 
 async def test_a_report_takes_the_heartbeat_along(balancer):
@@ -202,6 +201,23 @@ async def test_rejections_do_not_reset_the_back_off(balancer):
             link.hang_up()
             assert (await bench.next()).fatal
         assert bench.agent._failures >= 3
+
+
+async def test_agents_come_back_at_moments_spread_below_a_bound_that_doubles():
+    drawn = []
+
+    class Dice:
+        def uniform(self, low, high):
+            drawn.append((low, high))
+            return low
+
+    bench = Bench("127.0.0.1:1", backoff_s=0.2, max_backoff_s=1.0)
+    bench.agent._random = Dice()
+    async with running(bench):
+        async with asyncio.timeout(60):
+            while len(drawn) < 5:  # noqa: ASYNC110 - attempts fail at once
+                await asyncio.sleep(0.01)
+    assert drawn[:5] == [(0, 0.4), (0, 0.8), (0, 1.0), (0, 1.0), (0, 1.0)]
 
 
 async def test_what_is_said_without_a_stream_is_not_kept(balancer):

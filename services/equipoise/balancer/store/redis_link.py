@@ -113,8 +113,8 @@ class RedisLink:
             case faults.ReadOnlyError():
                 fault, sentence = StoreFault.DENIED, "is a read-only replica: name the primary"
             case _:
-                answers = (told for word, *told in _ANSWERS if word in str(error))
-                fault, sentence = next(answers, _REFUSAL)
+                told = ((what, words) for mark, what, words in _ANSWERS if mark in str(error))
+                fault, sentence = next(told, _REFUSAL)
         return fault, f"{sentence} ({error})" if str(error) else sentence
 
 
