@@ -5,6 +5,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Self
@@ -15,13 +16,21 @@ START_TIMEOUT_S = 20.0
 
 
 class RedisServer:
-    """A real `redis-server` that persists every write before it answers."""
+    """A real `redis-server` that persists every write before it answers.
+
+    Several may do things to it at once: what is asked of a server that does not run is not done.
+    """
 
     def __init__(self, folder: Path, *, password: str = "") -> None:
         self.folder = folder
         self.password = password
         self.port = free_port()
         self._process: subprocess.Popen | None = None
+        self._changing = threading.RLock()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
 
     @property
     def url(self) -> str:
@@ -36,6 +45,11 @@ class RedisServer:
         self.kill()
 
     def start(self) -> None:
+        with self._changing:
+            if not self.running:
+                self._start()
+
+    def _start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         options = {
             "port": self.port,
@@ -58,23 +72,30 @@ class RedisServer:
         raise AssertionError(f"redis-server ended with {self._process.wait(5)}")
 
     def kill(self) -> None:
-        if self._process is None:
-            return
-        self._process.kill()
-        self._process.wait(20)
-        self._process.stdout.close()
-        self._process = None
+        with self._changing:
+            if self._process is None:
+                return
+            process, self._process = self._process, None
+            process.kill()
+            process.wait(20)
+            process.stdout.close()
 
     def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def restart_empty(self) -> None:
-        self.kill()
-        shutil.rmtree(self.folder)
-        self.start()
+        with self._changing:
+            self.kill()
+            shutil.rmtree(self.folder)
+            self.start()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with self._changing:
+            if self._process is not None:
+                self._process.send_signal(number)
 
     def back_up(self, folder: Path) -> None:
         """Copy what is on disk now; every write that was answered is in it."""

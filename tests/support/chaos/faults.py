@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager, suppress
 
 import grpc
 import psutil
-import redis
+import redis.asyncio
 
 from chaos.arena import WORKERS, Arena
 from chaos.plan import Fault, Kind
 from equipoise_api.v1 import worker_link_pb2, worker_link_pb2_grpc
 
 _HOUR_S = 3600
+_LIMIT_BOUND_S = 60.0
 
 
 async def suffer(arena: Arena, fault: Fault) -> None:
@@ -162,12 +163,23 @@ async def _redis_hangs(arena: Arena, fault: Fault) -> None:
 
 
 async def _redis_full(arena: Arena, fault: Fault) -> None:
-    with redis.Redis.from_url(arena.redis.url, socket_timeout=5.0) as client:
-        client.config_set("maxmemory", 1)
-        try:
-            await asyncio.sleep(fault.lasts_s)
-        finally:
-            client.config_set("maxmemory", 0)
+    await _limit_redis(arena, 1)
+    await asyncio.sleep(fault.lasts_s)
+    await _limit_redis(arena, 0)
+
+
+async def _limit_redis(arena: Arena, num_bytes: int) -> None:
+    """Have it take so much and no more; one that another fault has stopped is waited for.
+
+    One that was killed, and is started again, has no limit.
+    """
+    client = redis.asyncio.Redis.from_url(arena.redis.url, socket_timeout=1.0)
+    async with client, asyncio.timeout(_LIMIT_BOUND_S):
+        while arena.redis.running:
+            with suppress(redis.ConnectionError, redis.TimeoutError):
+                await client.config_set("maxmemory", num_bytes)
+                return
+            await asyncio.sleep(0.1)
 
 
 async def _redis_emptied(arena: Arena, fault: Fault) -> None:
