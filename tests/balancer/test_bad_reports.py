@@ -86,6 +86,30 @@ def test_a_lie_that_could_be_true_costs_balance_for_some_windows_and_nothing_els
     assert bench.pool.diagnosis().health is Health.SERVING
 
 
+@pytest.mark.parametrize("takes_back", [False, True], ids=["goes on", "is taken back"])
+def test_a_lie_about_one_layer_is_seen_and_not_averaged(serving_bench, skewed, takes_back):
+    """As bits that turned on the way make it: the next report may say the truth again."""
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=5 * WINDOW_S)
+    before, known = bench.pool.windows[-1], bench.pool.loads.slow.per_second()
+    liar = bench.ranks[3]
+    liar.tokens[1, 4] += np.uint64(100_000_000)
+    bench.run_traffic(skewed(1), seconds=1)
+    if takes_back:
+        liar.tokens[1, 4] -= np.uint64(100_000_000)
+    bench.run_traffic(skewed(1), seconds=WINDOW_S)
+    doubtful = bench.pool.windows[-1]
+    assert doubtful.doubt.startswith("layer 1 counted 100")
+    assert "on rank 3" in doubtful.doubt
+    assert bench.decisions()[-1].reason == f"nothing is planned on this window: {doubtful.doubt}"
+    np.testing.assert_array_equal(bench.pool.loads.slow.per_second(), known)
+    bench.run_traffic(skewed(1), seconds=3 * WINDOW_S)
+    after = bench.pool.windows[-1]
+    assert not after.doubt
+    assert after.tokens == pytest.approx(before.tokens, rel=0.05)
+    assert after.balancedness > before.balancedness - 0.05
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_becomes_of_reports_on_the_way_the_average_is_that_of_exactly_once(
     make_bench, skewed, seed

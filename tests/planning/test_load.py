@@ -37,9 +37,9 @@ def report(tokens, *, rank=1, generation=3, epoch=5, boot_id="boot", phase=Phase
     )
 
 
-def refused_kind(counters, late, layout=LAYOUT):
+def refused_kind(counters, late, layout=LAYOUT, num_steps=None):
     with pytest.raises(InvalidReportError) as refused:
-        counters.accept(late, layout)
+        counters.accept(late, layout, num_steps=num_steps)
     return refused.value.kind
 
 
@@ -101,6 +101,30 @@ def test_a_shrinking_counter_is_refused_and_forgotten():
     assert refused_kind(counters, report([[9, 1], [1, 4]])) == "report_shrinking_counter"
     delta = counters.accept(report([[8, 2], [1, 4]]), LAYOUT)
     np.testing.assert_array_equal(delta.tokens_of_slot.sum(axis=1), [1, 0])
+
+
+def test_a_report_of_later_steps_is_believed_against_one_that_was_above_it():
+    counters = LoadCounters(epoch=5)
+    counters.accept(report([[1_000_000, 2], [1, 4]]), LAYOUT, num_steps=10)
+    late = report([[6, 2], [1, 3]])
+    assert refused_kind(counters, late, num_steps=0) == "report_shrinking_counter"
+    true = counters.accept(report([[9, 3], [1, 4]]), LAYOUT, num_steps=1)
+    assert true.tokens_of_slot.sum() == 0
+    delta = counters.accept(report([[10, 3], [1, 5]]), LAYOUT, num_steps=1)
+    np.testing.assert_array_equal(delta.tokens_of_slot.sum(axis=1), [1, 1])
+
+
+def test_layers_of_a_window_count_alike_or_it_is_a_contradiction():
+    window = LoadWindow(num_layers=2, num_experts=4, num_ranks=2, opened_s=0.0)
+    counters = LoadCounters(epoch=5)
+    window.add(counters.accept(report([[500, 500], [300, 600]]), LAYOUT))
+    assert window.close(now=1.0).contradiction == ""
+    window.add(counters.accept(report([[600, 600], [400, 90_600]]), LAYOUT))
+    window.add(counters.accept(report([[300, 500], [300, 600]], rank=0), LAYOUT))
+    assert window.close(now=2.0).contradiction == (
+        "layer 1 counted 91000 expert assignments, most of them on rank 1, where half of the "
+        "layers have at most 1000"
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,12 @@ Load = npt.NDArray[np.float64]
 MAX_TOKENS_A_STEP = 2**24
 """More than a slot can receive in a step: a thousand ranks read 16,384 tokens each, all for it."""
 
+MAX_LAYER_RATIO = 4.0
+"""How much more than another a layer may count: all have the same tokens, but of a step or two."""
+
+MAX_LAYER_SURPLUS = 1000.0
+"""Expert assignments by which a layer may always differ, because so few tell nothing."""
+
 
 class Phase(StrEnum):
     """Prefill and decode load experts differently and want different layouts."""
@@ -90,7 +96,9 @@ class LoadCounters:
         """The tokens a report adds to what its rank reported before.
 
         `layout` is that of the report's generation, or the newest layout there is if the report's
-        generation is not known. `num_steps` is in how many steps they came, None if not known.
+        generation is not known. `num_steps` is in how many steps they came, None if not known. One
+        that is below what was reported, and of later steps, did not come late: what was known is
+        what was wrong, and it is the baseline for the next.
 
         Raises:
             InvalidReportError: the report cannot be used; nothing is remembered of it. Kinds:
@@ -109,6 +117,8 @@ class LoadCounters:
         if report.boot_id != known.boot_id:
             known = known.succeeded_by(report.boot_id)
         previous = self._previous(report, known)
+        if (report.tokens < previous).any() and num_steps is not None and num_steps > 0:
+            previous = report.tokens
         if (report.tokens < previous).any():
             layer, slot = (int(index) for index in np.argwhere(report.tokens < previous)[0])
             raise InvalidReportError(
@@ -178,6 +188,24 @@ class WindowLoad:
         """Expert assignments per layer, mean over layers."""
         return tokens_per_layer(self.tokens_of_expert)
 
+    @property
+    def contradiction(self) -> str:
+        """Why the counts cannot be true; empty if they can.
+
+        Every token goes through every layer, and to as many experts of each, so that all layers of
+        a group count alike. A rank that counts wrongly does not do so in all of them.
+        """
+        totals = self.tokens_of_expert.sum(axis=1)
+        usual = float(np.sort(totals)[(len(totals) - 1) // 2])
+        layer = int(totals.argmax())
+        if totals[layer] <= MAX_LAYER_RATIO * usual + MAX_LAYER_SURPLUS:
+            return ""
+        rank = int(self.tokens_of_rank[layer].argmax())
+        return (
+            f"layer {layer} counted {totals[layer]:.0f} expert assignments, most of them on rank "
+            f"{rank}, where half of the layers have at most {usual:.0f}"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadAverage:
@@ -230,6 +258,10 @@ class LoadAverage:
             decayed_duration_s=kept * self.decayed_duration_s + duration_s,
             decayed_squares=kept * self._squares() + duration_s * rate**2,
         )
+
+    def skipped(self, *, now: float) -> "LoadAverage":
+        """The average as it was, although time passed: nobody knows what came in it."""
+        return replace(self, folded_s=max(now, self.folded_s))
 
     def restarted(self, tokens: Load, *, duration_s: float, now: float) -> "LoadAverage":
         """An average that knows only `tokens` of the last `duration_s`: what was is forgotten."""

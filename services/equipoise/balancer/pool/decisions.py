@@ -30,7 +30,7 @@ def close_due_window(pool: Pool, *, now: float) -> Chain:
     effects: list[Effect] = [*judge_rollout(pool, window, now=now)]
     note_pace(pool, window, now=now)
     if window.tokens and pool.can_think and not pool.is_proposing and not pool.hold.reason:
-        if window.unheard:
+        if window.doubt:
             effects.append(_undecided(pool, window, now=now))
         else:
             pool.is_proposing = True
@@ -115,19 +115,15 @@ def decide(
 
 
 def _undecided(pool: Pool, window: ClosedWindow, *, now: float) -> WriteDecision:
-    """No plan is made on a part of the load: what nobody told of would look idle."""
+    """No plan is made on such a window: what nobody told of would look idle, say."""
     current = pool.layouts.current
     assert current is not None, "a window was closed"
-    ranks = ", ".join(str(rank) for rank in window.unheard)
     pool.tally.declined += 1
     return WriteDecision(
         record=DecisionRecord(
             time_unix_s=now,
             accepted=False,
-            reason=(
-                f"nothing is planned on a part of the load: no report of "
-                f"{'rank' if len(window.unheard) == 1 else 'ranks'} {ranks} came in time"
-            ),
+            reason=f"nothing is planned on this window: {window.doubt}",
             base_generation=current.generation,
             balancedness_current=window.balancedness,
             balancedness_proposed=window.balancedness,

@@ -46,6 +46,8 @@ class ClosedWindow:
     became of planned shares, None if that cannot be told of this window; `pace` is how long ranks
     computed, None if they did not tell. `phase` is the one that all reports named, else mixed.
     `unheard` are ranks that told no load although it was due: the window has too little of it.
+    `contradiction` says why the counts cannot be true, if so; averages know nothing of the window
+    then.
     """
 
     number: int
@@ -63,6 +65,16 @@ class ClosedWindow:
     pace: Pace | None = None
     phase: Phase = Phase.MIXED
     unheard: tuple[int, ...] = ()
+    contradiction: str = ""
+
+    @property
+    def doubt(self) -> str:
+        """Why nothing can be planned on this window, or judged by it; empty if it can."""
+        if self.unheard:
+            word = "rank" if len(self.unheard) == 1 else "ranks"
+            ranks = ", ".join(map(str, self.unheard))
+            return f"it is a part of the load: no report of {word} {ranks} came in time"
+        return self.contradiction
 
     def without_tables(self) -> "ClosedWindow":
         """Its figures alone; the tables take a thousand times as much memory."""
@@ -172,6 +184,16 @@ class PoolLoads:
         one after it is the first that is pure, and what came before is forgotten once more.
         """
         load = self._window.close(now=now)
+        if load.contradiction:
+            self.fast, self.slow = self.fast.skipped(now=now), self.slow.skipped(now=now)
+            shift = Shift(detected=False, distance=0.0, noise=0.0, reason="no shift: not counted")
+        else:
+            shift = self._fold(load, now=now)
+        closed = self._closed(load, shift, number=number, generation=generation, now=now)
+        self._open_next(generation=generation, now=now)
+        return closed
+
+    def _fold(self, load: WindowLoad, *, now: float) -> Shift:
         self.fast = self.fast.fold(load.tokens_of_expert, now=now)
         self.slow = self.slow.fold(load.tokens_of_expert, now=now)
         shift = detect_shift(
@@ -188,9 +210,7 @@ class PoolLoads:
             )
             forgetting = shift.detected
         self._shifted_before = forgetting
-        closed = self._closed(load, shift, number=number, generation=generation, now=now)
-        self._open_next(generation=generation, now=now)
-        return closed
+        return shift
 
     def records(self, *, now: float) -> dict[str, AverageRecord]:
         """Both averages for the store, and the squares if they are used; `now` is unix time."""
@@ -229,6 +249,7 @@ class PoolLoads:
             pace=self._pace(load_of_rank),
             phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
             unheard=self._unheard(),
+            contradiction=load.contradiction,
         )
 
     def _unheard(self) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def judge_rollout(pool: Pool, window: ClosedWindow, *, now: float) -> Chain:
         # It was aborted half-way, or something else was rolled out since.
         pool.watched = None
         return ()
-    if not (window.switched or window.unheard):
+    if not (window.switched or window.doubt):
         watched.witnesses.append(Witness(load=window.load, balancedness=window.balancedness))
     realised = judge_realised(watched.promise, watched.witnesses, policy=pool.policy)
     return () if realised is None else _conclude(pool, realised, now=now)
