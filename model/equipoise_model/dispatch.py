@@ -9,7 +9,8 @@ experts are, as the kernels' `EpBuffer` does, needs a third exchange before, for
 pool has about as many ranks as a row has experts, that saves no traffic, and a small step's time is
 the number of exchanges: between four ranks over gloo on two busy cores, rows of 256 numbers and 4
 choices, medians of 60 alternating rounds were 8.8 ms against 20.9 ms with 2 rows a rank, and 8.8 ms
-against 17.4 ms with 64.
+against 17.4 ms with 64. On GPUs the counts travel with the rows, and the host need not know them:
+there, in FP8, the layers go through `slot_exchange` by the tables that a step has.
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from equipoise_model.exchange import Ranks
 from equipoise_model.experts import PhysicalSlots
 from equipoise_model.placement import Placement
 from equipoise_model.router import Routing
+from equipoise_model.slot_exchange import SlotExchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,8 +49,12 @@ class ExpertParallel:
     `distributed`.
     """
 
-    def __init__(self, placement: Placement, *, ranks: Ranks) -> None:
+    def __init__(
+        self, placement: Placement, *, ranks: Ranks, exchange: SlotExchange | None = None
+    ) -> None:
         assert placement.num_ranks == ranks.count
+        assert exchange is None or not ranks.alone
+        self._exchange = exchange
         self._placement = placement
         self._ranks = ranks
         self._rows_LS = _no_rows(placement)
@@ -75,14 +81,23 @@ class ExpertParallel:
         return cls(placement, ranks=Ranks(group=None, rank=0, count=1))
 
     @classmethod
-    def distributed(cls, placement: Placement, *, group: dist.ProcessGroup) -> Self:
-        """This process's rank of a group; all ranks start with the same placement."""
-        return cls(placement, ranks=Ranks.of_group(group))
+    def distributed(
+        cls,
+        placement: Placement,
+        *,
+        group: dist.ProcessGroup,
+        exchange: SlotExchange | None = None,
+    ) -> Self:
+        """This process's rank of a group; all ranks start with the same placement.
+
+        `exchange` is what a model in FP8 carries rows with, in that placement's generation.
+        """
+        return cls(placement, ranks=Ranks.of_group(group), exchange=exchange)
 
     @property
     def waited_s(self) -> float:
         """Seconds spent in exchanges with the other ranks so far."""
-        return self._ranks.waited_s
+        return self._ranks.waited_s + (self._exchange.waited_s if self._exchange else 0.0)
 
     @property
     def placement(self) -> Placement:
@@ -118,7 +133,13 @@ class ExpertParallel:
             tokens_by_rank=tokens_by_rank,
             token_ids_T=token_ids_T,
             rows_LS=self._rows_LS,
+            exchange=self._exchange,
         )
+
+    def close(self) -> None:
+        """Give back what the ranks exchange rows through; no step follows."""
+        if self._exchange is not None:
+            self._exchange.close()
 
     def switch(self, placement: Placement) -> None:
         """Use another placement from the next step on; its experts are in their slots already."""
@@ -129,6 +150,8 @@ class ExpertParallel:
         self._previous = self._load()
         self._placement = placement
         self._rows_LS = _no_rows(placement)
+        if self._exchange is not None:
+            self._exchange.switch(placement.generation)
 
     def loads(self) -> tuple[SlotLoad, ...]:
         """Copies of what was counted in this generation, and finally in the one before if any.
@@ -147,7 +170,8 @@ class ExpertStep:
     """One forward step; its MoE layers call `run` once each, in order, on all ranks.
 
     `token_ids_T` are the running numbers of its rows, int64, `rows_LS` this generation's counters,
-    int64 [layers, slots of the rank], which it adds to.
+    int64 [layers, slots of the rank], which it adds to. `exchange` is what several ranks of a model
+    in FP8 carry rows with; its layers use that and the tables here, and do not call `run`.
     """
 
     def __init__(
@@ -158,10 +182,12 @@ class ExpertStep:
         tokens_by_rank: tuple[int, ...],
         token_ids_T: Tensor,
         rows_LS: Tensor,
+        exchange: SlotExchange | None = None,
     ) -> None:
         self._placement = placement
         self._ranks = ranks
         self._tokens_by_rank = tokens_by_rank
+        self.exchange = exchange
         self.token_ids_T = token_ids_T
         self.rows_LS = rows_LS
         self._layer = 0
@@ -170,6 +196,16 @@ class ExpertStep:
     def alone(self) -> bool:
         """Whether this rank holds every expert."""
         return self._ranks.alone
+
+    @property
+    def ranks(self) -> Ranks:
+        """Whose step it is."""
+        return self._ranks
+
+    @property
+    def tokens_by_rank(self) -> tuple[int, ...]:
+        """Rows that each rank brings."""
+        return self._tokens_by_rank
 
     @property
     def placement(self) -> Placement:

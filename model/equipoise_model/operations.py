@@ -10,15 +10,20 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 import torch
+from torch import distributed as dist
 
 from equipoise_kernels import selection
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.attention.libraries import FLASH_MLA, FLASH_MLA_BLOCK, LatentShape, misfit
 from equipoise_kernels.errors import KernelsUnavailableError
 from equipoise_kernels.formats import GROUP
 from equipoise_kernels.jit import is_interpreting
 from equipoise_model.config import Fp8Config, ModelConfig
+from equipoise_model.device import use
 from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache
-from equipoise_model.suite.graphs import DecodeGraphs
+from equipoise_model.slot_exchange import PART_TOKENS, SlotExchange
+from equipoise_model.suite.graphs import DecodeGraphs, capture_obstacle
 from equipoise_model.suite.transformer import Fp8Transformer, obstacle
 from equipoise_model.transformer import Transformer
 
@@ -177,6 +182,58 @@ class Operations:
                 num_spare=num_spare,
                 graphs=DecodeGraphs(max_rows=max_graph_rows) if on_gpu else None,
             )
+
+    def exchange(
+        self,
+        config: ModelConfig,
+        *,
+        slots_per_rank: int,
+        generation: int,
+        max_step_tokens: int,
+        max_graph_rows: int,
+        group: dist.ProcessGroup,
+        timeout_s: float,
+    ) -> SlotExchange | None:
+        """What several ranks of the model in FP8 carry rows with; all of them open it together.
+
+        None for the other form, whose layers exchange rows by themselves.
+
+        Raises:
+            RuntimeError: a rank is gone, or no backend serves all of them.
+        """
+        if self.fp8 is None:
+            return None
+        use(self.device)
+        shape = EpShape(
+            rank=dist.get_rank(group),
+            num_ranks=dist.get_world_size(group),
+            slots_per_rank=slots_per_rank,
+            top_k=config.num_experts_per_tok,
+            dim=config.hidden_size,
+            max_tokens=max(max_graph_rows, min(max_step_tokens, PART_TOKENS)),
+            payload=Payload.FP8,
+        )
+        return SlotExchange.open(
+            shape,
+            max_captured_rows=max_graph_rows,
+            generation=generation,
+            group=group,
+            device=self.device,
+            timeout_s=timeout_s,
+        )
+
+    def steps(self, exchange: SlotExchange | None) -> str:
+        """How decode steps run and how rows travel, for people; empty for the other form."""
+        if self.fp8 is None:
+            return ""
+        reason = capture_obstacle(exchange)
+        if self.device.type != "cuda":
+            reason = f"{self.device.type} has no CUDA graphs"
+        words = f"launched one by one: {reason}" if reason else "captured"
+        if exchange is None:
+            return words
+        others = f" (not {exchange.passed_over})" if exchange.passed_over else ""
+        return f"{words}; rows by {exchange.backend}{others}"
 
     def cache(
         self, config: ModelConfig, *, num_blocks: int, max_len: int, mtp: bool

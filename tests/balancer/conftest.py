@@ -117,6 +117,7 @@ class ScriptedWorker:
             rank=self.rank,
             generation=self.layout.generation,
             checksums=self.checksums(),
+            steps="captured; rows by deep_ep",
         )
 
     def serve_traffic(self, tokens_of_expert) -> None:

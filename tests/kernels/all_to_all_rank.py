@@ -58,9 +58,9 @@ def opened_by_name(shape):
     buffers = {}
     for name in ("reference", "triton"):
         selection.Process.adopt(selection.resolve(name, lambda operation, backend: None))
-        buffers[name] = open_buffer(
-            shape, group=dist.group.WORLD, device="cpu", timeout_s=PATIENCE_S
-        )
+        opened = open_buffer(shape, group=dist.group.WORLD, device="cpu", timeout_s=PATIENCE_S)
+        assert (opened.backend, opened.passed_over) == (name, {})
+        buffers[name] = opened.buffer
     return buffers
 
 

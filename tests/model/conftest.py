@@ -44,7 +44,7 @@ def config(request):
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def random_model():
     """Builds a model with random norms and with router biases of both signs, mostly negative."""
 

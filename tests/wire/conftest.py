@@ -75,8 +75,15 @@ REPORT = Report(
     ),
     stats=STATS,
 )
-RUNNING = RunningState(epoch=2, rank=1, staged_generation=5, layout=LAYOUT, checksums=CHECKSUMS)
-SERVING = Serving(epoch=1, rank=0, generation=4, checksums=CHECKSUMS)
+RUNNING = RunningState(
+    epoch=2,
+    rank=1,
+    staged_generation=5,
+    layout=LAYOUT,
+    checksums=CHECKSUMS,
+    steps="captured; rows by triton",
+)
+SERVING = Serving(epoch=1, rank=0, generation=4, checksums=CHECKSUMS, steps="captured")
 STAGED = Staged(
     epoch=1, rank=1, generation=5, peer_bytes=8192, checkpoint_bytes=4096, duration_us=77
 )

@@ -64,6 +64,9 @@ class Backend(Protocol):
     ) -> Callable[[], Tensor]:
         """Send outputs back; receiving gives float32 [T, D]."""
 
+    def check(self) -> None:
+        """Raise AllToAllError if an exchange of a captured graph failed since the last check."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpHandle:
@@ -201,6 +204,15 @@ class EpBuffer:
     def low_latency_combine(self, y_SMD: Tensor, handle: EpHandle, weights_TK: Tensor) -> Tensor:
         """`combine` of what `low_latency_dispatch` brought."""
         return self.combine(y_SMD, handle, weights_TK=weights_TK)
+
+    def check(self) -> None:
+        """Look what became of exchanges that a replayed graph made; waits for the device.
+
+        Raises:
+            AllToAllError: one failed, and so the sums since then are worth nothing.
+        """
+        self._require_sound()
+        self._guarded(self._backend.check)
 
     def _dispatched(self, arrived: Arrived, *, layout: RowLayout, num_tokens: int) -> Dispatched:
         words, shape = arrived.words_NW, self._shape

@@ -29,21 +29,22 @@ from equipoise_kernels.errors import KernelInputError
 
 # DeepEP is compiled for a few widths; this is DeepSeek-V3's.
 _TESTED_DIM = 7168
-# TMA moves so many rows at a time.
-_ROW_MULTIPLE = 4
+ROW_MULTIPLE = 4
+"""Rows that TMA moves at a time, and `max_tokens` must be a multiple of."""
+
 # NVSHMEM's work requests that a queue holds, unless the environment says otherwise.
 _QUEUE_DEPTH = "1024"
 
 
 def deep_ep_obstacle() -> str | None:
-    """Why DeepEP cannot be used, or None; all ranks ask together, once their group is formed."""
+    """Why DeepEP cannot be used, or None."""
     try:
         library = importlib.import_module("deep_ep")
     except Exception as error:  # noqa: BLE001  an extension fails to load in many ways
         return f"deep_ep cannot be imported ({type(error).__name__}: {error})"
     if not hasattr(getattr(library, "Buffer", None), "low_latency_dispatch"):
         return "this deep_ep has no Buffer.low_latency_dispatch"
-    return None if dist.is_initialized() else "it needs a process group, and there is none yet"
+    return None
 
 
 class DeepEpBackend:
@@ -98,6 +99,9 @@ class DeepEpBackend:
 
         return finish
 
+    def check(self) -> None:
+        """See `buffer.Backend`: DeepEP ends the process itself when a rank does not come."""
+
     def begin_combine(
         self, y_ND: Tensor, state: Any, *, weights_TK: Tensor | None
     ) -> Callable[[], Tensor]:
@@ -127,7 +131,7 @@ def doubled(x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
         slots_per_rank=4,
         top_k=slots_TK.shape[1],
         dim=_TESTED_DIM,
-        max_tokens=-(-x_TD.shape[0] // _ROW_MULTIPLE) * _ROW_MULTIPLE,
+        max_tokens=-(-x_TD.shape[0] // ROW_MULTIPLE) * ROW_MULTIPLE,
         payload=Payload.BF16,
     )
     buffer = EpBuffer(shape, DeepEpBackend(shape, group=group), device=x_TD.device)
@@ -142,9 +146,9 @@ def _check(shape: EpShape) -> None:
     """Raise what DeepEP would only assert, at its first call and without a remedy."""
     if shape.payload is not Payload.BF16:
         raise KernelInputError(f"deep_ep carries bf16 here, not {shape.payload.value}")
-    if shape.num_ranks * shape.max_tokens % _ROW_MULTIPLE != 0:
+    if shape.num_ranks * shape.max_tokens % ROW_MULTIPLE != 0:
         raise KernelInputError(
-            f"deep_ep needs room for a multiple of {_ROW_MULTIPLE} rows a slot, not "
+            f"deep_ep needs room for a multiple of {ROW_MULTIPLE} rows a slot, not "
             f"{shape.num_ranks} ranks x {shape.max_tokens}: round max_tokens up"
         )
     depth = int(os.environ.get("NVSHMEM_QP_DEPTH", _QUEUE_DEPTH))

@@ -1,52 +1,211 @@
-"""`open_buffer`: an `EpBuffer` over a group, by the backend that was selected for this process."""
+"""`open_buffer`: an `EpBuffer` over a group, by the best backend that serves all of its ranks.
+
+Owns what ranks agree on there: selection says what each of them could run, but only together do
+they find out whether they reach each other's memory. So they try one backend after the other, each
+with an exchange whose result is known, and all take the first that worked for all.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from equipoise_kernels import selection
 from equipoise_kernels.all_to_all.buffer import Backend, EpBuffer
 from equipoise_kernels.all_to_all.collective import CollectiveBackend
-from equipoise_kernels.all_to_all.deep_ep import DeepEpBackend
+from equipoise_kernels.all_to_all.deep_ep import ROW_MULTIPLE, DeepEpBackend
+from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.all_to_all.peer import PeerBackend
 from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.all_to_all.window import Window, shared_window, symmetric_window
+from equipoise_kernels.errors import KernelsUnavailableError
+from equipoise_kernels.quant.group_quant import group_quant
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where POSIX keeps it, not a temporary folder
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_OPERATION = "all_to_all"
+_DEEP_EP, _PEER = "deep_ep", "triton"
+
+Result = TypeVar("Result")
+
+# Backends of which an exchange cannot be captured in a CUDA graph, and why.
+_HOST_BOUND: Mapping[str, str] = MappingProxyType(
+    {selection.REFERENCE: "torch.distributed is told by the host how many rows it carries"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenedBuffer:
+    """A buffer and what the ranks agreed on.
+
+    Attributes:
+        buffer: this rank's end.
+        shape: of the buffer; the payload is BF16 where the backend carries no other.
+        backend: who exchanges, as `selection` names them.
+        passed_over: by backend that would have come first, why it does not.
+        is_low_latency: whether it has the low-latency pair of calls only.
+        capture_obstacle: why its exchanges cannot be captured in a CUDA graph, or None.
+    """
+
+    buffer: EpBuffer
+    shape: EpShape
+    backend: str
+    passed_over: Mapping[str, str]
+
+    @property
+    def is_low_latency(self) -> bool:
+        """See above."""
+        return self.backend == _DEEP_EP
+
+    @property
+    def capture_obstacle(self) -> str | None:
+        """See above."""
+        return _HOST_BOUND.get(self.backend)
 
 
 def open_buffer(
     shape: EpShape, *, group: dist.ProcessGroup, device: torch.device | str, timeout_s: float
-) -> EpBuffer:
+) -> OpenedBuffer:
     """Open a buffer; all ranks of the group call it together, and have selected alike.
 
     Forming is bounded by the group's own timeout, every later wait by `timeout_s`; rows in one
     collective, and DeepEP's, by their own.
 
     Raises:
-        KernelInputError: the backend cannot carry the payload.
-        RuntimeError: a rank is gone, or ranks cannot map each other's memory.
+        KernelsUnavailableError: what was asked for by name does not serve all ranks.
+        RuntimeError: a rank is gone.
     """
     device = torch.device(device)
-    name = selection.backend("all_to_all", device)
+    passed_over: dict[str, str] = {}
+    for name in _candidates(device):
+        own = _shape_for(name, shape)
+        try:
+            buffer = _opened(name, own, group=group, device=device, timeout_s=timeout_s)
+        except KernelsUnavailableError as error:
+            passed_over[name] = str(error)
+        else:
+            return OpenedBuffer(buffer=buffer, shape=own, backend=name, passed_over=passed_over)
+    reasons = "; ".join(f"{name}, because {why}" for name, why in passed_over.items())
+    raise KernelsUnavailableError(
+        f"no backend of {_OPERATION} serves all ranks ({reasons}): set {selection.VARIABLE}="
+        f"{selection.AUTO} to use what can"
+    )
+
+
+def _candidates(device: torch.device) -> Sequence[str]:
+    """Backends to try, the selected one first, then what else all ranks could run."""
+    first = selection.backend(_OPERATION, device)
+    if first == selection.REFERENCE:
+        return (first,)
+    possible = selection.Process.selection().possible[_OPERATION]
+    return possible[possible.index(first) :]
+
+
+def _shape_for(name: str, shape: EpShape) -> EpShape:
+    if name != _DEEP_EP:
+        return shape
+    room = -(-shape.max_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+    return replace(shape, payload=Payload.BF16, max_tokens=room)
+
+
+def _opened(
+    name: str,
+    shape: EpShape,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout_s: float,
+) -> EpBuffer:
+    """A buffer of one backend that has carried rows there and back; raises on all ranks or none."""
     backend: Backend
-    if name == "deep_ep":
-        backend = DeepEpBackend(shape, group=group)
-    elif name == "triton":
+    if name == selection.REFERENCE:
+        backend = CollectiveBackend(shape, group=group, timeout_s=timeout_s)
+        return EpBuffer(shape, backend, device=device)
+    if name == _DEEP_EP:
+        backend = _by_all(lambda: DeepEpBackend(shape, group=group), group=group)
+    else:
+        assert name == _PEER
+        machines = set(_told(_machine(), group=group))
+        if len(machines) > 1:
+            raise KernelsUnavailableError(f"the ranks are on {len(machines)} machines")
         window = (
-            symmetric_window(shape, group=group, device=device)
+            _by_all(lambda: symmetric_window(shape, group=group, device=device), group=group)
             if device.type == "cuda"
             else _agreed_window(shape, group=group)
         )
         backend = PeerBackend(shape, window, timeout_s=timeout_s)
+    buffer = EpBuffer(shape, backend, device=device)
+    is_low_latency = name == _DEEP_EP
+    _by_all(
+        lambda: _try_out(buffer, shape, is_low_latency=is_low_latency, device=device), group=group
+    )
+    return buffer
+
+
+def _try_out(
+    buffer: EpBuffer, shape: EpShape, *, is_low_latency: bool, device: torch.device
+) -> None:
+    """Send a row of this rank's to slots of all ranks, and see that it comes back as often."""
+    chosen = min(shape.top_k, shape.num_slots)
+    slots_1K = torch.full((1, shape.top_k), -1, dtype=torch.int64, device=device)
+    # One slot of each rank in turn, beginning with the next rank's.
+    turns = torch.arange(chosen, device=device)
+    ranks, places = (shape.rank + 1 + turns) % shape.num_ranks, turns // shape.num_ranks
+    slots_1K[0, :chosen] = ranks * shape.slots_per_rank + places
+    value = 1.0 + shape.rank % 8  # exact in every payload
+    x_1D = torch.full((1, shape.dim), value, dtype=shape.payload.answer_dtype, device=device)
+    weights_1K = torch.ones(1, shape.top_k, device=device)
+    if is_low_latency:
+        came = buffer.low_latency_dispatch(x_1D, slots_1K)
+        assert isinstance(came.rows, Tensor)
+        summed_1D = buffer.low_latency_combine(came.rows, came.handle, weights_1K)
     else:
-        backend = CollectiveBackend(shape, group=group, timeout_s=timeout_s)
-    return EpBuffer(shape, backend, device=device)
+        is_fp8 = shape.payload is Payload.FP8
+        came = buffer.dispatch(group_quant(x_1D) if is_fp8 else x_1D, slots_1K)
+        rows = came.rows if isinstance(came.rows, Tensor) else came.rows.dequantized()
+        answers = rows.to(shape.payload.answer_dtype)
+        summed_1D = buffer.combine(answers, came.handle, weights_TK=weights_1K)
+    if not bool((summed_1D == chosen * value).all()):
+        raise KernelsUnavailableError("rows that were sent out did not come back as they were")
+
+
+def _by_all(work: Callable[[], Result], *, group: dist.ProcessGroup) -> Result:
+    """What this rank's work gives, once it succeeded on every rank.
+
+    Raises:
+        KernelsUnavailableError: on all ranks, if any of them failed.
+    """
+    fault = ""
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001  libraries fail in their own ways; all are told
+        fault = f"{type(error).__name__}: {error}"
+    faults = [f"rank {rank}: {word}" for rank, word in enumerate(_told(fault, group=group)) if word]
+    if faults:
+        raise KernelsUnavailableError("; ".join(faults))
+    return result
+
+
+def _told(word: str, *, group: dist.ProcessGroup) -> list[str]:
+    """Every rank's word, in rank order."""
+    words: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(words, word, group=group)
+    return words
+
+
+def _machine() -> str:
+    """What only processes of one machine have in common."""
+    return _BOOT_ID.read_text() if _BOOT_ID.exists() else socket.gethostname()
 
 
 def _agreed_window(shape: EpShape, *, group: dist.ProcessGroup) -> Window:
@@ -58,9 +217,7 @@ def _agreed_window(shape: EpShape, *, group: dist.ProcessGroup) -> Window:
         os.close(descriptor)
     try:
         dist.broadcast_object_list(names, group=group, group_src=0)
-        window = shared_window(Path(names[0]), shape)
-        dist.barrier(group)
+        return _by_all(lambda: shared_window(Path(names[0]), shape), group=group)
     finally:
         if shape.rank == 0:
             Path(names[0]).unlink()
-    return window

@@ -85,10 +85,13 @@ class RowLayout:
     Attributes:
         alignment: slots' first rows are multiples of it; gaps hold zeros.
         rows_per_slot: every slot has as many rows, filled from the first; None: packed.
+        most_tokens: that any rank brings to this exchange, for less memory where it cannot depend
+            on what comes: in a captured graph. As many as the buffer is made for by default.
     """
 
     alignment: int = 1
     rows_per_slot: int | None = None
+    most_tokens: int | None = None
 
     def __post_init__(self) -> None:
         assert self.alignment >= 1
@@ -99,7 +102,11 @@ class RowLayout:
         if self.rows_per_slot is not None:
             return self.rows_per_slot * shape.slots_per_rank
         gaps = shape.slots_per_rank * (self.alignment - 1)
-        return shape.num_ranks * shape.pair_rows + gaps
+        pair_rows = shape.pair_rows
+        if self.most_tokens is not None:
+            pair_rows = min(pair_rows, self.most_tokens * min(shape.top_k, shape.slots_per_rank))
+        num_rows = shape.num_ranks * pair_rows + gaps
+        return -(-num_rows // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -133,8 +133,8 @@ def symmetric_window(shape: EpShape, *, group: dist.ProcessGroup, device: torch.
     local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(local, group)
     local.zero_()
-    # Nobody sends before everybody's flags are zeros.
-    handle.barrier()
+    # Nobody sends before everybody's flags are zeros, which the caller has all ranks wait for.
+    torch.cuda.current_stream(device).synchronize()
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
     return Window(local=local, addresses=addresses, owner=handle)
 

@@ -122,9 +122,10 @@ def _exchanges(rank: int, arguments: Arguments) -> Seen:
         payload=Payload.BF16,
     )
     assert dist.group.WORLD is not None
-    buffer = open_buffer(
+    opened = open_buffer(
         shape, group=dist.group.WORLD, device=arguments.device, timeout_s=arguments.timeout_s
     )
+    buffer = opened.buffer
     generator = torch.Generator(arguments.device).manual_seed(arguments.seed + rank)
     rng = random.Random(arguments.seed + rank)  # noqa: S311  pauses, not secrets
     made, wrong, start = 0, 0, time.monotonic()

@@ -7,7 +7,7 @@ from torch.nn import functional
 from equipoise_kernels.attention.latents import Latents
 from equipoise_kernels.formats import QuantizedRows
 from equipoise_kernels.moe.route import route_to_slots
-from equipoise_kernels.moe.routes import RoutingRule, SlotTables
+from equipoise_kernels.moe.routes import Routes, RoutingRule, SlotTables
 from equipoise_kernels.quant.group_quant import group_quant
 from equipoise_kernels.quant.rms_norm_quant import rms_norm_quant
 from equipoise_model.config import ModelConfig
@@ -49,22 +49,45 @@ class Fp8MoE(nn.Module):
     ) -> Tensor:
         """Rows [T, D], given as they are and quantised, to rows without the residual.
 
-        `num_valid`, int32 [1] on the device, says how many are real, on a rank alone only.
+        `num_valid`, int32 [1] on the device, says how many are real; all unless given.
+
+        Raises:
+            ExchangeError: a rank is gone, stuck, or runs another generation.
         """
-        if step.alone:
-            routed_TD = self._run_here(x_TD, rows, step, num_valid=num_valid)
+        layer = step.enter_layer()
+        exchange, load_S = step.exchange, step.rows_LS[layer]
+        # Who alone holds all slots counts as it routes; several count what arrives.
+        counted_S = load_S if exchange is None else None
+        routes = self._route(x_TD, step, layer=layer, rows_S=counted_S, num_valid=num_valid)
+        if exchange is None:
+            assert step.alone
+            routed_TD = self.experts.run(rows, routes.slots_TK, routes.weights_TK)
         else:
-            routed_TD = step.run(x_TD, self.gate(x_TD), self.experts)
+            routed_TD = exchange.run(
+                x_TD,
+                rows,
+                slots_TK=routes.slots_TK,
+                weights_TK=routes.weights_TK,
+                experts=self.experts,
+                most_tokens=max(step.tokens_by_rank),
+                load_S=load_S,
+            )
         shared_TD: Tensor = self.shared_experts(rows)
         return routed_TD + shared_TD
 
-    def _run_here(
-        self, x_TD: Tensor, rows: QuantizedRows, step: ExpertStep, *, num_valid: Tensor | None
-    ) -> Tensor:
-        """All experts' part, without the host knowing a row's way."""
-        layer, placement = step.enter_layer(), step.placement
+    def _route(
+        self,
+        x_TD: Tensor,
+        step: ExpertStep,
+        *,
+        layer: int,
+        rows_S: Tensor | None,
+        num_valid: Tensor | None,
+    ) -> Routes:
+        """Where rows go, without the host knowing."""
+        placement = step.placement
         ends = placement.share_ends
-        routes = route_to_slots(
+        return route_to_slots(
             functional.linear(x_TD.float(), self.gate.weight),
             self.gate.e_score_correction_bias,
             rule=self._rule,
@@ -75,10 +98,9 @@ class Fp8MoE(nn.Module):
             ),
             token_ids_T=step.token_ids_T,
             layer=layer,
-            rows_S=step.rows_LS[layer],
+            rows_S=rows_S,
             num_valid=num_valid,
         )
-        return self.experts.run(rows, routes.slots_TK, routes.weights_TK)
 
 
 class Fp8Block(nn.Module):

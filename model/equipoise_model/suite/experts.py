@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from equipoise_kernels.formats import (
     CODE,
@@ -24,7 +25,7 @@ from equipoise_kernels.formats import (
     weight_scale_shape,
 )
 from equipoise_kernels.gemm.grouped import grouped_gemm
-from equipoise_kernels.gemm.schedule import GROUP_ALIGNMENT, PrefixSumRows
+from equipoise_kernels.gemm.schedule import GROUP_ALIGNMENT, MaskedRows, PrefixSumRows
 from equipoise_kernels.moe.permute import combine, permute
 from equipoise_kernels.moe.row_order import RowOrder, most_rows, order_rows
 from equipoise_kernels.quant.group_quant import group_quant
@@ -88,13 +89,30 @@ class Fp8ExpertSlots(nn.Module):
         Slots are this rank's own, int64; a slot of -1 adds nothing. Weights are float32.
         """
         order = self._order(slots_TK)
-        schedule = PrefixSumRows(group_ends=order.slot_ends_S)
         placed = permute(rows, order)
         assert isinstance(placed, QuantizedRows)
-        hidden_MH = grouped_gemm(placed, self.gate_up, self.place_of_slot, schedule=schedule)
-        activated = self._activated(hidden_MH, order)
-        y_MD = grouped_gemm(activated, self.down, self.place_of_slot, schedule=schedule)
+        y_MD = self.run_packed(placed, order.slot_ends_S)
         return combine(y_MD, order, weights_TK)
+
+    def run_packed(self, rows: QuantizedRows, slot_ends_S: Tensor) -> Tensor:
+        """Rows through their slots' networks, [M, D]; M is a number of whole blocks.
+
+        Each slot's rows begin at a block's first and end where `slot_ends_S`, int32, says; what
+        comes of rows between is unspecified.
+        """
+        schedule = PrefixSumRows(group_ends=slot_ends_S)
+        hidden_MH = grouped_gemm(rows, self.gate_up, self.place_of_slot, schedule=schedule)
+        activated = self._activated(hidden_MH, slot_ends_S)
+        return grouped_gemm(activated, self.down, self.place_of_slot, schedule=schedule)
+
+    def run_padded(self, rows: QuantizedRows, rows_of_slot_S: Tensor) -> Tensor:
+        """Rows [S, M, D], of which each slot has the first `rows_of_slot_S`, int32: [S, M, D]."""
+        schedule = MaskedRows(rows_of_group=rows_of_slot_S)
+        hidden_SMH = grouped_gemm(rows, self.gate_up, self.place_of_slot, schedule=schedule)
+        activated = silu_mul_quant(
+            hidden_SMH, rows_per_group=rows_of_slot_S, scale_format=self.scale_format
+        )
+        return grouped_gemm(activated, self.down, self.place_of_slot, schedule=schedule)
 
     @torch.no_grad()
     def read(self, slot: int) -> Tensor:
@@ -153,12 +171,17 @@ class Fp8ExpertSlots(nn.Module):
         )
         return order_rows(slots_TK, num_slots=self.num_slots, alignment=_BLOCK, out=out)
 
-    def _activated(self, hidden_MH: Tensor, order: RowOrder) -> QuantizedRows:
+    def _activated(self, hidden_MH: Tensor, slot_ends_S: Tensor) -> QuantizedRows:
         """SwiGLU's activation of rows that are somebody's: in each block its slot's come first."""
-        is_row_BM = order.pair_of_row_M.view(-1, _BLOCK) >= 0
+        starts_B = torch.arange(
+            0, len(hidden_MH), _BLOCK, dtype=slot_ends_S.dtype, device=slot_ends_S.device
+        )
+        # A block is of the first slot that ends behind its start; blocks of none end at 0.
+        slots_B = torch.searchsorted(slot_ends_S, starts_B, right=True)
+        ends_B = functional.pad(slot_ends_S, (0, 1))[slots_B]
         blocks = silu_mul_quant(
             hidden_MH.view(-1, _BLOCK, hidden_MH.shape[1]),
-            rows_per_group=is_row_BM.sum(1, dtype=torch.int32),
+            rows_per_group=(ends_B - starts_B).clamp(0, _BLOCK),
             scale_format=self.scale_format,
         )
         return QuantizedRows(codes=blocks.codes.flatten(0, 1), scales=blocks.scales.flatten(0, 1))

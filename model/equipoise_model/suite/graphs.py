@@ -5,6 +5,10 @@ needs to run them. Owns the memory that a captured step reads and writes: a step
 nearest larger graph is replayed, its unused rows being padding. A layout switch leaves graphs as
 they are: experts stay at their places, the map of slots is changed where it lies, and the tables of
 replicas are copied in (as in `EpBuffer`'s and nano-vLLM's runners, one graph for each size).
+
+Several ranks capture and replay together. Capturing runs a step once more, exchanges and all, so
+each must do so at the same step as all others: hence sizes go by the rank with the most rows, which
+all know, and everything is captured anew with another exchange, which a new group brings.
 """
 
 from collections.abc import Callable
@@ -16,14 +20,17 @@ from torch import Tensor
 
 from equipoise_kernels import selection
 from equipoise_model.dispatch import ExpertStep
-from equipoise_model.exchange import Ranks
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import Placement
+from equipoise_model.slot_exchange import SlotExchange
 from equipoise_model.suite.rows import StepRows
 
 Work = Callable[[], Tensor]
 Capture = Callable[[Work], Work]
 """Makes of work what does it again, with the same memory and the same result tensor."""
+
+
+_ATTENTION_OF_HOST = "mla_decode=flashinfer"
 
 
 class Forward(Protocol):
@@ -35,29 +42,50 @@ class Forward(Protocol):
         """Hidden states [T, D]."""
 
 
+def capture_obstacle(exchange: SlotExchange | None) -> str | None:
+    """Why decode steps cannot be captured with these kernels and this exchange, or None.
+
+    The one place that decides it.
+    """
+    if _ATTENTION_OF_HOST in selection.Process.in_use():
+        return "flashinfer plans attention on the host"
+    return None if exchange is None else exchange.capture_obstacle
+
+
 class DecodeGraphs:
     """Graphs of up to `max_rows` rows, captured when a choice of kernels first needs them.
 
-    For one model, one cache and a rank alone; used from the engine's thread.
+    For one model and one cache; used from the engine's thread.
     """
 
     def __init__(self, *, max_rows: int, capture: Capture | None = None) -> None:
         self._sizes = sizes(max_rows)
         self._capture = capture or CudaCapture()
+        self._exchange: SlotExchange | None = None
         self._memory: _Memory | None = None
         self._graphs: dict[tuple[int, bool, str], Work] = {}
 
-    def fits(self, rows: StepRows, step: ExpertStep) -> bool:
-        """Whether a step is one of these: few rows, on a rank alone."""
-        return step.alone and 0 < rows.num_rows <= self._sizes[-1]
+    def fits(self, step: ExpertStep) -> bool:
+        """Whether a step is one of these: few rows on every rank, and no obstacle."""
+        most, exchange = max(step.tokens_by_rank), step.exchange
+        limit = self._sizes[-1]
+        if exchange is not None:
+            limit = min(limit, exchange.max_captured_rows)
+        return 0 < most <= limit and capture_obstacle(exchange) is None
 
     def run(self, forward: Forward, rows: StepRows, cache: LatentCache, step: ExpertStep) -> Tensor:
-        """Hidden states [T, D] of a step that fits, valid until the next one."""
-        if self._memory is None:
-            self._memory = _Memory(self._sizes[-1], cache=cache, placement=step.placement)
+        """Hidden states [T, D] of a step that fits, valid until the next one.
+
+        Raises:
+            ExchangeError: a rank is gone, stuck, or runs another generation.
+        """
+        if self._memory is None or step.exchange is not self._exchange:
+            self._graphs.clear()
+            self._exchange = step.exchange
+            self._memory = _Memory(self._sizes[-1], cache=cache, step=step)
         memory = self._memory
         memory.overwrite(rows, step)
-        size = next(size for size in self._sizes if size >= rows.num_rows)
+        size = next(size for size in self._sizes if size >= max(step.tokens_by_rank))
         key = (size, step.placement.share_ends is not None, selection.Process.in_use())
         if key not in self._graphs:
             views = memory.rows.first(size)
@@ -67,6 +95,8 @@ class DecodeGraphs:
             # Capturing may have run the work, once or more.
             memory.rows_LS.zero_()
         hidden_TD = self._graphs[key]()
+        if step.exchange is not None:
+            step.exchange.check()
         step.rows_LS.add_(memory.rows_LS)
         memory.rows_LS.zero_()
         return hidden_TD[: rows.num_rows]
@@ -104,9 +134,10 @@ def sizes(max_rows: int) -> tuple[int, ...]:
 
 
 class _Memory:
-    """Where captured steps read and write."""
+    """Where captured steps read and write, of the ranks that `step` is of."""
 
-    def __init__(self, max_rows: int, *, cache: LatentCache, placement: Placement) -> None:
+    def __init__(self, max_rows: int, *, cache: LatentCache, step: ExpertStep) -> None:
+        placement = step.placement
         device = placement.replica_count.device
         self.rows = StepRows.padding(max_rows, cache=cache, device=device)
         self.num_valid = torch.zeros(1, dtype=torch.int32, device=device)
@@ -114,6 +145,7 @@ class _Memory:
         self.rows_LS = torch.zeros(
             placement.num_layers, placement.slots_per_rank, dtype=torch.int64, device=device
         )
+        self._ranks, self._exchange = step.ranks, step.exchange
         self._placement = _roomy(placement)
         self._follows: Placement | None = None
 
@@ -125,10 +157,11 @@ class _Memory:
             placement = replace(placement, share_ends=None)
         return ExpertStep(
             placement=placement,
-            ranks=Ranks(group=None, rank=0, count=1),
-            tokens_by_rank=(num_rows,),
+            ranks=self._ranks,
+            tokens_by_rank=(num_rows,) * self._ranks.count,
             token_ids_T=self._token_ids_T[:num_rows],
             rows_LS=self.rows_LS,
+            exchange=self._exchange,
         )
 
     def overwrite(self, rows: StepRows, step: ExpertStep) -> None:

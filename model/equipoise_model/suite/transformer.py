@@ -69,7 +69,13 @@ class Fp8Transformer(nn.Module):
 
     @torch.no_grad()
     def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> StepOutput:
-        """Run a batch's tokens through the model and keep their latents."""
+        """Run a batch's tokens through the model and keep their latents.
+
+        With no tokens the rank still serves the others' rows in every MoE layer.
+
+        Raises:
+            ExchangeError: a rank is gone, stuck, or runs another generation.
+        """
         rows = StepRows.of(
             tokens_T=batch.tokens_T,
             positions_T=batch.positions_T,
@@ -79,7 +85,7 @@ class Fp8Transformer(nn.Module):
         )
         step = experts.begin_step(num_tokens=rows.num_rows)
         device = self.embed_tokens.weight.device
-        if self._graphs is not None and self._graphs.fits(rows, step):
+        if self._graphs is not None and self._graphs.fits(step):
             hidden_TD = self._graphs.run(self.forward, rows, cache, step)
         else:
             hidden_TD = self.forward(rows.to(device), cache, step)

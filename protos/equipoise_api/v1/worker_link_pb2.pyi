@@ -344,6 +344,7 @@ class RunningState(_message.Message):
     STAGED_GENERATION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Membership number the worker serves in."""
     rank: _builtins.int
@@ -354,6 +355,8 @@ class RunningState(_message.Message):
     """Highest generation staged and verified but not switched to; 0 if none."""
     slot_checksums: _builtins.bytes
     """Checksums of the experts held now, as in Serving."""
+    steps: _builtins.str
+    """How steps run, as in Serving."""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """The layout of `generation`, so that a balancer that lost its store can recover it."""
@@ -367,10 +370,11 @@ class RunningState(_message.Message):
         staged_generation: _builtins.int = ...,
         layout: Global___Layout | None = ...,
         slot_checksums: _builtins.bytes = ...,
+        steps: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "layout", b"layout", "rank", b"rank", "slot_checksums", b"slot_checksums", "staged_generation", b"staged_generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "layout", b"layout", "rank", b"rank", "slot_checksums", b"slot_checksums", "staged_generation", b"staged_generation", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -540,6 +544,7 @@ class Serving(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in."""
     rank: _builtins.int
@@ -550,6 +555,8 @@ class Serving(_message.Message):
     """16 bytes per slot, [num_layers, slots_per_rank, 16]: BLAKE2b-128 of the expert's bytes.
     The balancer merges them into the checksum table that moves are verified against.
     """
+    steps: _builtins.str
+    """How decode steps run and how rows travel between ranks, for people; may be empty."""
     def __init__(
         self,
         *,
@@ -557,10 +564,11 @@ class Serving(_message.Message):
         rank: _builtins.int = ...,
         generation: _builtins.int = ...,
         slot_checksums: _builtins.bytes = ...,
+        steps: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "rank", b"rank", "slot_checksums", b"slot_checksums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "rank", b"rank", "slot_checksums", b"slot_checksums", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,7 +31,7 @@ class RunningState:
     """What a reconnecting worker runs: the truth that the balancer reconciles with.
 
     `staged_generation` is verified but not switched to; 0 if there is none. `layout` is the one
-    in use. `checksums` is uint8 [layers, slots_per_rank, 16], read-only.
+    in use. `checksums` is uint8 [layers, slots_per_rank, 16], read-only. `steps` is Serving's.
     """
 
     epoch: int
@@ -39,6 +39,7 @@ class RunningState:
     staged_generation: int
     layout: Layout
     checksums: Checksums
+    steps: str = ""
 
     @property
     def generation(self) -> int:
@@ -82,12 +83,16 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Serving:
-    """The worker holds its part of a layout and takes part in steps."""
+    """The worker holds its part of a layout and takes part in steps.
+
+    `steps` says how these run and how rows travel between ranks, for people; it may be empty.
+    """
 
     epoch: int
     rank: int
     generation: int
     checksums: Checksums
+    steps: str = ""
 
 
 class Wait(StrEnum):

@@ -106,6 +106,7 @@ def serving_to_proto(serving: Serving) -> pb.Serving:
         rank=serving.rank,
         generation=serving.generation,
         slot_checksums=layouts.checksums_to_bytes(serving.checksums),
+        steps=serving.steps,
     )
 
 
@@ -121,6 +122,7 @@ def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
             model=hello.model,
             slots_per_rank=hello.slots_per_rank,
         ),
+        steps=message.steps and checks.reason(message.steps),
     )
 
 
@@ -264,6 +266,7 @@ def _running_to_proto(running: RunningState) -> pb.RunningState:
         staged_generation=running.staged_generation,
         layout=layouts.layout_to_proto(running.layout),
         slot_checksums=layouts.checksums_to_bytes(running.checksums),
+        steps=running.steps,
     )
 
 
@@ -289,6 +292,7 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
             model=hello.model,
             slots_per_rank=hello.slots_per_rank,
         ),
+        steps=message.steps and checks.reason(message.steps),
     )
 
 

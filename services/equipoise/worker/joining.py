@@ -21,13 +21,14 @@ from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Assignment, Checksums
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import GroupError
-from equipoise.worker.group import RankGroup, meet
+from equipoise.worker.group import RankGroup, first_line, meet
 from equipoise.worker.held import Contents, HeldExperts, own_slots
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertPuller
 from equipoise.worker.waits import Waits
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.operations import Operations
+from equipoise_model.slot_exchange import SlotExchange
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +38,15 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Joined:
-    """The group this worker joined and the experts it holds for it."""
+    """The group this worker joined and the experts it holds for it.
+
+    `exchange` is what a model in FP8 carries rows to the other ranks with.
+    """
 
     assignment: Assignment
     group: RankGroup
     held: HeldExperts
+    exchange: SlotExchange | None = None
 
 
 class Slots:
@@ -60,6 +65,34 @@ class Slots:
     def operations(self) -> Operations:
         """What computes with them."""
         return self._core.operations
+
+    def open_exchange(
+        self, group: RankGroup, assignment: Assignment, settings: WorkerSettings
+    ) -> SlotExchange | None:
+        """What carries rows between the group's ranks, if the model needs it; all open it together.
+
+        Raises:
+            GroupError: a rank is gone, or they find no way to exchange rows.
+        """
+        process_group = group.process_group
+        if process_group is None:
+            return None
+        try:
+            return self.operations.exchange(
+                self._core.checkpoint.config,
+                slots_per_rank=assignment.layout.num_slots // len(assignment.peers),
+                generation=assignment.layout.generation,
+                max_step_tokens=settings.max_step_tokens,
+                max_graph_rows=settings.max_requests,
+                group=process_group,
+                timeout_s=settings.step_timeout_s,
+            )
+        except RuntimeError as error:
+            group.close()
+            raise GroupError(
+                f"the {len(assignment.peers)} ranks of epoch {assignment.epoch} met but cannot "
+                f"exchange rows: {first_line(error)}"
+            ) from error
 
     async def prepare(
         self, assignment: Assignment, *, given_up: threading.Event
@@ -180,7 +213,7 @@ async def join(
     """Become a rank of an epoch; not much longer than until `given_up` is set.
 
     Raises:
-        GroupError: the ranks did not meet in time.
+        GroupError: the ranks did not meet in time, or cannot exchange rows.
         TransferError: an expert could be had from no source.
     """
     settle = await slots.prepare(assignment, given_up=given_up)
@@ -199,7 +232,8 @@ async def join(
         hear=slots.operations.hear,
     )
     assert slots.held is not None, "settled"
-    return Joined(assignment=assignment, group=group, held=slots.held)
+    exchange = await asyncio.to_thread(slots.open_exchange, group, assignment, settings)
+    return Joined(assignment=assignment, group=group, held=slots.held, exchange=exchange)
 
 
 def _with(payloads: Mapping[Place, Tensor], checksums: Checksums) -> Checksums:

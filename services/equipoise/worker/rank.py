@@ -76,11 +76,13 @@ class Rank:
         self._spans = spans
         self._last_switch: Switched | None = None
         self._device = core.device
+        self._experts = _expert_parallel(joined, core)
+        self._steps = core.operations.steps(joined.exchange)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.engine = Engine(
             model=core.model,
             cache=core.cache,
-            experts=_expert_parallel(joined, core),
+            experts=self._experts,
             drafter=core.drafter(settings),
             held=held,
             group=joined.group,
@@ -162,6 +164,7 @@ class Rank:
             staged_generation=self.engine.staged_generation,
             layout=contents.layout,
             checksums=contents.checksums,
+            steps=self._steps,
         )
 
     def serving(self) -> Serving:
@@ -172,6 +175,7 @@ class Rank:
             rank=state.rank,
             generation=state.generation,
             checksums=state.checksums,
+            steps=state.steps,
         )
 
     @property
@@ -199,6 +203,8 @@ class Rank:
         try:
             self.engine.run()
         finally:
+            # Its memory is the other ranks' too: none of them steps in this group any more.
+            self._experts.close()
             self._group.close()
 
     def _receive(self, result: StepResult) -> None:
@@ -236,7 +242,7 @@ def _expert_parallel(joined: Joined, core: ModelCore) -> ExpertParallel:
     process_group = joined.group.process_group
     if process_group is None:
         return ExpertParallel.local(core.checkpoint.config, placement)
-    return ExpertParallel.distributed(placement, group=process_group)
+    return ExpertParallel.distributed(placement, group=process_group, exchange=joined.exchange)
 
 
 def _call_soon(

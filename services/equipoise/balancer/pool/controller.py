@@ -379,7 +379,7 @@ class PoolController:
         refusal = f"answer of rank {rank} to its assignment"
         match value:
             case Serving():
-                member.generation, member.serving = generation, True
+                member.generation, member.serving, member.steps = generation, True, value.steps
                 member.hold(pool.layouts.get(generation))
                 pool.faults.pop(refusal, None)
                 pool.merge_checksums(member, pool.layouts.get(generation), value.checksums)

@@ -24,8 +24,8 @@ class Member:
     last, 0 for none; `draining` says that it takes no new request; `serving` is set once it told
     that it holds its part of a layout. `lost_reason` is set while its group is over for it,
     `left_out` says why it is in no epoch although it is here. `held` is int32 [layers,
-    slots_per_rank]: what its slots hold as far as it told. `gone_reason` is None while its stream
-    is open. `since_s` is when it came or its group was lost.
+    slots_per_rank]: what its slots hold as far as it told, `steps` how its steps run, in its words.
+    `gone_reason` is None while its stream is open. `since_s` is when it came or its group was lost.
     """
 
     hello: Hello
@@ -43,6 +43,7 @@ class Member:
     held: ExpertTable | None = None
     gone_reason: str | None = None
     stats: RankStats | None = None
+    steps: str = ""
 
     @property
     def name(self) -> str:
@@ -312,7 +313,7 @@ class Roster:
         member.rank = running.rank
         member.generation = running.generation
         member.staged_generation = running.staged_generation
-        member.serving = True
+        member.serving, member.steps = True, running.steps
         member.hold(running.layout)
 
     def _holder(self, rank: int) -> Member | None:

@@ -200,6 +200,7 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
         device=member.hello.device,
         kernels=member.hello.kernels,
         cache_token_bytes=member.hello.cache_token_bytes,
+        steps=member.steps,
         address=member.hello.address,
         state=_rank_state(pool, member),
         generation=member.generation,

@@ -1,0 +1,238 @@
+"""`SlotExchange`: rows to the ranks of their slots and back, for the model in FP8.
+
+Owns how a step's rows go through one of the kernels' `EpBuffer`s: in which form, in how many parts,
+and that what goes wrong there is an `ExchangeError` which says with whom. A buffer belongs to a
+group of ranks, so there is a new one whenever ranks form anew. Knows nothing of layouts: slots are
+numbers to it.
+
+Every rank calls the same things in the same order, with no rows where it has none. A part has at
+most as many rows as the buffer has room for; how many parts there are, all ranks know from the
+step's header.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from equipoise_kernels.all_to_all.opening import OpenedBuffer, open_buffer
+from equipoise_kernels.all_to_all.order import RowLayout
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.errors import AllToAllError, PeerMissingError
+from equipoise_kernels.formats import QuantizedRows, ScaleFormat
+from equipoise_kernels.gemm.schedule import GROUP_ALIGNMENT
+from equipoise_kernels.quant.group_quant import group_quant
+from equipoise_model.exchange import ExchangeError
+
+PART_TOKENS = 256
+"""Rows of a rank that go at once at most, if decode steps are no larger: memory grows with it."""
+
+# Codes must begin at multiples of so many bytes.
+_ROW_BYTES = 16
+
+
+class ArrivedExperts(Protocol):
+    """The experts of this rank's slots, for rows that came from all ranks."""
+
+    scale_format: ScaleFormat
+
+    def run_packed(self, rows: QuantizedRows, slot_ends_S: Tensor) -> Tensor:
+        """Outputs [M, D] of rows in slot order, each slot's from a multiple of GROUP_ALIGNMENT."""
+
+    def run_padded(self, rows: QuantizedRows, rows_of_slot_S: Tensor) -> Tensor:
+        """Outputs [S, M, D] of rows [S, M, D], each slot's first."""
+
+
+class SlotExchange:
+    """One rank's end; used from the engine's thread. `open` makes it, by all ranks together.
+
+    `max_captured_rows` are the rows of a step that all ranks can capture, `waited_s` is how long
+    exchanges took so far: on a device beside the host, what the host waited.
+    """
+
+    def __init__(
+        self, opened: OpenedBuffer, *, max_captured_rows: int, timeout_s: float, generation: int
+    ) -> None:
+        self._opened: OpenedBuffer | None = opened
+        self.max_captured_rows = max_captured_rows
+        self._timeout_s = timeout_s
+        self.waited_s = 0.0
+        self.switch(generation)
+
+    @classmethod
+    def open(
+        cls,
+        shape: EpShape,
+        *,
+        max_captured_rows: int,
+        generation: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_s: float,
+    ) -> Self:
+        """Open a buffer with all ranks of a group, within the group's own timeout.
+
+        The room is what the rank with the most tokens wants, and steps are captured up to what the
+        one with the least can.
+
+        Raises:
+            RuntimeError: a rank is gone, or no backend serves all of them.
+        """
+        wishes = torch.tensor([shape.max_tokens, -max_captured_rows])
+        dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=group)
+        max_tokens, captured = int(wishes[0]), -int(wishes[1])
+        roomy = EpShape(
+            rank=shape.rank,
+            num_ranks=shape.num_ranks,
+            slots_per_rank=shape.slots_per_rank,
+            top_k=shape.top_k,
+            dim=shape.dim,
+            max_tokens=max_tokens,
+            payload=Payload.FP8,
+        )
+        return cls(
+            open_buffer(roomy, group=group, device=device, timeout_s=timeout_s),
+            max_captured_rows=min(captured, max_tokens),
+            timeout_s=timeout_s,
+            generation=generation,
+        )
+
+    @property
+    def backend(self) -> str:
+        """Who carries rows, as EQUIPOISE_KERNELS names it."""
+        return self._sound.backend
+
+    @property
+    def passed_over(self) -> str:
+        """Which backends would have come first, and why they do not; may be empty."""
+        return "; ".join(f"{name}: {why}" for name, why in self._sound.passed_over.items())
+
+    @property
+    def capture_obstacle(self) -> str | None:
+        """Why a step with this exchange cannot be captured in a CUDA graph, or None."""
+        return self._sound.capture_obstacle
+
+    def switch(self, generation: int) -> None:
+        """Announce another generation of the layout from the next step on."""
+        self._sound.buffer.switch(generation)
+
+    def run(
+        self,
+        x_TD: Tensor,
+        rows: QuantizedRows,
+        *,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        experts: ArrivedExperts,
+        most_tokens: int,
+        load_S: Tensor,
+    ) -> Tensor:
+        """Each row's weighted sum over its slots, wherever they are, [T, D] in the rows' dtype.
+
+        `rows` are `x_TD` quantised; whichever form the backend carries travels. No rank brings more
+        than `most_tokens` rows. What arrives for this rank's slots is counted in `load_S`.
+
+        Raises:
+            ExchangeError: a rank is gone, stuck, or runs another generation.
+        """
+        room = self._sound.shape.max_tokens
+        parts = [slice(first, first + room) for first in range(0, max(most_tokens, 1), room)]
+        sums = [
+            self._run_part(
+                x_TD[part],
+                QuantizedRows(codes=rows.codes[part], scales=rows.scales[part]),
+                slots_TK=slots_TK[part],
+                weights_TK=weights_TK[part],
+                experts=experts,
+                most_tokens=min(room, most_tokens - part.start),
+                load_S=load_S,
+            )
+            for part in parts
+        ]
+        summed_TD = sums[0] if len(sums) == 1 else torch.cat(sums)
+        return summed_TD.to(x_TD.dtype)
+
+    def check(self) -> None:
+        """Look what became of the exchanges of a replayed graph; waits for the device.
+
+        Raises:
+            ExchangeError: one of them failed.
+        """
+        with self._told():
+            self._sound.buffer.check()
+
+    def close(self) -> None:
+        """Give the memory back; the exchange is of no more use."""
+        self._opened = None
+
+    def _run_part(
+        self,
+        x_TD: Tensor,
+        rows: QuantizedRows,
+        *,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        experts: ArrivedExperts,
+        most_tokens: int,
+        load_S: Tensor,
+    ) -> Tensor:
+        opened = self._sound
+        buffer = opened.buffer
+        if opened.is_low_latency:
+            with self._told():
+                came = buffer.low_latency_dispatch(x_TD, slots_TK)
+            assert isinstance(came.rows, Tensor)
+            arrived = _quantized(came.rows, scale_format=experts.scale_format)
+            y_ND = experts.run_padded(arrived, came.rows_of_slot)
+        else:
+            layout = RowLayout(alignment=GROUP_ALIGNMENT, most_tokens=most_tokens)
+            with self._told():
+                came = buffer.dispatch(rows, slots_TK, layout=layout)
+            assert isinstance(came.rows, QuantizedRows)
+            y_ND = experts.run_packed(_aligned(came.rows), came.slot_ends)
+        load_S += came.rows_of_slot
+        with self._told():
+            return buffer.combine(y_ND, came.handle, weights_TK=weights_TK)
+
+    @property
+    def _sound(self) -> OpenedBuffer:
+        assert self._opened is not None, "it is closed"
+        return self._opened
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say in the model's own words what went wrong, and note how long it took."""
+        began = time.perf_counter()
+        try:
+            yield
+        except AllToAllError as error:
+            late = isinstance(error, PeerMissingError)
+            # A broken connection shows at once; only who waited in vain has timed out.
+            if late and time.perf_counter() - began >= self._timeout_s:
+                raise ExchangeError(f"an exchange of rows timed out: {error}") from error
+            raise ExchangeError(f"an exchange of rows failed: {error}") from error
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+
+def _quantized(x_SMD: Tensor, *, scale_format: ScaleFormat) -> QuantizedRows:
+    """Rows that came in bfloat16, to the codes that their senders would have sent."""
+    flat = group_quant(x_SMD.flatten(0, 1), scale_format=scale_format)
+    shape = x_SMD.shape[:2]
+    return QuantizedRows(
+        codes=flat.codes.unflatten(0, shape), scales=flat.scales.unflatten(0, shape)
+    )
+
+
+def _aligned(rows: QuantizedRows) -> QuantizedRows:
+    """Rows as products want them: those whose scales lie between are copied if they must be."""
+    if rows.codes.stride(0) % _ROW_BYTES == 0:
+        return rows
+    # What is only contiguous may keep the stride of a single row.
+    codes = rows.codes.clone(memory_format=torch.contiguous_format)
+    return QuantizedRows(codes=codes, scales=rows.scales)

@@ -1,0 +1,148 @@
+"""One rank of `test_suite_ranks`: serves in FP8 with others, and saves what it saw.
+
+Arguments: rank, number of ranks, folder of the checkpoint, empty folder that all share, backend of
+the exchange. The rank that is last leaves in the end, and the others go on without it.
+"""
+
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from suite_models import SUITE
+from suite_ranks import ROOM, SLOTS_PER_RANK, Part, compute_rows_one_by_one, placement_of
+from torch import distributed as dist
+
+from equipoise_kernels import selection
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.testing.interpreter import corrected_casts
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.exchange import ExchangeError
+from equipoise_model.slot_exchange import SlotExchange
+from equipoise_model.suite.graphs import DecodeGraphs, capture_obstacle
+
+PATIENCE_S = 60
+IMPATIENCE_S = 2.0
+CAPTURED_ROWS = 2
+
+
+def met(folder, rank, num_ranks, *, epoch):
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / f'epoch-{epoch}'}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=PATIENCE_S),
+    )
+
+
+def opened(rank, num_ranks, *, timeout_s=PATIENCE_S):
+    """This rank's end, as a worker opens it; rank 0 alone wishes for all the room."""
+    shape = EpShape(
+        rank=rank,
+        num_ranks=num_ranks,
+        slots_per_rank=SLOTS_PER_RANK,
+        top_k=SUITE.num_experts_per_tok,
+        dim=SUITE.hidden_size,
+        max_tokens=ROOM if rank == 0 else 1,
+        payload=Payload.FP8,
+    )
+    return SlotExchange.open(
+        shape,
+        max_captured_rows=CAPTURED_ROWS + rank,
+        generation=1,
+        group=dist.group.WORLD,
+        device=torch.device("cpu"),
+        timeout_s=timeout_s,
+    )
+
+
+def experts_over(exchange, num_ranks):
+    return ExpertParallel.distributed(
+        placement_of(num_ranks, 1), group=dist.group.WORLD, exchange=exchange
+    )
+
+
+def served_together(checkpoint, rank, num_ranks):
+    """Logits, loads by generation, how steps ran, and how many graphs there are."""
+    captures = []
+
+    def capture(work):
+        # As on a device: capturing runs the work once more than asked for.
+        captures.append(work())
+        return work
+
+    exchange = opened(rank, num_ranks)
+    part = Part(
+        checkpoint, rank=rank, num_ranks=num_ranks, graphs=DecodeGraphs(max_rows=4, capture=capture)
+    )
+    experts = experts_over(exchange, num_ranks)
+    logits = part.serve(experts)
+    seen = {
+        "logits": logits,
+        "loads": [(load.generation, load.rows_LS) for load in experts.loads()],
+        "backend": exchange.backend,
+        "obstacle": capture_obstacle(exchange),
+        "captured rows": exchange.max_captured_rows,
+        "captures": len(captures),
+        "waited": experts.waited_s,
+    }
+    experts.close()
+    return seen
+
+
+def words_of_failure(part, exchange, num_ranks):
+    """What a step ends in that cannot succeed."""
+    experts = experts_over(exchange, num_ranks)
+    # As a step's header would have told.
+    experts.agree([1] * num_ranks)
+    try:
+        part.step(experts)
+    except ExchangeError as error:
+        return str(error)
+    finally:
+        experts.close()
+    return "nothing was noticed"
+
+
+def wait_for(files):
+    """Until all are there; a rank that leaves is noticed at once, and these are to wait in vain."""
+    until = time.monotonic() + PATIENCE_S
+    while not all(file.exists() for file in files) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def main():
+    rank, num_ranks = int(sys.argv[1]), int(sys.argv[2])
+    checkpoint, folder, backend = Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
+    torch.set_num_threads(1)
+    compute_rows_one_by_one()
+    setting = f"reference,all_to_all={backend}"
+    selection.Process.adopt(selection.resolve(setting, lambda _operation, _name: None))
+    met(folder, rank, num_ranks, epoch=1)
+    seen = {"together": served_together(checkpoint, rank, num_ranks)}
+    part = Part(checkpoint, rank=rank, num_ranks=num_ranks)
+    skewed = opened(rank, num_ranks)
+    skewed.switch(8 if rank == 1 else 7)
+    seen["skewed"] = words_of_failure(part, skewed, num_ranks)
+    lonely = opened(rank, num_ranks, timeout_s=IMPATIENCE_S)
+    survivors = range(num_ranks - 1)
+    if rank in survivors:
+        seen["lonely"] = words_of_failure(part, lonely, num_ranks)
+        (folder / f"waited-{rank}").touch()
+    wait_for([folder / f"waited-{other}" for other in survivors])
+    dist.destroy_process_group()
+    if rank in survivors:
+        met(folder, rank, num_ranks - 1, epoch=2)
+        seen["anew"] = served_together(checkpoint, rank, num_ranks - 1)
+        dist.destroy_process_group()
+    torch.save(seen, folder / f"result-{rank}")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", DeprecationWarning)
+    with corrected_casts():
+        main()

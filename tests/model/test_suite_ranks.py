@@ -1,0 +1,144 @@
+"""The model in FP8 over ranks in processes of their own, by each backend of the exchange that a CPU
+has: gloo, and kernels over shared memory in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from suite_models import SUITE
+from suite_ranks import CHUNKS, SWITCH_BEFORE, compute_rows_one_by_one, served_alone
+
+from equipoise_kernels import selection
+from equipoise_kernels.gemm import grouped
+from equipoise_model.checkpoint import save
+from equipoise_model.config import Fp8Config
+
+pytest.importorskip("triton", reason="kernels need the extra `kernels`")
+
+PROGRAM = Path(__file__).with_name("suite_rank.py")
+FOLDERS = [Path(__file__).parents[2] / folder for folder in ("model", "kernels", "tests/support")]
+TIMEOUT_S = 200
+# When the last rank has left, one less.
+NUM_RANKS = {"reference": 4, "triton": 3}
+
+
+@pytest.fixture(scope="module")
+def twins():
+    """The suite's torch twins, though a process of tests interprets, and rows one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = selection.resolve("reference", lambda _operation, _name: None)
+        patch.setattr(selection.Process, "_selection", chosen)
+        patch.setattr(grouped, "gemm_reference", grouped.gemm_reference)
+        compute_rows_one_by_one()
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(random_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("suite") / "fp8"
+    save(random_model(SUITE), path, fp8=Fp8Config())
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint, twins):
+    """Logits of each rank's text, step by step, from a model that holds every expert."""
+    return [served_alone(checkpoint, rank, chunks) for rank, chunks in enumerate(CHUNKS)]
+
+
+@pytest.fixture(scope="module")
+def runs(checkpoint, tmp_path_factory):
+    """What every rank saw, by backend."""
+    return {
+        backend: run_ranks(backend, num_ranks, checkpoint, tmp_path_factory.mktemp(backend))
+        for backend, num_ranks in NUM_RANKS.items()
+    }
+
+
+def run_ranks(backend, num_ranks, checkpoint, folder):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, str(rank), str(num_ranks), checkpoint, folder, backend],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(num_ranks)]
+
+
+def groups(runs, backend):
+    """What the ranks of the first group saw, and those of the group that formed anew."""
+    ranks = runs[backend]
+    return [rank["together"] for rank in ranks], [rank["anew"] for rank in ranks[:-1]]
+
+
+@pytest.mark.parametrize("backend", NUM_RANKS)
+def test_ranks_make_the_tokens_of_one_alone_across_a_switch_and_after_forming_anew(
+    runs, alone, backend
+):
+    for group in groups(runs, backend):
+        for rank, seen in enumerate(group):
+            for ours, theirs in zip(seen["logits"], alone[rank], strict=True):
+                assert (ours is None) == (theirs is None)
+                assert ours is None or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", NUM_RANKS)
+def test_receivers_count_every_choice_once_in_its_generation(runs, backend):
+    for group in groups(runs, backend):
+        tokens = CHUNKS[: len(group)]
+        sent = {
+            2: sum(sum(chunks[SWITCH_BEFORE:]) for chunks in tokens),
+            1: sum(sum(chunks[:SWITCH_BEFORE]) for chunks in tokens),
+        }
+        for number, generation in enumerate(sent):
+            loads = [seen["loads"][number] for seen in group]
+            assert {load_generation for load_generation, _ in loads} == {generation}
+            counted = sum(int(rows.sum()) for _, rows in loads)
+            assert counted == sent[generation] * SUITE.num_experts_per_tok
+
+
+def test_few_rows_are_captured_by_all_ranks_at_once_where_the_exchange_can_be(runs):
+    for backend, obstacle, captures in (
+        ("triton", None, 1),
+        ("reference", "torch.distributed is told by the host how many rows it carries", 0),
+    ):
+        for group in groups(runs, backend):
+            for seen in group:
+                assert (seen["backend"], seen["obstacle"]) == (backend, obstacle)
+                # The least that any rank can.
+                assert seen["captured rows"] == 2
+                assert seen["captures"] == captures
+                assert seen["waited"] > 0
+
+
+@pytest.mark.parametrize("backend", NUM_RANKS)
+def test_a_rank_of_another_generation_is_named(runs, backend):
+    for rank, seen in enumerate(runs[backend]):
+        assert "an exchange of rows failed: this rank runs generation" in seen["skewed"]
+        assert ("rank 0 runs 7" if rank == 1 else "rank 1 runs 8") in seen["skewed"]
+
+
+@pytest.mark.parametrize("backend", NUM_RANKS)
+def test_a_rank_that_stands_still_is_named_when_the_wait_has_timed_out(runs, backend):
+    last = NUM_RANKS[backend] - 1
+    for seen in runs[backend][:-1]:
+        assert f"an exchange of rows timed out: rank {last} did not send rows" in seen["lonely"]

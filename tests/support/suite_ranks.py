@@ -1,0 +1,124 @@
+"""A model in FP8 over several ranks, each of which serves a text of its own, against one alone."""
+
+import numpy as np
+import torch
+from suite_models import SUITE
+
+from equipoise_kernels.formats import QuantizedRows
+from equipoise_kernels.gemm import dense, grouped
+from equipoise_model.checkpoint import Checkpoint
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.experts import StagedExperts
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.placement import Placement
+from equipoise_model.suite.transformer import Fp8Transformer
+from equipoise_model.transformer import StepBatch
+
+SLOTS_PER_RANK = 3
+ROOM = 4
+"""Rows that a buffer has room for; the texts' beginnings are longer."""
+
+# Tokens of each rank in each step. Some have none, and the layout changes before the third.
+CHUNKS = ((5, 1, 1, 0), (0, 6, 1, 1), (2, 1, 0, 1), (1, 1, 1, 1))
+SWITCH_BEFORE = 2
+
+
+def compute_rows_one_by_one():
+    """Make a row's bits independent of how many come together, which no library promises."""
+
+    def one_by_one(a, weight, *, out):
+        for row in range(len(out)):
+            one = QuantizedRows(codes=a.codes[row : row + 1], scales=a.scales[row : row + 1])
+            dense.gemm_reference(one, weight, out=out[row : row + 1])
+
+    grouped.gemm_reference = one_by_one
+
+
+def layout_of(num_ranks, generation):
+    """Every expert somewhere, and the rest anywhere."""
+    rng = np.random.default_rng([num_ranks, generation])
+    experts = np.arange(SUITE.n_routed_experts)
+    extra = rng.integers(0, len(experts), num_ranks * SLOTS_PER_RANK - len(experts))
+    return rng.permutation(np.concatenate([experts, extra]))[np.newaxis]
+
+
+def placement_of(num_ranks, generation):
+    return Placement.from_layout(
+        layout_of(num_ranks, generation),
+        num_experts=SUITE.n_routed_experts,
+        num_ranks=num_ranks,
+        generation=generation,
+    )
+
+
+def served_alone(folder, rank, chunks):
+    """Logits of one rank's text by a model that holds every expert itself."""
+    checkpoint = Checkpoint.open(folder, keep_fp8=True)
+    model = Fp8Transformer(checkpoint.config, num_slots=SUITE.n_routed_experts, num_spare=0)
+    checkpoint.load_dense(model)
+    checkpoint.load_slots(model, [list(range(SUITE.n_routed_experts))])
+    return served(model, ExpertParallel.local(SUITE), rank, chunks)
+
+
+class Part:
+    """The model with one rank's slots of `layout_of(num_ranks, 1)`."""
+
+    def __init__(self, folder, *, rank, num_ranks, graphs=None):
+        self.rank, self.num_ranks = rank, num_ranks
+        self.checkpoint = Checkpoint.open(folder, keep_fp8=True)
+        self.model = Fp8Transformer(
+            self.checkpoint.config, num_slots=SLOTS_PER_RANK, num_spare=1, graphs=graphs
+        )
+        self.checkpoint.load_dense(self.model)
+        self.checkpoint.load_slots(self.model, self.own(1).tolist())
+
+    def own(self, generation):
+        first = self.rank * SLOTS_PER_RANK
+        return layout_of(self.num_ranks, generation)[:, first : first + SLOTS_PER_RANK]
+
+    def switch(self, experts):
+        """To the second generation."""
+        moves = {
+            (layer, slot): self.checkpoint.read_expert(layer, int(expert))
+            for (layer, slot), expert in np.ndenumerate(self.own(2))
+            if expert != self.own(1)[layer, slot]
+        }
+        if moves:
+            StagedExperts.prepare(moves, self.model.slots).apply()
+        experts.switch(placement_of(self.num_ranks, 2))
+
+    def serve(self, experts):
+        return served(
+            self.model, experts, self.rank, CHUNKS[self.rank], switch=lambda: self.switch(experts)
+        )
+
+    def step(self, experts):
+        """One row of this rank's."""
+        self.model.step(_batch([5], 0, 1), _cache(), experts)
+
+
+def served(model, experts, rank, chunks, *, switch=lambda: None):
+    """Logits of the last row of each step that has one, None of the others."""
+    tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(rank)).tolist()
+    cache, seen, start = _cache(), [], 0
+    for index, size in enumerate(chunks):
+        if index == SWITCH_BEFORE:
+            switch()
+        output = model.step(_batch(tokens, start, size), cache, experts)
+        seen.append(output.logits_SV.float() if size else None)
+        start += size
+    return seen
+
+
+def _cache():
+    return LatentCache(SUITE, num_blocks=4, max_len=16, dtype=torch.bfloat16)
+
+
+def _batch(tokens, start, size):
+    return StepBatch(
+        tokens_T=torch.tensor(tokens[start : start + size], dtype=torch.int64),
+        positions_T=torch.arange(start, start + size),
+        sequences_T=torch.zeros(size, dtype=torch.int64),
+        block_tables=[[3]] if size else [],
+        sample_rows_S=torch.tensor([size - 1] if size else [], dtype=torch.int64),
+    )
