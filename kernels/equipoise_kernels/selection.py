@@ -195,8 +195,9 @@ class Process:
         Raises:
             KernelsUnavailableError: one of them was asked for by name.
         """
+        chosen = without(cls.selection(), reasons)
         cls._resolved = without(cls.resolved(), reasons)
-        cls.adopt(cls._resolved)
+        cls.adopt(chosen)
 
     @classmethod
     def in_use(cls) -> str:

@@ -415,3 +415,30 @@ def test_in_a_captured_graph_nothing_is_raised_until_somebody_checks(interpreted
     with pytest.raises(PeerMissingError, match="rank 1 did not send"):
         backends[0].check()
     backends[0].check()
+
+
+def test_a_captured_step_of_many_exchanges_waits_long_for_a_lost_rank_only_once(
+    interpreted, monkeypatch
+):
+    waits, kernel = [], peer.wait_flags_kernel
+
+    class Watched:
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                waits.append(int(arguments[3]))
+                kernel[grid](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(peer, "wait_flags_kernel", Watched())
+    monkeypatch.setattr(peer, "_is_capturing", lambda: True)
+    window, _ = virtual_windows(SHAPE, device="cpu")
+    backend = PeerBackend(SHAPE, window, timeout_s=5e-6, config=CONFIG)
+    buffer = EpBuffer(SHAPE, backend, device="cpu")
+    for _ in range(2):
+        for _ in range(2):
+            came = buffer.dispatch(numbered(10, 3), torch.tensor(SLOTS[0]))
+            buffer.combine(came.rows, came.handle)
+        with pytest.raises(PeerMissingError, match="rank 1 did not send"):
+            backend.check()
+    assert waits == 2 * [5, 1, 1, 1]

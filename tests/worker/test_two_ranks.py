@@ -11,15 +11,24 @@ from contextlib import asynccontextmanager
 import grpc
 import numpy as np
 import pytest
+import torch
+from suite_models import SUITE
 
+from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.planning.policy import Policy
 from equipoise.planning.slowness import Pace, find_slow, slowdowns
 from equipoise.wire.messages import GroupLost, Leaving, Report, Serving, Staged, Switched
+from equipoise.worker.alone import engine_alone
 from equipoise.worker.errors import WorkerError
+from equipoise.worker.sequence import Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
+from equipoise_kernels import selection
+from equipoise_model.checkpoint import save
+from equipoise_model.config import Fp8Config
 from equipoise_model.experts import checksum
+from equipoise_model.transformer import Transformer
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8, 2, 8))
 FAILED = 3
@@ -50,19 +59,20 @@ class Pool:
 
 
 @asynccontextmanager
-async def two_ranks(balancer, settings, assignment, layout):
+async def two_ranks(balancer, settings, assignment, layout, **changes):
     context = multiprocessing.get_context("spawn")
     started = []
 
     def start(name):
-        chosen = settings(
-            balancer=balancer.address,
-            worker=name,
-            num_ranks=2,
-            slots_per_rank=6,
-            step_timeout_s=20.0,
-            drain_timeout_s=0.0,
-        )
+        chosen = {
+            "balancer": balancer.address,
+            "worker": name,
+            "num_ranks": 2,
+            "slots_per_rank": 6,
+            "step_timeout_s": 20.0,
+            "drain_timeout_s": 0.0,
+        }
+        chosen = settings(**chosen | changes)
         started.append(context.Process(target=worker_process, args=(chosen,), daemon=True))
         started[-1].start()
         return started[-1]
@@ -242,3 +252,73 @@ def pull_from(holder, before, after, checkpoint):
                 )
             )
     return tuple(moves)
+
+
+@pytest.fixture
+def in_fp8(tmp_path, monkeypatch):
+    """Settings of a worker in FP8, by the torch twins as wherever there is no GPU."""
+    torch.manual_seed(7)
+    model = Transformer(SUITE).requires_grad_(requires_grad=False)
+    for tensor in model.state_dict().values():
+        if tensor.ndim > 1:
+            tensor.normal_(std=0.2)
+    save(model, tmp_path / "fp8", fp8=Fp8Config())
+    # Processes of tests interpret kernels; a worker's do not.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    twins = selection.resolve("reference", lambda _operation, _name: None)
+    monkeypatch.setattr(selection.Process, "_selection", twins)
+    return {
+        "checkpoint": tmp_path / "fp8",
+        "weights": "fp8",
+        "batch_invariant": False,
+        "slots_per_rank": 3,
+        "context_length": 64,
+    }
+
+
+def tokens_alone(settings, prompt, max_tokens):
+    made = []
+
+    def publish(result):
+        made.extend(emission.token for emission in result.emissions)
+        if any(emission.finish for emission in result.emissions):
+            engine.leave()
+
+    engine = engine_alone(settings, publish=publish)
+    engine.submit(Request(key=1, prompt=prompt, max_tokens=max_tokens))
+    engine.run()
+    return made
+
+
+def layout_in_fp8(generation, row):
+    table = np.array([row], dtype=np.int32)
+    return Layout(generation=generation, num_experts=4, num_ranks=2, expert_of_slot=table)
+
+
+async def test_ranks_in_fp8_serve_together_and_anew_when_one_was_killed(
+    balancer, settings, assignment, in_fp8
+):
+    first, second = layout_in_fp8(1, [0, 1, 2, 3, 0, 1]), layout_in_fp8(2, [3, 1, 0, 2, 3, 0])
+    expected = [tokens_alone(settings(**in_fp8), prompt, 40) for prompt in PROMPTS]
+    async with two_ranks(balancer, settings, assignment, first, **in_fp8) as pool:
+        tokens, _ = await generate(pool.addresses()[1], PROMPTS[1], 40)
+        assert tokens == expected[1]
+        begun = asyncio.Event()
+        generating = asyncio.create_task(generate(pool.addresses()[0], PROMPTS[0], 40, begun=begun))
+        await begun.wait()
+        pool.processes[1].kill()
+        survivor = pool.links[0]
+        assert "a peer rank failed or hangs" in (await survivor.until(GroupLost)).reason
+
+        pool.restart("w-1")
+        returned = await balancer.link()
+        hellos = [survivor.hello, returned.hello]
+        for rank, link in enumerate((survivor, returned)):
+            link.say(assignment(hellos, second, rank=rank, epoch=2))
+        for link in (survivor, returned):
+            serving = await link.until(Serving, lambda said: said.epoch == 2)
+            assert serving.steps == (
+                "launched one by one: cpu has no CUDA graphs; rows by reference"
+            )
+        tokens, _ = await generating
+        assert tokens == expected[0]

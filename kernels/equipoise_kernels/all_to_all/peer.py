@@ -33,6 +33,7 @@ from equipoise_kernels.specialization import Specialization, specialization
 # A look at a flag takes a GPU about a microsecond, and the interpreter a hundred times that.
 _POLLS_PER_S = 1_000_000
 _POLLS_PER_LAUNCH = 20_000
+_MOST_POLLS = 2**31 - 1
 _PAUSE_S = 0.0005
 # Interpreting, whoever looks takes the processor from whom it waits for.
 _INTERPRETER_PAUSE_S = 0.01
@@ -88,6 +89,13 @@ class PeerBackend:
         self._bad_R = torch.zeros(shape.num_ranks, dtype=torch.bool, device=device)
         self._bad_seen_R = torch.zeros(shape.num_ranks, dtype=torch.int64, device=device)
         self._bad_own = torch.zeros_like(self._sequence)
+
+        def number(polls: int) -> Tensor:
+            return torch.full((1,), polls, dtype=torch.int32, device=device)
+
+        # On the device, because a captured wait must see what became of those before it.
+        self._polls_once, self._polls_launch = number(1), number(_POLLS_PER_LAUNCH)
+        self._polls_captured = number(min(int(timeout_s * _POLLS_PER_S), _MOST_POLLS))
 
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
@@ -194,29 +202,31 @@ class PeerBackend:
         """Which ranks' flags are as they should be, bool [R]; raises if one is not."""
         seen_R = torch.zeros_like(self._bad_seen_R)
 
-        def look(polls: int) -> Tensor:
+        def look(polls: Tensor) -> Tensor:
             wait_flags_kernel[(self._shape.num_ranks,)](
                 self._window.addresses,
                 flag,
                 seen_R,
+                polls,
                 self._shape.rank,
                 flags_offset,
-                polls,
                 NUM_RANKS=self._shape.num_ranks,
                 num_warps=1,
             )
             return fine_flags(seen_R, flag)
 
         if _is_capturing():
-            fine_R = look(int(self._timeout_s * _POLLS_PER_S))
+            # Of a graph's many waits only one is long: once a rank is missing, it stays so.
+            is_lost = self._bad_R.any()
+            fine_R = look(torch.where(is_lost, self._polls_once, self._polls_captured))
             self._bad_R |= ~fine_R
             self._bad_seen_R.copy_(torch.where(fine_R, self._bad_seen_R, seen_R))
             self._bad_own.copy_(torch.where(fine_R.all(), self._bad_own, flag))
             return fine_R
         until = time.monotonic() + self._timeout_s
-        polls, pause_s = _POLLS_PER_LAUNCH, _PAUSE_S
+        polls, pause_s = self._polls_launch, _PAUSE_S
         if is_interpreting():
-            polls, pause_s = 1, _INTERPRETER_PAUSE_S
+            polls, pause_s = self._polls_once, _INTERPRETER_PAUSE_S
         fine_R = look(polls)
         # A flag of this exchange that is not fine will not become so.
         while bool(((seen_R ^ flag) << 33 != 0).any()) and time.monotonic() < until:
@@ -303,7 +313,7 @@ def specializations(config: AllToAllConfig, shape: EpShape) -> list[Specializati
         specialization(
             wait_flags_kernel,
             name=f"{name} wait",
-            arguments="*i64 *i64 *i64 i32 i64:16 i32",
+            arguments="*i64 *i64 *i64 *i32 i32 i64:16",
             constants={"NUM_RANKS": shape.num_ranks},
             num_warps=1,
             flags="acquire",

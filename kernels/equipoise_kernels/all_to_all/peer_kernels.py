@@ -93,14 +93,15 @@ def wait_flags_kernel(
     addresses_ptr: tl.tensor,
     flag_ptr: tl.tensor,
     seen_ptr: tl.tensor,
+    polls_ptr: tl.tensor,
     rank: int,
     flags_offset: int,
-    polls: int,
     NUM_RANKS: tl.constexpr,
 ) -> None:
-    """A program for each rank: read its flag until it is of this exchange, or `polls` times."""
+    """A program for each rank: read its flag until it is of this exchange, or so many times."""
     from_rank = tl.program_id(0)
     flag = tl.load(flag_ptr)
+    polls = tl.load(polls_ptr)
     window = tl.load(addresses_ptr + rank)
     flags_ptr = (window + flags_offset).to(tl.pointer_type(tl.int64))
     flags_ptr += (flag & 1) * NUM_RANKS + from_rank

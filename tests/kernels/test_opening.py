@@ -1,0 +1,92 @@
+"""How ranks choose who carries rows, in a group of one; several are in processes elsewhere."""
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from equipoise_kernels import selection
+from equipoise_kernels.all_to_all import opening
+from equipoise_kernels.all_to_all.collective import CollectiveBackend
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.errors import KernelsUnavailableError
+
+SHAPE = EpShape(
+    rank=0, num_ranks=1, slots_per_rank=3, top_k=2, dim=128, max_tokens=3, payload=Payload.FP8
+)
+ABSENT = "rank 0: ModuleNotFoundError: import of deep_ep halted; None in sys.modules"
+
+
+class Library(CollectiveBackend):
+    """DeepEP as it should be: what it is told, it does."""
+
+    def __init__(self, shape, *, group):
+        assert group is not None
+        super().__init__(shape, group=None, timeout_s=1.0)
+
+
+class ForgetfulLibrary(Library):
+    def begin_combine(self, y_ND, state, *, weights_TK):
+        return super().begin_combine(0 * y_ND, state, weights_TK=weights_TK)
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def opened(group, monkeypatch):
+    """Open a buffer where all of these could run, best first."""
+
+    def build(*possible):
+        everything = selection.resolve("reference", lambda _operation, _name: None)
+        chosen = selection.Selection(
+            backends={**everything.backends, "all_to_all": possible[0]},
+            possible={**everything.possible, "all_to_all": possible},
+            obstacles={},
+        )
+        monkeypatch.setattr(selection.Process, "_selection", chosen)
+        monkeypatch.setitem(__import__("sys").modules, "deep_ep", None)
+        return opening.open_buffer(SHAPE, group=group, device="cpu", timeout_s=5.0)
+
+    return build
+
+
+def test_ranks_take_the_best_backend_that_carries_rows_for_all_of_them(opened, interpreted):
+    chosen = opened("deep_ep", "triton", "reference")
+    assert (chosen.backend, chosen.passed_over) == ("triton", {"deep_ep": ABSENT})
+    assert (chosen.capture_obstacle, chosen.is_low_latency) == (None, False)
+    assert chosen.shape == SHAPE
+
+
+def test_a_library_that_works_comes_first_with_rows_and_room_as_it_has_them(opened, monkeypatch):
+    monkeypatch.setattr(opening, "DeepEpBackend", Library)
+    chosen = opened("deep_ep", "reference")
+    assert (chosen.backend, chosen.passed_over, chosen.is_low_latency) == ("deep_ep", {}, True)
+    assert (chosen.shape.payload, chosen.shape.max_tokens) == (Payload.BF16, 4)
+    assert chosen.capture_obstacle is None
+
+
+def test_a_library_that_loses_rows_is_passed_over(opened, monkeypatch):
+    monkeypatch.setattr(opening, "DeepEpBackend", ForgetfulLibrary)
+    chosen = opened("deep_ep", "reference")
+    assert chosen.backend == "reference"
+    assert "did not come back as they were" in chosen.passed_over["deep_ep"]
+    assert "the host how many rows" in chosen.capture_obstacle
+
+
+def test_ranks_on_several_machines_do_not_reach_each_others_memory(opened, monkeypatch):
+    monkeypatch.setattr(opening, "_told", lambda word, group: [word, f"{word} of another"])
+    chosen = opened("triton", "reference")
+    assert chosen.passed_over == {"triton": "the ranks are on 2 machines"}
+
+
+def test_a_backend_that_was_asked_for_and_does_not_serve_all_is_an_error(opened):
+    with pytest.raises(KernelsUnavailableError, match=r"no backend of all_to_all.*halted"):
+        opened("deep_ep")
+    assert torch.distributed.is_initialized()

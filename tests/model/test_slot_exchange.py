@@ -1,0 +1,119 @@
+"""The forms in which rows travel, on a rank alone: several ranks are in `test_suite_ranks`."""
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from equipoise_kernels import selection
+from equipoise_kernels.all_to_all.buffer import EpBuffer
+from equipoise_kernels.all_to_all.collective import CollectiveBackend
+from equipoise_kernels.all_to_all.opening import OpenedBuffer
+from equipoise_kernels.all_to_all.payload import Payload
+from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.errors import GenerationMismatchError, PeerMissingError
+from equipoise_kernels.formats import ScaleFormat
+from equipoise_kernels.quant.group_quant import group_quant
+from equipoise_kernels.quant.weight_quant import quantize_weight
+from equipoise_model.exchange import ExchangeError
+from equipoise_model.slot_exchange import SlotExchange
+from equipoise_model.suite.experts import Fp8ExpertSlots
+
+NUM_SLOTS, TOP_K, DIM, ROOM = 4, 2, 256, 3
+
+
+@pytest.fixture(autouse=True)
+def twins(monkeypatch):
+    chosen = selection.resolve("reference", lambda _operation, _name: None)
+    monkeypatch.setattr(selection.Process, "_selection", chosen)
+
+
+@pytest.fixture
+def experts():
+    generator = torch.Generator().manual_seed(2)
+    slots = Fp8ExpertSlots(
+        DIM, 128, num_slots=NUM_SLOTS, num_spare=1, scale_format=ScaleFormat.FP32
+    )
+    for own in (slots.gate_up, slots.down):
+        for place in range(len(own.codes)):
+            values = torch.randn(own.codes.shape[1:], generator=generator).bfloat16() / 8
+            quantized = quantize_weight(values, scale_format=ScaleFormat.FP32)
+            own.codes[place].copy_(quantized.codes)
+            own.scales[place].copy_(quantized.scales)
+    slots.place_of_slot.copy_(torch.tensor([4, 1, 0, 2]))
+    return slots
+
+
+def alone(backend, *, kind=CollectiveBackend):
+    payload = Payload.BF16 if backend == "deep_ep" else Payload.FP8
+    shape = EpShape(
+        rank=0, num_ranks=1, slots_per_rank=NUM_SLOTS, top_k=TOP_K, dim=DIM, max_tokens=ROOM,
+        payload=payload,
+    )  # fmt: skip
+    buffer = EpBuffer(shape, kind(shape, group=None, timeout_s=1.0), device="cpu")
+    opened = OpenedBuffer(buffer=buffer, shape=shape, backend=backend, passed_over={})
+    return SlotExchange(opened, max_captured_rows=2, timeout_s=1.0, generation=1)
+
+
+def problem(num_rows):
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, DIM, generator=generator).bfloat16()
+    slots = torch.rand(num_rows, NUM_SLOTS, generator=generator).topk(TOP_K).indices
+    slots[1:2] = -1
+    return x, slots, torch.rand(num_rows, TOP_K, generator=generator)
+
+
+def run(exchange, experts, num_rows, *, most_tokens=None, load=None):
+    x, slots, weights = problem(num_rows)
+    return exchange.run(
+        x,
+        group_quant(x),
+        slots_TK=slots,
+        weights_TK=weights,
+        experts=experts,
+        most_tokens=num_rows if most_tokens is None else most_tokens,
+        load_S=torch.zeros(NUM_SLOTS, dtype=torch.int64) if load is None else load,
+    )
+
+
+@pytest.mark.parametrize("backend", ["reference", "deep_ep"])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 8])
+def test_packed_in_fp8_or_padded_in_bfloat16_rows_give_what_they_give_at_home(
+    backend, num_rows, experts
+):
+    load = torch.zeros(NUM_SLOTS, dtype=torch.int64)
+    # Others may have more, and this one then takes part with no rows.
+    y = run(alone(backend), experts, num_rows, most_tokens=max(num_rows, 5), load=load)
+    x, slots, weights = problem(num_rows)
+    expected = experts.run(group_quant(x), slots, weights)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, atol=2e-2, rtol=1e-2)
+    assert (y[1:2] == 0).all()
+    assert load.tolist() == torch.bincount(slots[slots >= 0], minlength=NUM_SLOTS).tolist()
+
+
+def test_what_goes_wrong_in_an_exchange_is_told_in_the_models_words(experts):
+    class Fails(CollectiveBackend):
+        error = GenerationMismatchError("rank 3 runs 8", ranks=(3,))
+
+        def check(self):
+            raise self.error
+
+        begin_combine = check
+
+    exchange = alone("reference", kind=Fails)
+    with pytest.raises(ExchangeError, match="an exchange of rows failed: rank 3 runs 8"):
+        exchange.check()
+    Fails.error = PeerMissingError("its connection broke", ranks=(2,))
+    # Nobody waited, so nothing timed out.
+    with pytest.raises(ExchangeError, match="an exchange of rows failed: its connection broke"):
+        alone("reference", kind=Fails).check()
+
+
+def test_a_closed_exchange_holds_no_memory_and_is_of_no_use(experts):
+    exchange = alone("reference")
+    assert (exchange.backend, exchange.passed_over) == ("reference", "")
+    exchange.close()
+    assert exchange._opened is None
+    with pytest.raises(AssertionError, match="it is closed"):
+        run(exchange, experts, 1)
+    assert not dist.is_initialized()
