@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.layout import Layout
 from equipoise.planning.placing.eplb import eplb
-from equipoise.planning.placing.relieve import Ground, relieve
+from equipoise.planning.placing.ground import Ground
+from equipoise.planning.placing.relieve import relieve
 from equipoise.planning.planner import LEAST_LAYER_GAIN, plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology

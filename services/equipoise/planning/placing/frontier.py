@@ -14,22 +14,35 @@ import numpy.typing as npt
 
 from equipoise.planning.load import Load
 
-Slots = npt.NDArray[np.int32]
-Change = tuple[npt.NDArray[np.int64], Slots]
-"""Slots and the experts they take."""
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerPath:
     """Changes of one layer in order, and what is spent and reached before and after each.
 
-    `moves`, int64 [changes + 1], counts the slots that differ from the start; `balancedness` is
-    [changes + 1].
+    `changes` is int64 [changes, 2 x slots]: pairs of a slot and the expert that it takes, in order,
+    or of -1. `moves`, int64 [changes + 1], counts the slots that differ from the start;
+    `balancedness` is [changes + 1].
     """
 
-    changes: Sequence[Change]
-    moves: npt.NDArray[np.int64]
+    changes: Indices
+    moves: Indices
     balancedness: Load
+
+    def changed(self, begin: int, end: int) -> Indices:
+        """The slots and experts of the changes from `begin` to `end`, in order; [slots, 2]."""
+        pairs = self.changes[begin:end].reshape(-1, 2)
+        return pairs[pairs[:, 0] >= 0]
+
+    def point(self, num_changes: int, *, path: int = 0) -> "Point":
+        """Where so many changes lead."""
+        return Point(
+            path=path,
+            num_changes=num_changes,
+            moves=int(self.moves[num_changes]),
+            balancedness=float(self.balancedness[num_changes]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,28 +61,40 @@ Hull = list[Point]
 
 def hull_of(paths: Sequence[LayerPath]) -> Hull:
     """The best of all paths of one layer, as a concave hull from their common start."""
-    points = [
-        Point(path=index, num_changes=count, moves=int(moves), balancedness=float(reached))
-        for index, path in enumerate(paths)
-        for count, (moves, reached) in enumerate(zip(path.moves, path.balancedness, strict=True))
-        if count or not index
-    ]
-    return _concave(sorted(points, key=lambda point: (point.moves, -point.balancedness)))
+    # The start counts once. Most points are below one of fewer moves and never become `Point`s.
+    first = [min(index, 1) for index in range(len(paths))]
+    moves, reached, counts = (
+        np.concatenate(parts)
+        for parts in zip(
+            *(
+                (path.moves[skip:], path.balancedness[skip:], np.arange(skip, len(path.moves)))
+                for path, skip in zip(paths, first, strict=True)
+            ),
+            strict=True,
+        )
+    )
+    path_of = np.repeat(
+        np.arange(len(paths)),
+        [len(path.moves) - skip for path, skip in zip(paths, first, strict=True)],
+    )
+    order = np.lexsort((-reached, moves))
+    highest_before = np.maximum.accumulate(np.append(-np.inf, reached[order][:-1]))
+    better = order[reached[order] > highest_before]
+    return _concave(
+        [
+            paths[path].point(count, path=path)
+            for path, count in zip(path_of[better].tolist(), counts[better].tolist(), strict=True)
+        ]
+    )
 
 
 def hull_along(path: LayerPath, *, num_changes: int) -> Hull:
     """The places on one path worth a stop on the way to a point of its layer's hull."""
-    points = [
-        Point(path=0, num_changes=count, moves=int(moves), balancedness=float(reached))
-        for count, (moves, reached) in enumerate(zip(path.moves, path.balancedness, strict=True))
-    ]
-    end = points[num_changes]
-    before = [
-        point
-        for point in points[:num_changes]
-        if point.moves < end.moves and point.balancedness < end.balancedness
-    ]
-    return _concave([*before[:1], *_growing(before[1:]), end])
+    end = path.point(num_changes)
+    is_below = (path.moves < end.moves) & (path.balancedness < end.balancedness)
+    before = np.flatnonzero(is_below[:num_changes])
+    stops = [*before[:1], *_growing(before[1:], path.moves)]
+    return _concave([*(path.point(int(stop)) for stop in stops), end])
 
 
 def take_steepest(
@@ -118,14 +143,11 @@ def slope(before: Point, after: Point) -> float:
     return (after.balancedness - before.balancedness) / (after.moves - before.moves)
 
 
-def _growing(points: Sequence[Point]) -> list[Point]:
-    """Leave out points that need no fewer moves than a later one: it overtakes them."""
-    kept: list[Point] = []
-    for point in points:
-        while kept and kept[-1].moves >= point.moves:
-            kept.pop()
-        kept.append(point)
-    return kept
+def _growing(counts: Indices, moves: Indices) -> Indices:
+    """Leave out places that need no fewer moves than a later one: it overtakes them."""
+    needed = moves[counts]
+    fewest_after = np.minimum.accumulate(np.append(needed[1:], np.iinfo(np.int64).max)[::-1])[::-1]
+    return counts[needed < fewest_after]
 
 
 def _concave(points: Sequence[Point]) -> Hull:

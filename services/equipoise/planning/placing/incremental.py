@@ -12,8 +12,9 @@ from equipoise.planning.load import Load
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.frontier import LayerPath, Point, hull_along, hull_of, take_steepest
+from equipoise.planning.placing.ground import Ground
 from equipoise.planning.placing.problem import Problem
-from equipoise.planning.placing.relieve import Ground, relieve
+from equipoise.planning.placing.relieve import relieve
 
 Bools = npt.NDArray[np.bool_]
 Slots = npt.NDArray[np.int32]
@@ -122,26 +123,24 @@ def _paths(
     paths = []
     for threshold in thresholds:
         made = relieve(start[layer], load, ground, threshold * mean / bound, np.inf)
-        changes = [
-            (step[0::2][step[0::2] >= 0], step[1::2][step[0::2] >= 0].astype(np.int32))
-            for step in made.steps
-        ]
         balancedness = mean / made.busiest
         balancedness[0] = reached
-        paths.append(LayerPath(changes=changes, moves=made.moves, balancedness=balancedness))
+        paths.append(LayerPath(changes=made.steps, moves=made.moves, balancedness=balancedness))
     return paths
 
 
 def _standstill(reached: float) -> LayerPath:
     return LayerPath(
-        changes=(), moves=np.zeros(1, dtype=np.int64), balancedness=np.array([reached])
+        changes=np.empty((0, 2), dtype=np.int64),
+        moves=np.zeros(1, dtype=np.int64),
+        balancedness=np.array([reached]),
     )
 
 
 def _at_once(start: Slots, target: Slots, reached: tuple[float, float]) -> LayerPath:
     changed = np.flatnonzero(start != target)
     return LayerPath(
-        changes=[(changed, target[changed])],
+        changes=np.stack((changed, target[changed]), axis=1).astype(np.int64).reshape(1, -1),
         moves=np.array([0, len(changed)]),
         balancedness=np.array(reached),
     )
@@ -191,8 +190,8 @@ def _steps(layer: int, slots: Slots, path: LayerPath, end: Point, num_busy: int)
     hull = hull_along(path, num_changes=end.num_changes)
     for before, after in pairwise(hull):
         reached = slots.copy()
-        for changed, experts in path.changes[before.num_changes : after.num_changes]:
-            reached[changed] = experts
+        for slot, expert in path.changed(before.num_changes, after.num_changes).tolist():
+            reached[slot] = expert
         differs = np.flatnonzero(reached != slots)
         yield Step(
             layer=layer,

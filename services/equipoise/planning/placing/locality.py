@@ -11,9 +11,10 @@ import numpy.typing as npt
 from equipoise.planning.layout import ExpertTable
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
+from equipoise.planning.placing.ground import Ground, Path
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.refine import refine
-from equipoise.planning.placing.relieve import Ground, Path, relieve
+from equipoise.planning.placing.relieve import relieve
 
 Indices = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]

@@ -8,73 +8,35 @@ should be depends on how far one wants to go, so callers try several and keep th
 What moves cost is the caller's choice: copies, load that leaves its home node, or both.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 
 from equipoise.planning.placing.compiled import compiled, part
-
-Indices = npt.NDArray[np.int64]
-Weights = npt.NDArray[np.float64]
-Slots = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
+from equipoise.planning.placing.ground import (
+    Experts,
+    Ground,
+    Indices,
+    Layer,
+    Path,
+    Ranks,
+    Slots,
+    Swaps,
+    Weights,
+)
 
 MAX_STEPS_PER_SLOT = 2
 """A path visits a slot twice at most in the mean; real ones end long before."""
 
 
+MOST_RANKS = 32
+"""Ranks with most load, and as many with least, among which a step looks for a swap."""
+
+MOST_PAIRS = 1 << 17
+"""Pairs of ranks whose best swap is remembered; those of 362 ranks fit."""
+
 FROM_AFAR = 1.02
 """What a move costs, over one from a rank of the same node, if no rank there held the expert at the
 start: little, so that near sources decide between moves that gain about alike (half of the moves
 then have one on recorded loads, a quarter otherwise, and they are about as many)."""
-
-
-class Ground(NamedTuple):
-    """Where a layer's slots are, and what a step costs.
-
-    `first_slot` is int64 [ranks + 1], `rank_of_slot` int64 [slots], `node_of_rank` int64 [ranks].
-    `home_of_expert`, int64 [experts], is the node that should serve each expert. A step costs
-    `cost_of_move` for each slot that differs from the start afterwards and did not before, a little
-    more if its expert has to come from another node, and `cost_of_leaving` for each mean rank load
-    that it takes off its home node.
-    """
-
-    first_slot: Indices
-    rank_of_slot: Indices
-    node_of_rank: Indices
-    home_of_expert: Indices
-    cost_of_move: float
-    cost_of_leaving: float
-
-
-class Path(NamedTuple):
-    """Steps from the start on, and what has been reached and spent before and after each.
-
-    `steps` is int64 [steps, 4]: a slot and its new expert, and another slot and its new expert, or
-    -1 twice. `busiest` is the busiest rank's load, `moves` the number of slots that differ from
-    the start, `off_home` the load served off its home node; each is [steps + 1].
-    """
-
-    steps: Indices
-    busiest: Weights
-    moves: Indices
-    off_home: Weights
-
-
-class _Layer(NamedTuple):
-    """One layer on its way; arrays, changed in place."""
-
-    start: Slots
-    slots: Slots
-    load: Weights
-    num_replicas: Indices
-    num_off_home: Indices
-    share: Weights
-    carried: Weights
-    ground: Ground
-    is_near: Bools
-    """Whether a rank of each node held each expert at the start, [experts, nodes]."""
 
 
 @compiled
@@ -87,242 +49,319 @@ def relieve(
     step after which more load than `max_off_home` would be served off its home node.
     """
     layer = _start(start, load, ground)
+    slots, ranks = layer.slots, layer.ranks
     max_steps = MAX_STEPS_PER_SLOT * len(start)
     steps = np.full((max_steps, 4), -1)
     busiest, off_home = np.zeros(max_steps + 1), np.zeros(max_steps + 1)
     moves = np.zeros(max_steps + 1, dtype=np.int64)
-    busiest[0], off_home[0] = layer.carried.max(), _off_home(layer)
+    busiest[0], off_home[0] = ranks.carried.max(), _off_home(layer)
     count = 0
     while count < max_steps:
         copy_gain, copy_slot, expert = _best_copy(layer, threshold)
-        swap_gain, own, other = _best_swap(layer, threshold, copy_gain)
+        swap_gain, own, other = _best_swap(layer, threshold, copy_gain, count)
         if swap_gain > copy_gain:
-            steps[count, 0], steps[count, 1] = own, layer.slots[other]
-            steps[count, 2], steps[count, 3] = other, layer.slots[own]
+            steps[count, 0], steps[count, 1] = own, slots[other]
+            steps[count, 2], steps[count, 3] = other, slots[own]
         elif copy_slot >= 0:
             steps[count, 0], steps[count, 1] = copy_slot, expert
         else:
             break
-        for half in range(0, 4, 2):
-            if steps[count, half] >= 0:
-                layer.slots[steps[count, half]] = steps[count, half + 1]
-        _weigh(layer)
-        if _off_home(layer) > max_off_home:
-            break
         count += 1
-        moves[count] = (layer.slots != start).sum()
-        busiest[count], off_home[count] = layer.carried.max(), _off_home(layer)
+        _take(layer, steps[count - 1], count)
+        moves[count] = ranks.num_changed.sum()
+        busiest[count], off_home[count] = ranks.carried.max(), _off_home(layer)
+        if off_home[count] > max_off_home:
+            count -= 1
+            break
     return Path(steps[:count], busiest[: count + 1], moves[: count + 1], off_home[: count + 1])
 
 
 @part
-def _start(start: Slots, load: Weights, ground: Ground) -> _Layer:
-    is_near = np.zeros((len(load), ground.node_of_rank.max() + 1), dtype=np.bool_)
-    for slot in range(len(start)):
-        is_near[start[slot], ground.node_of_rank[ground.rank_of_slot[slot]]] = True
-    layer = _Layer(
+def _start(start: Slots, load: Weights, ground: Ground) -> Layer:
+    num_experts, num_ranks = len(load), len(ground.node_of_rank)
+    num_pairs = min(num_ranks * num_ranks, MOST_PAIRS)
+    layer = Layer(
         start,
         start.copy(),
-        load,
-        np.zeros(len(load), dtype=np.int64),
-        np.zeros(len(load), dtype=np.int64),
-        np.zeros(len(load)),
-        np.zeros(len(ground.node_of_rank)),
+        np.zeros(len(start)),
+        np.zeros((num_experts, num_ranks), dtype=np.int16),
+        np.zeros((num_experts, ground.node_of_rank.max() + 1), dtype=np.bool_),
         ground,
-        is_near,
+        Experts(
+            load,
+            np.zeros(num_experts, dtype=np.int64),
+            np.zeros(num_experts, dtype=np.int64),
+            np.zeros(num_experts),
+            np.zeros(num_experts),
+            np.zeros(num_experts),
+            np.arange(num_experts),
+        ),
+        Ranks(
+            np.zeros(num_ranks),
+            np.zeros(num_ranks),
+            np.zeros(num_ranks),
+            np.zeros(num_ranks, dtype=np.int64),
+            np.zeros(num_ranks, dtype=np.int64),
+            np.arange(num_ranks),
+        ),
+        Swaps(
+            np.full(num_pairs, -1),
+            np.zeros(num_pairs, dtype=np.int64),
+            np.zeros(num_pairs),
+            np.zeros(num_pairs, dtype=np.int64),
+            np.zeros(num_pairs, dtype=np.int64),
+        ),
     )
-    _weigh(layer)
+    for slot in range(len(start)):
+        expert, rank = start[slot], ground.rank_of_slot[slot]
+        layer.is_near[expert, ground.node_of_rank[rank]] = True
+        layer.num_held[expert, rank] += 1
+    _split(layer, np.arange(num_experts))
+    _weigh(layer, np.arange(num_experts), 0)
     return layer
 
 
 @part
-def _weigh(layer: _Layer) -> None:
-    """Count replicas and weigh ranks anew."""
-    ground = layer.ground
-    layer.num_replicas[:] = 0
-    layer.num_off_home[:] = 0
-    layer.carried[:] = 0.0
-    for slot in range(len(layer.slots)):
-        expert = layer.slots[slot]
-        layer.num_replicas[expert] += 1
-        layer.num_off_home[expert] += _is_off_home(ground, expert, ground.rank_of_slot[slot])
-    layer.share[:] = layer.load / np.maximum(layer.num_replicas, 1)
-    for slot in range(len(layer.slots)):
-        layer.carried[ground.rank_of_slot[slot]] += layer.share[layer.slots[slot]]
+def _take(layer: Layer, step: Indices, now: int) -> None:
+    """Make one or two changes, and bring up to date what depends on them."""
+    slots, num_held, rank_of_slot = layer.slots, layer.num_held, layer.ground.rank_of_slot
+    concerned = np.array([slots[step[0]], step[1]])
+    for half in range(0, 4, 2):
+        slot = step[half]
+        if slot >= 0:
+            num_held[slots[slot], rank_of_slot[slot]] -= 1
+            slots[slot] = step[half + 1]
+            num_held[slots[slot], rank_of_slot[slot]] += 1
+    _split(layer, concerned)
+    _weigh(layer, concerned, now)
 
 
 @part
-def _off_home(layer: _Layer) -> float:
-    total: float = (layer.share * layer.num_off_home).sum()
+def _split(layer: Layer, concerned: Indices) -> None:
+    """Count replicas of some experts, and spread their load over them."""
+    num_held, node_of_rank = layer.num_held, layer.ground.node_of_rank
+    load, home_of_expert = layer.experts.load, layer.ground.home_of_expert
+    experts = layer.experts
+    for expert in concerned:
+        count, off_home = 0, 0
+        for rank in range(len(node_of_rank)):
+            count += num_held[expert, rank]
+            if node_of_rank[rank] != home_of_expert[expert]:
+                off_home += num_held[expert, rank]
+        experts.num_replicas[expert], experts.num_off_home[expert] = count, off_home
+        experts.share[expert] = load[expert] / max(count, 1)
+        experts.share_of_more[expert] = load[expert] / (count + 1)
+        experts.share_of_fewer[expert] = load[expert] / (count - 1) if count > 1 else np.inf
+
+
+@part
+def _weigh(layer: Layer, concerned: Indices, now: int) -> None:
+    """Weigh the ranks that hold some experts."""
+    slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
+    share, ranks, first_slot = layer.experts.share, layer.ranks, layer.ground.first_slot
+    num_held = layer.num_held
+    for rank in range(len(first_slot) - 1):
+        is_concerned = False
+        for expert in concerned:
+            is_concerned = is_concerned or num_held[expert, rank] > 0
+        if not is_concerned:
+            continue
+        carried, heaviest, lightest, changed = 0.0, 0.0, np.inf, 0
+        for slot in range(first_slot[rank], first_slot[rank + 1]):
+            here = share[slots[slot]]
+            share_of_slot[slot] = here
+            carried += here
+            heaviest, lightest = max(heaviest, here), min(lightest, here)
+            changed += 1 if slots[slot] != start[slot] else 0
+        ranks.carried[rank], ranks.num_changed[rank] = carried, changed
+        ranks.heaviest[rank], ranks.lightest[rank] = heaviest, lightest
+        ranks.weighed_at[rank] = now
+
+
+@part
+def _off_home(layer: Layer) -> float:
+    share, num_off_home = layer.experts.share, layer.experts.num_off_home
+    total = 0.0
+    for expert in range(len(share)):
+        total += share[expert] * num_off_home[expert]
     return total
 
 
 @part
-def _is_off_home(ground: Ground, expert: int, rank: int) -> int:
-    return 1 if ground.node_of_rank[rank] != ground.home_of_expert[expert] else 0
-
-
-@part
 def _excess(load: float, threshold: float) -> float:
-    return load - threshold if load > threshold else 0.0
+    return max(load - threshold, 0.0)
 
 
 @part
-def _best_copy(layer: _Layer, threshold: float) -> tuple[float, int, int]:
+def _best_copy(layer: Layer, threshold: float) -> tuple[float, int, int]:
     """The slot to overwrite and the expert to put there, and the excess removed per cost.
 
     Whether a rank that holds both experts gains or loses is counted as if they met on different
     ranks; excess is convex, so a step never removes less than that. Experts are tried in the
     order of the excess that a replica more of them removes elsewhere, until that is too little;
-    among those that remove none, the lightest disturbs least.
+    among those that remove none, the lightest disturbs least, and heavier ones remove no more.
     """
+    slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
+    num_held, is_near, carried = layer.num_held, layer.is_near, layer.ranks.carried
+    rank_of_slot, node_of_rank = layer.ground.rank_of_slot, layer.ground.node_of_rank
+    num_replicas, neediest_first = layer.experts.num_replicas, layer.experts.neediest_first
+    share_of_more, share_of_fewer = layer.experts.share_of_more, layer.experts.share_of_fewer
     falls, rises = _effects_of_one_replica(layer, threshold)
-    lightest_first = np.argsort(layer.load / (layer.num_replicas + 1), kind="mergesort")
-    neediest_first = lightest_first[np.argsort(-falls[lightest_first], kind="mergesort")]
-    ground, carried = layer.ground, layer.carried
-    least = 1e-9 * threshold
+    _sort(neediest_first, falls, share_of_more)
+    least, move = 1e-9 * threshold, layer.ground.cost_of_move
+    per_leaving = layer.ground.cost_of_leaving / threshold
+    share, num_off_home = layer.experts.share, layer.experts.num_off_home
+    home_of_expert = layer.ground.home_of_expert
     best, chosen_slot, chosen = 0.0, -1, -1
-    for slot in range(len(layer.slots)):
-        spared, rank = layer.slots[slot], ground.rank_of_slot[slot]
-        if layer.num_replicas[spared] < 2:
+    for slot in range(len(slots)):
+        spared, rank = slots[slot], rank_of_slot[slot]
+        if num_replicas[spared] < 2:
             continue
-        here = _excess(carried[rank], threshold)
-        more = layer.load[spared] / (layer.num_replicas[spared] - 1) - layer.share[spared]
+        here, node = _excess(carried[rank], threshold), node_of_rank[rank]
+        more = share_of_fewer[spared] - share_of_slot[slot]
         elsewhere = rises[spared] - (_excess(carried[rank] + more, threshold) - here)
-        without = carried[rank] - layer.share[spared]
-        needed = max(least, best * _least_cost(layer, slot))
+        least_cost = move / 4 if per_leaving > 0.0 or spared != start[slot] else move
+        needed = max(least, best * least_cost)
+        without = carried[rank] - share_of_slot[slot]
+        most_here = min(here, share_of_slot[slot]) - elsewhere
         for expert in neediest_first:
-            most = here - elsewhere + falls[expert]
-            if most <= needed:
+            if most_here + falls[expert] <= needed:
                 break
-            share = layer.load[expert] / (layer.num_replicas[expert] + 1)
-            removed = most - _excess(without + share, threshold)
-            if removed <= needed or _holds(layer, rank, expert):
+            left = _excess(without + share_of_more[expert], threshold)
+            removed = here - elsewhere + falls[expert] - left
+            if removed <= needed and falls[expert] <= 0.0:
+                break
+            if removed <= needed or num_held[expert, rank]:
                 continue
-            gain = removed / _cost_of_copy(layer, threshold, slot, expert)
+            cost = move * _price(start[slot], spared, expert, is_near[expert, node])
+            if per_leaving > 0.0:
+                num_left = num_off_home[spared] - _is_off_home(home_of_expert[spared], node)
+                num_then = num_off_home[expert] + _is_off_home(home_of_expert[expert], node)
+                cost += per_leaving * (
+                    share_of_fewer[spared] * num_left
+                    - share[spared] * num_off_home[spared]
+                    + share_of_more[expert] * num_then
+                    - share[expert] * num_off_home[expert]
+                )
+            gain = removed / max(cost, move / 4)
             if gain > best:
                 best, chosen_slot, chosen = gain, slot, expert
-                needed = max(least, best * _least_cost(layer, slot))
+                needed = max(least, best * least_cost)
     return best, chosen_slot, chosen
 
 
 @part
-def _least_cost(layer: _Layer, slot: int) -> float:
-    """What changing a slot costs at least."""
-    ground = layer.ground
-    if ground.cost_of_leaving > 0.0 or layer.slots[slot] != layer.start[slot]:
-        return ground.cost_of_move / 4
-    return ground.cost_of_move
-
-
-@part
-def _effects_of_one_replica(layer: _Layer, threshold: float) -> tuple[Weights, Weights]:
+def _effects_of_one_replica(layer: Layer, threshold: float) -> tuple[Weights, Weights]:
     """Excess that one replica more of each expert removes, and one less adds; [experts]."""
-    falls, rises = np.zeros(len(layer.load)), np.zeros(len(layer.load))
-    for slot in range(len(layer.slots)):
-        expert, load = layer.slots[slot], layer.carried[layer.ground.rank_of_slot[slot]]
-        count = layer.num_replicas[expert]
-        fall = layer.share[expert] - layer.load[expert] / (count + 1)
-        falls[expert] += _excess(load, threshold) - _excess(load - fall, threshold)
-        if count > 1:
-            rise = layer.load[expert] / (count - 1) - layer.share[expert]
-            rises[expert] += _excess(load + rise, threshold) - _excess(load, threshold)
+    slots, share_of_slot, first_slot = layer.slots, layer.share_of_slot, layer.ground.first_slot
+    carried, num_replicas = layer.ranks.carried, layer.experts.num_replicas
+    share_of_more, share_of_fewer = layer.experts.share_of_more, layer.experts.share_of_fewer
+    falls, rises = np.zeros(len(num_replicas)), np.zeros(len(num_replicas))
+    for rank in range(len(carried)):
+        load, here = carried[rank], _excess(carried[rank], threshold)
+        for slot in range(first_slot[rank], first_slot[rank + 1]):
+            expert, share = slots[slot], share_of_slot[slot]
+            if here > 0.0:
+                fall = share - share_of_more[expert]
+                falls[expert] += here - _excess(load - fall, threshold)
+            if num_replicas[expert] > 1:
+                rise = share_of_fewer[expert] - share
+                rises[expert] += _excess(load + rise, threshold) - here
     return falls, rises
 
 
 @part
-def _best_swap(layer: _Layer, threshold: float, best: float) -> tuple[float, int, int]:
-    """Two slots whose swap removes more excess per cost than `best`, and how much; or -1."""
-    ground, carried = layer.ground, layer.carried
-    least = 1e-9 * threshold
-    least_cost = _least_cost_of_ranks(layer)
-    own, other = -1, -1
-    for busy in range(len(carried)):
-        excess = carried[busy] - threshold
-        for rank in range(len(carried) if excess > 0.0 else 0):
-            # What two ranks exchange cannot bring them below their mean.
-            most = excess + _excess(carried[rank], threshold)
-            most -= 2 * _excess((carried[busy] + carried[rank]) / 2, threshold)
-            cost = least_cost[busy] + least_cost[rank]
-            if carried[rank] >= carried[busy] or most <= max(least, best * cost):
+def _sort(order: Indices, most: Weights, least: Weights) -> None:
+    """By `most`, falling, then `least`, then the index; the order before leaves little to do."""
+    for end in range(1, len(order)):
+        moved, place = order[end], end
+        while place > 0:
+            before = order[place - 1]
+            if most[before] > most[moved]:
+                break
+            if most[before] == most[moved] and (
+                least[before] < least[moved] or (least[before] == least[moved] and before < moved)
+            ):
+                break
+            order[place] = before
+            place -= 1
+        order[place] = moved
+
+
+@part
+def _best_swap(layer: Layer, threshold: float, best: float, now: int) -> tuple[float, int, int]:
+    """Two slots whose swap removes more excess per cost than `best`, and how much; or -1.
+
+    A swap takes no more off a rank than its excess, what the other has room for, or the largest
+    share of one less the smallest of the other. Where that is enough, the slots of the two are
+    looked at, unless neither rank has been weighed again since they were.
+    """
+    slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
+    num_held, is_near, first_slot = layer.num_held, layer.is_near, layer.ground.first_slot
+    node_of_rank, home_of_expert = layer.ground.node_of_rank, layer.ground.home_of_expert
+    carried, heaviest, lightest = layer.ranks.carried, layer.ranks.heaviest, layer.ranks.lightest
+    num_changed, weighed_at = layer.ranks.num_changed, layer.ranks.weighed_at
+    known, found_at, gains = layer.swaps.pair, layer.swaps.found_at, layer.swaps.gain
+    owns, others, order = layer.swaps.own, layer.swaps.other, layer.ranks.busiest_first
+    per_leaving, move = layer.ground.cost_of_leaving / threshold, layer.ground.cost_of_move
+    least, own, other = 1e-9 * threshold, -1, -1
+    _sort(order, carried, carried)
+    for busy in order[:MOST_RANKS]:
+        excess, here = carried[busy] - threshold, node_of_rank[busy]
+        for rank in order[: -MOST_RANKS - 1 : -1]:
+            room, needed = threshold - carried[rank], max(least, best * move / 4)
+            has_changed = per_leaving > 0.0 or num_changed[busy] + num_changed[rank] > 0
+            most = min(excess, room, heaviest[busy] - lightest[rank])
+            if most <= (needed if has_changed else max(least, best * 2 * move)):
                 continue
-            for mine in range(ground.first_slot[busy], ground.first_slot[busy + 1]):
-                mine_share = layer.share[layer.slots[mine]]
-                for theirs in range(ground.first_slot[rank], ground.first_slot[rank + 1]):
-                    moved = mine_share - layer.share[layer.slots[theirs]]
-                    if moved <= 0.0:
+            pair, there = busy * len(carried) + rank, node_of_rank[rank]
+            place = pair % len(known)
+            is_known = known[place] == pair
+            is_known &= found_at[place] >= max(weighed_at[busy], weighed_at[rank])
+            if is_known and gains[place] <= best:
+                continue
+            is_found = is_known and owns[place] >= 0
+            first = owns[place] if is_found else first_slot[busy]
+            other_first = others[place] if is_found else first_slot[rank]
+            end = first + 1 if is_found else first_slot[busy + 1]
+            other_end = other_first + 1 if is_found else first_slot[rank + 1]
+            owns[place] = -1
+            for mine in range(first, end):
+                one, share = slots[mine], share_of_slot[mine]
+                if share - lightest[rank] <= needed or num_held[one, rank]:
+                    continue
+                for theirs in range(other_first, other_end):
+                    moved = share - share_of_slot[theirs]
+                    removed = min(moved, excess) - max(moved - room, 0.0)
+                    if removed <= needed:
                         continue
-                    removed = excess + _excess(carried[rank], threshold)
-                    removed -= _excess(carried[busy] - moved, threshold)
-                    removed -= _excess(carried[rank] + moved, threshold)
-                    if removed <= max(least, best * cost):
-                        continue
-                    gain = removed / _cost_of_swap(layer, threshold, mine, theirs)
-                    if (
-                        gain > best
-                        and not _holds(layer, rank, layer.slots[mine])
-                        and not _holds(layer, busy, layer.slots[theirs])
-                    ):
-                        best, own, other = gain, mine, theirs
+                    two = slots[theirs]
+                    leaving = share * _leaving(home_of_expert[one], here, there)
+                    leaving += (share - moved) * _leaving(home_of_expert[two], there, here)
+                    cost = _price(start[mine], one, two, is_near[two, here])
+                    cost += _price(start[theirs], two, one, is_near[one, there])
+                    cost = max(cost * move + leaving * per_leaving, move / 4)
+                    if removed > best * cost and not num_held[two, busy]:
+                        best, own, other = removed / cost, mine, theirs
+                        owns[place], others[place] = mine, theirs
+                        needed = max(least, best * move / 4)
+            known[place], found_at[place], gains[place] = pair, now, best
     return best, own, other
 
 
 @part
-def _least_cost_of_ranks(layer: _Layer) -> Weights:
-    """What changing one slot of each rank costs at least, [ranks]; of a swap half the least."""
-    least = np.full(len(layer.carried), np.inf)
-    for slot in range(len(layer.slots)):
-        rank = layer.ground.rank_of_slot[slot]
-        least[rank] = min(least[rank], _least_cost(layer, slot))
-    quarter = layer.ground.cost_of_move / 4
-    return np.where(least > quarter, least, quarter / 2)
+def _price(start: int, now: int, then: int, is_near: bool) -> float:
+    """Moves more if a slot takes another expert: -1, 0, 1 or, from another node, a little more."""
+    moves = (0.0 if then == start else 1.0) - (0.0 if now == start else 1.0)
+    return moves if is_near or then == start else moves + (FROM_AFAR - 1.0)
 
 
 @part
-def _cost_of_copy(layer: _Layer, threshold: float, slot: int, expert: int) -> float:
-    ground, spared = layer.ground, layer.slots[slot]
-    cost = ground.cost_of_move * _price(layer, slot, expert)
-    if ground.cost_of_leaving > 0.0:
-        rank = ground.rank_of_slot[slot]
-        off_spared = layer.num_off_home[spared] - _is_off_home(ground, spared, rank)
-        off_expert = layer.num_off_home[expert] + _is_off_home(ground, expert, rank)
-        leaving = (
-            layer.load[spared] * off_spared / (layer.num_replicas[spared] - 1)
-            - layer.share[spared] * layer.num_off_home[spared]
-            + layer.load[expert] * off_expert / (layer.num_replicas[expert] + 1)
-            - layer.share[expert] * layer.num_off_home[expert]
-        )
-        cost += ground.cost_of_leaving * leaving / threshold
-    return max(cost, ground.cost_of_move / 4)
+def _leaving(home: int, here: int, there: int) -> int:
+    """Replicas more off their home if one goes from one node to another: -1, 0 or 1."""
+    return _is_off_home(home, there) - _is_off_home(home, here)
 
 
 @part
-def _cost_of_swap(layer: _Layer, threshold: float, mine: int, theirs: int) -> float:
-    ground = layer.ground
-    one, two = layer.slots[mine], layer.slots[theirs]
-    cost = ground.cost_of_move * (_price(layer, mine, two) + _price(layer, theirs, one))
-    if ground.cost_of_leaving > 0.0:
-        here, there = ground.rank_of_slot[mine], ground.rank_of_slot[theirs]
-        leaving = layer.share[one] * (
-            _is_off_home(ground, one, there) - _is_off_home(ground, one, here)
-        ) + layer.share[two] * (_is_off_home(ground, two, here) - _is_off_home(ground, two, there))
-        cost += ground.cost_of_leaving * leaving / threshold
-    return max(cost, ground.cost_of_move / 4)
-
-
-@part
-def _price(layer: _Layer, slot: int, expert: int) -> float:
-    """Moves more if `slot` takes `expert`: -1, 0, 1 or, from another node, a little more."""
-    price = -1.0 if layer.slots[slot] != layer.start[slot] else 0.0
-    if layer.start[slot] != expert:
-        node = layer.ground.node_of_rank[layer.ground.rank_of_slot[slot]]
-        price += 1.0 if layer.is_near[expert, node] else FROM_AFAR
-    return price
-
-
-@part
-def _holds(layer: _Layer, rank: int, expert: int) -> bool:
-    for slot in range(layer.ground.first_slot[rank], layer.ground.first_slot[rank + 1]):
-        if layer.slots[slot] == expert:
-            return True
-    return False
+def _is_off_home(home: int, node: int) -> int:
+    return 1 if node != home else 0
