@@ -7,7 +7,6 @@ gRPC's own client takes ten times as much.
 
 import asyncio
 import struct
-from collections import deque
 from collections.abc import Callable
 
 from raw_peer import (
@@ -46,26 +45,25 @@ class GrpcStream:
         self.heard, self.ended = heard, ended
         self.window = connection.window_of_streams
         self.received = bytearray()
-        self.waiting: deque[bytes] = deque()
+        self.waiting = bytearray()
         self._connection, self._number = connection, number
 
     def write(self, message: bytes) -> None:
         """Send a message, as far as the server's windows let it now; the rest follows."""
-        data = struct.pack(">BI", 0, len(message)) + message
-        for start in range(0, len(data), LARGEST_FRAME):
-            self.waiting.append(data[start : start + LARGEST_FRAME])
+        self.waiting += struct.pack(">BI", 0, len(message)) + message
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits and fits."""
+        """Send what waits, down to the last byte of a window: a server may grant none before."""
         connection = self._connection
         while self.waiting:
-            size = len(self.waiting[0])
-            if size > min(self.window, connection.window):
+            size = min(len(self.waiting), LARGEST_FRAME, self.window, connection.window)
+            if size <= 0:
                 return
             self.window -= size
             connection.window -= size
-            connection.send(frame(DATA, stream=self._number, body=self.waiting.popleft()))
+            connection.send(frame(DATA, stream=self._number, body=bytes(self.waiting[:size])))
+            del self.waiting[:size]
 
     def hear(self, data: bytes) -> None:
         """Take a piece of what the server says; whole messages go to `heard`."""
