@@ -8,6 +8,7 @@ is taken off before it is called slow.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -48,8 +49,7 @@ def slowdowns(pace: Pace) -> Load | None:
     """
     if pace.steps < MIN_STEPS or (pace.busy_us <= 0).any():
         return None
-    usual_us = float(np.quantile(pace.busy_us, 0.5, method="lower"))
-    usual_load = float(np.quantile(pace.load, 0.5, method="lower"))
+    usual_us, usual_load = _lower_median(pace.busy_us), _lower_median(pace.load)
     excuse = np.maximum(1.0, pace.load / usual_load) if usual_load > 0 else 1.0
     factors: Load = pace.busy_us / usual_us / excuse
     return factors
@@ -60,8 +60,8 @@ def find_slow(paces: Sequence[Pace], *, policy: Policy) -> Mapping[int, SlowRank
 
     `paces` are of one epoch, oldest first; those that say nothing are passed over.
     """
-    told = [factors for pace in paces if (factors := slowdowns(pace)) is not None]
-    latest = told[-policy.slow_worker_windows :]
+    told = (factors for pace in reversed(paces) if (factors := slowdowns(pace)) is not None)
+    latest = list(islice(told, policy.slow_worker_windows))
     if len(latest) < policy.slow_worker_windows:
         return {}
     least = np.min(latest, axis=0)
@@ -74,3 +74,7 @@ def find_slow(paces: Sequence[Pace], *, policy: Policy) -> Mapping[int, SlowRank
         )
         for rank in np.flatnonzero(least >= policy.slow_worker_factor)
     }
+
+
+def _lower_median(values: Load) -> float:
+    return float(np.sort(values)[(len(values) - 1) // 2])
