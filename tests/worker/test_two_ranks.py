@@ -273,6 +273,8 @@ def in_fp8(tmp_path, monkeypatch):
         "batch_invariant": False,
         "slots_per_rank": 3,
         "context_length": 64,
+        # A worker that comes back has more to load than on a busy machine there is time for.
+        "outage_timeout_s": 120.0,
     }
 
 
