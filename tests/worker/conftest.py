@@ -13,7 +13,7 @@ from small_models import SMALL as CONFIG
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.wire.convert import from_worker, to_worker
-from equipoise.wire.messages import Assignment, Heartbeat, HeartbeatAck, Peer, Stage
+from equipoise.wire.messages import Assignment, Heartbeat, HeartbeatAck, Peer, Report, Stage
 from equipoise.worker.applier import placement_of
 from equipoise.worker.core import ModelCore
 from equipoise.worker.held import HeldExperts, StagedGeneration
@@ -263,8 +263,10 @@ class ScriptedBalancer(worker_link_pb2_grpc.WorkerLinkServicer):
                 async with link.changed:
                     link.heard.append(message)
                     link.changed.notify_all()
-                if isinstance(message, Heartbeat) and self.acknowledges:
-                    link.say(HeartbeatAck(sequence=message.sequence))
+                # One that is due goes with a report.
+                beat = message.heartbeat if isinstance(message, Report) else message
+                if isinstance(beat, Heartbeat) and self.acknowledges:
+                    link.say(HeartbeatAck(sequence=beat.sequence))
         finally:
             async with link.changed:
                 link.closed = True
