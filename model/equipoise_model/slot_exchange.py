@@ -13,6 +13,7 @@ step's header.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol, Self
 
 import torch
@@ -86,15 +87,7 @@ class SlotExchange:
         wishes = torch.tensor([shape.max_tokens, -max_captured_rows])
         dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=group)
         max_tokens, captured = int(wishes[0]), -int(wishes[1])
-        roomy = EpShape(
-            rank=shape.rank,
-            num_ranks=shape.num_ranks,
-            slots_per_rank=shape.slots_per_rank,
-            top_k=shape.top_k,
-            dim=shape.dim,
-            max_tokens=max_tokens,
-            payload=Payload.FP8,
-        )
+        roomy = replace(shape, max_tokens=max_tokens, payload=Payload.FP8)
         return cls(
             open_buffer(roomy, group=group, device=device, timeout_s=timeout_s),
             max_captured_rows=min(captured, max_tokens),

@@ -2,7 +2,8 @@
 
 A pool is 32 ranks of 58 layers x 9 slots, which is how DeepSeek-V3 is served for prefill: 256
 experts and 32 redundant slots. EQUIPOISE_SCALE=POOLSxRANKS plays another fleet and
-EQUIPOISE_SCALE_ALGORITHM=global plans by another algorithm; docs/scale.md says what came of which.
+EQUIPOISE_SCALE_ALGORITHM=global plans by another algorithm, EQUIPOISE_SCALE_INTERVAL_S=120 more
+seldom; docs/scale.md says what came of which.
 
 How long a report takes is measured from outside, by the answer to the heartbeat that follows it on
 its stream, so the ways through both processes' event loops and the socket are counted as well. The
@@ -25,7 +26,7 @@ SCALE = os.environ.get("EQUIPOISE_SCALE", "40x32")
 ALGORITHM = os.environ.get("EQUIPOISE_SCALE_ALGORITHM", "hierarchical")
 PROCESSES = 2
 MEASURED_S = 10.0
-INTERVAL_S = 10.0
+INTERVAL_S = float(os.environ.get("EQUIPOISE_SCALE_INTERVAL_S", "10"))
 POLICY = (
     "--report-interval-s=10",
     "--heartbeat-interval-s=10",

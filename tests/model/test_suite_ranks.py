@@ -1,13 +1,11 @@
 """The model in FP8 over ranks in processes of their own, by each backend of the exchange that a CPU
 has: gloo, and kernels over shared memory in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from suite_models import SUITE
 from suite_ranks import CHUNKS, SWITCH_BEFORE, compute_rows_one_by_one, served_alone
 
@@ -19,7 +17,6 @@ from equipoise_model.config import Fp8Config
 pytest.importorskip("triton", reason="kernels need the extra `kernels`")
 
 PROGRAM = Path(__file__).with_name("suite_rank.py")
-FOLDERS = [Path(__file__).parents[2] / folder for folder in ("model", "kernels", "tests/support")]
 TIMEOUT_S = 200
 # When the last rank has left, one less.
 NUM_RANKS = {"reference": 4, "triton": 3}
@@ -53,34 +50,18 @@ def alone(checkpoint, twins):
 def runs(checkpoint, tmp_path_factory):
     """What every rank saw, by backend."""
     return {
-        backend: run_ranks(backend, num_ranks, checkpoint, tmp_path_factory.mktemp(backend))
+        backend: results_of_ranks(backend, num_ranks, checkpoint, tmp_path_factory.mktemp(backend))
         for backend, num_ranks in NUM_RANKS.items()
     }
 
 
-def run_ranks(backend, num_ranks, checkpoint, folder):
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
-        "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": "1",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), str(num_ranks), checkpoint, folder, backend],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+def results_of_ranks(backend, num_ranks, checkpoint, folder):
+    run_ranks(
+        PROGRAM,
+        [(rank, num_ranks, checkpoint, folder, backend) for rank in range(num_ranks)],
+        timeout_s=TIMEOUT_S,
+        TRITON_INTERPRET="1",
+    )
     return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(num_ranks)]
 
 

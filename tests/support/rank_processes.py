@@ -11,15 +11,19 @@ _ROOT = Path(__file__).parents[2]
 _FOLDERS = [_ROOT / folder for folder in ("model", "kernels", "tests/support")]
 
 
-def run_ranks(program, arguments_of_ranks):
-    """Run `program` once for each rank, all at the same time; each must end well in time."""
+def run_ranks(program, arguments_of_ranks, *, timeout_s=TIMEOUT_S, **settings):
+    """Run `program` once for each rank, all at the same time; each must end well in time.
+
+    `settings` are environment variables.
+    """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, _FOLDERS)),
         "OMP_NUM_THREADS": "1",
+        **settings,
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, program, *arguments],
+            [sys.executable, program, *map(str, arguments)],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -28,7 +32,7 @@ def run_ranks(program, arguments_of_ranks):
     ]
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=TIMEOUT_S)
+            _, errors = process.communicate(timeout=timeout_s)
             assert process.returncode == 0, errors
     finally:
         for process in processes:

@@ -117,9 +117,10 @@ class LoadCounters:
         if report.boot_id != known.boot_id:
             known = known.succeeded_by(report.boot_id)
         previous = self._previous(report, known)
-        if (report.tokens < previous).any() and num_steps is not None and num_steps > 0:
+        is_below = (report.tokens < previous).any()
+        if is_below and num_steps is not None and num_steps > 0:
             previous = report.tokens
-        if (report.tokens < previous).any():
+        elif is_below:
             layer, slot = (int(index) for index in np.argwhere(report.tokens < previous)[0])
             raise InvalidReportError(
                 "report_shrinking_counter",

@@ -184,6 +184,7 @@ class PoolLoads:
         one after it is the first that is pure, and what came before is forgotten once more.
         """
         load = self._window.close(now=now)
+        self._windows_unheard = np.where(self._reported, 0, self._windows_unheard + 1)
         if load.contradiction:
             self.fast, self.slow = self.fast.skipped(now=now), self.slow.skipped(now=now)
             shift = Shift(detected=False, distance=0.0, noise=0.0, reason="no shift: not counted")
@@ -255,8 +256,7 @@ class PoolLoads:
     def _unheard(self) -> tuple[int, ...]:
         """Ranks whose reports are missing; where these come more seldom than windows, for long."""
         due = max(1.0, REPORTS_MISSED * self._report_interval_s / self._policy.interval_s)
-        unheard = np.where(self._reported, 0, self._windows_unheard + 1) >= due
-        return tuple(int(rank) for rank in np.flatnonzero(unheard))
+        return tuple(int(rank) for rank in np.flatnonzero(self._windows_unheard >= due))
 
     def _pace(self, load_of_rank: Load) -> Pace | None:
         """How long each rank computed for a step; None if one of them made none or did not tell."""
@@ -282,7 +282,6 @@ class PoolLoads:
         self._steps_at_open = self._steps.copy()
         self._busy_us_at_open = self._busy_us.copy()
         self._generation_at_open = generation
-        self._windows_unheard = np.where(self._reported, 0, self._windows_unheard + 1)
         self._reported[:] = False
         self._phases = set()
         # From the planned time, so that intervals do not drift; from now, if ticks stood still.
