@@ -110,6 +110,28 @@ def test_a_lie_about_one_layer_is_seen_and_not_averaged(serving_bench, skewed, t
     assert after.balancedness > before.balancedness - 0.05
 
 
+@pytest.mark.parametrize("count", ["steps", "busy_us"])
+def test_a_false_count_of_steps_or_time_misleads_no_comparison_of_ranks(
+    serving_bench, skewed, count
+):
+    bench = serving_bench
+    bench.run_traffic(skewed(1), seconds=5 * WINDOW_S)
+    before = bench.pool.windows[-1]
+    liar = bench.ranks[3]
+    liar.serve_traffic(skewed(1))
+    lie = liar.report()
+    false = getattr(lie.stats, count) + 100_000
+    bench.say(liar, replace(lie, stats=replace(lie.stats, **{count: false})))
+    bench.run_traffic(skewed(1), seconds=2 * WINDOW_S)
+    after = bench.pool.windows[-1]
+    np.testing.assert_allclose(after.pace.busy_us, before.pace.busy_us)
+    assert after.balancedness == pytest.approx(before.balancedness, abs=0.05)
+    impossible = replace(lie.stats, **{count: 2**53})
+    with pytest.raises(InvalidReportError, match="rank 3 tells of 9007") as caught:
+        bench.say(liar, replace(liar.report(), stats=impossible))
+    assert caught.value.kind == "report_implausible"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_becomes_of_reports_on_the_way_the_average_is_that_of_exactly_once(
     make_bench, skewed, seed

@@ -63,7 +63,7 @@ class Ranks:
                 active_requests=0,
                 queued_requests=0,
             )
-            self.loads.accept(Report(load=load, stats=stats), self.layout)
+            self.loads.accept(Report(load=load, stats=stats), self.layout, now=0.0)
 
 
 def close(loads, *, number=1, now):

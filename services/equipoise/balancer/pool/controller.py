@@ -131,7 +131,7 @@ class PoolController:
             case Heartbeat():
                 return self._heartbeat(member, value)
             case Report():
-                return self._report(member, value)
+                return self._report(member, value, now=now)
             case Leaving():
                 return self.lost(worker, reason=f"it left: {value.reason}", now=now)
             case GroupLost():
@@ -326,7 +326,7 @@ class PoolController:
         member.staged_generation = heartbeat.staged_generation
         return (ack, *self._drop_stray(member))
 
-    def _report(self, member: Member, report: Report) -> Chain:
+    def _report(self, member: Member, report: Report, *, now: float) -> Chain:
         if report.load.epoch < self.pool.roster.epoch:
             return ()  # Counters are of one epoch; these rest with it.
         if member.rank is None or report.load.rank != member.rank:
@@ -348,7 +348,7 @@ class PoolController:
             # A rank repeats the last counters of the generation before; a balancer that was
             # started since has no use for them.
             return ()
-        self.pool.loads.accept(report, layout)
+        self.pool.loads.accept(report, layout, now=now)
         return ()
 
     def _check_seat(self, member: Member, value: Serving | Staged | Refused | Switched) -> None:

@@ -25,6 +25,7 @@ from equipoise.planning.load import (
 from equipoise.planning.policy import Policy
 from equipoise.planning.realised import RealisedShares, SlotWindow
 from equipoise.planning.slowness import Pace
+from equipoise.planning.steps import StepCounters
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.messages import Report
 
@@ -115,7 +116,6 @@ class PoolLoads:
     ) -> None:
         self._policy = policy
         self._model = model
-        self._heard_from_start = counted_from == 1
         self._counters = LoadCounters(epoch=epoch, counted_from=counted_from)
         self._window = LoadWindow(
             num_layers=model.num_layers,
@@ -129,10 +129,7 @@ class PoolLoads:
             self._average(remembered.get(SLOW), policy.slow_half_life_s, now=now),
             decayed_squares=_squares(remembered.get(SLOW), remembered.get(SLOW_SQUARES)),
         )
-        self._steps = np.zeros(num_ranks, dtype=np.int64)
-        self._steps_at_open = np.zeros(num_ranks, dtype=np.int64)
-        self._busy_us = np.zeros(num_ranks, dtype=np.int64)
-        self._busy_us_at_open = np.zeros(num_ranks, dtype=np.int64)
+        self._steps = StepCounters(num_ranks=num_ranks, is_heard_from_start=counted_from == 1)
         self._report_interval_s = policy.report_interval_s
         self._reported = np.zeros(num_ranks, dtype=bool)
         self._windows_unheard = np.zeros(num_ranks, dtype=np.int64)
@@ -149,27 +146,26 @@ class PoolLoads:
         self.slow = replace(self.slow, half_life_s=policy.slow_half_life_s)
         self._policy = policy
 
-    def accept(self, report: Report, layout: Layout) -> None:
+    def accept(self, report: Report, layout: Layout, *, now: float) -> None:
         """Count a report; `layout` is that of its generation, or the newest one known.
 
         Raises:
             InvalidReportError: the report cannot be used; nothing is remembered of it.
         """
-        rank = report.load.rank
-        known_steps = int(self._steps[rank]) if rank < len(self._steps) else 0
-        delta = self._counters.accept(
-            report.load, layout, num_steps=report.stats.steps - known_steps
-        )
+        load, stats = report.load, report.stats
+        num_steps = self._steps.since_told(load.rank, stats.steps, busy_us=stats.busy_us, now=now)
+        delta = self._counters.accept(load, layout, num_steps=num_steps)
         self._window.add(delta)
         self._slots.add(delta, layout)
-        self._phases.add(report.load.phase)
-        self._reported[rank] = True
-        if not self._steps[rank] and not self._heard_from_start:
-            # As with its tokens: what came before the first report is no part of this window.
-            self._steps_at_open[rank] = report.stats.steps
-            self._busy_us_at_open[rank] = report.stats.busy_us
-        self._steps[rank] = max(int(self._steps[rank]), report.stats.steps)
-        self._busy_us[rank] = max(int(self._busy_us[rank]), report.stats.busy_us)
+        self._steps.accept(
+            load,
+            steps=stats.steps,
+            busy_us=stats.busy_us,
+            has_grown=bool(delta.tokens_of_slot.any()),
+            now=now,
+        )
+        self._phases.add(load.phase)
+        self._reported[load.rank] = True
 
     def is_due(self, *, now: float) -> bool:
         """Whether the open window has lasted a planning interval."""
@@ -231,7 +227,7 @@ class PoolLoads:
     def _closed(
         self, load: WindowLoad, shift: Shift, *, number: int, generation: int, now: float
     ) -> ClosedWindow:
-        factor_of_rank = self._to_common_steps()
+        factor_of_rank = self._steps.to_common_steps()
         load_of_rank = load.tokens_of_rank * factor_of_rank
         per_layer = balancedness_per_layer(load_of_rank)
         return ClosedWindow(
@@ -247,7 +243,7 @@ class PoolLoads:
             switched=self._generation_at_open not in {0, generation},
             shift=shift,
             shares=self._slots.close(factor_of_rank),
-            pace=self._pace(load_of_rank),
+            pace=self._steps.pace(load_of_rank),
             phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
             unheard=self._unheard(),
             contradiction=load.contradiction,
@@ -258,29 +254,8 @@ class PoolLoads:
         due = max(1.0, REPORTS_MISSED * self._report_interval_s / self._policy.interval_s)
         return tuple(int(rank) for rank in np.flatnonzero(self._windows_unheard >= due))
 
-    def _pace(self, load_of_rank: Load) -> Pace | None:
-        """How long each rank computed for a step; None if one of them made none or did not tell."""
-        steps = self._steps - self._steps_at_open
-        busy_us = (self._busy_us - self._busy_us_at_open).astype(np.float64)
-        if (steps <= 0).any() or (busy_us <= 0).any():
-            return None
-        return Pace(busy_us=busy_us / steps, load=load_of_rank.sum(axis=0), steps=int(steps.min()))
-
-    def _to_common_steps(self) -> Load:
-        """Factors, [ranks], that bring each rank's tokens to the same number of steps.
-
-        Ranks report at different moments, but step together; without this, a window that caught
-        one report more of a rank would call it overloaded.
-        """
-        steps = (self._steps - self._steps_at_open).astype(np.float64)
-        if (steps <= 0).any():
-            return np.ones_like(steps)
-        factors: Load = steps.mean() / steps
-        return factors
-
     def _open_next(self, *, generation: int, now: float) -> None:
-        self._steps_at_open = self._steps.copy()
-        self._busy_us_at_open = self._busy_us.copy()
+        self._steps.open_next()
         self._generation_at_open = generation
         self._reported[:] = False
         self._phases = set()

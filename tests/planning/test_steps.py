@@ -1,0 +1,145 @@
+"""Steps and computing time that ranks tell of: windows of them, and what to do with false ones."""
+
+import numpy as np
+import pytest
+
+from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.load import LoadReport, Phase
+from equipoise.planning.steps import MAX_BUSY_RATIO, MAX_DELAY_S, MAX_STEPS_PER_S, StepCounters
+
+FALSE_STEPS = 500_000
+"""So many that they could just be true."""
+
+
+class Ranks:
+    """Two ranks that step together and report each second; each step computes for 10 ms."""
+
+    def __init__(self, *, steps=0, is_heard_from_start=True) -> None:
+        self.counters = StepCounters(num_ranks=2, is_heard_from_start=is_heard_from_start)
+        self.now, self.steps = 1000.0, steps
+
+    def tell(self, rank, *, steps, busy_us=None, generation=1, has_grown=True):
+        load = LoadReport(
+            boot_id="boot",
+            epoch=1,
+            rank=rank,
+            generation=generation,
+            phase=Phase.MIXED,
+            tokens=np.zeros((1, 1), dtype=np.uint64),
+        )
+        busy_us = steps * 10_000 if busy_us is None else busy_us
+        self.counters.since_told(rank, steps, busy_us=busy_us, now=self.now)
+        self.counters.accept(load, steps=steps, busy_us=busy_us, has_grown=has_grown, now=self.now)
+
+    def run(self, *, seconds=5, ranks=(0, 1), generation=1, has_grown=True):
+        for _ in range(seconds):
+            self.now += 1.0
+            self.steps += 50
+            for rank in ranks:
+                self.tell(rank, steps=self.steps, generation=generation, has_grown=has_grown)
+
+    def window(self):
+        """The factors of the window, and computing time a step; the next one opens."""
+        factors, pace = self.counters.to_common_steps(), self.counters.pace(np.ones((1, 2)))
+        self.counters.open_next()
+        return factors.tolist(), None if pace is None else pace.busy_us.tolist()
+
+
+HONEST = ([1.0, 1.0], [10_000.0, 10_000.0])
+
+
+def test_tokens_of_ranks_that_told_of_more_steps_count_less():
+    ranks = Ranks()
+    ranks.run(seconds=1)
+    ranks.run(seconds=2, ranks=(1,))
+    factors, busy_us = ranks.window()
+    assert factors == pytest.approx([2.0, 2 / 3])
+    assert busy_us == [10_000.0, 10_000.0]
+
+
+def test_ranks_are_not_compared_where_one_told_of_no_step():
+    ranks = Ranks()
+    ranks.run()
+    ranks.window()
+    ranks.run(ranks=(0,))
+    assert ranks.window() == ([1.0, 1.0], None)
+
+
+def test_what_came_before_we_listened_is_of_no_window():
+    ranks = Ranks(steps=1_000_000, is_heard_from_start=False)
+    ranks.run(seconds=1)
+    ranks.tell(1, steps=ranks.steps + 50)
+    ranks.run(seconds=2)
+    assert ranks.window() == HONEST
+
+
+@pytest.mark.parametrize(
+    ("steps", "busy_us"),
+    [(FALSE_STEPS, None), (3, None), (None, 100_000_000)],
+    ids=["too many steps", "too few", "too much computing"],
+)
+def test_a_count_that_was_false_is_taken_back_by_the_next(steps, busy_us):
+    ranks = Ranks()
+    ranks.run()
+    ranks.tell(1, steps=ranks.steps if steps is None else steps, busy_us=busy_us or 7)
+    ranks.run()
+    assert ranks.window() == HONEST
+
+
+def test_a_false_count_at_the_end_of_a_window_is_forgotten_in_the_one_after_the_next():
+    ranks = Ranks()
+    ranks.run()
+    ranks.tell(1, steps=FALSE_STEPS, busy_us=7)
+    ranks.window()
+    ranks.run()
+    assert ranks.window() == ([1.0, 1.0], None), "one cannot know how many steps it made"
+    ranks.run()
+    assert ranks.window() == HONEST
+
+
+def test_a_false_count_is_taken_back_in_the_next_generation_too():
+    ranks = Ranks()
+    ranks.run()
+    ranks.tell(1, steps=FALSE_STEPS, busy_us=7)
+    ranks.run(generation=2, has_grown=False)
+    assert ranks.window() == HONEST
+
+
+@pytest.mark.parametrize(
+    ("generation", "has_grown"),
+    [(2, False), (1, True), (1, False)],
+    ids=["no new tokens", "of the generation before", "both"],
+)
+def test_a_report_that_comes_late_takes_nothing_back(generation, has_grown):
+    ranks = Ranks()
+    ranks.run(generation=2)
+    ranks.tell(1, steps=20, generation=generation, has_grown=has_grown)
+    assert ranks.window() == HONEST
+
+
+def test_counts_that_rise_faster_than_time_are_refused_and_named():
+    ranks = Ranks()
+    ranks.run(seconds=1)
+    ranks.now += 10.0
+    steps = round(MAX_STEPS_PER_S * (10.0 + MAX_DELAY_S))
+    busy_us = round(MAX_BUSY_RATIO * (10.0 + MAX_DELAY_S) * 1e6)
+    with pytest.raises(InvalidReportError, match="rank 1 tells of 700001 steps since") as caught:
+        ranks.tell(1, steps=ranks.steps + steps + 1, busy_us=0)
+    assert caught.value.kind == "report_implausible"
+    with pytest.raises(InvalidReportError, match="rank 1 tells of 150 s of computing since"):
+        ranks.tell(1, steps=ranks.steps, busy_us=busy_us + 10_000_000)
+    ranks.tell(1, steps=ranks.steps + steps, busy_us=busy_us)
+
+
+def test_a_rank_whose_reports_were_held_up_for_long_is_believed_again():
+    """They come at once then, and tell of more time than passed since the first of them."""
+    ranks = Ranks()
+    ranks.tell(0, steps=1, busy_us=0)
+    busy_us, refused = 300_000_000, 0
+    for _ in range(100):
+        ranks.now, busy_us = ranks.now + 10.0, busy_us + 10_000_000
+        try:
+            ranks.tell(0, steps=2, busy_us=busy_us)
+        except InvalidReportError:
+            refused += 1
+    assert 0 < refused < 30
