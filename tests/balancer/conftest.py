@@ -13,7 +13,7 @@ from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.effects import Propose, Send, WriteDecision
 from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.balancer.pool.proposal import propose
-from equipoise.planning.load import LoadReport, Phase
+from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from equipoise.balancer.pool.health import Health
+from equipoise.planning.counters import LoadCounters
 from equipoise.planning.errors import InvalidReportError
-from equipoise.planning.load import LoadCounters
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import Stage
 

@@ -21,8 +21,8 @@ from scale import balancing
 from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.pool.pools import MAX_POOLS
 from equipoise.balancer.service.status import loads_response, pool_status
+from equipoise.planning.counters import LoadReport
 from equipoise.planning.errors import InvalidReportError
-from equipoise.planning.load import LoadReport
 from equipoise.wire import checks
 from equipoise.wire.convert import from_worker, to_balancer
 from equipoise.wire.errors import InvalidMessageError

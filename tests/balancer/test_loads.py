@@ -7,8 +7,8 @@ import pytest
 
 from equipoise.balancer.pool.loads import PoolLoads
 from equipoise.balancer.store.store import AverageRecord
+from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.layout import contiguous_layout
-from equipoise.planning.load import LoadReport, Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.messages import RankStats, Report

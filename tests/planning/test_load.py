@@ -1,3 +1,5 @@
+"""Windows of loads, their averages, and shifts between these."""
+
 import dataclasses
 import math
 
@@ -6,165 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.planning.errors import InvalidReportError
-from equipoise.planning.layout import Layout
-from equipoise.planning.load import (
-    LoadAverage,
-    LoadCounters,
-    LoadReport,
-    LoadWindow,
-    Phase,
-    detect_shift,
-)
-
-# Two layers, three experts, two ranks of two slots: rank 0 holds 0 and 1, rank 1 holds 2 and 0.
-LAYOUT = Layout(
-    generation=3,
-    num_experts=3,
-    num_ranks=2,
-    expert_of_slot=np.array([[0, 1, 2, 0], [0, 1, 2, 0]], dtype=np.int32),
-)
+from equipoise.planning.load import LoadAverage, LoadDelta, LoadWindow, detect_shift
 
 
-def report(tokens, *, rank=1, generation=3, epoch=5, boot_id="boot", phase=Phase.MIXED):
-    return LoadReport(
-        boot_id=boot_id,
-        epoch=epoch,
+def make_window():
+    return LoadWindow(num_layers=2, num_experts=3, num_ranks=2, opened_s=10.0)
+
+
+def delta(tokens, *, rank):
+    """Of two ranks that hold experts 0 and 1, and 2 and 0."""
+    return LoadDelta(
         rank=rank,
-        generation=generation,
-        phase=phase,
-        tokens=np.array(tokens, dtype=np.uint64),
+        num_experts=3,
+        expert_of_slot=np.tile(np.array([[0, 1], [2, 0]], dtype=np.int32)[rank], (2, 1)),
+        tokens_of_slot=np.array(tokens, dtype=np.float64),
     )
-
-
-def refused_kind(counters, late, layout=LAYOUT, num_steps=None):
-    with pytest.raises(InvalidReportError) as refused:
-        counters.accept(late, layout, num_steps=num_steps)
-    return refused.value.kind
-
-
-def test_own_slots_become_logical_experts():
-    delta = LoadCounters(epoch=5).accept(report([[7, 2], [1, 4]]), LAYOUT)
-    np.testing.assert_array_equal(delta.tokens_of_expert, [[2, 0, 7], [4, 0, 1]])
-    np.testing.assert_array_equal(delta.tokens_of_slot.sum(axis=1), [9, 5])
-    assert delta.rank == 1
-
-
-def test_a_second_report_adds_the_difference():
-    counters = LoadCounters(epoch=5)
-    counters.accept(report([[7, 2], [1, 4]]), LAYOUT)
-    delta = counters.accept(report([[7, 3], [2, 4]]), LAYOUT)
-    np.testing.assert_array_equal(delta.tokens_of_expert, [[1, 0, 0], [0, 0, 1]])
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=20), st.randoms(use_true_random=False))
-def test_lost_repeated_and_late_reports_change_nothing_in_the_sum(steps, random):
-    totals = np.cumsum(steps).tolist()
-    arriving = [total for total in totals[:-1] for _ in range(random.randint(0, 2))]
-    random.shuffle(arriving)
-    counters, added = LoadCounters(epoch=5), 0.0
-    for total in [*arriving, totals[-1]]:
-        try:
-            delta = counters.accept(report([[total, 0], [0, total]]), LAYOUT)
-        except InvalidReportError as late:
-            assert late.kind == "report_shrinking_counter"  # noqa: PT017 - lateness is the point
-        else:
-            added += delta.tokens_of_slot.sum(axis=1)[0]
-    assert added == totals[-1]
-
-
-def test_counters_of_another_boot_generation_or_phase_are_not_compared():
-    counters = LoadCounters(epoch=5)
-    counters.accept(report([[7, 2], [1, 4]]), LAYOUT)
-    later = LAYOUT.with_placement(LAYOUT.expert_of_slot, generation=4)
-    others = [
-        (report([[1, 0], [0, 0]], boot_id="reboot"), LAYOUT),
-        (report([[1, 0], [0, 0]], boot_id="reboot", phase=Phase.DECODE), LAYOUT),
-        (report([[1, 0], [0, 0]], boot_id="reboot", generation=4), later),
-    ]
-    for other, layout in others:
-        counted = counters.accept(other, layout).tokens_of_slot
-        np.testing.assert_array_equal(counted, [[1, 0], [0, 0]])
-
-
-def test_a_generation_that_began_unheard_gives_a_baseline_first():
-    counters = LoadCounters(epoch=5, counted_from=4)
-    first = counters.accept(report([[1000, 2], [1, 4]]), LAYOUT)
-    second = counters.accept(report([[1001, 2], [1, 4]]), LAYOUT)
-    assert first.tokens_of_expert.sum() == 0
-    assert second.tokens_of_expert.sum() == 1
-
-
-def test_a_shrinking_counter_is_refused_and_forgotten():
-    counters = LoadCounters(epoch=5)
-    counters.accept(report([[7, 2], [1, 4]]), LAYOUT)
-    assert refused_kind(counters, report([[9, 1], [1, 4]])) == "report_shrinking_counter"
-    delta = counters.accept(report([[8, 2], [1, 4]]), LAYOUT)
-    np.testing.assert_array_equal(delta.tokens_of_slot.sum(axis=1), [1, 0])
-
-
-def test_a_report_of_later_steps_is_believed_against_one_that_was_above_it():
-    counters = LoadCounters(epoch=5)
-    counters.accept(report([[1_000_000, 2], [1, 4]]), LAYOUT, num_steps=10)
-    late = report([[6, 2], [1, 3]])
-    assert refused_kind(counters, late, num_steps=0) == "report_shrinking_counter"
-    true = counters.accept(report([[9, 3], [1, 4]]), LAYOUT, num_steps=1)
-    assert true.tokens_of_slot.sum() == 0
-    delta = counters.accept(report([[10, 3], [1, 5]]), LAYOUT, num_steps=1)
-    np.testing.assert_array_equal(delta.tokens_of_slot.sum(axis=1), [1, 1])
-
-
-def test_layers_of_a_window_count_alike_or_it_is_a_contradiction():
-    window = LoadWindow(num_layers=2, num_experts=4, num_ranks=2, opened_s=0.0)
-    counters = LoadCounters(epoch=5)
-    window.add(counters.accept(report([[500, 500], [300, 600]]), LAYOUT))
-    assert window.close(now=1.0).contradiction == ""
-    window.add(counters.accept(report([[600, 600], [400, 90_600]]), LAYOUT))
-    window.add(counters.accept(report([[300, 500], [300, 600]], rank=0), LAYOUT))
-    assert window.close(now=2.0).contradiction == (
-        "layer 1 counted 91000 expert assignments, most of them on rank 1, where half of the "
-        "layers have at most 1000"
-    )
-
-
-@pytest.mark.parametrize(
-    ("wrong", "kind"),
-    [
-        (report([[1, 1], [1, 1]], epoch=4), "report_wrong_epoch"),
-        (report([[1, 1], [1, 1]], rank=2), "report_unknown_rank"),
-        (report([[1, 1], [1, 1]], rank=-1), "report_unknown_rank"),
-        (report([[1, 1], [1, 1]], generation=4), "report_future_generation"),
-        (report([[1, 1], [1, 1]], generation=2), "report_old_generation"),
-        (report([[1, 1, 1], [1, 1, 1]]), "report_shape"),
-        (report([[1, 1]]), "report_shape"),
-    ],
-)
-def test_a_report_that_cannot_be_used_is_refused_by_kind(wrong, kind):
-    assert refused_kind(LoadCounters(epoch=5), wrong) == kind
-
-
-def test_a_stray_report_of_an_earlier_boot_does_not_count_twice():
-    counters = LoadCounters(epoch=5)
-    counters.accept(report([[7, 2], [1, 4]], boot_id="first"), LAYOUT)
-    counters.accept(report([[0, 0], [0, 0]], boot_id="second"), LAYOUT)
-    stray = report([[8, 2], [1, 4]], boot_id="first")
-    assert refused_kind(counters, stray) == "report_old_boot"
-
-
-def test_only_a_few_generations_are_remembered_and_a_forgotten_one_does_not_count_twice():
-    counters = LoadCounters(epoch=5)
-    for generation in range(3, 40):
-        layout = LAYOUT.with_placement(LAYOUT.expert_of_slot, generation=generation)
-        counters.accept(report([[5, 5], [5, 5]], generation=generation), layout)
-    assert len(counters._ranks[1].tokens) <= 4
-    assert refused_kind(counters, report([[5, 5], [5, 5]])) == "report_old_generation"
 
 
 def test_a_window_holds_what_came_since_the_last_close():
-    counters = LoadCounters(epoch=5)
-    window = LoadWindow(num_layers=2, num_experts=3, num_ranks=2, opened_s=10.0)
-    window.add(counters.accept(report([[7, 2], [1, 4]], rank=0), LAYOUT))
-    window.add(counters.accept(report([[1, 1], [0, 0]], rank=1), LAYOUT))
+    window = make_window()
+    window.add(delta([[7, 2], [1, 4]], rank=0))
+    window.add(delta([[1, 1], [0, 0]], rank=1))
     closed = window.close(now=12.5)
     np.testing.assert_array_equal(closed.tokens_of_expert, [[8, 2, 1], [1, 4, 0]])
     np.testing.assert_array_equal(closed.tokens_of_rank, [[9, 2], [5, 0]])
@@ -172,6 +36,18 @@ def test_a_window_holds_what_came_since_the_last_close():
     assert closed.tokens_per_layer == 8.0
     assert window.close(now=13.0).tokens_of_expert.sum() == 0
     assert closed.tokens_of_expert.sum() == 16
+
+
+def test_layers_of_a_window_count_alike_or_it_is_a_contradiction():
+    window = make_window()
+    window.add(delta([[500, 500], [300, 600]], rank=1))
+    assert window.close(now=11.0).contradiction == ""
+    window.add(delta([[100, 100], [100, 90_000]], rank=1))
+    window.add(delta([[300, 500], [300, 600]], rank=0))
+    assert window.close(now=12.0).contradiction == (
+        "layer 1 counted 91000 expert assignments, most of them on rank 1, where half of the "
+        "layers have at most 1000"
+    )
 
 
 def average(half_life_s=10.0, now=0.0):

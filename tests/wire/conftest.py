@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.layout import contiguous_layout
-from equipoise.planning.load import LoadReport, Phase
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.convert import from_balancer, from_worker

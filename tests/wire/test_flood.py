@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equipoise.planning.counters import LoadReport
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import LoadReport
 from equipoise.wire.convert import to_balancer, to_worker
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import Hello

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from equipoise.planning.load import LoadReport, Phase
+from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.messages import (
     Abort,

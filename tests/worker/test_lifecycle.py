@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from equipoise.planning.load import Phase
+from equipoise.planning.counters import Phase
 from equipoise.wire.messages import (
     GroupLost,
     Heartbeat,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from equipoise.planning.load import Phase
+from equipoise.planning.counters import Phase
 from equipoise.wire.messages import RankStats, Wait, WorkerBound
 from equipoise.worker.engine import Progress
 from equipoise.worker.reporter import FINAL_REPORTS, Reporter

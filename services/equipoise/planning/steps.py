@@ -7,8 +7,9 @@ compared. Like tokens these are cumulative, and a report of them may be lost, la
 import numpy as np
 import numpy.typing as npt
 
+from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.errors import InvalidReportError
-from equipoise.planning.load import Load, LoadReport, Phase
+from equipoise.planning.load import Load
 from equipoise.planning.slowness import Pace
 
 MAX_STEPS_PER_S = 10_000

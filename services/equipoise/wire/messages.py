@@ -11,8 +11,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from equipoise.planning.counters import LoadReport
 from equipoise.planning.layout import ExpertTable, Layout
-from equipoise.planning.load import LoadReport
 from equipoise.planning.moves import Move
 from equipoise.planning.topology import ModelShape
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from equipoise.planning.load import LoadReport, Phase
+from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError

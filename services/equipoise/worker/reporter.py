@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from equipoise.planning.load import LoadReport, Phase
+from equipoise.planning.counters import LoadReport, Phase
 from equipoise.wire.messages import Report
 from equipoise.worker.engine import Engine, Progress
 from equipoise.worker.waits import Waits

@@ -11,17 +11,9 @@ import numpy as np
 from equipoise.balancer.pool.memory import FAST, SLOW, SLOW_SQUARES
 from equipoise.balancer.store.store import AverageRecord
 from equipoise.planning.balance import balancedness, balancedness_per_layer
+from equipoise.planning.counters import LoadCounters, Phase
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import (
-    Load,
-    LoadAverage,
-    LoadCounters,
-    LoadWindow,
-    Phase,
-    Shift,
-    WindowLoad,
-    detect_shift,
-)
+from equipoise.planning.load import Load, LoadAverage, LoadWindow, Shift, WindowLoad, detect_shift
 from equipoise.planning.policy import Policy
 from equipoise.planning.realised import RealisedShares, SlotWindow
 from equipoise.planning.slowness import Pace

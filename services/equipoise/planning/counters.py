@@ -1,0 +1,194 @@
+"""`LoadCounters`: what ranks counted, from cumulative reports to differences between them.
+
+Refuses what cannot be true of one rank; whether all ranks together can is asked of a window.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.layout import Layout
+from equipoise.planning.load import Load, LoadDelta
+
+TokenCounts = npt.NDArray[np.uint64]
+
+MAX_TOKENS_A_STEP = 2**24
+"""More than a slot can receive in a step: a thousand ranks read 16,384 tokens each, all for it."""
+
+
+class Phase(StrEnum):
+    """Prefill and decode load experts differently and want different layouts."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadReport:
+    """Cumulative counters of one rank.
+
+    `tokens` is uint64 [layers, slots_per_rank]: tokens received per own slot since `generation`
+    began on this `boot_id`. They only grow, so a lost, repeated or late report is harmless.
+    """
+
+    boot_id: str
+    epoch: int
+    rank: int
+    generation: int
+    phase: Phase
+    tokens: TokenCounts
+
+
+class LoadCounters:
+    """Turns the cumulative reports of one epoch into differences.
+
+    State is bounded: of each rank the last boot, and of that its last few generations.
+
+    Counters of generations from `counted_from` on start at zero while this object listens. Older
+    generations began before (the balancer was restarted), so the first report of one is the
+    baseline for the next and adds nothing itself: its tokens came over an unknown time.
+    """
+
+    def __init__(self, *, epoch: int, counted_from: int = 1) -> None:
+        self._epoch = epoch
+        self._counted_from = counted_from
+        self._ranks: dict[int, _RankCounters] = {}
+
+    def accept(
+        self, report: LoadReport, layout: Layout, *, num_steps: int | None = None
+    ) -> LoadDelta:
+        """The tokens a report adds to what its rank reported before.
+
+        `layout` is that of the report's generation, or the newest layout there is if the report's
+        generation is not known. `num_steps` is in how many steps they came, None if not known. One
+        that is below what was reported, and of later steps, did not come late: what was known is
+        what was wrong, and it is the baseline for the next.
+
+        Raises:
+            InvalidReportError: the report cannot be used; nothing is remembered of it. Kinds:
+                report_wrong_epoch, report_unknown_rank, report_future_generation,
+                report_old_generation, report_old_boot, report_shape, report_shrinking_counter,
+                report_implausible.
+        """
+        _check(report, layout, epoch=self._epoch)
+        known = self._ranks.get(report.rank) or _RankCounters(boot_id=report.boot_id)
+        if report.boot_id in known.retired_boots:
+            raise InvalidReportError(
+                "report_old_boot",
+                f"rank {report.rank} reports for boot {report.boot_id!r}, but boot "
+                f"{known.boot_id!r} has taken its place",
+            )
+        if report.boot_id != known.boot_id:
+            known = known.succeeded_by(report.boot_id)
+        previous = self._previous(report, known)
+        is_below = (report.tokens < previous).any()
+        if is_below and num_steps is not None and num_steps > 0:
+            previous = report.tokens
+        elif is_below:
+            layer, slot = (int(index) for index in np.argwhere(report.tokens < previous)[0])
+            raise InvalidReportError(
+                "report_shrinking_counter",
+                f"rank {report.rank} counted {int(report.tokens[layer, slot])} tokens in layer "
+                f"{layer}, own slot {slot}, after {int(previous[layer, slot])} before, in "
+                f"generation {report.generation}",
+            )
+        added = report.tokens - previous
+        _check_plausible(report, added, num_steps=num_steps)
+        known.remember(report)
+        self._ranks[report.rank] = known
+        return _delta(report.rank, added.astype(np.float64), layout)
+
+    def _previous(self, report: LoadReport, known: "_RankCounters") -> TokenCounts:
+        if report.generation <= known.forgotten_generation:
+            raise InvalidReportError(
+                "report_old_generation",
+                f"rank {report.rank} reports for generation {report.generation}, "
+                f"which is not compared any more",
+            )
+        previous = known.tokens.get((report.generation, report.phase))
+        if previous is not None:
+            return previous
+        began_unheard = report.generation < self._counted_from
+        return report.tokens if began_unheard else np.zeros_like(report.tokens)
+
+
+_GENERATIONS_KEPT = 4
+_BOOTS_KEPT = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class _RankCounters:
+    """The last counters of one rank, by generation and phase."""
+
+    boot_id: str
+    retired_boots: deque[str] = field(default_factory=lambda: deque(maxlen=_BOOTS_KEPT))
+    tokens: dict[tuple[int, Phase], TokenCounts] = field(default_factory=dict)
+    forgotten_generation: int = 0
+
+    def succeeded_by(self, boot_id: str) -> "_RankCounters":
+        retired = deque([*self.retired_boots, self.boot_id], maxlen=_BOOTS_KEPT)
+        return _RankCounters(boot_id=boot_id, retired_boots=retired)
+
+    def remember(self, report: LoadReport) -> None:
+        self.tokens[report.generation, report.phase] = report.tokens.copy()
+        generations = sorted({generation for generation, _ in self.tokens})
+        for generation in generations[:-_GENERATIONS_KEPT]:
+            self.forgotten_generation = generation
+            for phase in Phase:
+                self.tokens.pop((generation, phase), None)
+
+
+def _check(report: LoadReport, layout: Layout, *, epoch: int) -> None:
+    if report.epoch != epoch:
+        raise InvalidReportError(
+            "report_wrong_epoch",
+            f"rank {report.rank} reports for epoch {report.epoch}, but epoch {epoch} is on",
+        )
+    if not 0 <= report.rank < layout.num_ranks:
+        raise InvalidReportError(
+            "report_unknown_rank",
+            f"rank {report.rank} reports, but ranks are 0 to {layout.num_ranks - 1}",
+        )
+    if report.generation != layout.generation:
+        is_future = report.generation > layout.generation
+        raise InvalidReportError(
+            "report_future_generation" if is_future else "report_old_generation",
+            f"rank {report.rank} reports for generation {report.generation}, whose layout is not "
+            f"{'known' if is_future else 'kept'}; the newest is {layout.generation}",
+        )
+    expected = (layout.num_layers, layout.slots_per_rank)
+    if report.tokens.shape != expected:
+        raise InvalidReportError(
+            "report_shape",
+            f"rank {report.rank} reports counters of shape {report.tokens.shape}, but [layers, "
+            f"slots_per_rank] is {expected}",
+        )
+
+
+def _check_plausible(report: LoadReport, added: TokenCounts, *, num_steps: int | None) -> None:
+    if num_steps is None:
+        return
+    # Two generations' counters may tell of the same moment, the later ones then of no step.
+    most = MAX_TOKENS_A_STEP * max(1, num_steps)
+    if added.max() > most:
+        layer, slot = (int(index) for index in np.argwhere(added > most)[0])
+        raise InvalidReportError(
+            "report_implausible",
+            f"rank {report.rank} says that layer {layer}, own slot {slot} received "
+            f"{int(added[layer, slot])} tokens in {num_steps} steps, more than {most}: restart it",
+        )
+
+
+def _delta(rank: int, tokens_of_slot: Load, layout: Layout) -> LoadDelta:
+    first = rank * layout.slots_per_rank
+    return LoadDelta(
+        rank=rank,
+        num_experts=layout.num_experts,
+        expert_of_slot=layout.expert_of_slot[:, first : first + layout.slots_per_rank],
+        tokens_of_slot=tokens_of_slot,
+    )
