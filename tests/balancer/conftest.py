@@ -8,11 +8,11 @@ import pytest
 from redis import Redis
 from redis_server import RedisServer, require_redis
 
+from equipoise.balancer.planner.proposal import propose
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.effects import Propose, Send, WriteDecision
 from equipoise.balancer.pool.memory import PoolMemory
-from equipoise.balancer.pool.proposal import propose
 from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.shares import WHOLE

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager, suppress
 import numpy as np
 import pytest
 
+from equipoise.balancer.planner import threads as threads_module
+from equipoise.balancer.planner.proposal import propose
 from equipoise.balancer.policy.book import PolicyBook
-from equipoise.balancer.pool import planning_thread as planning_thread_module
 from equipoise.balancer.pool import pools as pools_module
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.pools import Pools
-from equipoise.balancer.pool.proposal import propose
 from equipoise.balancer.pool.runner import steady_clock
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
@@ -111,7 +111,7 @@ def released(monkeypatch):
             raise MemoryError("no room")
         return propose(request)
 
-    monkeypatch.setattr(planning_thread_module, "propose", planned)
+    monkeypatch.setattr(threads_module, "propose", planned)
     yield released
     released.set()
 

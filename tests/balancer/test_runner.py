@@ -4,14 +4,15 @@ import asyncio
 
 import pytest
 
+from equipoise.balancer.planner.proposal import propose
+from equipoise.balancer.planner.threads import PlannerThreads
+from equipoise.balancer.planner.turns import PlanningTurns
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool import runner as runner_module
 from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.health import Health
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.memory import PoolMemory
-from equipoise.balancer.pool.planning_turns import PlanningTurns
-from equipoise.balancer.pool.proposal import propose
 from equipoise.balancer.pool.runner import PoolRunner, steady_clock
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
@@ -71,6 +72,7 @@ async def pool_runner(store, tenure):
         PoolController("tiny", policies=PolicyBook(Policy()), memory=PoolMemory()),
         store=store,
         tenure=tenure,
+        planner=PlannerThreads(),
         turns=PlanningTurns(),
         clock=steady_clock(),
     )
@@ -225,6 +227,7 @@ async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed
         bench.controller,
         store=store,
         tenure=tenure,
+        planner=PlannerThreads(),
         turns=PlanningTurns(),
         clock=lambda: bench.now,
     )

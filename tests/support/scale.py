@@ -74,15 +74,20 @@ class BalancerProcess:
         self.process, self.address = process, address
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """Its own, and those of the processes that plan for it."""
+        own = self.process.pid
+        told = [path.read_text() for path in Path(f"/proc/{own}/task").glob("*/children")]
+        return own, *map(int, " ".join(told).split())
+
+    @property
     def cpu_s(self) -> float:
-        """Seconds of processor time so far, user and system."""
-        return cpu_s(self.process.pid)
+        """Seconds of processor time so far, user and system, planning included."""
+        return sum(cpu_s(pid) for pid in self.pids)
 
     def memory(self, name: str) -> int:
-        """VmHWM (the most ever) or VmRSS (now) in bytes."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        line = next(line for line in status if line.startswith(f"{name}:"))
-        return int(line.split()[1]) * 1024
+        """VmHWM (the most ever) or VmRSS (now) in bytes, planning included."""
+        return sum(_memory(pid, name) for pid in self.pids)
 
     @property
     def num_files(self) -> int:
@@ -159,6 +164,12 @@ async def measured(balancer, progress, *, seconds):
         cores=used_s / took_s,
         cores_of_ranks=used_by_ranks_s / took_s,
     )
+
+
+def _memory(pid: int, name: str) -> int:
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    line = next(line for line in status if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
 
 
 def cpu_s(pid: int) -> float:

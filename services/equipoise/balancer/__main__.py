@@ -19,6 +19,7 @@ from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
 from equipoise.balancer.leadership.standing import LeaseTiming
+from equipoise.balancer.planner.processes import PlannerProcesses
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import serving
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
@@ -78,6 +79,8 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             await _until_reached(store, stop, wait_s=settings.store_wait_s)
         if stop.is_set():
             return
+        planner = PlannerProcesses()
+        opened.callback(planner.stop)
         async with serving(
             store,
             listen=settings.listen,
@@ -90,6 +93,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             policy_file=settings.policy,
             on_refusal=await _open_events(opened) if settings.policy is not None else None,
             warm_up=warm_up,
+            planner=planner,
             stop_grace_s=settings.stop_grace_s,
             metrics_listen=settings.metrics_listen,
             web_listen=settings.web_listen,

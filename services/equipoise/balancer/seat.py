@@ -12,6 +12,7 @@ from opentelemetry.trace import Tracer
 
 from equipoise.balancer.bounds import Bound
 from equipoise.balancer.leadership.elector import Elector, Tenure
+from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.archive import Archive
 from equipoise.balancer.pool.pools import Pools
@@ -36,6 +37,7 @@ class Seat:
         clock: Clock,
         elector: Elector,
         readiness: Readiness,
+        planner: Planner | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._store = store
@@ -43,6 +45,7 @@ class Seat:
         self._clock = clock
         self._elector = elector
         self._readiness = readiness
+        self._planner = planner
         self._tracer = tracer
         self._archive = Archive(store=store, policies=policies)
         self._led: Pools | None = None
@@ -168,6 +171,7 @@ class Seat:
             policies=self._policies,
             clock=self._clock,
             tenure=tenure,
+            planner=self._planner,
             tracer=self._tracer,
         )
         async with pools:

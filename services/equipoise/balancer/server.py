@@ -23,6 +23,7 @@ from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, SoleRegister
 from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
+from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.policy.file import PolicyFile
 from equipoise.balancer.pool.runner import Clock, steady_clock
@@ -114,6 +115,7 @@ async def serving(
     policy_file: Path | None = None,
     on_refusal: Callable[[str], Awaitable[None]] | None = None,
     warm_up: Callable[[], None] | None = None,
+    planner: Planner | None = None,
     tracer: Tracer | None = None,
 ) -> AsyncIterator[int]:
     """Serve on `listen` (host:port) inside the block; gives the port, which is new for port 0.
@@ -128,7 +130,8 @@ async def serving(
     It answers questions at once, but takes no workers, and does not want to lead, before `warm_up`
     has ended on a thread of its own and a `policy_file` (followed from then on) was good. Until
     then the health of `ready` is NOT_SERVING, and ListPools says why. `on_refusal` hears of policy
-    files that are refused. `tracer` makes the spans of plans and rollouts.
+    files that are refused. `planner` makes plans, or else threads of this process; `tracer` makes
+    the spans of plans and rollouts.
 
     Raises:
         BalancerError: the port cannot be listened on.
@@ -159,6 +162,7 @@ async def serving(
         clock=clock,
         elector=elector,
         readiness=readiness,
+        planner=planner,
         tracer=tracer,
     )
     watched = _add_services(server, seat, store=store, clock=clock, guard=guard)

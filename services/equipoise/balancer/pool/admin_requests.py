@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from equipoise.balancer.pool.proposal import Proposal
+from equipoise.balancer.planner.proposal import Proposal
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 

@@ -5,6 +5,7 @@ Decides; a refusal is recorded like an order that is carried out, and both say w
 
 from dataclasses import replace
 
+from equipoise.balancer.planner.proposal import Proposal
 from equipoise.balancer.pool.admin_requests import (
     AdminRequest,
     Outcome,
@@ -20,7 +21,6 @@ from equipoise.balancer.pool.decisions import decide, proposal_request
 from equipoise.balancer.pool.effects import Chain, Propose, WriteAudit, WriteDecision
 from equipoise.balancer.pool.given import adopt_given
 from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.pool.proposal import Proposal
 from equipoise.balancer.store.hold import Hold
 from equipoise.balancer.store.store import AuditRecord
 from equipoise.planning.given import fits

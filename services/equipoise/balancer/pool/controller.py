@@ -8,6 +8,7 @@ is what workers report: whatever it missed, it reconciles with the next word it 
 import math
 
 from equipoise.balancer.errors import RefusedWorkerError
+from equipoise.balancer.planner.proposal import Proposal
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.admin_requests import AdminRequest, Preview
 from equipoise.balancer.pool.administration import (
@@ -42,7 +43,6 @@ from equipoise.balancer.pool.opening import (
 )
 from equipoise.balancer.pool.policy_change import follow_policy
 from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.pool.proposal import Proposal
 from equipoise.balancer.pool.roster import Member
 from equipoise.balancer.pool.settling import settle
 from equipoise.balancer.pool.silence import note_silence

@@ -6,8 +6,8 @@ happen; a write that fails cuts its chain, so whatever stands behind a write res
 
 from dataclasses import dataclass
 
+from equipoise.balancer.planner.proposal import ProposalRequest
 from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome
-from equipoise.balancer.pool.proposal import ProposalRequest
 from equipoise.balancer.store.hold import Hold
 from equipoise.balancer.store.store import AuditRecord, AverageRecord, DecisionRecord, Membership
 from equipoise.planning.layout import Layout

@@ -10,11 +10,13 @@ from opentelemetry.trace import Tracer
 
 from equipoise.balancer.errors import RefusedWorkerError, UnknownPoolError
 from equipoise.balancer.leadership.elector import Tenure
+from equipoise.balancer.planner.planning import Planner
+from equipoise.balancer.planner.threads import PlannerThreads
+from equipoise.balancer.planner.turns import PlanningTurns
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.memory import PoolMemory, recall
-from equipoise.balancer.pool.planning_turns import PlanningTurns
 from equipoise.balancer.pool.runner import Clock, PoolRunner
 from equipoise.balancer.store.store import Store
 from equipoise.wire.messages import Hello
@@ -31,7 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 class Pools:
-    """Pools by name, those of the store from the start. Used as an asynchronous context."""
+    """Pools by name, those of the store from the start. Used as an asynchronous context.
+
+    Without a `planner` plans are made by threads of this process.
+    """
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class Pools:
         policies: PolicyBook,
         clock: Clock,
         tenure: Tenure,
+        planner: Planner | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._store = store
@@ -47,6 +53,7 @@ class Pools:
         self._clock = clock
         self._tenure = tenure
         self._tracer = tracer
+        self._planner = planner or PlannerThreads()
         self._turns = PlanningTurns()
         self._runners: dict[str, PoolRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,6 +144,7 @@ class Pools:
             PoolController(name, policies=self._policies, memory=memory),
             store=self._store,
             tenure=self._tenure,
+            planner=self._planner,
             turns=self._turns,
             clock=self._clock,
             tracer=self._tracer,

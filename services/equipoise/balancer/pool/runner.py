@@ -14,6 +14,8 @@ from opentelemetry.trace import Tracer
 
 from equipoise.balancer.bounds import WRITE_TIMEOUT_S, order_bound_s
 from equipoise.balancer.leadership.elector import Tenure
+from equipoise.balancer.planner.planning import Planner, Planning, PlanTimeoutError
+from equipoise.balancer.planner.turns import PlanningTurns
 from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome, Wish
 from equipoise.balancer.pool.answers import Answers
 from equipoise.balancer.pool.controller import PoolController
@@ -31,8 +33,6 @@ from equipoise.balancer.pool.effects import (
     WriteProposed,
 )
 from equipoise.balancer.pool.mailbox import Mailbox
-from equipoise.balancer.pool.planning_thread import PlanningThread, PlanTimeoutError
-from equipoise.balancer.pool.planning_turns import PlanningTurns
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.spans import PoolSpans
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
@@ -61,8 +61,8 @@ class PoolRunner:
     `encoder` is what its streams turn messages into bytes by.
 
     `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
-    time that never runs backwards. Plans are computed on a thread of the pool's own, when `turns`
-    lets it. `tracer` makes the spans of plans and rollouts.
+    time that never runs backwards. Plans are computed by `planner`, when `turns` lets it. `tracer`
+    makes the spans of plans and rollouts.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class PoolRunner:
         *,
         store: Store,
         tenure: Tenure,
+        planner: Planner,
         turns: PlanningTurns,
         clock: Clock,
         tracer: Tracer | None = None,
@@ -80,7 +81,7 @@ class PoolRunner:
         self._store = store
         self._tenure = tenure
         self._clock = clock
-        self._planning = PlanningThread(controller.pool.name, turns=turns)
+        self._planning = Planning(controller.pool.name, planner=planner, turns=turns)
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
         self._changed = asyncio.Event()

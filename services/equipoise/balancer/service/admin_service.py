@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from equipoise.balancer.errors import UnansweredError, UnknownPoolError
+from equipoise.balancer.planner.proposal import Proposal
 from equipoise.balancer.pool.admin_requests import (
     Outcome,
     Pause,
@@ -22,7 +23,6 @@ from equipoise.balancer.pool.admin_requests import (
     Wish,
 )
 from equipoise.balancer.pool.pools import Pools
-from equipoise.balancer.pool.proposal import Proposal
 from equipoise.balancer.pool.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import audit_to_proto, decision_to_proto

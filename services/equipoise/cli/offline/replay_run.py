@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.balancer.pool.proposal import Proposal, ProposalRequest, propose
+from equipoise.balancer.planner.proposal import Proposal, ProposalRequest, propose
 from equipoise.formats.recording import Recording
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import Layout

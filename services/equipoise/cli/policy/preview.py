@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.balancer.pool.proposal import Proposal, ProposalRequest, propose
+from equipoise.balancer.planner.proposal import Proposal, ProposalRequest, propose
 from equipoise.cli.access import explained
 from equipoise.cli.policy.files import policies_by_pool, read_file
 from equipoise.cli.tool_inputs import pool_topology, read_case, read_current

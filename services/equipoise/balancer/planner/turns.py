@@ -11,22 +11,24 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 _MAX_AT_ONCE = 4
-"""However many processors there are: plans share one interpreter, and a container that only asks
-for a part of a large machine, without a limit, sees all of it."""
+"""However many processors there are: a container that only asks for a part of a large machine,
+without a limit, sees all of it."""
 
 
 def num_at_once(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Plans under way at a time, of all pools: one processor is left to the event loop.
+    """Plans under way at a time, of all pools: one a processor.
 
-    Processors are those that this process may use, and no more than the quota of its control group,
-    which `cpu_max` tells as cgroup v2 has it; one that cannot be read is none.
+    The event loop has precedence over the processes that plan (see `planner/__main__.py`), and
+    while one is asked, another computes. Processors are those that this process may use, and no
+    more than the quota of its control group, which `cpu_max` tells as cgroup v2 has it; one that
+    cannot be read is none.
     """
     num_processors = float(len(os.sched_getaffinity(0)))
     with suppress(OSError, ValueError):
         quota, period = cpu_max.read_text().split()
         if quota != "max":
             num_processors = min(num_processors, int(quota) / int(period))
-    return min(_MAX_AT_ONCE, max(1, int(num_processors) - 1))
+    return min(_MAX_AT_ONCE, max(1, int(num_processors)))
 
 
 MAX_AT_ONCE = num_at_once()

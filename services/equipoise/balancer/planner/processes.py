@@ -1,0 +1,104 @@
+"""`PlannerProcesses`: plans in processes of their own.
+
+A plan takes milliseconds or a minute of Python and compiled code. In a process of its own it takes
+no interpreter away from the event loop that hears the workers, it can be ended when it is given up,
+and one that runs out of memory takes nothing else with it.
+"""
+
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+
+from equipoise.balancer.daemon_thread import in_daemon_thread
+from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
+from equipoise.balancer.planner.turns import MAX_AT_ONCE
+
+PROGRAM = "equipoise.balancer.planner"
+
+_END_TIMEOUT_S = 1.0
+"""A killed process ends at once, unless the system is in trouble."""
+
+
+class PlannerDiedError(Exception):
+    """The process that made a plan ended: it was killed, perhaps for its memory."""
+
+
+class PlannerProcesses:
+    """A process makes one plan at a time; those that are idle wait for the next one.
+
+    They are started when they are needed, and end with this process whatever becomes of it.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[_PlannerProcess] = []
+        self._busy: set[_PlannerProcess] = set()
+
+    async def propose(self, request: ProposalRequest, *, pool: str) -> Proposal:
+        """Plan and judge in a process that has nothing else to do; cancelled, it is ended.
+
+        Raises:
+            PlannerDiedError: the process ended.
+            Exception: what the planner raised.
+        """
+        process = self._idle.pop() if self._idle else _PlannerProcess()
+        self._busy.add(process)
+        try:
+            ask = partial(process.ask, request)
+            answer = await in_daemon_thread(ask, name=f"planner of {pool}")
+        except BaseException:
+            process.end()
+            raise
+        finally:
+            self._busy.discard(process)
+        # More of them were needed while some took long.
+        if len(self._idle) < MAX_AT_ONCE:
+            self._idle.append(process)
+        else:
+            process.end()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def stop(self) -> None:
+        """End them all, plans under way included."""
+        for process in (*self._idle, *self._busy):
+            process.end()
+        self._idle.clear()
+
+
+class _PlannerProcess:
+    """One process, and the connection on which it is asked."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", PROGRAM, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        self._connection = Connection(ours.detach())
+
+    def ask(self, request: ProposalRequest) -> Proposal | Exception:
+        """Have a proposal made, or hear why not. Blocks.
+
+        Raises:
+            PlannerDiedError: the process ended.
+        """
+        try:
+            self._connection.send(request)
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            raise PlannerDiedError(f"its process {self._process.pid} ended") from None
+        if isinstance(answer, Exception):
+            return answer
+        plan, verdict, waves = answer
+        return Proposal(request=request, plan=plan, verdict=verdict, waves=waves)
+
+    def end(self) -> None:
+        """End it, whatever it does; whoever waits for its answer hears of that."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_END_TIMEOUT_S)

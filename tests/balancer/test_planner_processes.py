@@ -1,0 +1,130 @@
+"""Plans in processes of their own: the same plans, and none is left of those that are given up."""
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from equipoise.balancer.planner.planning import Planning, PlanTimeoutError
+from equipoise.balancer.planner.processes import PlannerDiedError, PlannerProcesses
+from equipoise.balancer.planner.proposal import ProposalRequest, propose
+from equipoise.balancer.planner.turns import MAX_AT_ONCE, PlanningTurns
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.load import Shift
+from equipoise.planning.policy import Policy
+from equipoise.planning.topology import ModelShape, Topology
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def request_of_four_ranks():
+    load = np.random.default_rng(1).gamma(0.5, 1000.0, size=(3, 8))
+    return ProposalRequest(
+        current=contiguous_layout(num_layers=3, num_experts=8, num_ranks=4, slots_per_rank=3),
+        average=load,
+        window=load,
+        shift=Shift(detected=False, distance=0.0, noise=0.0, reason="no shift"),
+        model=ModelShape(num_layers=3, num_experts=8, num_groups=4, expert_bytes=1000),
+        topology=Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=3),
+        policy=Policy(),
+        first_generation=2,
+        now=0.0,
+        last_switch_s=None,
+    )
+
+
+@pytest.fixture
+def planner():
+    planner = PlannerProcesses()
+    yield planner
+    planner.stop()
+    assert not children(), "nothing is left behind"
+
+
+def children():
+    """Processes of this one that plan."""
+    told = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+    pids = map(int, " ".join(told).split())
+    return [pid for pid in pids if b"equipoise.balancer.planner" in command(pid)]
+
+
+def command(pid):
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+async def test_a_process_plans_as_this_one_would(planner, request_of_four_ranks):
+    expected = propose(request_of_four_ranks)
+    made = await planner.propose(request_of_four_ranks, pool="tiny")
+    assert made.request is request_of_four_ranks
+    assert made.verdict == expected.verdict
+    assert made.verdict.accepted
+    np.testing.assert_array_equal(made.plan.expert_of_slot, expected.plan.expert_of_slot)
+    assert [wave.digest for wave in made.waves] == [wave.digest for wave in expected.waves]
+    await planner.propose(request_of_four_ranks, pool="another")
+    assert len(children()) == 1, "one that is idle is used again"
+
+
+async def test_what_the_planner_raises_is_raised_here_and_harms_no_other_plan(
+    planner, request_of_four_ranks
+):
+    broken = replace(request_of_four_ranks, average=np.zeros((2, 5)))
+    with pytest.raises(AssertionError) as here:
+        propose(broken)
+    with pytest.raises(AssertionError) as there:
+        await planner.propose(broken, pool="broken")
+    assert str(there.value) == str(here.value)
+    assert (await planner.propose(request_of_four_ranks, pool="tiny")).plan is not None
+    assert len(children()) == 1
+
+
+async def test_as_many_plans_as_are_asked_for_are_made_at_once_and_few_processes_stay(
+    planner, request_of_four_ranks
+):
+    asked = [planner.propose(request_of_four_ranks, pool="tiny") for _ in range(MAX_AT_ONCE + 1)]
+    made = await asyncio.gather(*asked)
+    assert len({wave.digest for one in made for wave in one.waves}) == len(made[0].waves)
+    assert len(children()) == MAX_AT_ONCE
+
+
+async def test_a_plan_that_takes_too_long_ends_with_its_process(planner, request_of_four_ranks):
+    planning = Planning("tiny", planner=planner, turns=PlanningTurns())
+    await planning.propose(request_of_four_ranks)
+    (stuck,) = children()
+    os.kill(stuck, signal.SIGSTOP)
+    soon = replace(request_of_four_ranks, policy=Policy(plan_timeout_s=0.1))
+    with pytest.raises(PlanTimeoutError, match=r"given up after 0\.1 s"):
+        await planning.propose(soon)
+    assert stuck not in children()
+    assert (await planning.propose(request_of_four_ranks)).verdict.accepted
+
+
+async def test_a_process_that_is_killed_costs_one_plan(planner, request_of_four_ranks):
+    await planner.propose(request_of_four_ranks, pool="tiny")
+    (victim,) = children()
+    os.kill(victim, signal.SIGSTOP)
+    plan = asyncio.create_task(planner.propose(request_of_four_ranks, pool="tiny"))
+    await asyncio.sleep(0)
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(PlannerDiedError, match=f"process {victim} ended"):
+        await plan
+    assert (await planner.propose(request_of_four_ranks, pool="tiny")).verdict.accepted
+
+
+async def test_it_ends_when_the_balancer_is_gone_and_not_on_ctrl_c(planner, request_of_four_ranks):
+    await planner.propose(request_of_four_ranks, pool="tiny")
+    (child,) = children()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(child, number)
+    assert (await planner.propose(request_of_four_ranks, pool="tiny")).verdict.accepted
+    assert children() == [child]
+    process = planner._idle.pop()
+    process._connection.close()
+    assert process._process.wait(timeout=WAIT_S) == 0
