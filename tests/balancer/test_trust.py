@@ -7,13 +7,13 @@ from dataclasses import replace
 import grpc
 import pytest
 from authority import Authority, write_token
+from balancer_links import POLICY, WAIT_S, opened
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
-from equipoise.planning.policy import Policy
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.settings import Tls
@@ -27,8 +27,6 @@ from equipoise_api.v1 import (
     worker_link_pb2_grpc,
 )
 
-WAIT_S = 30.0
-POLICY = Policy(interval_s=0.3, min_tokens=100.0, report_interval_s=0.1)
 TOKENS = {
     "worker/tiny/worker-0": "token-of-worker-zero",
     "worker/tiny/worker-1": "token-of-worker-one",
@@ -48,24 +46,6 @@ def tokens(tmp_path):
     path = tmp_path / "tokens"
     path.write_text("".join(f"{who} {token}\n" for who, token in TOKENS.items()))
     return path
-
-
-@asynccontextmanager
-async def balancer(tmp_path, *, tls=None, tokens=""):
-    """host:port of a balancer that asks for what it is told to."""
-    store = SqliteStore(tmp_path / "state.sqlite")
-    try:
-        async with serving(
-            store,
-            listen="127.0.0.1:0",
-            credentials=Credentials(tls),
-            tokens=str(tokens),
-            policies=PolicyBook(POLICY),
-            stop_grace_s=1.0,
-        ) as port:
-            yield f"127.0.0.1:{port}"
-    finally:
-        await store.close()
 
 
 def showing(tmp_path, who, *, tls=None):
@@ -125,6 +105,7 @@ _CALLS = {
     ),
 }
 
+
 MATRIX = {
     "worker/tiny/worker-0": {"link", "reflection", "health"},
     "gateway": {"status", "reflection", "health"},
@@ -145,25 +126,25 @@ async def expect_rights(address, who, credentials):
 
 
 async def test_each_role_gets_where_it_belongs_by_its_token(tmp_path, tokens):
-    async with balancer(tmp_path, tokens=tokens) as address:
+    async with opened(tmp_path, tokens=tokens) as address:
         for who in MATRIX:
             await expect_rights(address, who, showing(tmp_path, who))
 
 
 async def test_each_role_gets_where_it_belongs_by_its_certificate(tmp_path, authority):
-    async with balancer(tmp_path, tls=authority.issue("balancer")) as address:
+    async with opened(tmp_path, tls=authority.issue("balancer")) as address:
         for who in MATRIX:
             await expect_rights(address, who, Credentials(authority.issue(who)))
 
 
 async def test_a_certificates_uri_names_the_role(tmp_path, authority):
     tls = authority.issue("pod-7", uri="spiffe://corp/equipoise/admin/ann")
-    async with balancer(tmp_path, tls=authority.issue("balancer")) as address:
+    async with opened(tmp_path, tls=authority.issue("balancer")) as address:
         await expect_rights(address, "admin/ann", Credentials(tls))
 
 
 async def test_without_a_token_one_is_told_where_to_put_it(tmp_path, tokens):
-    async with balancer(tmp_path, tokens=tokens) as address:
+    async with opened(tmp_path, tokens=tokens) as address:
         for what in sorted(set(_CALLS) - {"health"}):
             code, words = await ask(address, Credentials(), what=what)
             assert code is grpc.StatusCode.UNAUTHENTICATED
@@ -172,14 +153,14 @@ async def test_without_a_token_one_is_told_where_to_put_it(tmp_path, tokens):
 
 async def test_a_wrong_token_is_unauthenticated(tmp_path, tokens):
     wrong = Credentials(token_file=write_token(tmp_path, "wrong", "token-of-nobody-known"))
-    async with balancer(tmp_path, tokens=tokens) as address:
+    async with opened(tmp_path, tokens=tokens) as address:
         code, words = await ask(address, wrong)
     assert code is grpc.StatusCode.UNAUTHENTICATED
     assert "not one that is accepted here" in words
 
 
 async def test_tokens_are_taken_up_and_withdrawn_while_the_port_is_open(tmp_path, tokens):
-    async with balancer(tmp_path, tokens=tokens) as address:
+    async with opened(tmp_path, tokens=tokens) as address:
         reader = showing(tmp_path, "reader")
         assert (await ask(address, reader))[0] is grpc.StatusCode.OK
         tokens.write_text("admin/ann a-token-that-is-new\n")
@@ -192,7 +173,7 @@ async def test_faults_of_certificates_are_said_in_words(tmp_path, authority):
     stranger = Authority(tmp_path / "stranger")
     mine = authority.issue("reader")
     not_mine = Tls(tls_ca=str(stranger.ca_file))
-    async with balancer(tmp_path, tls=authority.issue("balancer")) as address:
+    async with opened(tmp_path, tls=authority.issue("balancer")) as address:
         for credentials, expected in (
             (Credentials(not_mine), "its certificate is not signed by our tls_ca"),
             (Credentials(Tls(tls_ca=mine.tls_ca)), "it may want a certificate"),
@@ -211,21 +192,21 @@ async def test_a_stranger_with_a_certificate_of_his_own_gets_nowhere(tmp_path, a
     credentials._certificates = replace(
         credentials._certificates, ca=authority.ca_file.read_bytes()
     )
-    async with balancer(tmp_path, tls=authority.issue("balancer")) as address:
+    async with opened(tmp_path, tls=authority.issue("balancer")) as address:
         code, words = await ask(address, credentials, what="admin")
     assert code is grpc.StatusCode.UNAVAILABLE
     assert "it may not trust the authority of our tls_cert" in words
 
 
 async def test_tls_where_plain_text_is_spoken_is_said_in_words(tmp_path, authority):
-    async with balancer(tmp_path) as address:
+    async with opened(tmp_path) as address:
         _, words = await ask(address, Credentials(authority.issue("reader")))
     assert "it speaks plain text, we speak TLS" in words
 
 
 async def test_a_host_that_is_not_in_the_certificate_is_refused(tmp_path, authority):
     tls = authority.issue("balancer", hosts=("elsewhere.example",))
-    async with balancer(tmp_path, tls=tls) as address:
+    async with opened(tmp_path, tls=tls) as address:
         code, words = await ask(address, Credentials(authority.issue("reader")))
     assert code is grpc.StatusCode.UNAVAILABLE
     assert "is not for the host that was dialled" in words
@@ -234,7 +215,7 @@ async def test_a_host_that_is_not_in_the_certificate_is_refused(tmp_path, author
 async def test_a_renewed_certificate_serves_from_the_next_connection_on(tmp_path, authority):
     reader = Credentials(authority.issue("reader"))
     async with (
-        balancer(tmp_path, tls=authority.issue("balancer")) as address,
+        opened(tmp_path, tls=authority.issue("balancer")) as address,
         reader.channel(address) as held,
     ):
         assert (await ask(address, reader))[0] is grpc.StatusCode.OK
@@ -249,7 +230,7 @@ async def test_a_renewed_certificate_serves_from_the_next_connection_on(tmp_path
 
 async def test_with_both_a_certificate_and_a_token_both_must_allow(tmp_path, authority, tokens):
     tls = authority.issue("balancer")
-    async with balancer(tmp_path, tls=tls, tokens=tokens) as address:
+    async with opened(tmp_path, tls=tls, tokens=tokens) as address:
         for certificate, token, code in (
             ("admin/ann", "admin/ann", grpc.StatusCode.OK),
             ("reader", "admin/ann", grpc.StatusCode.PERMISSION_DENIED),
@@ -288,7 +269,7 @@ async def hello_answered(address, credentials, hello):
 
 
 async def test_a_worker_speaks_for_its_own_pool_and_name_only(tmp_path, tokens, hello_of):
-    async with balancer(tmp_path, tokens=tokens) as address:
+    async with opened(tmp_path, tokens=tokens) as address:
         shown = showing(tmp_path, "worker/tiny/worker-0")
         for hello in (hello_of("worker-1"), hello_of("worker-0", pool="other")):
             async with hello_answered(address, shown, hello) as (_, reading):
@@ -319,7 +300,7 @@ async def until_known(status, metadata):
 async def test_orders_are_recorded_under_the_callers_name(tmp_path, tokens, hello_of):
     worker, ann = showing(tmp_path, "worker/tiny/worker-0"), showing(tmp_path, "admin/ann")
     async with (
-        balancer(tmp_path, tokens=tokens) as address,
+        opened(tmp_path, tokens=tokens) as address,
         hello_answered(address, worker, hello_of("worker-0")),
         ann.channel(address) as channel,
     ):
@@ -330,60 +311,6 @@ async def test_orders_are_recorded_under_the_callers_name(tmp_path, tokens, hell
         listed = await admin.ListAudit(admin_pb2.ListAuditRequest(), metadata=metadata)
     (entry,) = listed.entries
     assert entry.who.startswith("admin/ann at ipv4:127.0.0.1:")
-
-
-async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_refused(
-    tmp_path, hello_of
-):
-    worker = Credentials()
-    async with (
-        balancer(tmp_path) as address,
-        hello_answered(address, worker, hello_of("worker-0")) as (call, _),
-        worker.channel(address) as channel,
-    ):
-        huge = worker_link_pb2.Leaving(reason="x" * 200_000)
-        await call.write(worker_link_pb2.ConnectRequest(leaving=huge))
-        beat = worker_link_pb2.Heartbeat(sequence=1)
-        for _ in range(3000):
-            await call.write(worker_link_pb2.ConnectRequest(heartbeat=beat))
-        status = status_pb2_grpc.StatusStub(channel)
-        kinds = await until_refused(status, {"link_rate", "link_size"})
-        assert not call.done(), "the stream lives on"
-    assert "messages a second" in kinds["link_rate"].latest
-    assert "has at most" in kinds["link_size"].latest
-
-
-async def test_bytes_that_are_no_message_end_the_stream_and_are_counted(tmp_path, hello_of):
-    async with (
-        balancer(tmp_path) as address,
-        Credentials().channel(address) as channel,
-    ):
-        connect = channel.stream_stream("/equipoise_api.v1.WorkerLink/Connect")
-        answer = worker_link_pb2.ConnectResponse.FromString
-        stranger = connect()
-        await stranger.write(b"\xff\xff")
-        rejection = answer(await stranger.read()).rejection
-        assert "2 bytes are no message" in rejection.reason
-        assert not rejection.fatal, "the next try may be whole"
-        worker = connect()
-        await worker.write(to_balancer(hello_of("worker-0")).SerializeToString())
-        await worker.write(b"\xff\xff")
-        async with asyncio.timeout(WAIT_S):
-            while await worker.read() is not grpc.aio.EOF:
-                pass
-        kinds = await until_refused(status_pb2_grpc.StatusStub(channel), {"link_bytes"})
-    assert "worker worker-0: 2 bytes are no message" in kinds["link_bytes"].latest
-
-
-async def until_refused(status, kinds):
-    """The pool's refusals by kind, once all of these are among them."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            answer = await status.GetStatus(status_pb2.GetStatusRequest())
-            found = {refusal.kind: refusal for refusal in answer.status.refusals}
-            if kinds <= set(found):
-                return found
-            await asyncio.sleep(0.01)
 
 
 def is_heard_by(channel):
@@ -403,7 +330,7 @@ async def test_balancers_are_verified_by_their_common_name_whatever_was_dialled(
 ):
     tls = authority.issue("balancer", hosts=("balancer.of.the.fleet",))
     reader = authority.issue("reader")
-    async with balancer(tmp_path, tls=tls) as address:
+    async with opened(tmp_path, tls=tls) as address:
         named = Credentials(reader, balancer_name="balancer.of.the.fleet")
         assert await asyncio.to_thread(is_heard_by, named.blocking_channel(address))
         async with named.balancer_channel(address) as channel:

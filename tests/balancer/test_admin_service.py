@@ -1,0 +1,167 @@
+"""Orders of operators at the real server."""
+
+import asyncio
+from contextlib import suppress
+
+import grpc
+import pytest
+from balancer_links import is_serving, opened, report_forever, served, until
+
+from equipoise.planning.layout import contiguous_layout
+from equipoise.wire.messages import Stage
+from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_grpc, worker_link_pb2
+
+
+@pytest.fixture
+async def channel(tmp_path):
+    async with opened(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def status(channel):
+    return status_pb2_grpc.StatusStub(channel)
+
+
+@pytest.fixture
+def admin(channel):
+    return admin_pb2_grpc.AdminStub(channel)
+
+
+async def refusal(call):
+    """Code and words of a call that fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details()
+
+
+async def test_operators_pause_pin_and_free_a_pool_and_every_order_is_recorded(
+    channel, status, admin, bench
+):
+    async with served(channel, bench):
+        await until(status, is_serving)
+        paused = await admin.Pause(admin_pb2.PauseRequest(reason="night"))
+        assert paused.outcome.accepted
+        again = await admin.Pause(admin_pb2.PauseRequest(pool="tiny"))
+        assert not again.outcome.accepted
+        assert "night" in again.outcome.reason
+        pinned = await admin.Pin(admin_pb2.PinRequest(reason="a test"))
+        assert pinned.outcome.accepted
+        held = await until(status, lambda pool: pool.hold.pinned)
+        assert held.hold.paused.endswith(": night")
+        assert held.hold.at_pin
+        assert held.hold.pinned_generation == 1
+        assert (await admin.Unpin(admin_pb2.UnpinRequest())).outcome.accepted
+        assert (await admin.Resume(admin_pb2.ResumeRequest())).outcome.accepted
+        free = await until(status, lambda pool: not pool.HasField("hold"))
+        listed = await admin.ListAudit(admin_pb2.ListAuditRequest())
+    assert [entry.what for entry in listed.entries] == [
+        "resume",
+        "unpin",
+        "pin what runs (a test)",
+        "pause",
+        "pause (night)",
+    ]
+    assert [entry.sequence for entry in free.audit] == [5, 4, 3, 2, 1]
+    assert [entry.accepted for entry in listed.entries] == [True, True, True, False, True]
+    assert all("127.0.0.1" in entry.who for entry in listed.entries)
+
+
+async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admin, bench, skewed):
+    async with served(channel, bench) as links:
+        await until(status, is_serving)
+        code, words = await refusal(admin.Rollback(admin_pb2.RollbackRequest()))
+        assert code is grpc.StatusCode.NOT_FOUND
+        assert "has adopted no plan yet" in words
+        traffic = asyncio.create_task(report_forever(links, skewed(1)))
+        try:
+            for link in links:
+                await link.receive_until(Stage)
+            for link in links:
+                await link.send(link.worker.answer_staged())
+            for link in links:
+                await link.send(link.worker.switch())
+            await until(status, lambda pool: pool.generation == 2)
+        finally:
+            traffic.cancel()
+            with suppress(asyncio.CancelledError):
+                await traffic
+        code, words = await refusal(admin.Rollback(admin_pb2.RollbackRequest(generation=9)))
+        assert code is grpc.StatusCode.NOT_FOUND
+        assert "no committed generation 9; those kept are: 1, 2" in words
+        preview = await admin.Preview(
+            admin_pb2.PreviewRequest(policy={"min_gain": 0.0}, algorithm="global")
+        )
+        assert preview.decision.base_generation == 2
+        assert preview.decision.algorithm == "global"
+        assert preview.layout.num_slots == 40
+        back = await admin.Rollback(admin_pb2.RollbackRequest(reason="it stutters"))
+        assert back.outcome.accepted, back.outcome.reason
+        assert back.outcome.generation == 3
+        stages = await asyncio.gather(*(link.receive_until(Stage) for link in links))
+        start = contiguous_layout(num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=10)
+        assert all(stage.layout.same_placement(start) for stage in stages)
+        for link in links:
+            await link.send(link.worker.answer_staged())
+        for link in links:
+            await link.send(link.worker.switch())
+        pool = await until(status, lambda pool: pool.generation == 3)
+        assert pool.last_decision.algorithm == "rollback"
+        assert "it stutters" in pool.hold.paused
+
+
+@pytest.mark.parametrize(
+    ("order", "code", "words"),
+    [
+        (lambda admin: admin.Pause(admin_pb2.PauseRequest(pool="x")), "NOT_FOUND", "no pool 'x'"),
+        (
+            lambda admin: admin.Preview(admin_pb2.PreviewRequest(policy={"gain": 1})),
+            "INVALID_ARGUMENT",
+            "a policy has no number 'gain'; there are: interval_s",
+        ),
+        (
+            lambda admin: admin.Preview(admin_pb2.PreviewRequest(policy={"min_gain": 2})),
+            "INVALID_ARGUMENT",
+            "min_gain must be from 0 to 1, not 2",
+        ),
+        (
+            lambda admin: admin.Preview(admin_pb2.PreviewRequest(algorithm="best")),
+            "INVALID_ARGUMENT",
+            "algorithm must be one of auto",
+        ),
+        (
+            lambda admin: admin.Pin(
+                admin_pb2.PinRequest(layout=worker_link_pb2.Layout(generation=1, num_layers=2**30))
+            ),
+            "INVALID_ARGUMENT",
+            "pin: a layout has from 1 to 2^20 cells",
+        ),
+        (
+            lambda admin: admin.ListAudit(admin_pb2.ListAuditRequest(limit=9999)),
+            "INVALID_ARGUMENT",
+            "limit must be at most 1000",
+        ),
+    ],
+)
+async def test_orders_that_make_no_sense_are_refused_in_words(
+    channel, status, admin, bench, order, code, words
+):
+    async with served(channel, bench):
+        await until(status, is_serving)
+        assert (await refusal(order(admin)))[0] is grpc.StatusCode[code]
+        assert words in (await refusal(order(admin)))[1]
+
+
+async def test_what_operators_ordered_outlives_the_balancer(tmp_path, bench):
+    async with opened(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
+        status, admin = status_pb2_grpc.StatusStub(channel), admin_pb2_grpc.AdminStub(channel)
+        async with served(channel, bench):
+            await until(status, is_serving)
+            await admin.Pin(admin_pb2.PinRequest(reason="keep it"))
+            await admin.Pause(admin_pb2.PauseRequest(reason="and rest"))
+    async with opened(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
+        status = status_pb2_grpc.StatusStub(channel)
+        kept = (await status.GetStatus(status_pb2.GetStatusRequest())).status
+    assert kept.hold.pinned.endswith(": keep it")
+    assert kept.hold.paused.endswith(": and rest")
+    assert len(kept.audit) == 2

@@ -1,0 +1,162 @@
+"""Streams of workers at the real server: whom it hears, turns away, and what it survives."""
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+from balancer_links import WAIT_S, is_serving, linked, opened, served, until
+
+from equipoise.wire.convert import to_balancer
+from equipoise.wire.messages import Assignment, HeartbeatAck, Rejection
+from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2, worker_link_pb2_grpc
+
+
+@pytest.fixture
+async def channel(tmp_path):
+    async with opened(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def status(channel):
+    return status_pb2_grpc.StatusStub(channel)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "theirs", "ours"),
+    [
+        ("hello_checkpoint", {"checkpoint_fingerprint": "other"}, "other", "abc"),
+        ("hello_kernels", {"kernels": "torch", "backends": ("model=torch",)}, "torch", "triton"),
+    ],
+)
+async def test_a_worker_that_differs_is_turned_away_and_the_pool_goes_on(
+    channel, status, bench, worker_of, hello_of, kind, changes, theirs, ours
+):
+    for worker in bench.workers.values():
+        worker.hello = replace(worker.hello, backends=("gemm=triton|reference",))
+    async with served(channel, bench):
+        await until(status, is_serving)
+        stray = worker_of(hello_of("stray", **changes))
+        async with linked(channel, [stray]) as (link,):
+            rejection = await link.receive()
+            assert rejection.fatal
+            assert theirs in rejection.reason
+            assert ours in rejection.reason
+            assert await link.receive() is None
+        pool = await until(status, lambda pool: pool.refusals)
+        assert [(each.kind, each.count) for each in pool.refusals] == [(kind, 1)]
+        assert is_serving(pool)
+
+
+async def test_a_bad_report_is_answered_and_counted_and_the_stream_lives_on(channel, status, bench):
+    async with served(channel, bench) as links:
+        await until(status, is_serving)
+        link = links[2]
+        report = link.worker.report()
+        counters = np.ones((7, 10), dtype=np.uint64)
+        await link.send(replace(report, load=replace(report.load, tokens=counters)))
+        rejection = await link.receive_until(Rejection)
+        assert not rejection.fatal
+        assert link.worker.hello.worker in rejection.reason
+        await link.send(link.worker.heartbeat(sequence=5))
+        assert (await link.receive_until(HeartbeatAck)).sequence == 5
+        pool = await until(status, lambda pool: pool.refusals)
+        assert is_serving(pool)
+
+
+async def test_a_heartbeat_that_goes_with_a_report_is_answered_whatever_the_report_is_worth(
+    channel, status, bench
+):
+    async with served(channel, bench) as links:
+        await until(status, is_serving)
+        link = links[1]
+        good = link.worker.report()
+        await link.send(replace(good, heartbeat=link.worker.heartbeat(sequence=7)))
+        assert (await link.receive_until(HeartbeatAck)).sequence == 7
+        of_another = replace(good.load, rank=good.load.rank + 1)
+        beat = link.worker.heartbeat(sequence=8)
+        await link.send(replace(good, load=of_another, heartbeat=beat))
+        assert (await link.receive_until(HeartbeatAck)).sequence == 8
+        assert "its rank is" in (await link.receive_until(Rejection)).reason
+
+
+async def test_a_stream_that_does_not_begin_with_hello_is_closed_with_words(channel):
+    stream = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect()
+    await stream.write(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat()))
+    answer = await asyncio.wait_for(stream.read(), WAIT_S)
+    assert answer.rejection.fatal
+    assert "Hello" in answer.rejection.reason
+    assert await asyncio.wait_for(stream.read(), WAIT_S) is grpc.aio.EOF
+
+
+async def test_a_broken_stream_is_noticed_and_its_worker_comes_back(channel, status, bench):
+    async with served(channel, bench) as links:
+        await until(status, is_serving)
+        links[1].call.cancel()
+        pool = await until(status, lambda pool: not is_serving(pool))
+        assert pool.ranks[1].state == "gone"
+        assert "rank 1" in pool.health_reason
+        returned = links[1].worker
+        returned.hello, first = returned.reconnecting(), returned.hello
+        async with linked(channel, [returned]) as (link,):
+            returned.hello = first
+            await link.receive_until(Assignment)
+            assert (await until(status, is_serving)).epoch == 1
+
+
+async def test_a_newer_stream_of_a_worker_ends_the_older(channel, status, bench):
+    async with served(channel, bench) as links:
+        await until(status, is_serving)
+        older = links[0]
+        older.worker.hello, first = older.worker.reconnecting(), older.worker.hello
+        async with linked(channel, [older.worker]) as (newer,):
+            older.worker.hello = first
+            await newer.receive_until(Assignment)
+            assert await older.receive() is None
+            await until(status, is_serving)
+
+
+async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_refused(
+    channel, status, worker_of, hello_of
+):
+    async with linked(channel, [worker_of(hello_of("worker-0"))]) as (link,):
+        huge = worker_link_pb2.Leaving(reason="x" * 200_000)
+        await link.call.write(worker_link_pb2.ConnectRequest(leaving=huge))
+        beat = worker_link_pb2.Heartbeat(sequence=1)
+        for _ in range(3000):
+            await link.call.write(worker_link_pb2.ConnectRequest(heartbeat=beat))
+        kinds = await until_refused(status, {"link_rate", "link_size"})
+        assert not link.call.done(), "the stream lives on"
+    assert "messages a second" in kinds["link_rate"].latest
+    assert "has at most" in kinds["link_size"].latest
+
+
+async def test_bytes_that_are_no_message_end_the_stream_and_are_counted(channel, status, hello_of):
+    connect = channel.stream_stream("/equipoise_api.v1.WorkerLink/Connect")
+    answer = worker_link_pb2.ConnectResponse.FromString
+    stranger = connect()
+    await stranger.write(b"\xff\xff")
+    rejection = answer(await stranger.read()).rejection
+    assert "2 bytes are no message" in rejection.reason
+    assert not rejection.fatal, "the next try may be whole"
+    worker = connect()
+    await worker.write(to_balancer(hello_of("worker-0")).SerializeToString())
+    await worker.write(b"\xff\xff")
+    async with asyncio.timeout(WAIT_S):
+        while await worker.read() is not grpc.aio.EOF:
+            pass
+    kinds = await until_refused(status, {"link_bytes"})
+    assert "worker worker-0: 2 bytes are no message" in kinds["link_bytes"].latest
+
+
+async def until_refused(status, kinds):
+    """The pool's refusals by kind, once all of these are among them."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            answer = await status.GetStatus(status_pb2.GetStatusRequest())
+            found = {refusal.kind: refusal for refusal in answer.status.refusals}
+            if kinds <= set(found):
+                return found
+            await asyncio.sleep(0.01)
