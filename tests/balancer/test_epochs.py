@@ -1,93 +1,27 @@
-"""A pool whose ranks die, hang, return and come anew, at every moment that matters."""
-
-from dataclasses import replace
+"""A pool whose ranks die, hang or leave, at every moment that matters."""
 
 import numpy as np
 import pytest
+from deaths import check, die, lost, names, notice, serve_all, with_spare_slots
 
 from equipoise.balancer.pool.effects import WriteAdopted, WriteMembership
 from equipoise.balancer.pool.health import Health
-from equipoise.balancer.pool.memory import PoolMemory
-from equipoise.planning.moves import CheckpointSource, RankSource
-from equipoise.wire.messages import Assignment, GroupLost, Leaving
+from equipoise.planning.moves import CheckpointSource
+from equipoise.wire.messages import Assignment, Leaving
 
 
 @pytest.fixture
-def open_bench(make_bench):
-    """A pool of workers with 12 slots, of which three hold the 32 experts."""
-
-    def build(num_ranks=4, **changes):
-        bench = make_bench(num_ranks=num_ranks, **changes)
-        for worker in bench.workers.values():
-            worker.hello = replace(worker.hello, slots_per_rank=12)
-        return bench
-
-    return build
-
-
-@pytest.fixture
-def serving_bench(open_bench):
-    bench = open_bench()
+def serving_bench(make_bench):
+    bench = with_spare_slots(make_bench())
     bench.serve()
     return bench
 
 
-def lost(worker, reason="a peer rank failed or hangs"):
-    """What a worker says whose group is over."""
-    return GroupLost(
-        epoch=worker.epoch, reason=reason, expert_of_slot=worker.own(worker.layout.expert_of_slot)
-    )
-
-
-def die(bench, *victims):
-    """Processes end: their streams too, and what they held is gone."""
-    for victim in victims:
-        bench.lose(victim, reason="its stream was cut")
-        bench.disconnected.add(victim.hello.worker)
-        del bench.workers[victim.hello.worker]
-
-
-def notice(bench, *workers):
-    for worker in workers:
-        bench.say(worker, lost(worker))
-
-
-def serve_all(bench):
-    for worker in bench.ranks:
-        bench.say(worker, worker.serving())
-
-
-def names(bench):
-    return [worker.hello.worker for worker in bench.ranks]
-
-
-def come(bench, worker_of, hello):
-    """A new process says hello."""
-    bench.workers[hello.worker] = worker_of(hello)
-    bench.disconnected.discard(hello.worker)
-    bench.hello(hello)
-
-
-def epochs_written(bench):
-    return [write.membership.epoch for write in bench.writes if isinstance(write, WriteMembership)]
-
-
-def check(bench):
-    """What must hold at any time of workers that were told their place."""
-    ranks = bench.ranks
-    assert [worker.rank for worker in ranks] == list(range(len(ranks)))
-    (epoch,) = {worker.epoch for worker in ranks}
-    (generation,) = {worker.layout.generation for worker in ranks}
-    assert bench.pool.roster.epoch == epoch
-    assert bench.pool.layouts.stored_generation == generation
-    assert epochs_written(bench) == sorted(set(epochs_written(bench)))
-    (table,) = {worker.layout.expert_of_slot.tobytes() for worker in ranks}
-    assert table
-    nodes = [worker.hello.node for worker in ranks]
-    assert nodes == sorted(nodes), "ranks of a node are contiguous"
-
-
-# A death -----------------------------------------------------------------------------------------
+@pytest.fixture
+def bench_of_six(make_bench):
+    bench = with_spare_slots(make_bench(num_ranks=6))
+    bench.serve()
+    return bench
 
 
 @pytest.mark.parametrize("victim", range(4))
@@ -193,9 +127,6 @@ def test_a_group_that_only_some_gave_up_is_reformed_without_the_others_at_the_bo
     assert "worker-0 did not let go of it within 5 s" in reform.latest
 
 
-# Deaths at bad moments ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("victim", range(4))
 @pytest.mark.parametrize("moment", ["staging", "staged", "some switched"])
 def test_a_death_during_a_rollout_ends_it_and_its_number_is_not_used_again(
@@ -219,9 +150,8 @@ def test_a_death_during_a_rollout_ends_it_and_its_number_is_not_used_again(
 
 
 @pytest.mark.parametrize("second", range(3))
-def test_a_death_while_ranks_form_anew_is_followed_by_another_epoch(open_bench, second):
-    bench = open_bench(num_ranks=6)
-    bench.serve()
+def test_a_death_while_ranks_form_anew_is_followed_by_another_epoch(bench_of_six, second):
+    bench = bench_of_six
     die(bench, bench.ranks[0])
     notice(bench, *bench.ranks)
     die(bench, bench.ranks[second])
@@ -231,9 +161,8 @@ def test_a_death_while_ranks_form_anew_is_followed_by_another_epoch(open_bench, 
     check(bench)
 
 
-def test_two_deaths_at_once_are_one_epoch(open_bench):
-    bench = open_bench(num_ranks=6)
-    bench.serve()
+def test_two_deaths_at_once_are_one_epoch(bench_of_six):
+    bench = bench_of_six
     die(bench, *bench.ranks[:2])
     notice(bench, *bench.ranks)
     assert {worker.epoch for worker in bench.ranks} == {2}
@@ -269,72 +198,6 @@ def test_a_word_from_an_epoch_that_is_over_is_no_fault(serving_bench):
     assert bench.pool.refusals.all() == ()
 
 
-# Too few -----------------------------------------------------------------------------------------
-
-
-def test_a_pool_without_slots_for_all_experts_is_down_and_comes_back_by_itself(
-    serving_bench, worker_of, hello_of
-):
-    bench = serving_bench
-    die(bench, *bench.ranks[:2])
-    notice(bench, *bench.ranks)
-    diagnosis = bench.pool.diagnosis()
-    assert diagnosis.health is Health.DOWN
-    assert "with 24 slots cannot hold 32 experts: 3 workers are needed" in diagnosis.reason
-    come(bench, worker_of, hello_of("worker-9", node="node-1", slots_per_rank=12))
-    assert {worker.epoch for worker in bench.ranks} == {2}
-    serve_all(bench)
-    check(bench)
-    assert bench.pool.diagnosis().health is Health.SERVING
-
-
-# Growing and returning ---------------------------------------------------------------------------
-
-
-def test_a_newcomer_makes_the_pool_larger_and_pulls_its_experts_from_ranks(
-    serving_bench, worker_of, hello_of
-):
-    bench = serving_bench
-    come(bench, worker_of, hello_of("worker-4", node="node-0", slots_per_rank=12))
-    assert bench.workers["worker-4"].assignment is None
-    bench.tick(seconds=0.6)
-    newcomer = bench.workers["worker-4"]
-    assert len(newcomer.assignment.moves) == 3 * 12
-    assert all(isinstance(move.sources[0], RankSource) for move in newcomer.assignment.moves)
-    serve_all(bench)
-    check(bench)
-    assert bench.pool.layouts.current.num_ranks == 5
-
-
-def test_a_dead_worker_that_returns_is_a_rank_again(serving_bench, worker_of):
-    bench = serving_bench
-    dead = bench.ranks[1]
-    die(bench, dead)
-    notice(bench, *bench.ranks)
-    serve_all(bench)
-    come(bench, worker_of, replace(dead.hello, boot_id="boot-2"))
-    bench.tick(seconds=0.6)
-    serve_all(bench)
-    check(bench)
-    assert bench.pool.roster.epoch == 3
-    assert dead.hello.worker in names(bench)
-
-
-def test_a_worker_that_restarts_before_anybody_noticed_returns_to_its_rank_and_layout(
-    serving_bench, worker_of
-):
-    bench = serving_bench
-    before, dead = bench.pool.layouts.current, bench.ranks[1]
-    die(bench, dead)
-    come(bench, worker_of, replace(dead.hello, boot_id="boot-2"))
-    notice(bench, *[worker for worker in bench.workers.values() if worker.assignment])
-    serve_all(bench)
-    check(bench)
-    assert bench.pool.roster.epoch == 2
-    assert bench.pool.layouts.current is before
-    assert bench.ranks[1].hello.boot_id == "boot-2"
-
-
 def test_a_worker_that_leaves_is_not_waited_for(serving_bench):
     bench = serving_bench
     leaver = bench.ranks[2]
@@ -345,9 +208,6 @@ def test_a_worker_that_leaves_is_not_waited_for(serving_bench):
     serve_all(bench)
     check(bench)
     assert "it left: SIGTERM" in bench.pool.epochs.newest_first()[0].reason
-
-
-# What survives -----------------------------------------------------------------------------------
 
 
 def test_averages_survive_a_change_of_ranks_and_planning_goes_on(serving_bench, skewed):
@@ -363,42 +223,6 @@ def test_averages_survive_a_change_of_ranks_and_planning_goes_on(serving_bench, 
     assert bench.pool.refusals.all() == ()
     assert bench.pool.windows[-1].load_of_rank.shape == (3, 4 - 1)
     check(bench)
-
-
-def test_a_worker_that_comes_back_with_other_labels_is_planned_for_where_it_is_now(bench):
-    bench.serve()
-    assert "node-9" not in bench.pool.roster.topology().node_of_rank
-    moved = bench.ranks[3]
-    bench.lose(moved)
-    bench.hello(moved.reconnecting(node="node-9"))
-    assert bench.pool.roster.complete
-    assert bench.pool.roster.topology().node_of_rank[3] == "node-9"
-
-
-def test_survivors_that_meet_a_new_balancer_are_its_pool(serving_bench, open_bench):
-    old = serving_bench
-    memory = PoolMemory(
-        committed=old.pool.layouts.current,
-        next_generation=old.pool.layouts.next_generation,
-        membership=next(
-            write.membership for write in old.writes if isinstance(write, WriteMembership)
-        ),
-    )
-    new = open_bench(memory=memory)
-    new.workers = dict(old.workers)
-    dead, *survivors = old.ranks
-    del new.workers[dead.hello.worker]
-    for worker in survivors:
-        new.hello(replace(worker.hello, group_lost=lost(worker)))
-    assert {worker.epoch for worker in survivors} == {1}
-    for _ in range(5):
-        new.now += 1.0
-        for worker in survivors:
-            new.say(worker, worker.heartbeat())
-        new.tick()
-    assert {worker.epoch for worker in survivors} == {2}
-    serve_all(new)
-    check(new)
 
 
 def test_the_pause_of_an_epoch_is_measured(serving_bench):

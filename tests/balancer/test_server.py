@@ -88,9 +88,6 @@ async def test_a_used_port_is_one_clear_sentence(address, tmp_path):
     await store.close()
 
 
-# Orders of operators ------------------------------------------------------------------------------
-
-
 async def test_stopping_lets_go_of_workers_and_watchers_at_once(tmp_path, bench):
     store = SqliteStore(tmp_path / "stopped.sqlite")
     # A grace that no test would survive waiting for.
@@ -108,6 +105,3 @@ async def test_stopping_lets_go_of_workers_and_watchers_at_once(tmp_path, bench)
             for link in links:
                 assert await link.receive() is None
     await store.close()
-
-
-# What anyone may ask -----------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""The smallest model that computes in FP8 on the kernel suite: groups of 128 everywhere."""
+"""The smallest models that compute in FP8 on the kernel suite: groups of 128 everywhere."""
+
+from dataclasses import replace
 
 from equipoise_model.config import ModelConfig
 
@@ -22,3 +24,6 @@ SUITE = ModelConfig(
     topk_group=2,
     max_position_embeddings=64,
 )
+
+WIDE = replace(SUITE, kv_lora_rank=128)
+"""Its latents can be kept in FP8 too."""

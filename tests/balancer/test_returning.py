@@ -1,0 +1,114 @@
+"""A pool that workers come to: new ones, those that died, and the same ones at a new balancer."""
+
+from dataclasses import replace
+
+import pytest
+from deaths import check, come, die, lost, names, notice, serve_all, with_spare_slots
+
+from equipoise.balancer.pool.effects import WriteMembership
+from equipoise.balancer.pool.health import Health
+from equipoise.balancer.pool.memory import PoolMemory
+from equipoise.planning.moves import RankSource
+
+
+@pytest.fixture
+def serving_bench(make_bench):
+    bench = with_spare_slots(make_bench())
+    bench.serve()
+    return bench
+
+
+def test_a_pool_without_slots_for_all_experts_is_down_and_comes_back_by_itself(
+    serving_bench, worker_of, hello_of
+):
+    bench = serving_bench
+    die(bench, *bench.ranks[:2])
+    notice(bench, *bench.ranks)
+    diagnosis = bench.pool.diagnosis()
+    assert diagnosis.health is Health.DOWN
+    assert "with 24 slots cannot hold 32 experts: 3 workers are needed" in diagnosis.reason
+    come(bench, worker_of, hello_of("worker-9", node="node-1", slots_per_rank=12))
+    assert {worker.epoch for worker in bench.ranks} == {2}
+    serve_all(bench)
+    check(bench)
+    assert bench.pool.diagnosis().health is Health.SERVING
+
+
+def test_a_newcomer_makes_the_pool_larger_and_pulls_its_experts_from_ranks(
+    serving_bench, worker_of, hello_of
+):
+    bench = serving_bench
+    come(bench, worker_of, hello_of("worker-4", node="node-0", slots_per_rank=12))
+    assert bench.workers["worker-4"].assignment is None
+    bench.tick(seconds=0.6)
+    newcomer = bench.workers["worker-4"]
+    assert len(newcomer.assignment.moves) == 3 * 12
+    assert all(isinstance(move.sources[0], RankSource) for move in newcomer.assignment.moves)
+    serve_all(bench)
+    check(bench)
+    assert bench.pool.layouts.current.num_ranks == 5
+
+
+def test_a_dead_worker_that_returns_is_a_rank_again(serving_bench, worker_of):
+    bench = serving_bench
+    dead = bench.ranks[1]
+    die(bench, dead)
+    notice(bench, *bench.ranks)
+    serve_all(bench)
+    come(bench, worker_of, replace(dead.hello, boot_id="boot-2"))
+    bench.tick(seconds=0.6)
+    serve_all(bench)
+    check(bench)
+    assert bench.pool.roster.epoch == 3
+    assert dead.hello.worker in names(bench)
+
+
+def test_a_worker_that_restarts_before_anybody_noticed_returns_to_its_rank_and_layout(
+    serving_bench, worker_of
+):
+    bench = serving_bench
+    before, dead = bench.pool.layouts.current, bench.ranks[1]
+    die(bench, dead)
+    come(bench, worker_of, replace(dead.hello, boot_id="boot-2"))
+    notice(bench, *[worker for worker in bench.workers.values() if worker.assignment])
+    serve_all(bench)
+    check(bench)
+    assert bench.pool.roster.epoch == 2
+    assert bench.pool.layouts.current is before
+    assert bench.ranks[1].hello.boot_id == "boot-2"
+
+
+def test_a_worker_that_comes_back_with_other_labels_is_planned_for_where_it_is_now(bench):
+    bench.serve()
+    assert "node-9" not in bench.pool.roster.topology().node_of_rank
+    moved = bench.ranks[3]
+    bench.lose(moved)
+    bench.hello(moved.reconnecting(node="node-9"))
+    assert bench.pool.roster.complete
+    assert bench.pool.roster.topology().node_of_rank[3] == "node-9"
+
+
+def test_survivors_that_meet_a_new_balancer_are_its_pool(serving_bench, make_bench):
+    old = serving_bench
+    memory = PoolMemory(
+        committed=old.pool.layouts.current,
+        next_generation=old.pool.layouts.next_generation,
+        membership=next(
+            write.membership for write in old.writes if isinstance(write, WriteMembership)
+        ),
+    )
+    new = with_spare_slots(make_bench(memory=memory))
+    new.workers = dict(old.workers)
+    dead, *survivors = old.ranks
+    del new.workers[dead.hello.worker]
+    for worker in survivors:
+        new.hello(replace(worker.hello, group_lost=lost(worker)))
+    assert {worker.epoch for worker in survivors} == {1}
+    for _ in range(5):
+        new.now += 1.0
+        for worker in survivors:
+            new.say(worker, worker.heartbeat())
+        new.tick()
+    assert {worker.epoch for worker in survivors} == {2}
+    serve_all(new)
+    check(new)

@@ -1,0 +1,133 @@
+"""What computes the model is chosen by name or by what pays, alike by all ranks of a pool."""
+
+import dataclasses
+
+import pytest
+import torch
+from suite_models import SUITE, WIDE
+
+from equipoise_kernels import selection
+from equipoise_model.config import Fp8Config
+from equipoise_model.operations import Operations, OperationsError
+from equipoise_model.suite.transformer import obstacle
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def twins(monkeypatch):
+    """The suite's torch twins, though a process of tests interprets."""
+    chosen = selection.resolve("reference", lambda operation, name: None)
+    monkeypatch.setattr(selection.Process, "_selection", chosen)
+
+
+def test_what_computes_is_chosen_by_name_or_by_what_pays():
+    stored = dataclasses.replace(SUITE, quantization_config=Fp8Config(scale_fmt="ue8m0"))
+
+    def choose(wanted, config=stored, *, batch_invariant=False):
+        return Operations.choose(wanted, config=config, device=CPU, batch_invariant=batch_invariant)
+
+    assert choose("auto").fp8 is None
+    assert choose("bf16").kernels == "torch"
+    assert choose("fp8").fp8 == Fp8Config(scale_fmt="ue8m0")
+    assert choose("fp8", SUITE).fp8 == Fp8Config()
+    assert choose("fp8").kernels == "reference"
+    with pytest.raises(OperationsError, match="none of auto, bf16 and fp8"):
+        choose("int4")
+    with pytest.raises(OperationsError, match="batch-invariant mode has its own arithmetic"):
+        choose("fp8", batch_invariant=True)
+    narrow = dataclasses.replace(SUITE, moe_intermediate_size=48)
+    with pytest.raises(OperationsError, match="moe_intermediate_size is 48, no multiple of 128"):
+        choose("fp8", narrow)
+    odd = dataclasses.replace(SUITE, kv_lora_rank=96)
+    assert obstacle(odd) == "kv_lora_rank is 96, no power of two from 16 on"
+
+
+def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
+    def without(*absent):
+        absent = ("flash_mla", *absent)
+        return selection.resolve("auto", lambda _operation, name: name in absent and "absent")
+
+    in_fp8, by_torch = (Operations(device=CPU, fp8=fp8) for fp8 in (Fp8Config(), None))
+
+    def told_by(chosen):
+        monkeypatch.setattr(selection.Process, "_selection", chosen)
+        monkeypatch.setattr(selection.Process, "_resolved", chosen)
+        return in_fp8.told
+
+    richer = told_by(without("deep_ep"))
+    own = told_by(without("deep_ep", "deep_gemm"))
+    in_fp8.hear([own, own])
+    in_fp8.hear([own, ""])
+    assert in_fp8.kernels == "triton, gemm_large=scaled_mm"
+    told_by(without("deep_ep"))
+    assert in_fp8.kernels == "triton, gemm_large=deep_gemm"
+    assert "gemm_large=deep_gemm|scaled_mm|triton|reference" in in_fp8.backends
+    in_fp8.hear([own, richer])
+    assert in_fp8.kernels == "triton, gemm_large=scaled_mm"
+    assert in_fp8.told == richer
+    in_fp8.hear([richer])
+    assert in_fp8.kernels == "triton, gemm_large=deep_gemm"
+    assert by_torch.backends == ("model=torch",)
+    with pytest.raises(OperationsError, match=r"do not compute alike \(torch and more\)"):
+        in_fp8.hear([own, by_torch.told])
+    named = told_by(selection.resolve("gemm=reference", lambda _operation, _name: None))
+    with pytest.raises(OperationsError, match="ranks share no backend for gemm"):
+        in_fp8.hear([named, told_by(selection.resolve("gemm=triton", lambda *_: None))])
+
+
+def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
+    def choose(config=WIDE, *, weights="fp8", latents="fp8", **more):
+        return Operations.choose(
+            weights, config=config, device=CPU, batch_invariant=False, latents=latents, **more
+        )
+
+    monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: True)
+    chosen = choose()
+    assert chosen.cache(WIDE, num_blocks=1, max_len=16, mtp=False).bytes_per_token == 328
+    assert chosen.kernels == "reference, latents=fp8"
+    assert chosen.backends == ("model=reference", "latents=fp8")
+    plain = choose(latents="bf16", block_tokens=64)
+    assert plain.cache(WIDE, num_blocks=1, max_len=16, mtp=False).block_tokens == 64
+    assert plain.backends == ("model=reference",)
+    with pytest.raises(OperationsError, match="do not compute alike"):
+        plain.hear([plain.told, chosen.told])
+    with pytest.raises(OperationsError, match="'fp4' are neither bf16 nor fp8"):
+        choose(latents="fp4")
+    with pytest.raises(OperationsError, match="need the model in FP8: choose weights fp8"):
+        choose(weights="bf16")
+    with pytest.raises(OperationsError, match="kv_lora_rank is 32, no multiple of 128"):
+        choose(SUITE)
+    monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)
+    everything = selection.resolve("auto", lambda _operation, _name: None)
+    for name in ("_selection", "_resolved"):
+        monkeypatch.setattr(selection.Process, name, everything)
+    plain = dataclasses.replace(chosen, fp8_latents=False)
+    assert chosen.backends[-1] == "latents=fp8"
+    with pytest.raises(OperationsError, match="some ranks keep latents in FP8 and some do not"):
+        plain.hear([plain.told, chosen.told])
+
+
+def test_blocks_are_as_large_as_flash_mla_takes_them_where_it_attends(monkeypatch):
+    deepseek = dataclasses.replace(SUITE, kv_lora_rank=512, qk_rope_head_dim=64)
+    monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)
+
+    def chosen(setting="auto", config=deepseek, *, missing=(), **more):
+        can = selection.resolve(setting, lambda _operation, name: name in missing and "missing")
+        for name in ("_selection", "_resolved"):
+            monkeypatch.setattr(selection.Process, name, can)
+        operations = Operations.choose(
+            "fp8", config=config, device=CPU, batch_invariant=False, **more
+        )
+        return operations.block_tokens, selection.Process.selection().backends["mla_decode"]
+
+    assert chosen() == (64, "flash_mla")
+    assert chosen("auto,mla_decode=flash_mla") == (64, "flash_mla")
+    assert chosen(missing=("flash_mla",)) == (16, "triton")
+    assert chosen(latents="fp8") == (16, "triton")
+    assert "no latents in FP8" in selection.Process.selection().obstacles["mla_decode=flash_mla"]
+    assert chosen(config=SUITE) == (16, "triton")
+    assert chosen(block_tokens=32) == (32, "triton")
+    assert chosen("auto,mla_decode=flashinfer") == (16, "flashinfer")
+    with pytest.raises(OperationsError, match="it takes blocks of 64 positions, not 16"):
+        chosen("auto,mla_decode=flash_mla", block_tokens=16)
