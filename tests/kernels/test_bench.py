@@ -4,7 +4,6 @@ Cases run whole, with kernels in the interpreter, on tiny shapes, and a timer th
 measuring: what is tested is that they run, notice wrong results and fill the report.
 """
 
-import json
 import random
 
 import pytest
@@ -28,17 +27,7 @@ from equipoise_kernels.bench import (
 )
 from equipoise_kernels.bench.bench import Bench
 from equipoise_kernels.bench.exchange_rank import Arguments, Seen
-from equipoise_kernels.bench.report import (
-    GATES,
-    Gate,
-    Machine,
-    Sample,
-    Verdict,
-    as_json,
-    as_text,
-    has_passed,
-    judge,
-)
+from equipoise_kernels.bench.report import GATES, Machine, Sample, Verdict, judge
 from equipoise_kernels.bench.timing import Timing
 from equipoise_kernels.gemm import dense
 from equipoise_kernels.moe.route import route_reference
@@ -315,80 +304,12 @@ def test_calls_that_give_other_bits_each_time_are_noticed():
     assert checks.repeat_faults(lambda: out.add_(1.0), out)
 
 
-def gate(**changes):
-    return Gate(
-        **{"name": "X", "metric": "m", "must": 0.5, "target": 0.7, "stretch": 0.9} | changes
-    )
-
-
-def samples(*values):
-    return [Sample(gate="X", shape=f"s{i}", value=value) for i, value in enumerate(values)]
-
-
-@pytest.mark.parametrize(
-    ("values", "verdict"),
-    [
-        ([0.95, 0.9], Verdict.STRETCH),
-        ([0.95, 0.6], Verdict.TARGET),
-        ([0.5, 0.6], Verdict.MUST),
-        ([0.486, 0.6], Verdict.MUST),
-        ([0.48, 2.0], Verdict.FAILED),
-        ([float("nan"), 2.0], Verdict.FAILED),
-        ([0.0, 2.0], Verdict.FAILED),
-        ([], Verdict.NOT_RUN),
-    ],
-)
-def test_one_shape_below_the_bar_fails_a_gate_and_noise_is_forgiven(values, verdict):
-    assert judge(gate(), samples(*values)).verdict is verdict
-
-
-def test_a_floor_is_for_every_shape_and_must_for_the_mean():
-    with_floor = gate(must=0.75, target=0.9, stretch=None, floor=0.6)
-    assert judge(with_floor, samples(0.6, 1.0)).verdict is Verdict.MUST
-    assert judge(with_floor, samples(0.5, 1.6)).verdict is Verdict.FAILED
-    assert judge(with_floor, samples(0.65, 0.7)).verdict is Verdict.FAILED
-
-
-def test_less_is_better_where_the_gate_says_so():
-    times = gate(must=1.25, target=1.0, stretch=None, is_more_better=False)
-    assert judge(times, samples(1.2, 1.2)).verdict is Verdict.MUST
-    assert judge(times, samples(0.9, 1.0)).verdict is Verdict.TARGET
-    assert judge(times, samples(0.9, 1.3)).verdict is Verdict.FAILED
-    assert judge(times, samples(0.9, 1.1)).worst == 1.1
-
-
-def report(*values, machine=H200, faults=()):
-    found = [Sample(gate="A4", shape="s", value=value, faults=faults) for value in values]
-    judgements = [judge(g, found if g.name == "A4" else []) for g in GATES.values()]
-    return as_json(judgements, machine=machine, context={"device": "nvidia_h200", "seed": 7})
-
-
-def test_a_report_is_json_and_says_for_every_gate_how_it_went():
-    written = json.loads(json.dumps(report(0.7, float("nan")), allow_nan=False))
-    gates = {entry["name"]: entry for entry in written["gates"]}
-    assert set(gates) == set(GATES)
-    assert gates["A4"]["verdict"] == "failed"
-    assert gates["A4"]["mean"] is None
-    assert gates["A4"]["samples"][1]["value"] is None
-    assert gates["B1"]["verdict"] == "not run"
-    assert "A4  failed" in as_text(written)
-
-
-def test_a_run_passes_if_it_is_valid_and_nothing_failed():
-    assert has_passed(report(0.7))
-    assert not has_passed(report(0.3))
-    assert not has_passed(report(0.7, faults=["wrong"]))
-    slow = report(0.7, machine=Machine(copy_tb_s=3.0, bf16_tflops=790.0))
-    assert not has_passed(slow)
-    assert "3.00 TB/s" in as_text(slow)
-    assert "700" in Machine(copy_tb_s=4.3, bf16_tflops=600.0).void_because()
-
-
 def test_a_broken_case_is_reported_and_the_others_go_on(bench):
     def broken(bench):
         raise RuntimeError("no memory")
 
-    cases = {("A1",): broken, ("A4",): lambda bench: samples(1.0), ("C1",): broken}
+    whole = Sample(gate="A4", shape="s0", value=1.0)
+    cases = {("A1",): broken, ("A4",): lambda bench: [whole], ("C1",): broken}
     times = iter([True, True, False])
     found, skipped = command.collected(
         bench, wanted=set(), has_time=lambda: next(times), cases=cases
