@@ -11,7 +11,7 @@ from equipoise.cli.demo.traffic import Prompt
 from equipoise.cli.generate.run import run
 from equipoise.cli.generate.settings import GenerateSettings
 from equipoise.cli.tool_settings import ToolInputError
-from equipoise.worker.settings import packaged_checkpoint
+from equipoise.formats.packaged import packaged_checkpoint
 
 PROMPT = "def balance("
 

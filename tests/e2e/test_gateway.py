@@ -19,7 +19,7 @@ from equipoise.cli.demo.fleet import Fleet, free_address
 from equipoise.cli.demo.reference import ReferenceModel
 from equipoise.cli.demo.traffic import prompts_of
 from equipoise.cli.look.status_feed import StatusFeed
-from equipoise.worker.settings import packaged_checkpoint
+from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import status_pb2
 from equipoise_model.train.data import heldout_prompts
 

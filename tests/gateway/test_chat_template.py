@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.gateway.chat_template import ChatTemplate
 from equipoise.gateway.errors import GatewayError, InvalidRequestError
-from equipoise.gateway.settings import packaged_checkpoint
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

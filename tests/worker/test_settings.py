@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from equipoise.worker.settings import InvalidSettingsError, WorkerSettings, packaged_checkpoint
+from equipoise.formats.packaged import packaged_checkpoint
+from equipoise.worker.settings import InvalidSettingsError, WorkerSettings
 
 
 def test_the_defaults_serve_the_checkpoint_that_comes_with_the_package():

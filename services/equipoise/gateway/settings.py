@@ -1,28 +1,13 @@
 """`GatewaySettings`: everything a person may choose about a gateway. Starts nothing."""
 
-import importlib.util
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.gateway.errors import InvalidSettingsError
 from equipoise.telemetry.logs import LogFormat
 from equipoise.trust.settings import Tls, or_environment
-
-
-def packaged_checkpoint() -> Path:
-    """Folder of the tiny checkpoint that comes with `equipoise_model` (not imported here).
-
-    Raises:
-        InvalidSettingsError: the model package is not installed.
-    """
-    spec = importlib.util.find_spec("equipoise_model")
-    if spec is None or not spec.submodule_search_locations:
-        raise InvalidSettingsError(
-            "equipoise_model is not installed: name a folder with the model's config.json "
-            "with --checkpoint"
-        )
-    return Path(spec.submodule_search_locations[0]) / "checkpoints" / "tiny"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,11 @@
 """`WorkerSettings`: everything a person may choose about one worker. Imports no torch."""
 
-import importlib.util
 import math
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.telemetry.logs import LogFormat
 from equipoise.telemetry.spans_settings import check_endpoint
 from equipoise.trust.settings import Tls, or_environment
@@ -13,21 +13,6 @@ from equipoise.trust.settings import Tls, or_environment
 
 class InvalidSettingsError(ValueError):
     """A setting outside its range; the message names the setting, the value and the range."""
-
-
-def packaged_checkpoint() -> Path:
-    """Folder of the tiny checkpoint that comes with `equipoise_model` (not imported here).
-
-    Raises:
-        InvalidSettingsError: the model package is not installed.
-    """
-    spec = importlib.util.find_spec("equipoise_model")
-    if spec is None or not spec.submodule_search_locations:
-        raise InvalidSettingsError(
-            "equipoise_model is not installed: install the worker with "
-            "pip install 'equipoise[worker]' or name a checkpoint"
-        )
-    return Path(spec.submodule_search_locations[0]) / "checkpoints" / "tiny"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

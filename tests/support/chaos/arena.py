@@ -27,7 +27,7 @@ from chaos.plan import NUM_WORKERS, Ground
 from chaos.relay import PROMPT, Relay, forwarding
 from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
 from equipoise.cli.demo.traffic import Prompt
-from equipoise.worker.settings import packaged_checkpoint
+from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import (
     admin_pb2,
     admin_pb2_grpc,

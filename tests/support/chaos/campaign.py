@@ -14,7 +14,7 @@ from chaos.history import History
 from chaos.plan import DOMAINS, Fault, Ground, Kind, Run, plan_run
 from equipoise.cli.demo.reference import ReferenceModel
 from equipoise.cli.demo.traffic import Prompt, prompts_of
-from equipoise.worker.settings import packaged_checkpoint
+from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_model.train.data import heldout_prompts
 

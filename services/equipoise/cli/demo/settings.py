@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from equipoise.worker.settings import packaged_checkpoint
+from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_model.train.data import DOMAINS, Domain
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from equipoise.cli.options import ARGUMENT, REPEATED
 from equipoise.cli.tool_settings import ToolInputError
-from equipoise.gateway.settings import packaged_checkpoint
+from equipoise.formats.packaged import packaged_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
