@@ -5,11 +5,7 @@ import logging
 import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import (
-    AsyncExitStack,
-    asynccontextmanager,
-    suppress,
-)
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +143,8 @@ async def serving(
     )
     port = _bind(server, listen, credentials)
     host = listen.rpartition(":")[0]
-    elector = Elector(
-        register or SoleRegister(term=await store.highest_term()),
-        candidate=Candidate(
-            name=f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}",
-            address=advertise or f"{host}:{port}",
-        ),
-        timing=timing,
-    )
+    register = register or SoleRegister(term=await store.highest_term())
+    elector = Elector(register, candidate=_candidate(advertise or f"{host}:{port}"), timing=timing)
     readiness = Readiness()
     seat = Seat(
         store=store,
@@ -202,6 +192,11 @@ async def serving(
         finally:
             # Shielded, because a second Ctrl-C must not leave the stop half done.
             await asyncio.shield(_stop(server, seat, watched, stop_grace_s))
+
+
+def _candidate(address: str) -> Candidate:
+    """This process, under a name that no other has."""
+    return Candidate(name=f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}", address=address)
 
 
 def _add_services(
