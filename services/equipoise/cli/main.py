@@ -14,6 +14,7 @@ import typer
 
 from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.bench.settings import BenchServeSettings
+from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.generate.settings import GenerateSettings
 from equipoise.cli.look.commands import add_look_commands
@@ -178,6 +179,11 @@ def _convert(settings: ConvertSettings) -> int:
     return _run_of("equipoise.cli.offline.convert")(settings)
 
 
+def _convert_checkpoint(settings: ConvertCheckpointSettings) -> int:
+    """Write a model's weights in FP8 or in BF16, or into other files."""
+    return _run_of("equipoise.cli.checkpoint.convert")(settings)
+
+
 def _run_of(module: str) -> Callable[[Any], int]:
     """The `run` of a command's module, imported now."""
     run: Callable[[Any], int] = importlib.import_module(module).run
@@ -223,6 +229,9 @@ bench = typer.Typer(help="Measure what serves.", no_args_is_help=True)
 bench.command("serve")(command_from(BenchServeSettings, _bench_serve))
 app.add_typer(bench, name="bench")
 app.command("convert")(command_from(ConvertSettings, _convert))
+checkpoint = typer.Typer(help="Prepare a model's weights.", no_args_is_help=True)
+checkpoint.command("convert")(command_from(ConvertCheckpointSettings, _convert_checkpoint))
+app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(policy_app, name="policy")
 
 

@@ -1,0 +1,76 @@
+"""Weights from BF16 to FP8 and back, as a person asks for it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from equipoise.cli.main import app
+from equipoise.cli.tool_settings import ToolInputError
+from equipoise.formats.packaged import packaged_checkpoint
+from equipoise_model.checkpoint import Checkpoint, CheckpointError
+from equipoise_model.config import Fp8Config
+
+TINY = packaged_checkpoint()
+
+
+def convert(*arguments):
+    """What the command prints; its faults are raised as they are."""
+    command = ["checkpoint", "convert", *map(str, arguments)]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "400"})
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def in_fp8(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoints") / "fp8"
+    return path, convert("--checkpoint", TINY, "--out", path, "--ue8m0")
+
+
+def test_weights_in_fp8_are_about_half_and_what_belongs_to_the_model_goes_along(in_fp8):
+    path, said = in_fp8
+    assert said.startswith("7.2 MiB became 3.9 MiB in FP8; written to ")
+    assert "as a file, with " in said
+    stored = Checkpoint.open(path, keep_fp8=True)
+    assert stored.is_fp8
+    assert stored.config.quantization_config == Fp8Config(scale_fmt="ue8m0")
+    name = "tokenizer_config.json"
+    assert (path / name).read_bytes() == (TINY / name).read_bytes()
+    assert not list(path.glob("*.new"))
+
+
+def test_back_in_bf16_readers_get_the_numbers_that_fp8_had_from_more_files(in_fp8, tmp_path):
+    path, _ = in_fp8
+    arguments = ("--checkpoint", path, "--out", tmp_path, "--weights", "bf16")
+    told = json.loads(convert(*arguments, "--shard-gib", 0.002, "--json"))
+    assert (told["weights"], told["files"]) == ("bf16", 4)
+    assert told["bytes_after"] > 1.8 * told["bytes_before"]
+    back, source = Checkpoint.open(tmp_path), Checkpoint.open(path)
+    assert not back.is_fp8
+    assert back.read_expert(0, 5).tolist() == source.read_expert(0, 5).tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "say which folder to read and which to write"),
+        (["--out", "x"], "say which folder to read and which to write"),
+        (["--checkpoint", TINY, "--out", "x", "--shard-gib", "0"], "--shard-gib must be above 0"),
+        (["--checkpoint", TINY, "--out", "x", "--weights", "bf16", "--ue8m0"], "--weights fp8"),
+        (["--checkpoint", TINY, "--out", TINY / "config.json"], "cannot be written: File exists"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_words(arguments, words):
+    with pytest.raises(ToolInputError, match=words):
+        convert(*arguments)
+
+
+def test_what_cannot_be_converted_is_said_in_words(in_fp8, tmp_path):
+    path, _ = in_fp8
+    with pytest.raises(CheckpointError, match="is in FP8 already"):
+        convert("--checkpoint", path, "--out", tmp_path / "again")
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
+        convert("--checkpoint", tmp_path / "nowhere", "--out", tmp_path / "x")
