@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.planning.layout import Layout
 from equipoise.planning.load import LoadAverage, LoadDelta, LoadWindow, detect_shift
 
 
@@ -15,14 +16,15 @@ def make_window():
     return LoadWindow(num_layers=2, num_experts=3, num_ranks=2, opened_s=10.0)
 
 
-def delta(tokens, *, rank):
+def delta(tokens, *, rank, generation=1, experts=(0, 1, 2, 0)):
     """Of two ranks that hold experts 0 and 1, and 2 and 0."""
-    return LoadDelta(
-        rank=rank,
+    layout = Layout(
+        generation=generation,
         num_experts=3,
-        expert_of_slot=np.tile(np.array([[0, 1], [2, 0]], dtype=np.int32)[rank], (2, 1)),
-        tokens_of_slot=np.array(tokens, dtype=np.float64),
+        num_ranks=2,
+        expert_of_slot=np.tile(np.array(experts, dtype=np.int32), (2, 1)),
     )
+    return LoadDelta(rank=rank, layout=layout, tokens_of_slot=np.array(tokens, dtype=np.float64))
 
 
 def test_a_window_holds_what_came_since_the_last_close():
@@ -36,6 +38,24 @@ def test_a_window_holds_what_came_since_the_last_close():
     assert closed.tokens_per_layer == 8.0
     assert window.close(now=13.0).tokens_of_expert.sum() == 0
     assert closed.tokens_of_expert.sum() == 16
+
+
+def test_a_window_counts_each_generation_by_its_own_layout_however_late_it_comes():
+    window = make_window()
+    window.add(delta([[7, 2], [1, 4]], rank=0))
+    window.add(delta([[1, 1], [0, 0]], rank=1, generation=2, experts=(1, 0, 0, 2)))
+    window.add(delta([[5, 0], [0, 0]], rank=1))
+    closed = window.close(now=12.5)
+    np.testing.assert_array_equal(closed.tokens_of_expert, [[8, 2, 6], [1, 4, 0]])
+    np.testing.assert_array_equal(closed.tokens_of_rank, [[9, 7], [5, 0]])
+    assert closed.layout is None
+    window.add(delta([[1, 1], [0, 3]], rank=0, generation=2, experts=(1, 0, 0, 2)))
+    window.add(delta([[0, 0], [0, 0]], rank=1))
+    closed = window.close(now=13.5)
+    assert closed.layout.generation == 2
+    np.testing.assert_array_equal(closed.tokens_of_slot, [[1, 1, 0, 0], [0, 3, 0, 0]])
+    np.testing.assert_array_equal(closed.tokens_of_expert, [[1, 1, 0], [3, 0, 0]])
+    assert window.close(now=14.0).layout is None
 
 
 def test_layers_of_a_window_count_alike_or_it_is_a_contradiction():

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load, LoadDelta
+from equipoise.planning.load import LoadDelta
 
 TokenCounts = npt.NDArray[np.uint64]
 
@@ -85,23 +85,37 @@ class LoadCounters:
             )
         if report.boot_id != known.boot_id:
             known = known.succeeded_by(report.boot_id)
+        added = self._added(report, known, num_steps=num_steps)
+        known.remember(report)
+        self._ranks[report.rank] = known
+        return LoadDelta(rank=report.rank, layout=layout, tokens_of_slot=added.astype(np.float64))
+
+    def _added(
+        self, report: LoadReport, known: "_RankCounters", *, num_steps: int | None
+    ) -> TokenCounts:
         previous = self._previous(report, known)
-        is_below = (report.tokens < previous).any()
-        if is_below and num_steps is not None and num_steps > 0:
-            previous = report.tokens
-        elif is_below:
-            layer, slot = (int(index) for index in np.argwhere(report.tokens < previous)[0])
+        added = report.tokens - previous
+        # Two generations' counters may tell of the same moment, the later ones then of no step.
+        most = _MOST if num_steps is None else min(_MOST, MAX_TOKENS_A_STEP * max(1, num_steps))
+        if int(added.max()) <= most:
+            return added  # The usual case.
+        below = report.tokens < previous
+        if below.any() and num_steps is not None and num_steps > 0:
+            return np.zeros_like(report.tokens)
+        if below.any():
+            layer, slot = (int(index) for index in np.argwhere(below)[0])
             raise InvalidReportError(
                 "report_shrinking_counter",
                 f"rank {report.rank} counted {int(report.tokens[layer, slot])} tokens in layer "
                 f"{layer}, own slot {slot}, after {int(previous[layer, slot])} before, in "
                 f"generation {report.generation}",
             )
-        added = report.tokens - previous
-        _check_plausible(report, added, num_steps=num_steps)
-        known.remember(report)
-        self._ranks[report.rank] = known
-        return _delta(report.rank, added.astype(np.float64), layout)
+        layer, slot = (int(index) for index in np.argwhere(added > most)[0])
+        raise InvalidReportError(
+            "report_implausible",
+            f"rank {report.rank} says that layer {layer}, own slot {slot} received "
+            f"{int(added[layer, slot])} tokens in {num_steps} steps, more than {most}: restart it",
+        )
 
     def _previous(self, report: LoadReport, known: "_RankCounters") -> TokenCounts:
         if report.generation <= known.forgotten_generation:
@@ -116,6 +130,9 @@ class LoadCounters:
         began_unheard = report.generation < self._counted_from
         return report.tokens if began_unheard else np.zeros_like(report.tokens)
 
+
+_MOST = 2**63
+"""Above it are differences below zero, of numbers without a sign."""
 
 _GENERATIONS_KEPT = 4
 _BOOTS_KEPT = 4
@@ -135,7 +152,10 @@ class _RankCounters:
         return _RankCounters(boot_id=boot_id, retired_boots=retired)
 
     def remember(self, report: LoadReport) -> None:
+        is_new = (report.generation, report.phase) not in self.tokens
         self.tokens[report.generation, report.phase] = report.tokens.copy()
+        if not is_new:
+            return
         generations = sorted({generation for generation, _ in self.tokens})
         for generation in generations[:-_GENERATIONS_KEPT]:
             self.forgotten_generation = generation
@@ -168,27 +188,3 @@ def _check(report: LoadReport, layout: Layout, *, epoch: int) -> None:
             f"rank {report.rank} reports counters of shape {report.tokens.shape}, but [layers, "
             f"slots_per_rank] is {expected}",
         )
-
-
-def _check_plausible(report: LoadReport, added: TokenCounts, *, num_steps: int | None) -> None:
-    if num_steps is None:
-        return
-    # Two generations' counters may tell of the same moment, the later ones then of no step.
-    most = MAX_TOKENS_A_STEP * max(1, num_steps)
-    if added.max() > most:
-        layer, slot = (int(index) for index in np.argwhere(added > most)[0])
-        raise InvalidReportError(
-            "report_implausible",
-            f"rank {report.rank} says that layer {layer}, own slot {slot} received "
-            f"{int(added[layer, slot])} tokens in {num_steps} steps, more than {most}: restart it",
-        )
-
-
-def _delta(rank: int, tokens_of_slot: Load, layout: Layout) -> LoadDelta:
-    first = rank * layout.slots_per_rank
-    return LoadDelta(
-        rank=rank,
-        num_experts=layout.num_experts,
-        expert_of_slot=layout.expert_of_slot[:, first : first + layout.slots_per_rank],
-        tokens_of_slot=tokens_of_slot,
-    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
+from equipoise.planning.layout import Layout
 
 Load = npt.NDArray[np.float64]
 
@@ -21,63 +21,100 @@ MAX_LAYER_SURPLUS = 1000.0
 class LoadDelta:
     """What one rank received between two of its reports.
 
-    `tokens_of_slot` is [layers, slots_per_rank], `expert_of_slot`, of the same shape, the logical
-    expert that each of them held.
+    `tokens_of_slot` is [layers, slots_per_rank], of the rank's own slots in `layout`.
     """
 
     rank: int
-    num_experts: int
-    expert_of_slot: ExpertTable
+    layout: Layout
     tokens_of_slot: Load
 
     @property
     def tokens_of_expert(self) -> Load:
         """By logical expert, [layers, experts]."""
-        tokens = np.zeros((len(self.tokens_of_slot), self.num_experts))
+        tokens = np.zeros((self.layout.num_layers, self.layout.num_slots))
         self.add_to(tokens)
-        return tokens
+        return tokens_of_expert(tokens, self.layout)
 
-    def add_to(self, tokens_of_expert: Load) -> None:
-        """Count it in [layers, experts]; only the experts of its rank are touched."""
-        layers = np.arange(len(self.tokens_of_slot))[:, None]
-        np.add.at(tokens_of_expert, (layers, self.expert_of_slot), self.tokens_of_slot)
+    def add_to(self, tokens_of_slot: Load) -> None:
+        """Count it in a table of all slots, [layers, slots]."""
+        first, last = self.layout.first_slot[self.rank : self.rank + 2]
+        tokens_of_slot[:, first:last] += self.tokens_of_slot
 
 
 class LoadWindow:
-    """Tokens by logical expert and by rank since the last close."""
+    """Tokens since the last close.
+
+    Those of the newest generation are kept by slot; whose they are is looked up once for all
+    reports.
+    """
 
     def __init__(
         self, *, num_layers: int, num_experts: int, num_ranks: int, opened_s: float
     ) -> None:
         self._tokens_of_expert = np.zeros((num_layers, num_experts))
         self._tokens_of_rank = np.zeros((num_layers, num_ranks))
+        self._layout: Layout | None = None
+        self._tokens_of_slot = np.zeros((num_layers, 0))
+        self._num_generations = 0
         self._opened_s = opened_s
 
     def add(self, delta: LoadDelta) -> None:
         """Count what a rank received."""
-        delta.add_to(self._tokens_of_expert)
-        self._tokens_of_rank[:, delta.rank] += delta.tokens_of_slot.sum(axis=1)
+        layout = delta.layout
+        if self._layout is None or layout.generation > self._layout.generation:
+            self._look_up()
+            self._layout = layout
+            self._tokens_of_slot = np.zeros((layout.num_layers, layout.num_slots))
+        if layout.generation == self._layout.generation:
+            delta.add_to(self._tokens_of_slot)
+        elif delta.tokens_of_slot.any():  # The last words of a generation before.
+            self._tokens_of_expert += delta.tokens_of_expert
+            self._tokens_of_rank[:, delta.rank] += delta.tokens_of_slot.sum(axis=1)
+            self._num_generations += 1
 
     def close(self, *, now: float) -> "WindowLoad":
         """What came since the last close; the next window opens `now`."""
+        layout, tokens_of_slot = self._layout, self._tokens_of_slot
+        is_newest_alone = self._look_up() and self._num_generations == 1
         closed = WindowLoad(
             duration_s=max(0.0, now - self._opened_s),
             tokens_of_expert=self._tokens_of_expert,
             tokens_of_rank=self._tokens_of_rank,
+            layout=layout if is_newest_alone else None,
+            tokens_of_slot=tokens_of_slot,
         )
         self._tokens_of_expert = np.zeros_like(self._tokens_of_expert)
         self._tokens_of_rank = np.zeros_like(self._tokens_of_rank)
+        self._tokens_of_slot = np.zeros_like(tokens_of_slot)
+        self._num_generations = 0
         self._opened_s = now
         return closed
+
+    def _look_up(self) -> bool:
+        """Whose tokens those of slots are; False if there are none."""
+        layout = self._layout
+        if layout is None or not self._tokens_of_slot.any():
+            return False
+        self._tokens_of_expert += tokens_of_expert(self._tokens_of_slot, layout)
+        self._tokens_of_rank += np.add.reduceat(
+            self._tokens_of_slot, layout.first_slot[:-1], axis=1
+        )
+        self._num_generations += 1
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WindowLoad:
-    """One closed window: tokens, [layers, experts] by logical and [layers, ranks] as measured."""
+    """One closed window: tokens, [layers, experts] by logical and [layers, ranks] as measured.
+
+    `tokens_of_slot` is [layers, slots] of `layout`, if nothing else ran; else `layout` is None.
+    """
 
     duration_s: float
     tokens_of_expert: Load
     tokens_of_rank: Load
+    layout: Layout | None
+    tokens_of_slot: Load
 
     @property
     def tokens_per_layer(self) -> float:
@@ -243,6 +280,16 @@ def detect_shift(fast: Load, slow: Load, *, tokens: float, threshold: float) -> 
             f"than before, chance explains {noise:.1%}, a shift is {threshold:.1%} beyond that"
         ),
     )
+
+
+def tokens_of_expert(tokens_of_slot: Load, layout: Layout) -> Load:
+    """From [layers, slots] to [layers, experts]."""
+    shape = (layout.num_layers, layout.num_experts)
+    cells = layout.expert_of_slot + np.arange(layout.num_layers)[:, None] * layout.num_experts
+    tokens: Load = np.bincount(
+        cells.ravel(), weights=tokens_of_slot.ravel(), minlength=math.prod(shape)
+    )
+    return tokens.reshape(shape)
 
 
 def tokens_per_layer(load: Load) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load, LoadDelta
+from equipoise.planning.load import Load
 from equipoise.planning.shares import WHOLE
 
 LEAST_TOKENS = 256.0
@@ -33,35 +33,6 @@ class RealisedShares:
     tokens: float
     misplaced: float
     uneven_layers: int
-
-
-class SlotWindow:
-    """Tokens by slot since the last close, of one generation."""
-
-    def __init__(self) -> None:
-        self._layout: Layout | None = None
-        self._tokens: Load = np.zeros((0, 0))
-        self._is_mixed = False
-
-    def add(self, delta: LoadDelta, layout: Layout) -> None:
-        """Count what a rank's slots received in the generation of `layout`."""
-        if self._layout is None or self._layout.generation != layout.generation:
-            self._is_mixed = self._is_mixed or bool(self._tokens.any())
-            self._layout = layout
-            self._tokens = np.zeros((layout.num_layers, layout.num_slots))
-        first, last = layout.first_slot[delta.rank : delta.rank + 2]
-        self._tokens[:, first:last] += delta.tokens_of_slot
-
-    def close(self, factor_of_rank: Load) -> RealisedShares | None:
-        """What the shares were; None if there was too little traffic, or two generations ran.
-
-        `factor_of_rank`, [ranks], brings ranks that reported for different spans to a common one.
-        """
-        layout, tokens, is_mixed = self._layout, self._tokens, self._is_mixed
-        self._tokens, self._is_mixed = np.zeros_like(tokens), False
-        if layout is None or is_mixed or len(factor_of_rank) != layout.num_ranks:
-            return None
-        return realised_shares(tokens * np.repeat(factor_of_rank, layout.slots_of_rank), layout)
 
 
 def realised_shares(tokens_of_slot: Load, layout: Layout) -> RealisedShares | None:

@@ -114,12 +114,15 @@ def heartbeat_from_proto(message: pb.Heartbeat) -> Heartbeat:
 
 
 def _stats_from_proto(message: pb.LoadReport) -> RankStats:
-    counts = {name: checks.count("report", name, getattr(message, name)) for name in _STAT_COUNTS}
+    counts = [getattr(message, name) for name in _STAT_COUNTS]
+    if max(counts) > checks.MAX_COUNT:
+        for name, value in zip(_STAT_COUNTS, counts, strict=True):
+            checks.count("report", name, value)
     return RankStats(
-        **counts,
+        **dict(zip(_STAT_COUNTS, counts, strict=True)),
         active_requests=message.active_requests,
         queued_requests=message.queued_requests,
-        bounds=_bounds_from_proto(message),
+        bounds=_bounds_from_proto(message) if message.bounds else (),
     )
 
 

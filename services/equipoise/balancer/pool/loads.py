@@ -15,7 +15,7 @@ from equipoise.planning.counters import LoadCounters, Phase
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, LoadAverage, LoadWindow, Shift, WindowLoad, detect_shift
 from equipoise.planning.policy import Policy
-from equipoise.planning.realised import RealisedShares, SlotWindow
+from equipoise.planning.realised import RealisedShares, realised_shares
 from equipoise.planning.slowness import Pace
 from equipoise.planning.steps import StepCounters
 from equipoise.planning.topology import ModelShape
@@ -115,7 +115,6 @@ class PoolLoads:
             num_ranks=num_ranks,
             opened_s=now,
         )
-        self._slots = SlotWindow()
         self.fast = self._average(remembered.get(FAST), policy.fast_half_life_s, now=now)
         self.slow = replace(
             self._average(remembered.get(SLOW), policy.slow_half_life_s, now=now),
@@ -148,7 +147,6 @@ class PoolLoads:
         num_steps = self._steps.since_told(load.rank, stats.steps, busy_us=stats.busy_us, now=now)
         delta = self._counters.accept(load, layout, num_steps=num_steps)
         self._window.add(delta)
-        self._slots.add(delta, layout)
         self._steps.accept(
             load,
             steps=stats.steps,
@@ -234,7 +232,7 @@ class PoolLoads:
             generation=generation,
             switched=self._generation_at_open not in {0, generation},
             shift=shift,
-            shares=self._slots.close(factor_of_rank),
+            shares=_realised(load, factor_of_rank),
             pace=self._steps.pace(load_of_rank),
             phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
             unheard=self._unheard(),
@@ -272,6 +270,15 @@ class PoolLoads:
             decayed_tokens=record.tokens,
             decayed_duration_s=record.weight_s,
         )
+
+
+def _realised(load: WindowLoad, factor_of_rank: Load) -> RealisedShares | None:
+    """What shares came to be; `factor_of_rank`, [ranks], brings ranks to a common span."""
+    layout = load.layout
+    if layout is None:
+        return None
+    factors = np.repeat(factor_of_rank, layout.slots_of_rank)
+    return realised_shares(load.tokens_of_slot * factors, layout)
 
 
 def _squares(average: AverageRecord | None, squares: AverageRecord | None) -> Load | None:
