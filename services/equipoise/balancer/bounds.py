@@ -21,6 +21,9 @@ _OF_STATE = {
 }
 
 
+_WAITS = frozenset(Wait)
+
+
 def order_bound_s(policy: Policy) -> float:
     """Seconds within which an order of an operator is answered.
 
@@ -85,17 +88,18 @@ class Bounds:
 
     def hear(self, worker: str, *, boot_id: str, told: Sequence[WorkerBound]) -> tuple[str, ...]:
         """Add what a worker counted since it told last; gives the names that we do not know."""
+        if not told:
+            return ()
         known = self._told.get(worker)
         if known is None or known.boot_id != boot_id:
             while len(self._told) >= MAX_WORKERS:
                 del self._told[next(iter(self._told))]
             known = self._told[worker] = _Told(boot_id=boot_id)
-        waits = set(Wait)
         for bound in told:
-            if bound.name in waits:
+            if bound.name in _WAITS:
                 self._add(worker, bound, before=known.reached.get(bound.name, 0))
                 known.reached[bound.name] = bound.reached
-        return tuple(bound.name for bound in told if bound.name not in waits)
+        return tuple(bound.name for bound in told if bound.name not in _WAITS)
 
     def all(self) -> tuple[Bound, ...]:
         """Every bound; those of workers once one has told."""

@@ -21,6 +21,7 @@ from equipoise.balancer.pool.answers import Answers
 from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.effects import (
     Chain,
+    Effect,
     Propose,
     Send,
     Write,
@@ -36,6 +37,7 @@ from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.spans import PoolSpans
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
+from equipoise.planning.policy import Policy
 from equipoise.telemetry.logs import about
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.messages import (
@@ -47,8 +49,12 @@ from equipoise.wire.messages import (
     WorkerMessage,
 )
 
-TICK_S = 0.1
-"""Seconds between looks at the clock; every bound of a policy is late by this at most."""
+TICK_S = (0.1, 0.5)
+"""Fewest and most seconds between looks at the clock."""
+
+TICKS_A_BOUND = 20
+"""How exact the shortest bound of a policy is kept, as far as `TICK_S` lets it. A pool costs as
+much by its ticks as by a report each second."""
 
 Clock = Callable[[], float]
 
@@ -84,7 +90,7 @@ class PoolRunner:
         self._planning = Planning(controller.pool.name, planner=planner, turns=turns)
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
-        self._changed = asyncio.Event()
+        self._watching: list[asyncio.Future[None]] = []
         self._answers = Answers()
         self.encoder = Encoder()
         self.closed = False
@@ -162,7 +168,9 @@ class PoolRunner:
     async def until_changed(self, revision: int) -> None:
         """Wait until the pool's revision is another one than `revision`, or it is closed."""
         while self.pool.revision == revision and not self.closed:
-            await self._changed.wait()
+            changed = asyncio.get_running_loop().create_future()
+            self._watching.append(changed)
+            await changed
 
     async def run(self) -> None:
         """Tick, and do what is wanted, until cancelled."""
@@ -175,7 +183,7 @@ class PoolRunner:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(tick_s(self.pool.policy))
             with self._surviving("a tick"):
                 self._submit(self._controller.tick(now=self._clock()))
 
@@ -190,21 +198,22 @@ class PoolRunner:
     def _submit(self, chain: Chain) -> None:
         """Queue a chain; answers to heartbeats overtake it: a slow store is no hung balancer."""
         self._spans.follow(self.pool.rollouts)
+        rest: list[Effect] = []
         for effect in chain:
             if isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck):
                 self._post(effect)
-        rest = tuple(
-            effect
-            for effect in chain
-            if not (isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck))
-        )
+            else:
+                rest.append(effect)
         if rest:
-            self._chains.put_nowait(rest)
+            self._chains.put_nowait(tuple(rest))
         self._notify()
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        """Wake whoever watches; mostly nobody does."""
+        watching, self._watching = self._watching, []
+        for one in watching:
+            if not one.done():
+                one.set_result(None)
 
     async def _perform(self, chain: Chain, tasks: asyncio.TaskGroup) -> None:
         for effect in chain:
@@ -350,6 +359,22 @@ class PoolRunner:
             *("done" if entry.accepted else "refused", entry.outcome),
         )
         return replace(write, record=entry)
+
+
+def tick_s(policy: Policy) -> float:
+    """Seconds between looks at the clock; bounds are late by this at most."""
+    shortest_s = min(
+        policy.interval_s,
+        policy.report_interval_s,
+        policy.heartbeat_interval_s,
+        policy.stage_timeout_s,
+        policy.switch_timeout_s,
+        policy.reform_timeout_s,
+        policy.meet_timeout_s,
+        policy.start_timeout_s,
+    )
+    least_s, most_s = TICK_S
+    return min(most_s, max(least_s, shortest_s / TICKS_A_BOUND))
 
 
 def steady_clock() -> Clock:
