@@ -14,6 +14,7 @@ from equipoise.balancer.pool.admin_requests import (
     RollBack,
     Unpin,
 )
+from equipoise.balancer.pool.administration import MAX_POSTPONED
 from equipoise.balancer.pool.effects import WriteAudit, WriteProposed
 from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.planning.layout import contiguous_layout
@@ -279,6 +280,36 @@ def test_a_plan_that_was_being_made_when_the_pool_was_paused_is_not_adopted(
     bench.perform(chain)
     assert not bench.decisions()[-1].accepted
     assert "paused by ann: because while this was planned" in bench.decisions()[-1].reason
+
+
+def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_bench, policy, skewed):
+    bench = make_bench(policy=replace(policy, min_gain=1.0))
+    bench.serve()
+    bench.run_traffic(skewed(1), seconds=9)
+    for worker in bench.ranks:
+        worker.serve_traffic(skewed(1))
+        bench.say(worker, worker.report())
+    bench.now += 1.0
+    due = bench.controller.tick(now=bench.now)
+    for ticket in range(1, MAX_POSTPONED + 1):
+        wish = Rebalance(force=ticket == 1)
+        request = AdminRequest(ticket=ticket, who="ann", reason="", what="rebalance", wish=wish)
+        assert bench.controller.administer(request, now=bench.now) == ()
+    operator = Operator(bench)
+    operator.tickets = MAX_POSTPONED
+    assert not operator.ask(Rebalance()).accepted, "too many wait already"
+    bench.perform(due)
+    assert not bench.pool.postponed
+    verdicts = {record.accepted for record in bench.decisions()}
+    assert verdicts == {True, False}, "the plan of the window gained too little"
+    answers = {
+        write.request.ticket: write.answer
+        for write in bench.writes
+        if isinstance(write, WriteAudit)
+    }
+    assert answers[1].accepted
+    assert all("is being rolled out" in answers[ticket].reason for ticket in range(2, 9))
+    assert bench.pool.rollouts.current is not None
 
 
 def test_when_the_planner_breaks_down_the_operator_is_told(serving_bench, operator, skewed):

@@ -18,13 +18,16 @@ from equipoise.balancer.pool.admin_requests import (
     Unpin,
 )
 from equipoise.balancer.pool.decisions import decide, proposal_request
-from equipoise.balancer.pool.effects import Chain, Propose, WriteAudit, WriteDecision
+from equipoise.balancer.pool.effects import Chain, Effect, Propose, WriteAudit, WriteDecision
 from equipoise.balancer.pool.given import adopt_given
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.store.hold import Hold
 from equipoise.balancer.store.store import AuditRecord
 from equipoise.planning.given import fits
 from equipoise.planning.policy import Policy
+
+MAX_POSTPONED = 8
+"""Orders to plan that wait for the plan under way; each of them will have one of its own."""
 
 
 def administer(  # noqa: PLR0911 - a case a wish
@@ -85,6 +88,14 @@ def judged(
         generation=proposal.waves[-1].generation if record.accepted else 0,
     )
     return (*_answered(request, outcome, now=now), *chain)
+
+
+def resume_postponed(pool: Pool, *, now: float) -> Chain:
+    """A plan has ended: orders that met it in the making are looked at as if they came now."""
+    effects: list[Effect] = []
+    while pool.postponed and not pool.is_proposing:
+        effects += administer(pool, pool.postponed.popleft(), now=now)
+    return tuple(effects)
 
 
 def not_planned(request: AdminRequest, *, reason: str, now: float) -> Chain:
@@ -181,7 +192,7 @@ def _rebalance(pool: Pool, request: AdminRequest, wish: Rebalance, *, now: float
     if pool.hold.reason:
         return _refused(request, f"resume or unpin it first: {pool.hold.reason}", now=now)
     if pool.is_proposing:
-        return _refused(request, "a plan is being made already: ask again in a moment", now=now)
+        return _postponed(pool, request, now=now)
     if not pool.can_plan:
         return _refused(request, f"nothing can be rolled out now: {_trouble(pool)}", now=now)
     policy = replace(pool.policy, cooldown_s=0.0, plan_below=1.0)
@@ -190,6 +201,13 @@ def _rebalance(pool: Pool, request: AdminRequest, wish: Rebalance, *, now: float
     chain = _plan(pool, request, policy=policy, now=now)
     pool.is_proposing = any(isinstance(effect, Propose) for effect in chain)
     return chain
+
+
+def _postponed(pool: Pool, request: AdminRequest, *, now: float) -> Chain:
+    if len(pool.postponed) >= MAX_POSTPONED:
+        return _refused(request, f"{MAX_POSTPONED} orders wait for a plan already", now=now)
+    pool.postponed.append(request)
+    return ()
 
 
 def _plan(pool: Pool, request: AdminRequest, *, policy: Policy, now: float) -> Chain:

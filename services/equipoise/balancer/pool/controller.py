@@ -17,6 +17,7 @@ from equipoise.balancer.pool.administration import (
     judged,
     keep_to_pin,
     not_planned,
+    resume_postponed,
 )
 from equipoise.balancer.pool.decisions import close_due_window, decide, late_decisions
 from equipoise.balancer.pool.effects import (
@@ -184,9 +185,7 @@ class PoolController:
         is_early = self.pool.setbacks.wait(self.pool.policy, now=now)
         if self.pool.windows_closed > closed and not (self.pool.hold.paused or is_early):
             effects += keep_to_pin(self.pool, now=now)
-        # A plan rests on no write, so one that fails must not keep it from being made.
-        plans = [effect for effect in effects if isinstance(effect, Propose)]
-        return (*plans, *(effect for effect in effects if not isinstance(effect, Propose)))
+        return _plans_first(tuple(effects))
 
     def administer(self, request: AdminRequest, *, now: float) -> Chain:
         """An operator wants something; the answer is in the audit that follows from it."""
@@ -198,8 +197,10 @@ class PoolController:
     ) -> Chain:
         """A proposal is ready, which an operator may have `asked` for."""
         if asked is not None:
-            return judged(self.pool, asked, proposal, plan_ms=plan_ms, now=now)
-        return decide(self.pool, proposal, plan_ms=plan_ms, now=now)
+            chain = judged(self.pool, asked, proposal, plan_ms=plan_ms, now=now)
+        else:
+            chain = decide(self.pool, proposal, plan_ms=plan_ms, now=now)
+        return _plans_first((*chain, *resume_postponed(self.pool, now=now)))
 
     def proposal_failed(
         self,
@@ -217,7 +218,8 @@ class PoolController:
             self.pool.refusals.count("plan", reason)
         if asked is None or not isinstance(asked.wish, Preview):
             self.pool.is_proposing = False
-        return () if asked is None else not_planned(asked, reason=reason, now=now)
+        answer = () if asked is None else not_planned(asked, reason=reason, now=now)
+        return _plans_first((*answer, *resume_postponed(self.pool, now=now)))
 
     def written(self, write: Write, *, now: float) -> Chain:
         """The store holds a write; a decision comes back with its number."""
@@ -415,3 +417,9 @@ class PoolController:
         reason = f"generation {staged} is not being rolled out"
         abort = Abort(epoch=self.pool.roster.epoch, generation=staged, reason=reason)
         return (Send(worker=member.name, message=abort),)
+
+
+def _plans_first(chain: Chain) -> Chain:
+    """A plan rests on no write, so one that fails must not keep it from being made."""
+    plans = tuple(effect for effect in chain if isinstance(effect, Propose))
+    return (*plans, *(effect for effect in chain if not isinstance(effect, Propose)))

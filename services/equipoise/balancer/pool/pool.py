@@ -9,6 +9,7 @@ import numpy as np
 
 from equipoise.balancer.bounds import Bounds
 from equipoise.balancer.policy.book import PolicyBook, PolicyInForce
+from equipoise.balancer.pool.admin_requests import AdminRequest
 from equipoise.balancer.pool.checksums import ChecksumTable
 from equipoise.balancer.pool.effects import Chain, WriteDecision
 from equipoise.balancer.pool.epoch_log import EpochLog, Unwritten
@@ -100,7 +101,8 @@ class Pool:
     before, newest first, `rolled_back_s` is when one was rolled back last, `setbacks` are rollouts
     in a row that came to nothing. `paces` are of the
     windows of this epoch, `slow` are ranks that they show to be slow, `excluded` workers by name.
-    `late` are verdicts that the store has yet to take. Before `quiet_until_s` no worker can count
+    `late` are verdicts that the store has yet to take, `postponed` orders that wait for the plan
+    under way to end. Before `quiet_until_s` no worker can count
     as silent, whatever it does; `looked_s` is when the clock last asked for an epoch.
     `revision` grows with every change.
     """
@@ -147,6 +149,7 @@ class Pool:
     must_reconcile: bool = False
     adopting: int | None = None
     is_proposing: bool = False
+    postponed: deque[AdminRequest] = field(default_factory=deque)
     policy_revision: int = 0
     recorded_policy: str = ""
     revision: int = 1
