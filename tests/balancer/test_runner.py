@@ -14,6 +14,7 @@ from equipoise.balancer.pool.health import Health
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.balancer.pool.runner import PoolRunner, steady_clock
+from equipoise.balancer.pool.wave_turns import WaveTurns
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import Assignment, HeartbeatAck
@@ -74,6 +75,7 @@ async def pool_runner(store, tenure):
         tenure=tenure,
         planner=PlannerThreads(),
         turns=PlanningTurns(),
+        wave_turns=WaveTurns(),
         clock=steady_clock(),
     )
     task = asyncio.create_task(runner.run())
@@ -229,6 +231,7 @@ async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed
         tenure=tenure,
         planner=PlannerThreads(),
         turns=PlanningTurns(),
+        wave_turns=WaveTurns(),
         clock=lambda: bench.now,
     )
 

@@ -18,6 +18,7 @@ from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.memory import PoolMemory, recall
 from equipoise.balancer.pool.runner import Clock, PoolRunner
+from equipoise.balancer.pool.wave_turns import WaveTurns
 from equipoise.balancer.store.store import Store
 from equipoise.wire.messages import Hello
 
@@ -55,6 +56,7 @@ class Pools:
         self._tracer = tracer
         self._planner = planner or PlannerThreads()
         self._turns = PlanningTurns()
+        self._wave_turns = WaveTurns()
         self._runners: dict[str, PoolRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -146,6 +148,7 @@ class Pools:
             tenure=self._tenure,
             planner=self._planner,
             turns=self._turns,
+            wave_turns=self._wave_turns,
             clock=self._clock,
             tracer=self._tracer,
         )

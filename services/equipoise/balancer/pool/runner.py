@@ -36,6 +36,7 @@ from equipoise.balancer.pool.effects import (
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.spans import PoolSpans
+from equipoise.balancer.pool.wave_turns import WaveTurns
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
 from equipoise.telemetry.logs import about
@@ -67,8 +68,8 @@ class PoolRunner:
     `encoder` is what its streams turn messages into bytes by.
 
     `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
-    time that never runs backwards. Plans are computed by `planner`, when `turns` lets it. `tracer`
-    makes the spans of plans and rollouts.
+    time that never runs backwards. Plans are computed by `planner`, when `turns` lets it, and waves
+    begin when `wave_turns` lets them. `tracer` makes the spans of plans and rollouts.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class PoolRunner:
         tenure: Tenure,
         planner: Planner,
         turns: PlanningTurns,
+        wave_turns: WaveTurns,
         clock: Clock,
         tracer: Tracer | None = None,
     ) -> None:
@@ -88,6 +90,7 @@ class PoolRunner:
         self._tenure = tenure
         self._clock = clock
         self._planning = Planning(controller.pool.name, planner=planner, turns=turns)
+        self._wave_turns = wave_turns
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
         self._watching: list[asyncio.Future[None]] = []
@@ -217,6 +220,8 @@ class PoolRunner:
 
     async def _perform(self, chain: Chain, tasks: asyncio.TaskGroup) -> None:
         for effect in chain:
+            if isinstance(effect, WriteProposed):
+                await self._wave_turns.turn(self.pool.name)
             if not self._tenure.holds():
                 return
             match effect:
