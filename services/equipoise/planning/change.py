@@ -88,26 +88,35 @@ def changes_by_layers(
     may_be_uneven = bool(uneven.any() or target_uneven.any())
     shares = target.shares() if may_be_uneven else np.zeros_like(base.expert_of_slot)
     reshared = (base.shares() != shares) if may_be_uneven else np.zeros_like(moved)
+    cells_moved = _cells_of_layers(moved)
+    cells_told = _cells_of_layers(moved | reshared) if may_be_uneven else cells_moved
+    experts_of_cells, shares_of_cells = target.expert_of_slot.ravel(), shares.ravel()
     made: list[LayoutChange] = []
     for generation, batch in enumerate(batches, start=first_generation):
-        layers = np.sort(np.array(batch, dtype=np.int64))
-        uneven[layers] = target_uneven[layers]
         for layer in batch:
             digests[layer] = target_digests[layer]
-        tells_shares = bool(uneven.any())
-        differs = moved[layers] | reshared[layers] if tells_shares else moved[layers]
-        row, slot = np.nonzero(differs)
-        cells = layers[row] * base.num_slots + slot
+            uneven[layer] = target_uneven[layer]
+        tells_shares = may_be_uneven and bool(uneven.any())
+        of_layers = cells_told if tells_shares else cells_moved
+        cells = np.concatenate([of_layers[layer] for layer in sorted(batch)])
         made.append(
             LayoutChange(
                 generation=generation,
-                cells=cells.astype(np.uint32),
-                expert_of_cell=target.expert_of_slot.ravel()[cells],
-                share_of_cell=shares.ravel()[cells] if tells_shares else None,
+                cells=cells,
+                expert_of_cell=experts_of_cells[cells],
+                share_of_cell=shares_of_cells[cells] if tells_shares else None,
                 digest=_digest(digests),
             )
         )
     return tuple(made)
+
+
+def _cells_of_layers(differs: npt.NDArray[np.bool_]) -> list[Cells]:
+    """Of [layers, slots] that differ: each layer's cells, ascending."""
+    num_layers, num_slots = differs.shape
+    cells = np.flatnonzero(differs).astype(np.uint32)
+    bounds = np.searchsorted(cells, num_slots * np.arange(1, num_layers))
+    return np.split(cells, bounds)
 
 
 def digest(layout: Layout) -> bytes:

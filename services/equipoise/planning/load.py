@@ -286,10 +286,8 @@ def tokens_of_expert(tokens_of_slot: Load, layout: Layout) -> Load:
     """From [layers, slots] to [layers, experts]."""
     shape = (layout.num_layers, layout.num_experts)
     cells = layout.expert_of_slot + np.arange(layout.num_layers)[:, None] * layout.num_experts
-    tokens: Load = np.bincount(
-        cells.ravel(), weights=tokens_of_slot.ravel(), minlength=math.prod(shape)
-    )
-    return tokens.reshape(shape)
+    tokens = np.bincount(cells.ravel(), tokens_of_slot.ravel(), minlength=math.prod(shape))
+    return tokens.astype(np.float64, copy=False).reshape(shape)
 
 
 def tokens_per_layer(load: Load) -> float:

@@ -77,6 +77,7 @@ def moves_into(
     from_rank = [RankSource(rank=rank) for rank in range(target.num_ranks)]
     from_checkpoint = CheckpointSource()
     changed = held != target.expert_of_slot
+    told = checksums.tobytes()
     for layer in np.flatnonzero(changed.any(axis=1)).tolist():
         holders = _holders(held[layer], target, rank_of_slot)
         experts = target.expert_of_slot[layer].tolist()
@@ -87,12 +88,13 @@ def moves_into(
                 ranks = _nearest_first(ranks, rank, topology, times_first)
             if ranks:
                 times_first[ranks[0]] += 1
+            cell = (layer * num_experts + expert) * CHECKSUM_BYTES
             moves[rank].append(
                 Move(
                     layer=layer,
                     slot=slot,
                     expert=expert,
-                    checksum=checksums[layer, expert].tobytes(),
+                    checksum=told[cell : cell + CHECKSUM_BYTES],
                     sources=(*(from_rank[near] for near in ranks), from_checkpoint),
                 )
             )

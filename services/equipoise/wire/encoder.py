@@ -3,7 +3,8 @@
 Ranks are told nearly the same: who is who, and one layout. That is serialised once for all of them.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from equipoise.wire.convert import to_worker
 from equipoise.wire.messages import Assignment, BalancerMessage, Stage
@@ -26,18 +27,27 @@ class Encoder:
         match value:
             case Stage():
                 own = pb.ConnectResponse(stage=pb.Stage(moves=moves_to_proto(value.moves)))
-                return self._for_all(replace(value, moves=())) + own.SerializeToString()
+                return self._for_all(value, moves=()) + own.SerializeToString()
             case Assignment():
                 seat = pb.Assignment(rank=value.rank, moves=moves_to_proto(value.moves))
                 own = pb.ConnectResponse(assignment=seat)
-                return self._for_all(replace(value, rank=0, moves=())) + own.SerializeToString()
+                return self._for_all(value, rank=0, moves=()) + own.SerializeToString()
             case _:
                 return to_worker(value).SerializeToString()
 
-    def _for_all(self, value: BalancerMessage) -> bytes:
-        # Layouts are equal if they are the same object, so this compares no tables.
+    def _for_all(self, value: Assignment | Stage, **own: Any) -> bytes:
+        """The bytes of a push without what is the receiver's `own`."""
         known, data = self._latest.get(type(value), (None, b""))
-        if known != value:
-            data = to_worker(value).SerializeToString()
-            self._latest[type(value)] = (value, data)
+        # Layouts are equal if they are the same object, so this compares no tables.
+        if known is None or any(
+            getattr(known, name) != getattr(value, name)
+            for name in _FIELDS[type(value)]
+            if name not in own
+        ):
+            shared = replace(value, **own)
+            data = to_worker(shared).SerializeToString()
+            self._latest[type(value)] = (shared, data)
         return data
+
+
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in (Assignment, Stage)}

@@ -58,7 +58,7 @@ def proposal_request(
         model=shape.model,
         topology=pool.roster.topology(),
         policy=policy,
-        policy_hash=digest(policy),
+        policy_hash=pool.in_force.digest if policy is pool.policy else digest(policy),
         first_generation=pool.layouts.next_generation,
         now=now,
         last_switch_s=pool.rollouts.last_switch_s,

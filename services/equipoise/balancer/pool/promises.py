@@ -24,16 +24,17 @@ def watch_rollout(pool: Pool, proposal: Proposal) -> None:
     back leads to the last that kept its word.
     """
     request, verdict = proposal.request, proposal.verdict
-    computed = balancedness(layout_loads(request.current, request.window))
     before, optimism = request.current, 0.0
+    balancedness_before = verdict.balancedness_current
     if pool.watched is not None:
         before, optimism = pool.watched.promise.before, pool.watched.promise.optimism
+        balancedness_before = balancedness(layout_loads(before, request.window))
     elif request.balancedness is not None:
-        optimism = computed - request.balancedness
+        optimism = balancedness_before - request.balancedness
     promise = Promise(
         before=before,
         generation=proposal.waves[-1].generation,
-        balancedness_before=balancedness(layout_loads(before, request.window)),
+        balancedness_before=balancedness_before,
         balancedness_promised=verdict.balancedness_proposed,
         optimism=optimism,
     )
