@@ -110,6 +110,8 @@ async def test_a_restarted_fleet_keeps_its_layout_and_its_averages(pool, doom):
     assert after.generation >= learned.generation
     assert (await pool.layout()).expert_of_slot == layout.expert_of_slot
     assert np.corrcoef(await average(pool), loads)[0, 1] > 0.99
+    async with asking(pool, admin_pb2_grpc.AdminStub) as admin:
+        await admin.Resume(admin_pb2.ResumeRequest(reason="compared"), timeout=BOUND_S)
 
 
 async def test_whoever_follows_a_balancer_that_died_in_any_state_of_a_rollout_ends_it(pool, doom):
