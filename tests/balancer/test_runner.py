@@ -13,7 +13,7 @@ from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.health import Health
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.memory import PoolMemory
-from equipoise.balancer.pool.runner import PoolRunner, steady_clock
+from equipoise.balancer.pool.runner import PoolRunner, steady_clock, tick_s
 from equipoise.balancer.pool.wave_turns import WaveTurns
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
@@ -263,3 +263,16 @@ async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed
 
 def mailbox_is_empty(mailbox):
     return not mailbox._waiting
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({}, 0.1),
+        ({"heartbeat_interval_s": 4.0, "report_interval_s": 10.0, "silent_after_s": 60.0}, 0.2),
+        ({"heartbeat_interval_s": 60.0, "report_interval_s": 60.0, "silent_after_s": 300.0}, 0.25),
+        ({"interval_s": 0.05}, 0.1),
+    ],
+)
+def test_the_clock_is_looked_at_as_often_as_the_shortest_bound_of_a_policy_needs(changes, seconds):
+    assert tick_s(Policy(**changes)) == pytest.approx(seconds)

@@ -5,18 +5,22 @@ no interpreter away from the event loop that hears the workers, it can be ended 
 and one that runs out of memory takes nothing else with it.
 """
 
+import asyncio
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 
-from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
 from equipoise.balancer.planner.turns import MAX_AT_ONCE
 
 PROGRAM = "equipoise.balancer.planner"
+
+_MAX_ASKED = 32
+"""Plans under way at most, those included that take longer than a turn; others wait within their
+bound."""
 
 _END_TIMEOUT_S = 1.0
 """A killed process ends at once, unless the system is in trouble."""
@@ -35,8 +39,10 @@ class PlannerProcesses:
     def __init__(self) -> None:
         self._idle: list[_PlannerProcess] = []
         self._busy: set[_PlannerProcess] = set()
+        # Each waits for a process, and no longer than it lives.
+        self._threads = ThreadPoolExecutor(max_workers=_MAX_ASKED, thread_name_prefix="planner")
 
-    async def propose(self, request: ProposalRequest, *, pool: str) -> Proposal:
+    async def propose(self, request: ProposalRequest, *, pool: str) -> Proposal:  # noqa: ARG002
         """Plan and judge in a process that has nothing else to do; cancelled, it is ended.
 
         Raises:
@@ -46,8 +52,8 @@ class PlannerProcesses:
         process = self._idle.pop() if self._idle else _PlannerProcess()
         self._busy.add(process)
         try:
-            ask = partial(process.ask, request)
-            answer = await in_daemon_thread(ask, name=f"planner of {pool}")
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(self._threads, process.ask, request)
         except BaseException:
             process.end()
             raise
@@ -67,6 +73,7 @@ class PlannerProcesses:
         for process in (*self._idle, *self._busy):
             process.end()
         self._idle.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _PlannerProcess:

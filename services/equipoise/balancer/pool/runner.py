@@ -65,7 +65,8 @@ _log = logging.getLogger(__name__)
 class PoolRunner:
     """Runs one pool until its task is cancelled; `closed` when its streams were let go.
 
-    `encoder` is what its streams turn messages into bytes by.
+    `encoder` is what its streams turn messages into bytes by, `wave_turns` hear from them how long
+    those take.
 
     `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
     time that never runs backwards. Plans are computed by `planner`, when `turns` lets it, and waves
@@ -90,7 +91,7 @@ class PoolRunner:
         self._tenure = tenure
         self._clock = clock
         self._planning = Planning(controller.pool.name, planner=planner, turns=turns)
-        self._wave_turns = wave_turns
+        self.wave_turns = wave_turns
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
         self._watching: list[asyncio.Future[None]] = []
@@ -221,7 +222,7 @@ class PoolRunner:
     async def _perform(self, chain: Chain, tasks: asyncio.TaskGroup) -> None:
         for effect in chain:
             if isinstance(effect, WriteProposed):
-                await self._wave_turns.turn(self.pool.name)
+                await self.wave_turns.turn(self.pool.name)
             if not self._tenure.holds():
                 return
             match effect:

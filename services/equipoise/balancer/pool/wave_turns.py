@@ -10,14 +10,19 @@ import heapq
 import itertools
 import math
 
-LAG_S = 0.01
-"""The event loop keeps up if whoever sleeps is woken so late at most."""
+LAG_S = 0.02
+"""The balancer keeps up if gRPC says after so long at most that a message went.
+
+Whoever sleeps is woken in time however much waits: gRPC hands few events to the event loop in each
+of its turns, and keeps the others.
+"""
 
 SPACING_S = 0.002
 """Least seconds from one wave to the next: what it costs shows a little later."""
 
-MAX_WAIT_S = 5.0
-"""Longest wait for a turn. Whoever has waited so long goes: a wave has bounds of its own."""
+MAX_HOLD_S = 0.1
+"""Longest time from one wave to the next while others wait, however far the event loop lags: of 300
+pools each has its turn within the bounds of a wave."""
 
 
 class WaveTurns:
@@ -32,32 +37,31 @@ class WaveTurns:
         self._numbers = itertools.count()
         self._went_s: dict[str, float] = {}
         self._letting: asyncio.Task[None] | None = None
+        self.lag_s = 0.0
+        """How long the latest message to a worker took to go."""
 
     async def turn(self, pool: str) -> None:
-        """Wait until a wave of `pool` may go, or for `MAX_WAIT_S`."""
+        """Wait until a wave of `pool` may go: at most `MAX_HOLD_S` for each other pool."""
         loop = asyncio.get_running_loop()
         may_go: asyncio.Future[None] = loop.create_future()
         went_s = self._went_s.get(pool, -math.inf)
         heapq.heappush(self._waiting, (went_s, next(self._numbers), may_go))
         if self._letting is None or self._letting.done():
             self._letting = asyncio.create_task(self._let())
-        await asyncio.wait({may_go}, timeout=MAX_WAIT_S)
-        may_go.cancel()
+        await may_go
         self._went_s[pool] = loop.time()
 
     async def _let(self) -> None:
         while self._waiting:
             _, _, may_go = heapq.heappop(self._waiting)
             if may_go.done():
-                continue  # It has waited long enough.
+                continue  # Its pool is no more.
             may_go.set_result(None)
-            await _caught_up()
+            await self._caught_up()
 
-
-async def _caught_up() -> None:
-    loop = asyncio.get_running_loop()
-    late_s = math.inf
-    while late_s > LAG_S:
-        due_s = loop.time() + SPACING_S
+    async def _caught_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + MAX_HOLD_S
         await asyncio.sleep(SPACING_S)
-        late_s = loop.time() - due_s
+        while self.lag_s > LAG_S and loop.time() < until_s:  # noqa: ASYNC110 - it is a number
+            await asyncio.sleep(SPACING_S)

@@ -208,11 +208,15 @@ def _check_pace_and_size(request: bytes, hello: Hello, pace: Pace) -> None:
 
 
 async def _write(mailbox: Mailbox, context: _Context, runner: PoolRunner) -> None:
+    loop = asyncio.get_running_loop()
     async for message in mailbox.messages():
         # The last look before the wire: this process may have been paused since it was posted.
         if not runner.leads:
             return
-        await context.write(runner.encoder.encode(message))
+        message_bytes = runner.encoder.encode(message)
+        began_s = loop.time()
+        await context.write(message_bytes)
+        runner.wave_turns.lag_s = loop.time() - began_s
 
 
 def _alone(rejection: Rejection) -> bytes:
