@@ -7,7 +7,6 @@ is what workers report: whatever it missed, it reconciles with the next word it 
 
 import math
 
-from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.planner.proposal import Proposal
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.admin_requests import AdminRequest, Preview
@@ -34,6 +33,7 @@ from equipoise.balancer.pool.effects import (
     WriteProposed,
 )
 from equipoise.balancer.pool.epoch_log import Unwritten
+from equipoise.balancer.pool.hello_checks import check_numbers, check_running_layout
 from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.balancer.pool.opening import (
     assign_returned,
@@ -74,10 +74,6 @@ from equipoise.wire.messages import (
     WorkerMessage,
 )
 
-MAX_LEAP = 2**32
-"""Epochs, or generations, that a worker may be ahead of what is known here. A balancer whose store
-was lost meets such workers; but numbers are never used again, so a wrong one would be for ever."""
-
 
 class PoolController:
     """Decides for one pool. `now` is unix time in seconds that never runs backwards.
@@ -98,8 +94,8 @@ class PoolController:
             RefusedWorkerError: it cannot be in this pool; nothing changed.
         """
         pool = self.pool
-        self._check_numbers(hello)
-        self._check_running_layout(hello)
+        check_numbers(pool, hello)
+        check_running_layout(pool, hello)
         epoch = pool.roster.epoch
         before = pool.roster.members.get(hello.worker)
         member = pool.roster.admit(hello, now=now)
@@ -265,39 +261,6 @@ class PoolController:
             self.pool.unwritten.failed = True
 
     # Membership ----------------------------------------------------------------------------------
-
-    def _check_numbers(self, hello: Hello) -> None:
-        """One worker's word must not use up the numbers of epochs and generations."""
-        running, lost = hello.running, hello.group_lost
-        epoch = running.epoch if running is not None else lost.epoch if lost is not None else 0
-        generation = max(running.generation, running.staged_generation) if running else 0
-        for what, told, known in (
-            ("epoch", epoch, self.pool.roster.highest_epoch),
-            ("generation", generation, self.pool.layouts.next_generation),
-        ):
-            if told > known + MAX_LEAP:
-                raise RefusedWorkerError(
-                    f"hello_{what}_leap",
-                    f"worker {hello.worker} speaks of {what} {told}, but pool {hello.pool} has "
-                    f"come to {known}: restart the worker",
-                )
-
-    def _check_running_layout(self, hello: Hello) -> None:
-        """Two layouts must not share a number; the ranks that are here are right."""
-        if hello.running is None:
-            return
-        theirs = hello.running.layout
-        ours = self.pool.layouts.get(theirs.generation)
-        others_run = any(
-            member.connected and member.serving and member.name != hello.worker
-            for member in self.pool.roster.seated()
-        )
-        if ours is not None and others_run and not ours.same_placement(theirs):
-            raise RefusedWorkerError(
-                "hello_layout",
-                f"worker {hello.worker} runs another layout as generation {theirs.generation} than "
-                f"pool {hello.pool}: restart it",
-            )
 
     def _lose_group(self, member: Member, lost: GroupLost, *, now: float) -> Chain:
         """Ranks cannot step together any more; what was rolled out to them is over."""
