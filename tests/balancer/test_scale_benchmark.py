@@ -87,10 +87,13 @@ async def test_thousands_of_ranks(tmp_path, capsys):
             )
             waves = await measured(balancer, ranks, seconds=MEASURED_S)
             say(f"reports, while a wave follows the other in every pool: {_words(waves)}")
-            memory = balancer.memory("VmHWM")
-            say(f"memory of the balancer: {memory / 2**20:.0f} MiB at most\n")
+            most, planners = balancer.memory("VmHWM"), balancer.memory_of_planners
+            say(
+                f"memory of the balancer: {most / 2**20:.0f} MiB at most, and "
+                f"{planners / 2**20:.0f} MiB of the processes that plan\n"
+            )
             assert not ranks.troubles, ranks.troubles[:3]
-    assert memory < MAX_BYTES + total * MAX_BYTES_OF_RANK
+    assert most + planners < MAX_BYTES + total * MAX_BYTES_OF_RANK
 
 
 def _words(ingest):

@@ -86,8 +86,17 @@ class BalancerProcess:
         return sum(cpu_s(pid) for pid in self.pids)
 
     def memory(self, name: str) -> int:
-        """VmHWM (the most ever) or VmRSS (now) in bytes, planning included."""
-        return sum(_memory(pid, name) for pid in self.pids)
+        """VmHWM (the most ever) or VmRSS (now) in bytes, without processes that plan."""
+        return _told(f"/proc/{self.process.pid}/status", name)
+
+    @property
+    def memory_of_planners(self) -> int:
+        """Bytes that the processes that plan have for themselves now."""
+        return sum(
+            _told(f"/proc/{pid}/smaps_rollup", name)
+            for pid in self.pids[1:]
+            for name in ("Private_Clean", "Private_Dirty")
+        )
 
     @property
     def num_files(self) -> int:
@@ -166,9 +175,10 @@ async def measured(balancer, progress, *, seconds):
     )
 
 
-def _memory(pid: int, name: str) -> int:
-    status = Path(f"/proc/{pid}/status").read_text().splitlines()
-    line = next(line for line in status if line.startswith(f"{name}:"))
+def _told(path: str, name: str) -> int:
+    """A line of kB that the system tells of a process, in bytes."""
+    lines = Path(path).read_text().splitlines()
+    line = next(line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
 
 
