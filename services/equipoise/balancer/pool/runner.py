@@ -53,7 +53,7 @@ from equipoise.wire.messages import (
 TICK_S = (0.1, 0.5)
 """Fewest and most seconds between looks at the clock."""
 
-TICKS_A_BOUND = 20
+TICKS_A_BOUND = 10
 """How exact the shortest bound of a policy is kept, as far as `TICK_S` lets it. A pool costs as
 much by its ticks as by a report each second."""
 
