@@ -5,7 +5,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import grpc
 import psutil
@@ -13,6 +13,7 @@ import redis.asyncio
 
 from chaos.arena import WORKERS, Arena
 from chaos.plan import Fault, Kind
+from equipoise.balancer.planner.processes import PROGRAM
 from equipoise_api.v1 import worker_link_pb2, worker_link_pb2_grpc
 
 _HOUR_S = 3600
@@ -56,6 +57,32 @@ async def _follower_killed(arena: Arena, fault: Fault) -> None:
     leader = await arena.leader()
     follower = next(name for name in arena.balancers if name != leader)
     await _ended(arena, follower, fault, with_signal=signal.SIGKILL)
+
+
+async def _planner_killed(arena: Arena, fault: Fault) -> None:
+    """Each process in which the leader plans, as soon as it is there, until the fault is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(fault.lasts_s):
+            while True:
+                for planner in await _planners(arena):
+                    with suppress(psutil.NoSuchProcess):
+                        planner.kill()
+                await asyncio.sleep(0.1)
+
+
+async def _planner_hangs(arena: Arena, fault: Fault) -> None:
+    async with AsyncExitStack() as hanging:
+        for planner in await _planners(arena):
+            await hanging.enter_async_context(_stopped(planner.pid))
+        await asyncio.sleep(fault.lasts_s)
+
+
+async def _planners(arena: Arena) -> list[psutil.Process]:
+    """The processes in which the leader plans now; it may be gone meanwhile."""
+    with suppress(psutil.NoSuchProcess):
+        children = psutil.Process(arena.fleet.pid(await arena.leader())).children(recursive=True)
+        return [child for child in children if PROGRAM in child.cmdline()]
+    return []
 
 
 async def _link_cut(arena: Arena, fault: Fault) -> None:
@@ -235,6 +262,8 @@ SUFFER: dict[Kind, Callable[[Arena, Fault], Awaitable[None]]] = {
     Kind.BALANCER_KILLED: _balancer_killed,
     Kind.BALANCER_HANGS: _balancer_hangs,
     Kind.FOLLOWER_KILLED: _follower_killed,
+    Kind.PLANNER_KILLED: _planner_killed,
+    Kind.PLANNER_HANGS: _planner_hangs,
     Kind.LINK_CUT: _link_cut,
     Kind.LINK_PARTED: _weather(parted=True),
     Kind.LINK_LOSSY: _weather(dropped=0.2),

@@ -27,6 +27,8 @@ class Kind(StrEnum):
     BALANCER_KILLED = "balancer killed"
     BALANCER_HANGS = "balancer hangs"
     FOLLOWER_KILLED = "follower killed"
+    PLANNER_KILLED = "planner killed"
+    PLANNER_HANGS = "planner hangs"
     LINK_CUT = "links cut"
     LINK_PARTED = "network parted"
     LINK_LOSSY = "messages dropped"
