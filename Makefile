@@ -57,9 +57,10 @@ test: test-rooms test-fleets  ## Run every test
 test-rooms: $(STAMP) $(KERNELS) redis helm  ## Run the tests of the rooms, a file a core (ARGS=tests/planning)
 	$(BIN)/python -m pytest -m 'not benchmark and not e2e' -n logical --dist loadfile $(ARGS)
 
-# Fleets have all cores to themselves, one after the other.
+# Fleets have all cores to themselves, one after the other. Only files that have some are collected.
 test-fleets: $(STAMP) redis  ## Run the tests that start whole fleets of processes
-	$(BIN)/python -m pytest -m 'e2e and not benchmark' $(ARGS)
+	$(BIN)/python -m pytest -m 'e2e and not benchmark' \
+	  $(or $(ARGS),$$(grep -rl --include='test_*.py' 'pytest.mark.e2e' tests | sort))
 
 test-cluster: $(STAMP)  ## Install, use, upgrade and uninstall the chart on a mini cluster (about 5 minutes)
 	@tests/cluster/run $(ARGS)

@@ -18,7 +18,7 @@ from equipoise_model.generate import greedy
 BOUND_S = 100.0
 NUM_TOKENS = 48
 NICENESS = 5
-"""Of ranks that serve: they would compute at all times, and leave the cores to what starts."""
+"""Added to ours for ranks that serve: they compute at all times, and leave cores to what starts."""
 
 PROMPTS = [bytes(text, "ascii") for text in ("def ", "1 + 2 = ", "for x in ", "The ", "[0, 1, ")]
 
@@ -130,7 +130,7 @@ class Pool:
             )
         )
         for name in names:
-            os.setpriority(os.PRIO_PGRP, self.fleet.pid(name), NICENESS)
+            os.setpriority(os.PRIO_PGRP, self.fleet.pid(name), os.nice(0) + NICENESS)
         return status
 
     async def layout(self):
