@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from equipoise.balancer.planner.planning import Planning, PlanTimeoutError
-from equipoise.balancer.planner.processes import PlannerDiedError, PlannerProcesses
+from equipoise.balancer.planner.planning import PlannerDiedError, Planning, PlanTimeoutError
+from equipoise.balancer.planner.processes import PlannerProcesses
 from equipoise.balancer.planner.proposal import ProposalRequest, propose
 from equipoise.balancer.planner.turns import MAX_AT_ONCE, PlanningTurns
 from equipoise.planning.layout import contiguous_layout
@@ -115,6 +115,16 @@ async def test_a_process_that_is_killed_costs_one_plan(planner, request_of_four_
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(PlannerDiedError, match=f"process {victim} ended"):
         await plan
+    assert (await planner.propose(request_of_four_ranks, pool="tiny")).verdict.accepted
+
+
+async def test_a_process_that_is_killed_while_it_is_idle_costs_none(planner, request_of_four_ranks):
+    await planner.propose(request_of_four_ranks, pool="tiny")
+    (victim,) = children()
+    os.kill(victim, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        while planner._idle[0].is_alive:  # noqa: ASYNC110 - the system tells nobody
+            await asyncio.sleep(0.01)
     assert (await planner.propose(request_of_four_ranks, pool="tiny")).verdict.accepted
 
 

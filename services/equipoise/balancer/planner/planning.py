@@ -11,6 +11,10 @@ class PlanTimeoutError(Exception):
     """A plan took too long and was given up, or earlier ones that were still run."""
 
 
+class PlannerDiedError(Exception):
+    """What made a plan is no more."""
+
+
 class Planner(Protocol):
     """Computes, somewhere else than on the event loop."""
 
@@ -19,6 +23,7 @@ class Planner(Protocol):
 
         Raises:
             PlanTimeoutError: too many plans of `pool` that were given up run still.
+            PlannerDiedError: what made the plan is no more.
             Exception: what the planner raised.
         """
 
@@ -36,6 +41,7 @@ class Planning:
 
         Raises:
             PlanTimeoutError: it took longer than the policy allows, or waited as long for its turn.
+            PlannerDiedError: what made it is no more.
         """
         timeout_s = request.policy.plan_timeout_s
         bound = asyncio.timeout(timeout_s)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from equipoise.balancer.planner.planning import PlannerDiedError
 from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
 from equipoise.balancer.planner.turns import MAX_AT_ONCE
 
@@ -24,10 +25,6 @@ bound."""
 
 _END_TIMEOUT_S = 1.0
 """A killed process ends at once, unless the system is in trouble."""
-
-
-class PlannerDiedError(Exception):
-    """The process that made a plan ended: it was killed, perhaps for its memory."""
 
 
 class PlannerProcesses:
@@ -49,7 +46,7 @@ class PlannerProcesses:
             PlannerDiedError: the process ended.
             Exception: what the planner raised.
         """
-        process = self._idle.pop() if self._idle else _PlannerProcess()
+        process = self._idle_one() or _PlannerProcess()
         self._busy.add(process)
         try:
             loop = asyncio.get_running_loop()
@@ -75,6 +72,13 @@ class PlannerProcesses:
         self._idle.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _idle_one(self) -> "_PlannerProcess | None":
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive:
+                return process
+        return None
+
 
 class _PlannerProcess:
     """One process, and the connection on which it is asked."""
@@ -88,6 +92,11 @@ class _PlannerProcess:
             )
         self._connection = Connection(ours.detach())
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked, as far as the system knows."""
+        return self._process.poll() is None
+
     def ask(self, request: ProposalRequest) -> Proposal | Exception:
         """Have a proposal made, or hear why not. Blocks.
 
@@ -98,7 +107,10 @@ class _PlannerProcess:
             self._connection.send(request)
             answer = self._connection.recv()
         except (EOFError, OSError):
-            raise PlannerDiedError(f"its process {self._process.pid} ended") from None
+            raise PlannerDiedError(
+                f"process {self._process.pid} ended while it planned, perhaps for want of memory; "
+                "the next window tries again"
+            ) from None
         if isinstance(answer, Exception):
             return answer
         plan, verdict, waves = answer

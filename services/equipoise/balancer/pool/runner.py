@@ -14,7 +14,12 @@ from opentelemetry.trace import Tracer
 
 from equipoise.balancer.bounds import WRITE_TIMEOUT_S, order_bound_s
 from equipoise.balancer.leadership.elector import Tenure
-from equipoise.balancer.planner.planning import Planner, Planning, PlanTimeoutError
+from equipoise.balancer.planner.planning import (
+    Planner,
+    PlannerDiedError,
+    Planning,
+    PlanTimeoutError,
+)
 from equipoise.balancer.planner.turns import PlanningTurns
 from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome, Wish
 from equipoise.balancer.pool.answers import Answers
@@ -252,10 +257,11 @@ class PoolRunner:
         spans = self._spans.planning()
         try:
             proposal = await self._planning.propose(effect.request)
-        except PlanTimeoutError as error:
+        except (PlanTimeoutError, PlannerDiedError) as error:
             _log.error("%s: %s", self.pool.name, error)
             spans.given_up(str(error))
-            self._give_up_plan(effect, str(error), timed_out=True)
+            is_late = isinstance(error, PlanTimeoutError)
+            self._give_up_plan(effect, str(error), timed_out=is_late)
             return
         except Exception as error:  # noqa: BLE001
             # A fault of ours, which must not take the pool's streams down.
