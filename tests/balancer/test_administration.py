@@ -312,6 +312,24 @@ def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_bench, poli
     assert bench.pool.rollouts.current is not None
 
 
+def test_an_order_that_waited_too_long_for_a_plan_is_refused(make_bench, policy, skewed):
+    bench = make_bench(policy=replace(policy, min_gain=1.0))
+    bench.serve()
+    bench.run_traffic(skewed(1), seconds=9)
+    for worker in bench.ranks:
+        worker.serve_traffic(skewed(1))
+        bench.say(worker, worker.report())
+    bench.now += 1.0
+    due = bench.controller.tick(now=bench.now)
+    request = AdminRequest(ticket=1, who="ann", reason="", what="rebalance", wish=Rebalance())
+    assert bench.controller.administer(request, now=bench.now) == ()
+    bench.now += policy.plan_timeout_s + 1.0
+    bench.perform(due)
+    (write,) = (write for write in bench.writes if isinstance(write, WriteAudit))
+    assert "earlier plans took too long" in write.answer.reason
+    assert not write.answer.accepted
+
+
 def test_when_the_planner_breaks_down_the_operator_is_told(serving_bench, operator, skewed):
     operator.ask(Pause())
     serving_bench.run_traffic(skewed(1), seconds=10)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from deaths import die, notice, serve_all, with_spare_slots
 
 from equipoise.balancer.pool.health import Health
 from equipoise.planning.counters import LoadCounters
@@ -192,3 +193,21 @@ def foul(seed):
 
 
 WEATHERS = (fair, foul)
+
+
+def test_a_report_of_a_generation_with_other_ranks_is_refused_and_harms_no_other(bench, skewed):
+    with_spare_slots(bench)
+    bench.serve()
+    die(bench, bench.ranks[0])
+    notice(bench, *bench.ranks)
+    serve_all(bench)
+    stale = bench.ranks[0].report()
+    former = bench.pool.layouts.current.generation - 1
+    stale = replace(stale, load=replace(stale.load, generation=former))
+    assert bench.pool.layouts.get(former).num_ranks != len(bench.ranks)
+    with pytest.raises(InvalidReportError, match="another epoch's: it had"):
+        bench.say(bench.ranks[0], stale)
+    windows = bench.pool.windows_closed
+    bench.run_traffic(skewed(1), seconds=WINDOW_S)
+    assert bench.pool.windows_closed == windows + 1
+    assert bench.pool.windows[-1].tokens > 0

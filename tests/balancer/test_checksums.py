@@ -39,3 +39,15 @@ def test_a_rank_that_disagrees_is_named_and_not_believed():
     fault = table.merge(LAYOUT, rank=1, checksums=damaged)
     assert fault.startswith("ranks 0 and 1 hold different bytes for expert 1 of layer 1")
     assert not table.complete, "nothing of it was taken"
+
+
+def test_a_byte_that_changes_after_all_was_told_is_seen():
+    table = ChecksumTable(num_layers=2, num_experts=6)
+    for rank in (0, 1):
+        table.merge(LAYOUT, rank=rank, checksums=told_by(rank))
+    assert table.complete
+    damaged = told_by(1)
+    damaged[0, 1, 15] ^= 1
+    fault = table.merge(LAYOUT, rank=1, checksums=damaged)
+    assert fault.startswith("ranks 1 and 1 hold different bytes for expert 5 of layer 0")
+    assert np.array_equal(table.table(), TRUTH), "it is not believed"

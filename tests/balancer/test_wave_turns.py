@@ -8,15 +8,27 @@ from equipoise.balancer.pool.wave_turns import LAG_S, WaveTurns
 WAIT_S = 30.0
 
 
-async def go(turns, pool, went):
-    await turns.turn(pool)
-    went.append(pool)
+async def go(turns, pool, went, *, is_wanted=lambda: True):
+    if await turns.turn(pool, is_wanted=is_wanted):
+        went.append(pool)
 
 
-async def test_a_pool_alone_goes_at_once():
+async def test_the_first_wave_goes_at_once_however_messages_lag(monkeypatch):
+    monkeypatch.setattr(wave_turns_module, "MAX_HOLD_S", 2 * WAIT_S)
+    turns, went = WaveTurns(), []
+    turns.lag_s = 2 * LAG_S
     async with asyncio.timeout(WAIT_S):
-        for _ in range(3):
-            await WaveTurns().turn("alone")
+        await go(turns, "alone", went)
+    assert went == ["alone"]
+
+
+async def test_a_wave_that_is_over_takes_no_turn():
+    turns, went = WaveTurns(), []
+    turns.lag_s = 2 * LAG_S
+    async with asyncio.timeout(WAIT_S):
+        over = (go(turns, f"over-{number}", went, is_wanted=lambda: False) for number in range(500))
+        await asyncio.gather(*over, go(turns, "wanted", went))
+    assert went == ["wanted"]
 
 
 async def test_all_pools_begin_before_one_goes_on():

@@ -106,8 +106,8 @@ def test_an_order_says_all_that_was_typed(order, settings, fields, capsys):
 
 def test_whoever_orders_waits_longer_than_the_balancer_so_that_it_is_never_done_unheard():
     assert OrderSettings().timeout_s > order_bound_s(Policy())
-    assert "two plan timeouts of its policy and 20 s" in explanations(OrderSettings)["timeout_s"]
-    assert order_bound_s(Policy(plan_timeout_s=1000.0)) == 2020.0
+    assert "three plan timeouts of its policy and 20 s" in explanations(OrderSettings)["timeout_s"]
+    assert order_bound_s(Policy(plan_timeout_s=1000.0)) == 3020.0
 
 
 def test_a_refusal_is_exit_status_3(capsys):

@@ -42,7 +42,7 @@ GC_THRESHOLDS = (50_000, 20, 20)
 all of them stops the event loop. What is dropped in cycles is little."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a planning thread may keep the interpreter from the event loop, which asks for it anew
+"""How long another thread may keep the interpreter from the event loop, which asks for it anew
 after each look at its sockets: a tenth of Python's own."""
 
 _log = logging.getLogger("equipoise.balancer")
@@ -92,7 +92,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             ),
             policy_file=settings.policy,
             on_refusal=await _open_events(opened) if settings.policy is not None else None,
-            warm_up=warm_up,
+            warm_up=partial(planner.start, meanwhile=warm_up),
             planner=planner,
             stop_grace_s=settings.stop_grace_s,
             metrics_listen=settings.metrics_listen,

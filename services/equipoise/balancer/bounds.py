@@ -27,9 +27,10 @@ _WAITS = frozenset(Wait)
 def order_bound_s(policy: Policy) -> float:
     """Seconds within which an order of an operator is answered.
 
-    A plan and the wait for its turn, what is written before, and the record of the order.
+    The wait for a plan under way, a plan and the wait for its turn, what is written before, and the
+    record of the order.
     """
-    return 2 * policy.plan_timeout_s + 2 * WRITE_TIMEOUT_S
+    return 3 * policy.plan_timeout_s + 2 * WRITE_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -220,7 +220,7 @@ def _planned_too_long(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rol
     bound_s = rollout.policy.stage_timeout_s
     if now - rollout.entered_s < bound_s:
         return rollout, ()
-    reason = f"the store did not persist it within {bound_s:g} s"
+    reason = f"its turn did not come, or the store did not persist it, within {bound_s:g} s"
     return _enter(rollout, State.ABORTED, now, reason), ()
 
 

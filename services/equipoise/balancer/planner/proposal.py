@@ -1,4 +1,4 @@
-"""A plan and its verdict: the heavy part of a tick, a pure function that runs in a thread."""
+"""A plan and its verdict: the heavy part of a tick, a pure function that runs elsewhere."""
 
 from dataclasses import dataclass
 

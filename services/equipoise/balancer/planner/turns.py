@@ -1,7 +1,7 @@
 """`PlanningTurns`: how many plans are computed at once, whatever their pools.
 
-Hundreds of pools end their windows together; as many threads would take the processors from the
-event loop, which hears the workers.
+Hundreds of pools end their windows together; as many plans at once would take the processors from
+the event loop, which hears the workers.
 """
 
 import asyncio

@@ -20,14 +20,14 @@ from equipoise.balancer.pool.admin_requests import (
 from equipoise.balancer.pool.decisions import decide, proposal_request
 from equipoise.balancer.pool.effects import Chain, Effect, Propose, WriteAudit, WriteDecision
 from equipoise.balancer.pool.given import adopt_given
-from equipoise.balancer.pool.pool import Pool
+from equipoise.balancer.pool.pool import Pool, Postponed
 from equipoise.balancer.store.hold import Hold
 from equipoise.balancer.store.store import AuditRecord
 from equipoise.planning.given import fits
 from equipoise.planning.policy import Policy
 
 MAX_POSTPONED = 8
-"""Orders to plan that wait for the plan under way; each of them will have one of its own."""
+"""Orders to plan that wait for the end of the plan under way, and are then looked at one by one."""
 
 
 def administer(  # noqa: PLR0911 - a case a wish
@@ -94,7 +94,12 @@ def resume_postponed(pool: Pool, *, now: float) -> Chain:
     """A plan has ended: orders that met it in the making are looked at as if they came now."""
     effects: list[Effect] = []
     while pool.postponed and not pool.is_proposing:
-        effects += administer(pool, pool.postponed.popleft(), now=now)
+        order = pool.postponed.popleft()
+        if now <= order.until_s:
+            effects += administer(pool, order.request, now=now)
+        else:
+            words = "earlier plans took too long, and nobody may wait for this one any more"
+            effects += _refused(order.request, words, now=now)
     return tuple(effects)
 
 
@@ -206,7 +211,8 @@ def _rebalance(pool: Pool, request: AdminRequest, wish: Rebalance, *, now: float
 def _postponed(pool: Pool, request: AdminRequest, *, now: float) -> Chain:
     if len(pool.postponed) >= MAX_POSTPONED:
         return _refused(request, f"{MAX_POSTPONED} orders wait for a plan already", now=now)
-    pool.postponed.append(request)
+    until_s = now + pool.policy.plan_timeout_s
+    pool.postponed.append(Postponed(request=request, until_s=until_s))
     return ()
 
 

@@ -12,6 +12,7 @@ from equipoise.balancer.pool.memory import FAST, SLOW, SLOW_SQUARES
 from equipoise.balancer.store.store import AverageRecord
 from equipoise.planning.balance import balancedness, balancedness_per_layer
 from equipoise.planning.counters import LoadCounters, Phase
+from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, LoadAverage, LoadWindow, Shift, WindowLoad, detect_shift
 from equipoise.planning.policy import Policy
@@ -108,6 +109,7 @@ class PoolLoads:
     ) -> None:
         self._policy = policy
         self._model = model
+        self._num_ranks = num_ranks
         self._counters = LoadCounters(epoch=epoch, counted_from=counted_from)
         self._window = LoadWindow(
             num_layers=model.num_layers,
@@ -144,6 +146,12 @@ class PoolLoads:
             InvalidReportError: the report cannot be used; nothing is remembered of it.
         """
         load, stats = report.load, report.stats
+        if layout.num_ranks != self._num_ranks:
+            raise InvalidReportError(
+                "report_old_generation",
+                f"rank {load.rank} reports for generation {load.generation}, which was another "
+                f"epoch's: it had {layout.num_ranks} ranks, this one has {self._num_ranks}",
+            )
         num_steps = self._steps.since_told(load.rank, stats.steps, busy_us=stats.busy_us, now=now)
         delta = self._counters.accept(load, layout, num_steps=num_steps)
         self._window.add(delta)

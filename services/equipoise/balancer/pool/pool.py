@@ -83,6 +83,14 @@ class Exclusion:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Postponed:
+    """An order that waits for the plan under way, and until when it is worth to be looked at."""
+
+    request: AdminRequest
+    until_s: float
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pool:
     """State of one pool; `PoolController` is its only owner, status reads it.
@@ -149,7 +157,7 @@ class Pool:
     must_reconcile: bool = False
     adopting: int | None = None
     is_proposing: bool = False
-    postponed: deque[AdminRequest] = field(default_factory=deque)
+    postponed: deque[Postponed] = field(default_factory=deque)
     policy_revision: int = 0
     recorded_policy: str = ""
     revision: int = 1

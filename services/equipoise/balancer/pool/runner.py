@@ -99,6 +99,8 @@ class PoolRunner:
         self.wave_turns = wave_turns
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
+        # Waves that have had their turn, by generation.
+        self._may_begin: set[int] = set()
         self._watching: list[asyncio.Future[None]] = []
         self._answers = Answers()
         self.encoder = Encoder()
@@ -225,10 +227,12 @@ class PoolRunner:
                 one.set_result(None)
 
     async def _perform(self, chain: Chain, tasks: asyncio.TaskGroup) -> None:
-        for effect in chain:
-            if isinstance(effect, WriteProposed):
-                await self.wave_turns.turn(self.pool.name)
+        for place, effect in enumerate(chain):
             if not self._tenure.holds():
+                return
+            if isinstance(effect, WriteProposed) and not self._takes_turn(effect):
+                # What else the pool does must not wait for it, but for what stands behind it.
+                tasks.create_task(self._begin_later(chain[place:]))
                 return
             match effect:
                 case Send():
@@ -238,6 +242,29 @@ class PoolRunner:
                 case _:
                     if not await self._write(effect):
                         return
+
+    def _takes_turn(self, wave: WriteProposed) -> bool:
+        """Whether a wave has had its turn, which it uses up."""
+        may_begin = wave.layout.generation in self._may_begin
+        self._may_begin.discard(wave.layout.generation)
+        return may_begin
+
+    async def _begin_later(self, chain: Chain) -> None:
+        """Carry out a chain that begins with a wave when that may go; without it, if it is over."""
+        wave, *behind = chain
+        assert isinstance(wave, WriteProposed), "only waves wait"
+        generation = wave.layout.generation
+
+        def is_wanted() -> bool:
+            current = self.pool.rollouts.current
+            return current is not None and current.target.generation == generation
+
+        with self._surviving("waiting for the turn of a wave"):
+            if await self.wave_turns.turn(self.pool.name, is_wanted=is_wanted):
+                self._may_begin.add(generation)
+                self._chains.put_nowait(chain)
+            elif behind:
+                self._chains.put_nowait(tuple(behind))
 
     def _post(self, send: Send) -> None:
         mailbox = self._mailboxes.get(send.worker)

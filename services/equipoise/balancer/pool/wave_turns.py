@@ -9,6 +9,8 @@ import asyncio
 import heapq
 import itertools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 LAG_S = 0.02
 """The balancer keeps up if gRPC says after so long at most that a message went.
@@ -21,8 +23,14 @@ SPACING_S = 0.002
 """Least seconds from one wave to the next: what it costs shows a little later."""
 
 MAX_HOLD_S = 0.1
-"""Longest time from one wave to the next while others wait, however far the event loop lags: of 300
-pools each has its turn within the bounds of a wave."""
+"""Longest time from one wave to the next while others wait, however far the balancer lags: a wave
+that waits has a bound, and of 200 pools that roll out each has its turn within the usual one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Waiting:
+    may_go: asyncio.Future[bool]
+    is_wanted: Callable[[], bool]
 
 
 class WaveTurns:
@@ -33,31 +41,38 @@ class WaveTurns:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[float, int, _Waiting]] = []
         self._numbers = itertools.count()
         self._went_s: dict[str, float] = {}
         self._letting: asyncio.Task[None] | None = None
         self.lag_s = 0.0
         """How long the latest message to a worker took to go."""
 
-    async def turn(self, pool: str) -> None:
-        """Wait until a wave of `pool` may go: at most `MAX_HOLD_S` for each other pool."""
+    async def turn(self, pool: str, *, is_wanted: Callable[[], bool]) -> bool:
+        """Wait until a wave of `pool` may go: at most `MAX_HOLD_S` for each other pool.
+
+        False if it is not wanted any more then, as `is_wanted` says; that takes nobody's time.
+        """
         loop = asyncio.get_running_loop()
-        may_go: asyncio.Future[None] = loop.create_future()
+        waiting = _Waiting(may_go=loop.create_future(), is_wanted=is_wanted)
         went_s = self._went_s.get(pool, -math.inf)
-        heapq.heappush(self._waiting, (went_s, next(self._numbers), may_go))
+        heapq.heappush(self._waiting, (went_s, next(self._numbers), waiting))
         if self._letting is None or self._letting.done():
             self._letting = asyncio.create_task(self._let())
-        await may_go
+        if not await waiting.may_go:
+            return False
         self._went_s[pool] = loop.time()
+        return True
 
     async def _let(self) -> None:
         while self._waiting:
-            _, _, may_go = heapq.heappop(self._waiting)
-            if may_go.done():
+            _, _, waiting = heapq.heappop(self._waiting)
+            if waiting.may_go.done():
                 continue  # Its pool is no more.
-            may_go.set_result(None)
-            await self._caught_up()
+            is_wanted = waiting.is_wanted()
+            waiting.may_go.set_result(is_wanted)
+            if is_wanted:
+                await self._caught_up()
 
     async def _caught_up(self) -> None:
         loop = asyncio.get_running_loop()

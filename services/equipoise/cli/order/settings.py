@@ -14,9 +14,9 @@ class OrderSettings(AskSettings):
     reason: str = ""
     """Why, for the audit and for whoever reads the status."""
 
-    timeout_s: float = 150.0
+    timeout_s: float = 210.0
     """Seconds to wait for the balancer's answer. Whoever waits less than the balancer, which does
-    so for two plan timeouts of its policy and 20 s, does not hear what is done afterwards."""
+    so for three plan timeouts of its policy and 20 s, does not hear what is done afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
