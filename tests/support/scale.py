@@ -193,8 +193,8 @@ class Operator:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._admin = admin_pb2_grpc.AdminStub(channel)
-        # A connection has 64 streams at most.
-        self._asking = asyncio.Semaphore(48)
+        # A connection has 64 streams at most, those included whose end the balancer did not see yet.
+        self._asking = asyncio.Semaphore(24)
 
     async def rebalance(self, pools):
         """Order a plan and its rollout in each of `pools`."""
