@@ -193,7 +193,7 @@ class Operator:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._admin = admin_pb2_grpc.AdminStub(channel)
-        # A connection has 64 streams at most, those included whose end the balancer did not see yet.
+        # A connection has 64 streams, those included whose end the balancer did not see yet.
         self._asking = asyncio.Semaphore(24)
 
     async def rebalance(self, pools):

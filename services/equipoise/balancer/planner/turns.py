@@ -16,19 +16,19 @@ without a limit, sees all of it."""
 
 
 def num_at_once(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Plans under way at a time, of all pools: one a processor.
+    """Plans under way at a time, of all pools: one processor is left to the event loop.
 
-    The event loop has precedence over the processes that plan (see `planner/__main__.py`), and
-    while one is asked, another computes. Processors are those that this process may use, and no
-    more than the quota of its control group, which `cpu_max` tells as cgroup v2 has it; one that
-    cannot be read is none.
+    Its precedence over the processes that plan is not enough: with one of them on each of two
+    processors reports took three times as long. Processors are those that this process may use,
+    and no more than the quota of its control group, which `cpu_max` tells as cgroup v2 has it; one
+    that cannot be read is none.
     """
     num_processors = float(len(os.sched_getaffinity(0)))
     with suppress(OSError, ValueError):
         quota, period = cpu_max.read_text().split()
         if quota != "max":
             num_processors = min(num_processors, int(quota) / int(period))
-    return min(_MAX_AT_ONCE, max(1, int(num_processors)))
+    return min(_MAX_AT_ONCE, max(1, int(num_processors) - 1))
 
 
 MAX_AT_ONCE = num_at_once()
