@@ -1,11 +1,10 @@
 """Orders of operators at the real server."""
 
 import asyncio
-from contextlib import suppress
 
 import grpc
 import pytest
-from balancer_links import is_serving, opened, report_forever, served, until
+from balancer_links import is_serving, opened, reporting, served, until
 
 from equipoise.planning.layout import contiguous_layout
 from equipoise.wire.messages import Stage
@@ -73,8 +72,7 @@ async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admi
         code, words = await refusal(admin.Rollback(admin_pb2.RollbackRequest()))
         assert code is grpc.StatusCode.NOT_FOUND
         assert "has adopted no plan yet" in words
-        traffic = asyncio.create_task(report_forever(links, skewed(1)))
-        try:
+        async with reporting(links, skewed(1)):
             for link in links:
                 await link.receive_until(Stage)
             for link in links:
@@ -82,10 +80,6 @@ async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admi
             for link in links:
                 await link.send(link.worker.switch())
             await until(status, lambda pool: pool.generation == 2)
-        finally:
-            traffic.cancel()
-            with suppress(asyncio.CancelledError):
-                await traffic
         code, words = await refusal(admin.Rollback(admin_pb2.RollbackRequest(generation=9)))
         assert code is grpc.StatusCode.NOT_FOUND
         assert "no committed generation 9; those kept are: 1, 2" in words

@@ -1,11 +1,10 @@
 """The server's port from its opening to its end, and the life of a pool over it."""
 
 import asyncio
-from contextlib import suppress
 
 import grpc
 import pytest
-from balancer_links import POLICY, WAIT_S, is_serving, opened, report_forever, served, until
+from balancer_links import POLICY, WAIT_S, is_serving, opened, reporting, served, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -37,8 +36,7 @@ def status(channel):
 async def test_the_main_life_of_a_pool_over_the_wire(channel, status, bench, skewed):
     async with served(channel, bench) as links:
         assert (await until(status, is_serving)).generation == 1
-        traffic = asyncio.create_task(report_forever(links, skewed(1)))
-        try:
+        async with reporting(links, skewed(1)):
             stages = await asyncio.gather(*(link.receive_until(Stage) for link in links))
             assert {stage.layout.generation for stage in stages} == {2}
             for link in links:
@@ -49,10 +47,6 @@ async def test_the_main_life_of_a_pool_over_the_wire(channel, status, bench, ske
                 status, lambda pool: pool.generation == 2 and pool.windows[-1].generation == 2
             )
             listed = await status.ListDecisions(status_pb2.ListDecisionsRequest())
-        finally:
-            traffic.cancel()
-            with suppress(asyncio.CancelledError):
-                await traffic
     assert pool.rollouts_completed == 1
     assert pool.last_decision.reason
     assert any(decision.accepted for decision in listed.decisions)

@@ -86,12 +86,26 @@ async def served(channel, bench):
         yield sorted(links, key=lambda link: link.worker.rank)
 
 
-async def report_forever(links, load):
-    while True:
-        for link in links:
-            link.worker.serve_traffic(load)
-            await link.send(link.worker.report())
-        await asyncio.sleep(POLICY.report_interval_s)
+@asynccontextmanager
+async def reporting(links, load):
+    """All links serve `load` and report it, inside the block. A report is never cut short: gRPC
+    would cancel the whole call.
+    """
+    ended = asyncio.Event()
+
+    async def report():
+        while not ended.is_set():
+            for link in links:
+                link.worker.serve_traffic(load)
+                await link.send(link.worker.report())
+            await asyncio.sleep(POLICY.report_interval_s)
+
+    reports = asyncio.create_task(report())
+    try:
+        yield
+    finally:
+        ended.set()
+        await reports
 
 
 async def until(status, condition):

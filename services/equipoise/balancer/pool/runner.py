@@ -30,17 +30,13 @@ from equipoise.balancer.pool.effects import (
     Propose,
     Send,
     Write,
-    WriteAdopted,
     WriteAudit,
-    WriteAverage,
-    WriteCommitted,
-    WriteDecision,
-    WriteMembership,
     WriteProposed,
 )
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.spans import PoolSpans
+from equipoise.balancer.pool.store_writes import write_to
 from equipoise.balancer.pool.wave_turns import WaveTurns
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
@@ -318,7 +314,9 @@ class PoolRunner:
         try:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
             async with asyncio.timeout(WRITE_TIMEOUT_S):
-                written = await self._store_write(write)
+                written = await write_to(
+                    self._store, write, pool=self.pool.name, term=self._tenure.term
+                )
         except TimeoutError:
             reason = f"the store did not answer within {WRITE_TIMEOUT_S:g} s"
             self._note_failure(write, reason, timed_out=True)
@@ -351,53 +349,6 @@ class PoolRunner:
         if isinstance(write, WriteAudit):
             self._answers.fail(write.request.ticket, f"nothing was done: {reason}")
         self._notify()
-
-    async def _store_write(self, write: Write) -> Write:
-        store, name, term = self._store, self.pool.name, self._tenure.term
-        match write:
-            case WriteProposed():
-                await store.put_proposed(name, write.layout, term=term)
-            case WriteCommitted():
-                await store.commit(name, write.generation, previous=write.previous, term=term)
-                _log.info(
-                    "%s: generation %d is committed",
-                    name,
-                    write.generation,
-                    extra=about(pool=name, generation=write.generation, term=term),
-                )
-            case WriteAdopted():
-                await store.adopt(name, write.layout, term=term)
-            case WriteMembership():
-                await store.put_membership(name, write.membership, term=term)
-                _log.info(
-                    "%s: epoch %d: %s",
-                    name,
-                    write.membership.epoch,
-                    ", ".join(write.membership.workers),
-                    extra=about(pool=name, epoch=write.membership.epoch, term=term),
-                )
-            case WriteAverage():
-                await store.put_average(name, write.name, write.record, term=term)
-            case WriteDecision():
-                numbered = await store.add_decision(name, write.record, term=term)
-                verdict = "yes" if numbered.accepted else "no"
-                _log.info(
-                    "%s: decision %d: %s: %s", name, numbered.sequence, verdict, numbered.reason
-                )
-                return replace(write, record=numbered)
-            case WriteAudit():
-                return await self._store_audit(write)
-        return write
-
-    async def _store_audit(self, write: WriteAudit) -> WriteAudit:
-        name, term = self.pool.name, self._tenure.term
-        entry = await self._store.add_audit(name, write.record, hold=write.hold, term=term)
-        _log.info(
-            "%s: order %d of %s: %s: %s: %s",
-            *(name, entry.sequence, entry.who, entry.what),
-            *("done" if entry.accepted else "refused", entry.outcome),
-        )
-        return replace(write, record=entry)
 
 
 def tick_s(policy: Policy) -> float:

@@ -1,0 +1,65 @@
+"""`write_to`: what a pool wants written, to the store, and a line in the log for people."""
+
+import logging
+from dataclasses import replace
+
+from equipoise.balancer.pool.effects import (
+    Write,
+    WriteAdopted,
+    WriteAudit,
+    WriteAverage,
+    WriteCommitted,
+    WriteDecision,
+    WriteMembership,
+    WriteProposed,
+)
+from equipoise.balancer.store.store import Store
+from equipoise.telemetry.logs import about
+
+_log = logging.getLogger(__name__)
+
+
+async def write_to(store: Store, write: Write, *, pool: str, term: int) -> Write:
+    """Write; records come back with the number that the store gave them.
+
+    Raises:
+        StoreError: the store did not take it.
+    """
+    match write:
+        case WriteProposed():
+            await store.put_proposed(pool, write.layout, term=term)
+        case WriteCommitted():
+            await store.commit(pool, write.generation, previous=write.previous, term=term)
+            _log.info(
+                "%s: generation %d is committed",
+                pool,
+                write.generation,
+                extra=about(pool=pool, generation=write.generation, term=term),
+            )
+        case WriteAdopted():
+            await store.adopt(pool, write.layout, term=term)
+        case WriteMembership():
+            await store.put_membership(pool, write.membership, term=term)
+            _log.info(
+                "%s: epoch %d: %s",
+                pool,
+                write.membership.epoch,
+                ", ".join(write.membership.workers),
+                extra=about(pool=pool, epoch=write.membership.epoch, term=term),
+            )
+        case WriteAverage():
+            await store.put_average(pool, write.name, write.record, term=term)
+        case WriteDecision():
+            record = await store.add_decision(pool, write.record, term=term)
+            verdict = "yes" if record.accepted else "no"
+            _log.info("%s: decision %d: %s: %s", pool, record.sequence, verdict, record.reason)
+            return replace(write, record=record)
+        case WriteAudit():
+            entry = await store.add_audit(pool, write.record, hold=write.hold, term=term)
+            _log.info(
+                "%s: order %d of %s: %s: %s: %s",
+                *(pool, entry.sequence, entry.who, entry.what),
+                *("done" if entry.accepted else "refused", entry.outcome),
+            )
+            return replace(write, record=entry)
+    return write
