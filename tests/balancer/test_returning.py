@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from deaths import check, come, die, lost, names, notice, serve_all, with_spare_slots
 
+from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.pool.effects import WriteMembership
 from equipoise.balancer.pool.health import Health
 from equipoise.balancer.pool.memory import PoolMemory
@@ -32,6 +33,22 @@ def test_a_pool_without_slots_for_all_experts_is_down_and_comes_back_by_itself(
     serve_all(bench)
     check(bench)
     assert bench.pool.diagnosis().health is Health.SERVING
+
+
+def test_a_balancer_without_memory_uses_no_number_again_that_a_rank_without_group_knows(
+    serving_bench, make_bench
+):
+    before = serving_bench
+    after = make_bench()
+    after.workers = before.workers
+    for worker in before.ranks:
+        told = replace(lost(worker), epoch=5, generation=6 + worker.rank)
+        after.hello(replace(worker.hello, group_lost=told))
+    assert after.pool.layouts.current.generation == 10
+    assert after.pool.roster.epoch == 6
+    leap = replace(lost(before.ranks[0]), generation=2**60)
+    with pytest.raises(RefusedWorkerError, match="speaks of generation"):
+        after.hello(replace(before.ranks[0].hello, group_lost=leap))
 
 
 def test_a_newcomer_makes_the_pool_larger_and_pulls_its_experts_from_ranks(

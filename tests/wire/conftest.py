@@ -131,6 +131,7 @@ GROUP_LOST = GroupLost(
     epoch=2,
     reason="worker-0 died",
     expert_of_slot=np.arange(15, dtype=np.int32).reshape(3, 5) % 8,
+    generation=4,
 )
 HEARTBEAT = Heartbeat(epoch=1, generation=4, staged_generation=5, sequence=12, draining=True)
 

@@ -907,6 +907,7 @@ class GroupLost(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     EXPERT_OF_SLOT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch that is over for this worker."""
     reason: _builtins.str
@@ -916,16 +917,21 @@ class GroupLost(_message.Message):
     whatever layout it came by; empty when they hold nothing yet. Survivors keep their slots where
     they can.
     """
+    generation: _builtins.int
+    """Highest generation that it ran or staged: numbers are never used again, even if the store
+    forgot them. 0 for none.
+    """
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         reason: _builtins.str = ...,
         expert_of_slot: _builtins.bytes = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_of_slot", b"expert_of_slot", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_of_slot", b"expert_of_slot", "generation", b"generation", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -228,11 +228,13 @@ class GroupLost:
     """The group of an epoch is over for this worker, which lives on and waits for another.
 
     `expert_of_slot` is int32 [layers, slots_per_rank]: what its slots hold; None for nothing.
+    `generation` is the highest that it ran or staged, 0 for none: its number is used up.
     """
 
     epoch: int
     reason: str
     expert_of_slot: ExpertTable | None
+    generation: int = 0
 
 
 WorkerMessage = (

@@ -218,6 +218,7 @@ def group_lost_to_proto(lost: GroupLost) -> pb.GroupLost:
         epoch=lost.epoch,
         reason=lost.reason,
         expert_of_slot=b"" if held is None else held.astype("<i4").tobytes(),
+        generation=lost.generation,
     )
 
 
@@ -227,6 +228,7 @@ def group_lost_from_proto(message: pb.GroupLost, *, hello: Hello) -> GroupLost:
         epoch=checks.count("group_lost", "epoch", message.epoch, least=1),
         reason=checks.reason(message.reason),
         expert_of_slot=_held_from_proto(message, hello=hello) if message.expert_of_slot else None,
+        generation=checks.count("group_lost", "generation", message.generation),
     )
 
 

@@ -72,6 +72,7 @@ class Epochs:
         self._given_up = threading.Event()
         self._outage: asyncio.TimerHandle | None = None
         self._ended = False
+        self._staged_generation = 0
         self.rank: Rank | None = None
         self.lost: GroupLost | None = None
 
@@ -173,6 +174,7 @@ class Epochs:
         try:
             await rank.run()
         finally:
+            self._staged_generation = max(self._staged_generation, rank.engine.staged_generation)
             self.rank = None
             self.timings.num_corrupted += rank.num_corrupted
 
@@ -186,10 +188,12 @@ class Epochs:
         if self._ended:
             return
         held = self._slots.held
+        ran = 0 if held is None else held.contents.layout.generation
         self.lost = GroupLost(
             epoch=assignment.epoch,
             reason=reason,
             expert_of_slot=None if held is None else held.expert_of_slot,
+            generation=max(assignment.layout.generation, ran, self._staged_generation),
         )
         _log.warning("epoch %d is over: %s", assignment.epoch, reason)
         if self._epoch == assignment.epoch:

@@ -112,6 +112,8 @@ class PoolController:
             pool.layouts.know(hello.running.layout)
             pool.layouts.reserve(hello.running.staged_generation)
             pool.merge_checksums(member, hello.running.layout, hello.running.checksums)
+        if hello.group_lost is not None:
+            pool.layouts.reserve(hello.group_lost.generation)
         effects += open_by_hello(pool, hello, now=now)
         return (*effects, *assign_returned(pool), *settle(pool, now=now))
 

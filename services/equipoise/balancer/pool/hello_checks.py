@@ -13,7 +13,9 @@ def check_numbers(pool: Pool, hello: Hello) -> None:
     """One worker's word must not use up the numbers of epochs and generations."""
     running, lost = hello.running, hello.group_lost
     epoch = running.epoch if running is not None else lost.epoch if lost is not None else 0
-    generation = max(running.generation, running.staged_generation) if running else 0
+    generation = lost.generation if lost is not None else 0
+    if running is not None:
+        generation = max(running.generation, running.staged_generation)
     for what, told, known in (
         ("epoch", epoch, pool.roster.highest_epoch),
         ("generation", generation, pool.layouts.next_generation),
