@@ -113,7 +113,8 @@ class PoolController:
             pool.layouts.reserve(hello.running.staged_generation)
             pool.merge_checksums(member, hello.running.layout, hello.running.checksums)
         if hello.group_lost is not None:
-            pool.layouts.reserve(hello.group_lost.generation)
+            # Whoever comes later may have staged one more.
+            pool.layouts.reserve(hello.group_lost.generation + 1)
         effects += open_by_hello(pool, hello, now=now)
         return (*effects, *assign_returned(pool), *settle(pool, now=now))
 
