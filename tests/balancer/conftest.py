@@ -3,8 +3,10 @@
 import hashlib
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
+from balancer_links import opened
 from redis import Redis
 from redis_server import RedisServer, require_redis
 
@@ -33,6 +35,7 @@ from equipoise.wire.messages import (
     Staged,
     Switched,
 )
+from equipoise_api.v1 import status_pb2_grpc
 
 MODEL = ModelShape(num_layers=3, num_experts=32, num_groups=8, expert_bytes=1000)
 POLICY = Policy(interval_s=10.0, min_tokens=100.0)
@@ -362,6 +365,24 @@ def worker_of():
 @pytest.fixture
 def policy():
     return POLICY
+
+
+@pytest.fixture
+async def address(tmp_path):
+    """Where a real server listens, with a real file."""
+    async with opened(tmp_path) as address:
+        yield address
+
+
+@pytest.fixture
+async def channel(address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def status(channel):
+    return status_pb2_grpc.StatusStub(channel)
 
 
 @pytest.fixture(scope="session")

@@ -12,17 +12,6 @@ from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_g
 
 
 @pytest.fixture
-async def channel(tmp_path):
-    async with opened(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
-        yield channel
-
-
-@pytest.fixture
-def status(channel):
-    return status_pb2_grpc.StatusStub(channel)
-
-
-@pytest.fixture
 def admin(channel):
     return admin_pb2_grpc.AdminStub(channel)
 

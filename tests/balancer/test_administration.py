@@ -282,15 +282,20 @@ def test_a_plan_that_was_being_made_when_the_pool_was_paused_is_not_adopted(
     assert "paused by ann: because while this was planned" in bench.decisions()[-1].reason
 
 
-def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_bench, policy, skewed):
-    bench = make_bench(policy=replace(policy, min_gain=1.0))
+def plan_in_the_making(bench, load):
+    """A window of ten seconds has closed; gives what the pool wants done, the plan among it."""
     bench.serve()
-    bench.run_traffic(skewed(1), seconds=9)
+    bench.run_traffic(load, seconds=9)
     for worker in bench.ranks:
-        worker.serve_traffic(skewed(1))
+        worker.serve_traffic(load)
         bench.say(worker, worker.report())
     bench.now += 1.0
-    due = bench.controller.tick(now=bench.now)
+    return bench.controller.tick(now=bench.now)
+
+
+def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_bench, policy, skewed):
+    bench = make_bench(policy=replace(policy, min_gain=1.0))
+    due = plan_in_the_making(bench, skewed(1))
     for ticket in range(1, MAX_POSTPONED + 1):
         wish = Rebalance(force=ticket == 1)
         request = AdminRequest(ticket=ticket, who="ann", reason="", what="rebalance", wish=wish)
@@ -314,13 +319,7 @@ def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_bench, poli
 
 def test_an_order_that_waited_too_long_for_a_plan_is_refused(make_bench, policy, skewed):
     bench = make_bench(policy=replace(policy, min_gain=1.0))
-    bench.serve()
-    bench.run_traffic(skewed(1), seconds=9)
-    for worker in bench.ranks:
-        worker.serve_traffic(skewed(1))
-        bench.say(worker, worker.report())
-    bench.now += 1.0
-    due = bench.controller.tick(now=bench.now)
+    due = plan_in_the_making(bench, skewed(1))
     request = AdminRequest(ticket=1, who="ann", reason="", what="rebalance", wish=Rebalance())
     assert bench.controller.administer(request, now=bench.now) == ()
     bench.now += policy.plan_timeout_s + 1.0

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 import pytest
-from balancer_links import POLICY, WAIT_S, is_serving, opened, reporting, served, until
+from balancer_links import POLICY, WAIT_S, is_serving, reporting, served, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -14,23 +14,6 @@ from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.wire.messages import Stage
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
-
-
-@pytest.fixture
-async def address(tmp_path):
-    async with opened(tmp_path) as address:
-        yield address
-
-
-@pytest.fixture
-async def channel(address):
-    async with grpc.aio.insecure_channel(address) as channel:
-        yield channel
-
-
-@pytest.fixture
-def status(channel):
-    return status_pb2_grpc.StatusStub(channel)
 
 
 async def test_the_main_life_of_a_pool_over_the_wire(channel, status, bench, skewed):

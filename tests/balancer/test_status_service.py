@@ -4,20 +4,9 @@ import asyncio
 
 import grpc
 import pytest
-from balancer_links import WAIT_S, is_serving, linked, opened, served, until
+from balancer_links import WAIT_S, is_serving, linked, served, until
 
-from equipoise_api.v1 import status_pb2, status_pb2_grpc
-
-
-@pytest.fixture
-async def channel(tmp_path):
-    async with opened(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
-        yield channel
-
-
-@pytest.fixture
-def status(channel):
-    return status_pb2_grpc.StatusStub(channel)
+from equipoise_api.v1 import status_pb2
 
 
 async def test_a_question_for_an_unknown_pool_names_those_there_are(channel, status, bench):

@@ -6,22 +6,11 @@ from dataclasses import replace
 import grpc
 import numpy as np
 import pytest
-from balancer_links import WAIT_S, is_serving, linked, opened, served, until
+from balancer_links import WAIT_S, is_serving, linked, served, until
 
 from equipoise.wire.convert import to_balancer
 from equipoise.wire.messages import Assignment, HeartbeatAck, Rejection
-from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2, worker_link_pb2_grpc
-
-
-@pytest.fixture
-async def channel(tmp_path):
-    async with opened(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
-        yield channel
-
-
-@pytest.fixture
-def status(channel):
-    return status_pb2_grpc.StatusStub(channel)
+from equipoise_api.v1 import status_pb2, worker_link_pb2, worker_link_pb2_grpc
 
 
 @pytest.mark.parametrize(
