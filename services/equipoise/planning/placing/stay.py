@@ -4,6 +4,8 @@ Ranks are alike, so which rank gets which set of experts is free, and so is the 
 a rank. Neither changes the balance; both change how many bytes move.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -44,47 +46,71 @@ def relabel(
 def align(table: ExpertTable, held: ExpertTable, *, first_slot: Indices) -> ExpertTable:
     """Order each rank's slots so that an expert that stays on its rank stays in its slot."""
     aligned = np.array(table, dtype=np.int32, order="C")
-    _align_layers(
-        aligned,
-        np.ascontiguousarray(held, dtype=np.int32),
-        np.ascontiguousarray(first_slot, dtype=np.int64),
-    )
+    in_use = np.ascontiguousarray(held, dtype=np.int32)
+    num_experts = 1 + max(int(aligned.max()), int(in_use.max()))
+    _align_layers(aligned, in_use, np.ascontiguousarray(first_slot, dtype=np.int64), num_experts)
     return aligned
+
+
+class _Chain(NamedTuple):
+    """The slots of each expert one after the other: -1 after the last one, and if there is none."""
+
+    first: Indices
+    length: Indices
+    next: Indices
+    """The former two by expert, this one by slot."""
 
 
 @compiled
 def _match_layers(table: Slots, held: Slots, bounds: Indices, num_experts: int) -> None:
     """Permute the blocks of slots between `bounds` of each layer to be like those of `held`."""
+    chain = _chain(num_experts, table.shape[1])
+    block_of_slot = np.empty(table.shape[1], dtype=np.int64)
+    for block in range(len(bounds) - 1):
+        block_of_slot[bounds[block] : bounds[block + 1]] = block
+    wanted = np.empty(table.shape[1], dtype=np.int32)
     for layer in range(len(table)):
-        wanted = table[layer].copy()
-        block_of_place = _match(wanted, held[layer], bounds, num_experts)
+        wanted[:] = table[layer]
+        _link(chain, wanted, bounds[0], bounds[-1])
+        block_of_place = _match(held[layer], bounds, chain, block_of_slot)
+        _unlink(chain, wanted, bounds[0], bounds[-1])
         for place in range(len(bounds) - 1):
-            block = block_of_place[place]
-            size = bounds[place + 1] - bounds[place]
-            for position in range(size):
-                table[layer, bounds[place] + position] = wanted[bounds[block] + position]
+            source = bounds[block_of_place[place]]
+            for position in range(bounds[place + 1] - bounds[place]):
+                table[layer, bounds[place] + position] = wanted[source + position]
 
 
 @part
-def _match(wanted: Slots, held: Slots, bounds: Indices, num_experts: int) -> Indices:
-    """Which block of `wanted` each place gets, most experts in common first, [blocks].
+def _match(held: Slots, bounds: Indices, chain: _Chain, block_of_slot: Indices) -> Indices:
+    """Which block each place gets, most experts in common first, [blocks].
 
-    Goes down from a whole block in common to nothing, places and blocks in order. A place is
-    looked at again only when its last best block is gone, so time goes with the slots and with the
-    replicas of an expert, not with the square of the blocks.
+    `chain` has the slots that each expert takes in the blocks. Goes down from a whole block in
+    common to nothing, places and blocks in order. A place is looked at again only when its last
+    best block is gone, so time goes with the slots and with the replicas of an expert, not with
+    the square of the blocks.
     """
     num_blocks = len(bounds) - 1
-    holders = _blocks_of_experts(wanted, bounds, num_experts)
+    first, blocks, in_common_with = _experts_in_common(held, bounds, chain, block_of_slot)
     block_of_place = np.full(num_blocks, -1)
-    common = np.zeros(num_blocks, dtype=np.int64)
     size_of_free = bounds[1:] - bounds[:-1]  # 0 once a block is taken.
     most = size_of_free.copy()  # What each place can have in common at most.
     for in_common in range(most.max(), -1, -1):
         for place in range(num_blocks):
             if most[place] != in_common or block_of_place[place] >= 0:
                 continue
-            experts = held[bounds[place] : bounds[place + 1]]
-            block, most[place] = _most_like(experts, holders, common, size_of_free)
+            size = bounds[place + 1] - bounds[place]
+            best, block = -1, -1
+            for entry in range(first[place], first[place + 1]):
+                other = blocks[entry]
+                # The more in common the better, then the lower its number.
+                score = (in_common_with[entry] + 1) * num_blocks - other
+                if size_of_free[other] == size and score > best:
+                    best, block = score, other
+            most[place] = (best + block) // num_blocks - 1 if block >= 0 else 0
+            if block < 0:  # The first that is free has nothing in common, like all others.
+                block = 0
+                while size_of_free[block] != size:
+                    block += 1
             if most[place] >= in_common:  # More, where both hold twins.
                 block_of_place[place] = block
                 size_of_free[block] = 0
@@ -92,69 +118,94 @@ def _match(wanted: Slots, held: Slots, bounds: Indices, num_experts: int) -> Ind
 
 
 @part
-def _most_like(
-    experts: Slots, holders: tuple[Indices, Indices], common: Indices, size_of_free: Indices
-) -> tuple[int, int]:
-    """The free block of the same size with most of these experts, and how many those are.
+def _experts_in_common(
+    held: Slots, bounds: Indices, chain: _Chain, block_of_slot: Indices
+) -> tuple[Indices, Indices, Indices]:
+    """Blocks that share experts with each place, and how many.
 
-    `holders` is what `_blocks_of_experts` gives; `common`, [blocks], is zero before and after.
+    Those of place p lie from first[p] to first[p + 1].
     """
-    first, blocks = holders
-    best, most = -1, 0
-    for expert in experts:
-        for entry in range(first[expert], first[expert + 1]):
-            block = blocks[entry]
-            common[block] += 1
-            if size_of_free[block] == len(experts) and (
-                common[block] > most or (common[block] == most and block < best)
-            ):
-                best, most = block, common[block]
-    for expert in experts:
-        for entry in range(first[expert], first[expert + 1]):
-            common[blocks[entry]] = 0
-    for block in range(len(size_of_free) if best < 0 else 0):
-        if size_of_free[block] == len(experts):
-            return block, 0
-    return best, most
-
-
-@part
-def _blocks_of_experts(wanted: Slots, bounds: Indices, num_experts: int) -> tuple[Indices, Indices]:
-    """Blocks that hold each expert: those of expert e lie from first[e] to first[e + 1]."""
-    first = np.zeros(num_experts + 2, dtype=np.int64)
+    num_blocks = len(bounds) - 1
+    num_pairs = 0
     for slot in range(bounds[0], bounds[-1]):
-        first[wanted[slot] + 2] += 1
-    first = np.cumsum(first)
-    blocks = np.empty(bounds[-1] - bounds[0], dtype=np.int64)
-    for block in range(len(bounds) - 1):
-        for slot in range(bounds[block], bounds[block + 1]):
-            expert = wanted[slot]
-            blocks[first[expert + 1]] = block
-            first[expert + 1] += 1
-    return first, blocks
+        num_pairs += chain.length[held[slot]]
+    first = np.zeros(num_blocks + 1, dtype=np.int64)
+    blocks = np.empty(num_pairs, dtype=np.int64)
+    in_common = np.empty(num_pairs, dtype=np.int64)
+    common = np.zeros(num_blocks, dtype=np.int64)
+    for place in range(num_blocks):
+        end = first[place]
+        for slot in range(bounds[place], bounds[place + 1]):
+            source = chain.first[held[slot]]
+            while source >= 0:
+                blocks[end] = block_of_slot[source]
+                common[blocks[end]] += 1
+                source = chain.next[source]
+                end += 1
+        # Each block once, with all that is in common. What is left is overwritten by the next.
+        entry = first[place]
+        for pair in range(entry, end):
+            block = blocks[pair]
+            blocks[entry], in_common[entry] = block, common[block]
+            entry += int(common[block] > 0)
+            common[block] = 0
+        first[place + 1] = entry
+    return first, blocks, in_common
 
 
 @compiled
-def _align_layers(table: Slots, held: Slots, first_slot: Indices) -> None:
+def _align_layers(table: Slots, held: Slots, first_slot: Indices, num_experts: int) -> None:
+    chain = _chain(num_experts, table.shape[1])
+    wanted = np.empty(table.shape[1], dtype=np.int32)
+    is_taken = np.empty(table.shape[1], dtype=np.bool_)
+    stays = np.empty(table.shape[1], dtype=np.bool_)
     for layer in range(len(table)):
-        wanted = table[layer].copy()
-        is_taken = np.zeros(len(wanted), dtype=np.bool_)
+        wanted[:] = table[layer]
+        is_taken[:] = False
         for rank in range(len(first_slot) - 1):
             begin, end = first_slot[rank], first_slot[rank + 1]
-            stays = np.zeros(end - begin, dtype=np.bool_)
+            _link(chain, wanted, begin, end)
             for slot in range(begin, end):
-                for source in range(begin, end):
-                    if wanted[source] == held[layer, slot] and not is_taken[source]:
-                        is_taken[source] = True
-                        stays[slot - begin] = True
-                        table[layer, slot] = held[layer, slot]
-                        break
+                expert = held[layer, slot]
+                source = chain.first[expert]
+                stays[slot] = source >= 0
+                if source >= 0:
+                    chain.first[expert] = chain.next[source]
+                    is_taken[source] = True
+                    table[layer, slot] = expert
+            _unlink(chain, wanted, begin, end)
             # What is new fills the slots that are left, in order.
             newcomer = begin
             for slot in range(begin, end):
-                if stays[slot - begin]:
+                if stays[slot]:
                     continue
                 while is_taken[newcomer]:
                     newcomer += 1
                 table[layer, slot] = wanted[newcomer]
                 newcomer += 1
+
+
+@part
+def _chain(num_experts: int, num_slots: int) -> _Chain:
+    return _Chain(
+        np.full(num_experts, -1),
+        np.zeros(num_experts, dtype=np.int64),
+        np.empty(num_slots, dtype=np.int64),
+    )
+
+
+@part
+def _link(chain: _Chain, slots: Slots, begin: int, end: int) -> None:
+    """Chain the slots from `begin` to `end` by what they hold, ascending."""
+    for slot in range(end - 1, begin - 1, -1):
+        expert = slots[slot]
+        chain.next[slot] = chain.first[expert]
+        chain.first[expert] = slot
+        chain.length[expert] += 1
+
+
+@part
+def _unlink(chain: _Chain, slots: Slots, begin: int, end: int) -> None:
+    for slot in range(begin, end):
+        chain.first[slots[slot]] = -1
+        chain.length[slots[slot]] = 0

@@ -44,24 +44,35 @@ def repair_twins(
 @compiled
 def _repair_layers(table: Slots, load: Weights, first_slot: Indices, allowed: int) -> None:
     """Repair the ranks of one node, which own the slots from first_slot[0] to first_slot[-1]."""
+    num_copies = np.zeros(load.shape[1], dtype=np.int64)
     for layer in range(len(table)):
         for rank in range(len(first_slot) - 1):
             while True:
-                own = _find_twin(table[layer], first_slot, rank, allowed)
+                own = _find_twin(table[layer], first_slot, rank, allowed, num_copies)
                 if own < 0:
                     break
                 _remove_twin(table[layer], load[layer], first_slot, own, allowed)
 
 
 @part
-def _find_twin(slots: Slots, first_slot: Indices, rank: int, allowed: int) -> int:
-    """The first slot of a rank whose expert has too many copies there, or -1."""
-    if first_slot[rank + 1] - first_slot[rank] <= allowed:
-        return -1
+def _find_twin(
+    slots: Slots, first_slot: Indices, rank: int, allowed: int, num_copies: Indices
+) -> int:
+    """The first slot of a rank whose expert has too many copies there, or -1.
+
+    `num_copies`, [experts], is zero before and after.
+    """
+    most = 0
     for slot in range(first_slot[rank], first_slot[rank + 1]):
-        if _count(slots, first_slot, rank, slots[slot]) > allowed:
-            return slot
-    return -1
+        num_copies[slots[slot]] += 1
+        most = max(most, num_copies[slots[slot]])
+    found = -1
+    for slot in range(first_slot[rank + 1] - 1, first_slot[rank] - 1, -1):
+        if most > allowed and num_copies[slots[slot]] > allowed:
+            found = slot
+    for slot in range(first_slot[rank], first_slot[rank + 1]):
+        num_copies[slots[slot]] = 0
+    return found
 
 
 @part
