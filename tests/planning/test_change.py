@@ -1,5 +1,6 @@
 """A layout told by what it changes is the layout, or an error."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -73,6 +74,19 @@ def test_batches_of_layers_lead_from_layout_to_layout_each_told_by_what_it_chang
         before = after
     assert before.same_placement(target)
     assert digest(before) == digest(target)
+
+
+def test_changes_in_a_row_are_had_by_number_also_after_a_journey_to_another_process():
+    base = shuffled(1, is_uneven=False, generation=7)
+    target = shuffled(2, is_uneven=True, generation=9)
+    told = changes_by_layers(base, target, batches=[[0], [1, 2]], first_generation=8)
+    arrived = pickle.loads(pickle.dumps(told))
+    assert [change.generation for change in arrived] == [8, 9]
+    assert arrived[-1].digest == told[1].digest == digest(target)
+    assert arrived[-1].share_of_cell.tolist() == told[1].share_of_cell.tolist()
+    assert [change.generation for change in arrived[1:]] == [9]
+    with pytest.raises(IndexError):
+        arrived[2]
 
 
 def test_only_what_differs_is_told():

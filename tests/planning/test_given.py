@@ -45,7 +45,7 @@ def test_waves_bound_what_a_rank_stages():
 
 def test_nothing_moves_to_where_everything_is():
     found = given(layout_of(7), layout_of(3))
-    assert found.waves == ()
+    assert not found.waves
     assert found.moves == 0
 
 

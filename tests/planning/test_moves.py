@@ -138,4 +138,4 @@ def test_waves_are_valid_small_and_end_in_the_target(change, most_moves, by_gain
 def test_no_change_is_no_wave():
     current = one_layer(0, 1, num_ranks=2)
     same = one_layer(0, 1, num_ranks=2, generation=2)
-    assert waves(current, same, expert_bytes=1, max_wave_bytes=1) == ()
+    assert not waves(current, same, expert_bytes=1, max_wave_bytes=1)

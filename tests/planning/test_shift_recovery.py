@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from equipoise.planning.balance import balancedness, rank_loads
+from equipoise.planning.balance import balancedness, compare, rank_loads
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import LoadAverage, detect_shift, tokens_per_layer
 from equipoise.planning.planner import plan
@@ -47,11 +47,14 @@ def windows_until_recovered(policy):
             current=layout,
             algorithm=policy.algorithm,
         )
+        target = layout.with_placement(made.expert_of_slot, generation=layout.generation + 1)
+        on_average, on_window = compare(layout, target, slow.per_second(), window)
         verdict = judge(
             current=layout,
-            proposed=made.expert_of_slot,
+            target=target,
+            on_average=on_average,
+            on_window=on_window,
             algorithm=made.algorithm,
-            average=slow.per_second(),
             window=window,
             model=MODEL,
             policy=policy,
@@ -61,7 +64,7 @@ def windows_until_recovered(policy):
         )
         reasons.append(verdict.reason)
         if verdict.accepted:
-            layout = layout.with_placement(made.expert_of_slot, generation=layout.generation + 1)
+            layout = target
     assert measured[WINDOWS_BEFORE - 1] > RECOVERED, "balanced before the shift"
     assert measured[WINDOWS_BEFORE] < 0.8, "the shift hurts"
     after = [value > RECOVERED for value in measured[WINDOWS_BEFORE:]]

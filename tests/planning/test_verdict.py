@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 
+from equipoise.planning.balance import compare
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift
 from equipoise.planning.policy import Algorithm, Policy
@@ -44,7 +45,11 @@ def verdict_on(**changed):
         "last_switch_s": 0.0,
         "shift": NO_SHIFT,
     }
-    return judge(**case | changed)
+    case |= changed
+    current, proposed = case["current"], case.pop("proposed")
+    case["target"] = current.with_placement(proposed, generation=current.generation + 1)
+    on_average, on_window = compare(current, case["target"], case.pop("average"), case["window"])
+    return judge(on_average=on_average, on_window=on_window, **case)
 
 
 def test_a_plan_that_gains_is_accepted_with_its_gain_and_its_price():

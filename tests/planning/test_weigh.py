@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.planning.balance import balancedness, balancedness_per_layer, layout_loads
+from equipoise.planning.balance import (
+    balancedness,
+    balancedness_per_layer,
+    compare,
+    layout_loads,
+)
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift
 from equipoise.planning.moves import waves
@@ -166,13 +171,15 @@ def test_incremental_plans_with_weights_reach_what_even_ones_do(target):
 
 def judged(current, proposed, load):
     model, _ = FEW_SLOTS
+    window = load * 1e5
+    on_average, on_window = compare(current, proposed, load, window)
     return judge(
         current=current,
-        proposed=proposed.expert_of_slot,
-        proposed_shares=proposed.share_of_slot,
+        target=proposed,
+        on_average=on_average,
+        on_window=on_window,
         algorithm=Algorithm.INCREMENTAL,
-        average=load,
-        window=load * 1e5,
+        window=window,
         model=model,
         policy=Policy(min_gain=0.005),
         now=100.0,

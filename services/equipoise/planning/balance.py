@@ -1,10 +1,12 @@
 """How evenly a placement spreads a load over ranks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable, Layout, count_replicas
+from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
 from equipoise.planning.shares import WHOLE, ShareTable
 
@@ -17,27 +19,30 @@ def rank_loads(
     first_slot: Sequence[int] | None = None,
     share_of_slot: ShareTable | None = None,
 ) -> Load:
-    """Load of each rank, [layers, ranks].
+    """Load of each rank, [..., layers, ranks].
 
-    `expert_of_slot` is int32 [layers, slots], `load` [layers, experts] in any unit. An expert's
-    load splits over its replicas by their shares, `share_of_slot` [layers, slots], or evenly. Slots
-    divide evenly over ranks unless `first_slot`, [ranks + 1], says which each rank owns.
+    `expert_of_slot` is int32 [layers, slots], `load` [..., layers, experts] in any unit: one load
+    or many. An expert's load splits over its replicas by their shares, `share_of_slot` [layers,
+    slots], or evenly. Slots divide evenly over ranks unless `first_slot`, [ranks + 1], says which
+    each rank owns.
     """
+    num_layers, num_experts = load.shape[-2:]
+    cells = expert_of_slot + np.arange(num_layers)[:, None] * num_experts
+    of_cell = load.reshape(*load.shape[:-2], num_layers * num_experts)
     if share_of_slot is None:
-        replicas = count_replicas(expert_of_slot, num_experts=load.shape[1])
-        load_of_slot = np.take_along_axis(load / np.maximum(replicas, 1), expert_of_slot, axis=1)
+        replicas = np.bincount(cells.ravel(), minlength=num_layers * num_experts)
+        load_of_slot = (of_cell / np.maximum(replicas, 1))[..., cells]
     else:
-        of_expert = np.take_along_axis(load, expert_of_slot, axis=1)
-        load_of_slot = of_expert * (share_of_slot / WHOLE)
+        load_of_slot = of_cell[..., cells] * (share_of_slot / WHOLE)
     if first_slot is None:
-        by_rank: Load = load_of_slot.reshape(len(load), num_ranks, -1).sum(axis=2)
+        by_rank: Load = load_of_slot.reshape(*load.shape[:-1], num_ranks, -1).sum(axis=-1)
         return by_rank
     assert len(first_slot) == num_ranks + 1, "a first slot for each rank, and the end"
-    return np.add.reduceat(load_of_slot, first_slot[:-1], axis=1)
+    return np.add.reduceat(load_of_slot, first_slot[:-1], axis=-1)
 
 
 def layout_loads(layout: Layout, load: Load) -> Load:
-    """Load of each rank under a layout and its shares, [layers, ranks]."""
+    """Load of each rank under a layout and its shares, as `rank_loads` has it."""
     return rank_loads(
         layout.expert_of_slot,
         load=load,
@@ -48,10 +53,10 @@ def layout_loads(layout: Layout, load: Load) -> Load:
 
 
 def balancedness_per_layer(load_of_rank: Load) -> Load:
-    """Mean / max rank load of each layer, [layers]; 1.0 for a layer without traffic."""
-    busiest = load_of_rank.max(axis=1)
+    """Mean / max rank load of each layer, [..., layers]; 1.0 for a layer without traffic."""
+    busiest = load_of_rank.max(axis=-1)
     idle = busiest <= 0
-    per_layer: Load = np.where(idle, 1.0, load_of_rank.mean(axis=1) / np.where(idle, 1.0, busiest))
+    per_layer: Load = np.where(idle, 1.0, load_of_rank.mean(axis=-1) / np.where(idle, 1.0, busiest))
     return per_layer
 
 
@@ -60,5 +65,36 @@ def balancedness(load_of_rank: Load) -> float:
 
     1 / balancedness is about how much longer a step takes than it would with even ranks.
     """
-    busy = load_of_rank.max(axis=1) > 0
-    return float(balancedness_per_layer(load_of_rank)[busy].mean()) if busy.any() else 1.0
+    return mean_if_busy(balancedness_per_layer(load_of_rank), is_busy=load_of_rank.max(axis=1) > 0)
+
+
+def mean_if_busy(per_layer: Load, *, is_busy: npt.NDArray[np.bool_]) -> float:
+    """The mean over the layers with traffic; 1.0 if there is none."""
+    return float(per_layer[is_busy].mean()) if is_busy.any() else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Comparison:
+    """How balanced a load is `before` and `after`, under two layouts of the same ranks.
+
+    `gain_of_layer`, [layers], is by how much each layer's balancedness grows.
+    """
+
+    before: float
+    after: float
+    gain_of_layer: Load
+
+
+def compare(current: Layout, target: Layout, *loads: Load) -> tuple[Comparison, ...]:
+    """What each load, [layers, experts] in any unit, gains by going from `current` to `target`."""
+    stacked = np.stack(loads)
+    load_of_rank = np.stack([layout_loads(layout, stacked) for layout in (current, target)], axis=1)
+    is_busy = load_of_rank.max(axis=-1) > 0
+    return tuple(
+        Comparison(
+            before=mean_if_busy(per_layer[0], is_busy=busy[0]),
+            after=mean_if_busy(per_layer[1], is_busy=busy[1]),
+            gain_of_layer=per_layer[1] - per_layer[0],
+        )
+        for per_layer, busy in zip(balancedness_per_layer(load_of_rank), is_busy, strict=True)
+    )

@@ -1,11 +1,14 @@
 """`LayoutChange`: a layout told by what it changes in another one of the same pool.
 
 A wave changes a few layers of many; who runs the layout before need not hear the rest again.
+`LayoutChanges` are many of them in a row, as one block.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +43,10 @@ class LayoutChange:
     def between(base: Layout, target: Layout) -> "LayoutChange":
         """What turns `base` into `target`, another layout of the same ranks."""
         assert base.expert_of_slot.shape == target.expert_of_slot.shape, "ranks of one epoch"
-        every_layer = [list(range(base.num_layers))]
-        (whole,) = changes_by_layers(
-            base, target, batches=every_layer, first_generation=target.generation
-        )
-        return whole
+        every_layer = range(base.num_layers)
+        return changes_by_layers(
+            base, target, batches=[every_layer], first_generation=target.generation
+        )[0]
 
     def applied_to(self, base: Layout) -> Layout:
         """The whole new layout.
@@ -73,71 +75,133 @@ class LayoutChange:
         return layout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayoutChanges(Sequence[LayoutChange]):
+    """Changes one after the other, each told against the layout before it.
+
+    They are kept as one block, because dozens of objects with arrays of their own take longer to
+    hand to another process than to make. Change c has the cells from first_cell[c] to
+    first_cell[c + 1]; `share_of_cell` counts in changes that tell shares. `digests` are those of
+    all changes.
+    """
+
+    first_generation: int
+    first_cell: tuple[int, ...]
+    cells: Cells
+    expert_of_cell: Values
+    share_of_cell: Values
+    tells_shares: tuple[bool, ...]
+    digests: bytes
+
+    def __len__(self) -> int:
+        return len(self.tells_shares)
+
+    @overload
+    def __getitem__(self, index: int) -> LayoutChange: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[LayoutChange, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> LayoutChange | tuple[LayoutChange, ...]:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return tuple(self[number] for number in numbers)
+        of_change = slice(self.first_cell[numbers], self.first_cell[numbers + 1])
+        return LayoutChange(
+            generation=self.first_generation + numbers,
+            cells=self.cells[of_change],
+            expert_of_cell=self.expert_of_cell[of_change],
+            share_of_cell=self.share_of_cell[of_change] if self.tells_shares[numbers] else None,
+            digest=self.digests[numbers * DIGEST_BYTES : (numbers + 1) * DIGEST_BYTES],
+        )
+
+
 def changes_by_layers(
-    base: Layout, target: Layout, *, batches: Iterable[list[int]], first_generation: int
-) -> tuple[LayoutChange, ...]:
+    base: Layout, target: Layout, *, batches: Sequence[Sequence[int]], first_generation: int
+) -> LayoutChanges:
     """From `base` to `target`, layers of one batch after those of the other, a change a batch.
 
-    Each change is told against the layout before it. What it leads to is valid without being made:
-    layers do not know each other, and each of them is one of two valid layouts'. Numbers count from
-    `first_generation`, and layers that no batch names stay as they are in `base`.
+    What a change leads to is valid without being made: layers do not know each other, and each of
+    them is one of two valid layouts'. Numbers count from `first_generation`, and layers that no
+    batch names stay as they are in `base`.
     """
-    digests, target_digests = _digests_of_layers(base), _digests_of_layers(target)
+    layers = np.array([layer for batch in batches for layer in sorted(batch)], dtype=np.int64)
+    differs = base.expert_of_slot[layers] != target.expert_of_slot[layers]
+    tells_shares = (False,) * len(batches)
+    shares = np.zeros_like(base.expert_of_slot)
     uneven, target_uneven = _uneven_layers(base), _uneven_layers(target)
-    moved = base.expert_of_slot != target.expert_of_slot
-    may_be_uneven = bool(uneven.any() or target_uneven.any())
-    shares = target.shares() if may_be_uneven else np.zeros_like(base.expert_of_slot)
-    reshared = (base.shares() != shares) if may_be_uneven else np.zeros_like(moved)
-    cells_moved = _cells_of_layers(moved)
-    cells_told = _cells_of_layers(moved | reshared) if may_be_uneven else cells_moved
-    experts_of_cells, shares_of_cells = target.expert_of_slot.ravel(), shares.ravel()
-    made: list[LayoutChange] = []
-    for generation, batch in enumerate(batches, start=first_generation):
+    if uneven.any() or target_uneven.any():
+        tells_shares = tuple(_any_after_each(batches, uneven, target_uneven))
+        shares = target.shares()
+        is_told = np.repeat(tells_shares, [len(batch) for batch in batches])[:, None]
+        differs |= is_told & (base.shares() != shares)[layers]
+    # Cells in the order of the changes, then as they are numbered.
+    told = np.flatnonzero(differs)
+    ends = np.searchsorted(told, np.arange(len(layers) + 1) * base.num_slots)
+    places = np.arange(len(layers))
+    cells = told + np.repeat((layers - places) * base.num_slots, np.diff(ends))
+    rows = accumulate((len(batch) for batch in batches), initial=0)
+    return LayoutChanges(
+        first_generation=first_generation,
+        first_cell=tuple(ends[list(rows)].tolist()),
+        cells=cells.astype(np.uint32),
+        expert_of_cell=target.expert_of_slot.ravel()[cells],
+        share_of_cell=shares.ravel()[cells] if any(tells_shares) else np.empty(0, dtype=np.int32),
+        tells_shares=tells_shares,
+        digests=_digests_after_each(batches, base, target),
+    )
+
+
+def _any_after_each(
+    batches: Iterable[Sequence[int]],
+    of_base: npt.NDArray[np.bool_],
+    of_target: npt.NDArray[np.bool_],
+) -> Iterator[bool]:
+    """Whether any layer is so after each batch, where the layers named are those of the target."""
+    so_far = of_base.copy()
+    for batch in batches:
+        so_far[batch] = of_target[batch]
+        yield bool(so_far.any())
+
+
+def _digests_after_each(batches: Sequence[Sequence[int]], base: Layout, target: Layout) -> bytes:
+    """The digests of the whole layouts after each batch, one after the other."""
+    digests = [b""] * base.num_layers
+    kept = sorted(set(range(base.num_layers)).difference(*batches[:1]))
+    for layer, of_layer in zip(kept, _digests_of_layers(base, kept), strict=True):
+        digests[layer] = of_layer
+    of_target = _digests_of_layers(target, chain.from_iterable(batches))
+    after: list[bytes] = []
+    for batch in batches:
         for layer in batch:
-            digests[layer] = target_digests[layer]
-            uneven[layer] = target_uneven[layer]
-        tells_shares = may_be_uneven and bool(uneven.any())
-        of_layers = cells_told if tells_shares else cells_moved
-        cells = np.concatenate([of_layers[layer] for layer in sorted(batch)])
-        made.append(
-            LayoutChange(
-                generation=generation,
-                cells=cells,
-                expert_of_cell=experts_of_cells[cells],
-                share_of_cell=shares_of_cells[cells] if tells_shares else None,
-                digest=_digest(digests),
-            )
-        )
-    return tuple(made)
-
-
-def _cells_of_layers(differs: npt.NDArray[np.bool_]) -> list[Cells]:
-    """Of [layers, slots] that differ: each layer's cells, ascending."""
-    num_layers, num_slots = differs.shape
-    cells = np.flatnonzero(differs).astype(np.uint32)
-    bounds = np.searchsorted(cells, num_slots * np.arange(1, num_layers))
-    return np.split(cells, bounds)
+            digests[layer] = next(of_target)
+        after.append(_digest(digests))
+    return b"".join(after)
 
 
 def digest(layout: Layout) -> bytes:
     """16 bytes that tell placements, shares included, apart; generations do not count."""
-    return _digest(_digests_of_layers(layout))
+    return _digest(_digests_of_layers(layout, range(layout.num_layers)))
 
 
-def _digest(digests: Iterable[bytes]) -> bytes:
-    return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_BYTES).digest()
+def _digest(of_layers: Iterable[bytes]) -> bytes:
+    return hashlib.blake2b(b"".join(of_layers), digest_size=DIGEST_BYTES).digest()
 
 
-def _digests_of_layers(layout: Layout) -> list[bytes]:
+def _digests_of_layers(layout: Layout, layers: Iterable[int]) -> Iterator[bytes]:
     """Of each layer's experts and, if they are uneven, shares: one that stays is told once."""
-    uneven, shares = _uneven_layers(layout), layout.share_of_slot
-    digests: list[bytes] = []
-    for layer, experts in enumerate(layout.expert_of_slot.astype("<i4", copy=False)):
-        told = hashlib.blake2b(experts.tobytes(), digest_size=DIGEST_BYTES)
-        if shares is not None and uneven[layer]:
-            told.update(shares[layer].astype("<i4", copy=False).tobytes())
-        digests.append(told.digest())
-    return digests
+    experts = layout.expert_of_slot.astype("<i4", copy=False)
+    shares = layout.share_of_slot
+    if shares is None:
+        for layer in layers:
+            yield hashlib.blake2b(experts[layer].tobytes(), digest_size=DIGEST_BYTES).digest()
+        return
+    uneven, shares = _uneven_layers(layout), shares.astype("<i4", copy=False)
+    for layer in layers:
+        told = hashlib.blake2b(experts[layer].tobytes(), digest_size=DIGEST_BYTES)
+        if uneven[layer]:
+            told.update(shares[layer].tobytes())
+        yield told.digest()
 
 
 def _uneven_layers(layout: Layout) -> npt.NDArray[np.bool_]:

@@ -1,5 +1,6 @@
 """`propose_given`: the way to a layout that no planner chose, for example an earlier one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ class Given:
     window's load makes of a layout; 1.0 where there was no load.
     """
 
-    waves: tuple[LayoutChange, ...]
+    waves: Sequence[LayoutChange]
     moves: int
     bytes: int
     balancedness_current: float

@@ -184,17 +184,17 @@ def _check_shape(layout: Layout) -> None:
 
 
 def _check(layout: Layout) -> None:
-    table = layout.expert_of_slot
-    outside = (table < 0) | (table >= layout.num_experts)
-    if outside.any():
-        layer, slot = (int(index) for index in np.argwhere(outside)[0])
+    table, num_experts = layout.expert_of_slot, layout.num_experts
+    if table.min() < 0 or table.max() >= num_experts:
+        layer, slot = (int(index) for index in np.argwhere((table < 0) | (table >= num_experts))[0])
         raise InvalidLayoutError(
             f"layer {layer}, slot {slot} holds expert {int(table[layer, slot])}, "
-            f"but experts are 0 to {layout.num_experts - 1}"
+            f"but experts are 0 to {num_experts - 1}"
         )
-    missing = count_replicas(table, num_experts=layout.num_experts) == 0
-    if missing.any():
-        layer, expert = (int(index) for index in np.argwhere(missing)[0])
+    is_held = np.zeros((len(table), num_experts), dtype=np.bool_)
+    is_held.ravel()[table + np.arange(len(table))[:, None] * num_experts] = True
+    if not is_held.all():
+        layer, expert = (int(index) for index in np.argwhere(~is_held)[0])
         raise InvalidLayoutError(f"layer {layer} has no slot for expert {expert}")
     _check_no_needless_twins(layout)
 
@@ -202,8 +202,12 @@ def _check(layout: Layout) -> None:
 def _check_no_needless_twins(layout: Layout) -> None:
     """An expert twice on a rank is waste unless a rank has more slots than there are experts."""
     allowed = -(-max(layout.slots_of_rank) // layout.num_experts)
-    rank_of_slot = np.repeat(np.arange(layout.num_ranks), layout.slots_of_rank)
-    held = np.sort(rank_of_slot * layout.num_experts + layout.expert_of_slot, axis=1)
+    num_keys = layout.num_ranks * layout.num_experts
+    first_keys = np.arange(0, num_keys, layout.num_experts)
+    if num_keys <= np.iinfo(np.int32).max:  # Narrow numbers are sorted sooner.
+        first_keys = first_keys.astype(np.int32)
+    held = np.repeat(first_keys, layout.slots_of_rank) + layout.expert_of_slot
+    held.sort(axis=1)
     twins = held[:, allowed:] == held[:, : layout.num_slots - allowed]
     if twins.any():
         layer, position = (int(index) for index in np.argwhere(twins)[0])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.change import LayoutChange, changes_by_layers
+from equipoise.planning.change import LayoutChanges, changes_by_layers
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
 from equipoise.planning.topology import Topology
@@ -108,7 +108,7 @@ def waves(
     expert_bytes: int,
     max_wave_bytes: int,
     gain_of_layer: Load | None = None,
-) -> tuple[LayoutChange, ...]:
+) -> LayoutChanges:
     """Cut a change into steps that lead from valid layout to valid layout, a few layers each.
 
     A wave takes whole layers as long as no rank stages more than `max_wave_bytes`, but at least
@@ -120,7 +120,7 @@ def waves(
     moved = current.expert_of_slot != target.expert_of_slot
     is_even = current.share_of_slot is None and target.share_of_slot is None
     changes = moved if is_even else moved | (current.shares() != target.shares())
-    moves_of_rank = np.add.reduceat(moved.astype(np.int64), current.first_slot[:-1], axis=1)
+    moves_of_rank = np.add.reduceat(moved, current.first_slot[:-1], axis=1, dtype=np.int64)
     priority = np.zeros(current.num_layers) if gain_of_layer is None else -gain_of_layer
     is_changed = changes.any(axis=1)
     layers = [layer for layer in np.argsort(priority, kind="stable").tolist() if is_changed[layer]]
@@ -161,12 +161,17 @@ def _batches(
     layers: list[int], moves_of_rank: npt.NDArray[np.int64], *, most_moves: int
 ) -> list[list[int]]:
     """Consecutive layers in which no rank has more than `most_moves`, at least one each."""
+    in_order = moves_of_rank[layers]
+    before = np.zeros((len(layers) + 1, in_order.shape[1]), dtype=np.int64)
+    np.cumsum(in_order, axis=0, out=before[1:])
+    # Most often two neighbours are too much already, which is seen for all at once.
+    joins = (in_order[1:] + in_order[:-1]).max(axis=1, initial=0) <= most_moves
     batches: list[list[int]] = []
-    moves = np.zeros(moves_of_rank.shape[1], dtype=np.int64)
-    for layer in layers:
-        if not batches or (moves + moves_of_rank[layer]).max() > most_moves:
-            batches.append([])
-            moves = np.zeros_like(moves)
-        batches[-1].append(layer)
-        moves = moves + moves_of_rank[layer]
+    begin = 0
+    for place, layer in enumerate(layers):
+        if place and joins[place - 1] and (before[place + 1] - before[begin]).max() <= most_moves:
+            batches[-1].append(layer)
+        else:
+            begin = place
+            batches.append([layer])
     return batches

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.planning.balance import balancedness, layout_loads
-from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.balance import Comparison
+from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, Shift, tokens_per_layer
 from equipoise.planning.policy import Algorithm, Policy
-from equipoise.planning.shares import ShareTable
 from equipoise.planning.topology import ModelShape
 
 
@@ -40,10 +39,10 @@ class Verdict:
 def judge(
     *,
     current: Layout,
-    proposed: ExpertTable,
-    proposed_shares: ShareTable | None = None,
+    target: Layout,
+    on_average: Comparison,
+    on_window: Comparison,
     algorithm: Algorithm,
-    average: Load,
     window: Load,
     model: ModelShape,
     policy: Policy,
@@ -51,20 +50,15 @@ def judge(
     last_switch_s: float | None,
     shift: Shift,
 ) -> Verdict:
-    """Weigh what `proposed` gains on the latest window against what it costs.
+    """Weigh what `target`, a plan's layout, gains on the latest window against what it costs.
 
-    `average` and `window` are [layers, experts]: the load that the plan was made for (any unit) and
-    the tokens of the latest window. A plan follows the average; the window is the newer witness,
+    Both layouts are compared on the load that the plan was made for, `on_average`, and
+    `on_window`: on the tokens of the latest window, which `window` has, [layers, experts].
+    A plan follows the average; the window is the newer witness,
     so a plan that is worse on it is refused however good it looks on the average. What a plan saves
     is estimated as if the experts of the busiest rank were the whole of a step: the best case.
     """
-    target = current.with_placement(
-        proposed, generation=current.generation + 1, share_of_slot=proposed_shares
-    )
-    (before, after), (usual_before, usual_after) = (
-        [balancedness(layout_loads(layout, load)) for layout in (current, target)]
-        for load in (window, average)
-    )
+    before, after = on_window.before, on_window.after
     cost = _cost(current, target, model=model, policy=policy, speedup=1.0 - before / after)
     refusal = (
         _paused(policy)
@@ -78,7 +72,7 @@ def judge(
     shares = f" and other shares in {cost.reshared} slots" if cost.reshared else ""
     accepted = (
         f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
-        f"{after:.3f} (on the average from {usual_before:.3f} to {usual_after:.3f}) for "
+        f"{after:.3f} (on the average from {on_average.before:.3f} to {on_average.after:.3f}) for "
         f"{cost.moves} moves of {cost.bytes / 2**20:.1f} MiB together{shares}, which cost "
         f"{cost.lost_s:.3g} s of serving and pay after {cost.payback_s:.3g} s; {shift.reason}"
     )

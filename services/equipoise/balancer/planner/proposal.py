@@ -1,8 +1,9 @@
 """A plan and its verdict: the heavy part of a tick, a pure function that runs elsewhere."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from equipoise.planning.balance import balancedness_per_layer, layout_loads
+from equipoise.planning.balance import compare
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, Shift
@@ -48,7 +49,7 @@ class Proposal:
     request: ProposalRequest
     plan: Plan
     verdict: Verdict
-    waves: tuple[LayoutChange, ...]
+    waves: Sequence[LayoutChange]
 
 
 def propose(request: ProposalRequest) -> Proposal:
@@ -66,12 +67,19 @@ def propose(request: ProposalRequest) -> Proposal:
         target_balancedness=policy.target_balancedness if is_incremental else None,
         weighted=policy.weighted,
     )
+    current = request.current
+    target = current.with_placement(
+        planned.expert_of_slot,
+        generation=request.first_generation,
+        share_of_slot=planned.share_of_slot,
+    )
+    on_average, on_window = compare(current, target, request.average, request.window)
     verdict = judge(
-        current=request.current,
-        proposed=planned.expert_of_slot,
-        proposed_shares=planned.share_of_slot,
+        current=current,
+        target=target,
+        on_average=on_average,
+        on_window=on_window,
         algorithm=planned.algorithm,
-        average=request.average,
         window=request.window,
         model=request.model,
         policy=policy,
@@ -79,29 +87,14 @@ def propose(request: ProposalRequest) -> Proposal:
         last_switch_s=request.last_switch_s,
         shift=request.shift,
     )
-    return Proposal(
-        request=request,
-        plan=planned,
-        verdict=verdict,
-        waves=_waves(request, planned) if verdict.accepted else (),
-    )
-
-
-def _waves(request: ProposalRequest, planned: Plan) -> tuple[LayoutChange, ...]:
-    """The layers that gain most on the latest window go first."""
-    target = request.current.with_placement(
-        planned.expert_of_slot,
-        generation=request.first_generation,
-        share_of_slot=planned.share_of_slot,
-    )
-    before, after = (
-        balancedness_per_layer(layout_loads(layout, request.window))
-        for layout in (request.current, target)
-    )
-    return waves(
-        request.current,
-        target,
-        expert_bytes=request.model.expert_bytes,
-        max_wave_bytes=request.policy.wave_bytes(request.model.expert_bytes),
-        gain_of_layer=after - before,
-    )
+    way: Sequence[LayoutChange] = ()
+    if verdict.accepted:
+        way = waves(
+            current,
+            target,
+            expert_bytes=request.model.expert_bytes,
+            max_wave_bytes=policy.wave_bytes(request.model.expert_bytes),
+            # The layers that gain most on the latest window go first.
+            gain_of_layer=on_window.gain_of_layer,
+        )
+    return Proposal(request=request, plan=planned, verdict=verdict, waves=way)

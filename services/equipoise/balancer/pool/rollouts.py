@@ -5,6 +5,7 @@ and what people are told about it. It sends and stores nothing: it returns the t
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,7 +62,8 @@ class Rollouts:
         self._policy = policy
         self._tally = tally or Tally()
         self._wave: _Wave | None = None
-        self._waiting: deque[LayoutChange] = deque()
+        self._waves: Sequence[LayoutChange] = ()
+        self._num_begun = 0
         self.completed = 0
         self.aborted = 0
         self.last_switch_s: float | None = None
@@ -87,12 +89,12 @@ class Rollouts:
     @property
     def waves_left(self) -> int:
         """Waves behind the current one."""
-        return len(self._waiting)
+        return len(self._waves) - self._num_begun
 
-    def start(self, waves: tuple[LayoutChange, ...], *, base: Layout, now: float) -> Commands:
+    def start(self, waves: Sequence[LayoutChange], *, base: Layout, now: float) -> Commands:
         """Begin the first of `waves`: each leads to a valid layout, the last one to the goal."""
         assert self.current is None, "one plan at a time"
-        self._waiting = deque(waves)
+        self._waves, self._num_begun = waves, 0
         return self._begin_next(base, now=now)
 
     def resume(self, rollout: Rollout, *, now: float) -> None:
@@ -105,7 +107,7 @@ class Rollouts:
         if self.current is not None:
             self.aborted += 1
         self._wave = None
-        self._waiting.clear()
+        self._waves, self._num_begun = (), 0
 
     def adopt(self, policy: Policy) -> None:
         """Later waves have the bounds of `policy`; the one under way keeps its own."""
@@ -130,10 +132,10 @@ class Rollouts:
             self.aborted -= 1
         elif before.state is not State.ABORTED and after.state is State.ABORTED:
             self.aborted += 1
-            self._waiting.clear()
+            self._waves, self._num_begun = (), 0
         if before.state is after.state or after.state is not State.ACTIVE:
             return commands
-        if self._waiting:
+        if self.waves_left:
             return (*commands, *self._begin_next(after.target, now=now))
         self.completed += 1
         return commands
@@ -169,9 +171,13 @@ class Rollouts:
         )
 
     def _begin_next(self, base: Layout, *, now: float) -> Commands:
+        wave = self._waves[self._num_begun]
+        self._num_begun += 1
+        if not self.waves_left:  # Nobody needs their block of arrays any more.
+            self._waves, self._num_begun = (), 0
         rollout, commands = Rollout.begin(
             base=base,
-            target=self._waiting.popleft().applied_to(base),
+            target=wave.applied_to(base),
             num_ranks=base.num_ranks,
             policy=self._policy,
             now=now,
