@@ -55,6 +55,29 @@ async def test_operators_pause_pin_and_free_a_pool_and_every_order_is_recorded(
     assert all("127.0.0.1" in entry.who for entry in listed.entries)
 
 
+async def test_many_pools_are_ordered_by_one_call_each_with_an_order_of_its_own(
+    channel, status, admin, bench
+):
+    async with served(channel, bench):
+        await until(status, is_serving)
+        every = admin_pb2.RebalanceAllRequest(reason="a test", force=True)
+        some = admin_pb2.RebalanceAllRequest(pools=["tiny", "tiny"])
+        answers = [answer for asked in (every, some) async for answer in admin.RebalanceAll(asked)]
+        listed = await admin.ListAudit(admin_pb2.ListAuditRequest())
+        nobody = admin_pb2.RebalanceAllRequest(pools=["tiny", "gone"])
+        code, words = await refusal(admin.RebalanceAll(nobody).read())
+    assert [answer.pool for answer in answers] == ["tiny"] * 3
+    assert all("no window" in answer.outcome.reason for answer in answers), answers
+    assert [(entry.what, entry.sequence) for entry in listed.entries] == [
+        ("rebalance", 3),
+        ("rebalance", 2),
+        ("rebalance, whatever it gains (a test)", 1),
+    ]
+    assert {answer.outcome.sequence for answer in answers} == {1, 2, 3}
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert "there is no pool 'gone'" in words
+
+
 async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admin, bench, skewed):
     async with served(channel, bench) as links:
         await until(status, is_serving)

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from equipoise.balancer.planner import process as process_module
 from equipoise.balancer.planner.planning import PlannerDiedError, Planning, PlanTimeoutError
-from equipoise.balancer.planner.processes import PlannerProcesses
+from equipoise.balancer.planner.processes import NUM_AHEAD, PlannerProcesses
 from equipoise.balancer.planner.proposal import ProposalRequest, propose
-from equipoise.balancer.planner.turns import MAX_AT_ONCE, PlanningTurns
+from equipoise.balancer.planner.turns import MAX_AT_ONCE
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import Shift
 from equipoise.planning.policy import Policy
@@ -47,11 +48,15 @@ def children():
 
 
 @pytest.fixture
-def planner(children):
-    planner = PlannerProcesses()
-    yield planner
-    planner.stop()
+async def planner(children):
+    async with PlannerProcesses() as planner:
+        yield planner
     gone(*children())
+
+
+def made_by(planner, request, *, pool="tiny", begins=lambda: None):
+    """A plan that is being made."""
+    return asyncio.create_task(planner.propose(request, pool=pool, begins=begins))
 
 
 def gone(*pids):
@@ -69,13 +74,13 @@ def all_children():
 
 async def test_a_process_plans_as_this_one_would(planner, request_of_four_ranks, children):
     expected = propose(request_of_four_ranks)
-    made = await planner.propose(request_of_four_ranks, pool="tiny")
+    made = await made_by(planner, request_of_four_ranks)
     assert made.request is request_of_four_ranks
     assert made.verdict == expected.verdict
     assert made.verdict.accepted
     np.testing.assert_array_equal(made.plan.expert_of_slot, expected.plan.expert_of_slot)
     assert [wave.digest for wave in made.waves] == [wave.digest for wave in expected.waves]
-    await planner.propose(request_of_four_ranks, pool="another")
+    await made_by(planner, request_of_four_ranks, pool="another")
     assert len(children()) == 1, "one that is idle is used again"
 
 
@@ -86,98 +91,160 @@ async def test_what_the_planner_raises_is_raised_here_and_harms_no_other_plan(
     with pytest.raises(AssertionError) as here:
         propose(broken)
     with pytest.raises(AssertionError) as there:
-        await planner.propose(broken, pool="broken")
+        await made_by(planner, broken)
     assert str(there.value) == str(here.value)
     assert "in propose" in "".join(there.value.__notes__), "where it was raised is told"
-    assert (await planner.propose(request_of_four_ranks, pool="tiny")).plan is not None
+    assert (await made_by(planner, request_of_four_ranks)).plan is not None
     assert len(children()) == 1
 
 
-async def test_as_many_plans_as_are_asked_for_are_made_at_once_and_few_processes_stay(
+async def test_however_many_plans_are_asked_for_few_processes_make_them_in_order(
     planner, request_of_four_ranks, children
 ):
-    asked = [planner.propose(request_of_four_ranks, pool="tiny") for _ in range(MAX_AT_ONCE + 1)]
-    made = await asyncio.gather(*asked)
+    begun = []
+    made = await asyncio.gather(
+        *(
+            made_by(
+                planner, request_of_four_ranks, begins=lambda number=number: begun.append(number)
+            )
+            for number in range(5 * (1 + NUM_AHEAD) * MAX_AT_ONCE)
+        )
+    )
     assert len({wave.digest for one in made for wave in one.waves}) == len(made[0].waves)
     assert len(children()) == MAX_AT_ONCE
+    assert begun == sorted(begun)
+    assert len(begun) == len(made)
 
 
 async def test_a_plan_that_takes_too_long_ends_with_its_process(
     planner, request_of_four_ranks, children
 ):
-    planning = Planning("tiny", planner=planner, turns=PlanningTurns())
+    planning = Planning("tiny", planner=planner)
     await planning.propose(request_of_four_ranks)
     (stuck,) = children()
     os.kill(stuck, signal.SIGSTOP)
     soon = replace(request_of_four_ranks, policy=Policy(plan_timeout_s=0.1))
+    long = asyncio.create_task(planning.propose(soon))
+    behind = asyncio.create_task(planning.propose(request_of_four_ranks))
     with pytest.raises(PlanTimeoutError, match=r"given up after 0\.1 s"):
-        await planning.propose(soon)
+        await long
     await asyncio.to_thread(gone, stuck)
-    assert (await planning.propose(request_of_four_ranks)).verdict.accepted
+    assert (await behind).verdict.accepted, "what waited behind it is made by another process"
+
+
+async def test_the_time_of_a_plan_begins_with_it(planner, request_of_four_ranks, children):
+    await made_by(planner, request_of_four_ranks)
+    (stopped,) = children()
+    os.kill(stopped, signal.SIGSTOP)
+    begun = []
+    plans = [
+        made_by(planner, request_of_four_ranks, begins=lambda number=number: begun.append(number))
+        for number in range(3)
+    ]
+    await asyncio.sleep(0.1)
+    assert begun == [0], "the others wait for it"
+    os.kill(stopped, signal.SIGCONT)
+    await asyncio.gather(*plans)
+    assert begun == [0, 1, 2]
+
+
+async def test_what_waits_behind_a_plan_longer_than_a_turn_is_made_elsewhere(
+    planner, request_of_four_ranks, children, monkeypatch
+):
+    await made_by(planner, request_of_four_ranks)
+    (busy,) = children()
+    os.kill(busy, signal.SIGSTOP)
+    monkeypatch.setattr(process_module, "TURN_S", 0.05)
+    long = made_by(planner, request_of_four_ranks)
+    await asyncio.sleep(0)
+    monkeypatch.setattr(process_module, "TURN_S", WAIT_S)
+    others = [made_by(planner, request_of_four_ranks) for _ in range(NUM_AHEAD + 2)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*others)
+    assert not long.done()
+    os.kill(busy, signal.SIGCONT)
+    assert (await long).verdict.accepted
+    assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
+
+
+async def test_who_waits_no_more_costs_the_others_nothing(planner, request_of_four_ranks, children):
+    await made_by(planner, request_of_four_ranks)
+    (busy,) = children()
+    os.kill(busy, signal.SIGSTOP)
+    plans = [made_by(planner, request_of_four_ranks) for _ in range(NUM_AHEAD + 3)]
+    await asyncio.sleep(0)
+    given_up = plans[2], plans[-1]  # One that a process has, and one that none has yet.
+    for plan in given_up:
+        plan.cancel()
+    os.kill(busy, signal.SIGCONT)
+    made = await asyncio.gather(*plans, return_exceptions=True)
+    assert [isinstance(one, asyncio.CancelledError) for one in made] == [
+        plan in given_up for plan in plans
+    ]
+    assert children() == [busy]
 
 
 async def test_a_process_that_is_killed_costs_one_plan(planner, request_of_four_ranks, children):
-    await planner.propose(request_of_four_ranks, pool="tiny")
+    await made_by(planner, request_of_four_ranks)
     (victim,) = children()
     os.kill(victim, signal.SIGSTOP)
-    plan = asyncio.create_task(planner.propose(request_of_four_ranks, pool="tiny"))
+    plan, behind = (made_by(planner, request_of_four_ranks) for _ in range(2))
     await asyncio.sleep(0)
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(PlannerDiedError, match=rf"process {victim}, .* status -9"):
         await plan
-    assert (await planner.propose(request_of_four_ranks, pool="tiny")).verdict.accepted
+    assert (await behind).verdict.accepted
 
 
 async def test_a_process_that_is_killed_while_it_is_idle_costs_none(
     planner, request_of_four_ranks, children
 ):
-    await planner.propose(request_of_four_ranks, pool="tiny")
+    await made_by(planner, request_of_four_ranks)
     (victim,) = children()
     os.kill(victim, signal.SIGKILL)
     async with asyncio.timeout(WAIT_S):
-        while planner._idle[0].is_alive:  # noqa: ASYNC110 - the system tells nobody
+        while victim in children():  # noqa: ASYNC110 - the system tells nobody
             await asyncio.sleep(0.01)
-    assert (await planner.propose(request_of_four_ranks, pool="tiny")).verdict.accepted
+    assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
 
 
-async def test_it_is_ready_before_the_first_plan_and_no_more_are_started_than_may_be(
-    planner, request_of_four_ranks, children
-):
-    done = []
-    await asyncio.to_thread(planner.start, meanwhile=lambda: done.append("meanwhile"))
-    (ready,) = children()
-    assert done == ["meanwhile"]
-    planner._free = asyncio.Semaphore(1)
-    os.kill(ready, signal.SIGSTOP)
-    stuck, waiting = (
-        asyncio.create_task(planner.propose(request_of_four_ranks, pool=pool))
-        for pool in ("stuck", "waiting")
-    )
-    await asyncio.sleep(0.1)
-    assert children() == [ready]
-    stuck.cancel()
-    assert (await waiting).verdict.accepted
-    await asyncio.to_thread(gone, ready)
+async def test_one_is_ready_before_the_first_plan(planner, request_of_four_ranks, children):
+    async with asyncio.timeout(WAIT_S):
+        await planner.start()
+    ready = children()
+    assert len(ready) == 1
+    assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
+    assert children() == ready
+
+
+async def test_one_that_cannot_start_is_told(planner, monkeypatch, capfd):
+    monkeypatch.setattr(process_module, "PROGRAM", "equipoise.balancer.no_planner")
+    with pytest.raises(PlannerDiedError, match="ended with status 1"):
+        await planner.start()
+    assert "no_planner" in capfd.readouterr().err
 
 
 async def test_what_is_no_request_ends_the_process_with_a_word(planner, capfd):
-    await asyncio.to_thread(planner.start, meanwhile=lambda: None)
-    process = planner._idle.pop()
-    process._connection.send_bytes(b"of another release")
-    with pytest.raises(PlannerDiedError, match="ended with status 1"):
-        await asyncio.to_thread(process.ask, None)
-    assert "UnpicklingError" in capfd.readouterr().err
+    await planner.start()
+    (process,) = planner._processes
+    process._writer.write(b"of another release, and long enough")
+    process._writer.write_eof()
+    async with asyncio.timeout(WAIT_S):
+        while not process.ended:  # noqa: ASYNC110 - it tells its owner only
+            await asyncio.sleep(0.01)
+    assert "status 1" in str(process.died())
+    assert "Error" in capfd.readouterr().err
 
 
 async def test_it_ends_when_the_balancer_is_gone_and_not_on_ctrl_c(
     planner, request_of_four_ranks, children
 ):
-    await planner.propose(request_of_four_ranks, pool="tiny")
+    await made_by(planner, request_of_four_ranks)
     (child,) = children()
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(child, number)
-    assert (await planner.propose(request_of_four_ranks, pool="tiny")).verdict.accepted
+    assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
     assert children() == [child]
-    process = planner._idle.pop()
-    process._connection.close()
-    assert process._process.wait(timeout=WAIT_S) == 0
+    planner._processes[0]._writer.close()
+    await asyncio.to_thread(gone, child)

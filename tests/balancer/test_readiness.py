@@ -1,7 +1,6 @@
 """A balancer that is not ready answers questions, and takes no workers, until it is."""
 
 import asyncio
-import threading
 
 import grpc
 import pytest
@@ -55,7 +54,7 @@ async def missing(channel):
 
 
 async def test_until_the_planner_is_compiled_workers_are_asked_to_wait(store, worker_of, hello_of):
-    compiled = threading.Event()
+    compiled = asyncio.Event()
     worker = worker_of(hello_of(num_ranks=1, slots_per_rank=32))
     async with (
         serving(
@@ -63,7 +62,7 @@ async def test_until_the_planner_is_compiled_workers_are_asked_to_wait(store, wo
             listen="127.0.0.1:0",
             policies=PolicyBook(Policy()),
             stop_grace_s=0.0,
-            warm_up=lambda: compiled.wait(WAIT_S),
+            warm_up=compiled.wait,
         ) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):

@@ -6,7 +6,6 @@ import pytest
 
 from equipoise.balancer.planner.proposal import propose
 from equipoise.balancer.planner.threads import PlannerThreads
-from equipoise.balancer.planner.turns import PlanningTurns
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool import runner as runner_module
 from equipoise.balancer.pool.controller import PoolController
@@ -74,7 +73,6 @@ async def pool_runner(store, tenure):
         store=store,
         tenure=tenure,
         planner=PlannerThreads(),
-        turns=PlanningTurns(),
         wave_turns=WaveTurns(),
         clock=steady_clock(),
     )
@@ -230,7 +228,6 @@ async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed
         store=store,
         tenure=tenure,
         planner=PlannerThreads(),
-        turns=PlanningTurns(),
         wave_turns=WaveTurns(),
         clock=lambda: bench.now,
     )

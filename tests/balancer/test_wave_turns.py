@@ -3,20 +3,27 @@
 import asyncio
 
 from equipoise.balancer.pool import wave_turns as wave_turns_module
-from equipoise.balancer.pool.wave_turns import LAG_S, WaveTurns
+from equipoise.balancer.pool.wave_turns import FIRST, NEXT, Pace, WaveTurns
 
 WAIT_S = 30.0
 
 
-async def go(turns, pool, went, *, is_wanted=lambda: True):
-    if await turns.turn(pool, is_wanted=is_wanted):
+async def go(turns, pool, went, *, is_first=False, is_wanted=lambda: True):
+    if await turns.turn(pool, is_first=is_first, is_wanted=is_wanted):
         went.append(pool)
 
 
+def hold(monkeypatch, hold_s):
+    """Have waves wait that long while messages lag."""
+    for name in ("FIRST", "NEXT", "BEHIND"):
+        lag_s = getattr(wave_turns_module, name).lag_s
+        monkeypatch.setattr(wave_turns_module, name, Pace(lag_s=lag_s, hold_s=hold_s))
+
+
 async def test_the_first_wave_goes_at_once_however_messages_lag(monkeypatch):
-    monkeypatch.setattr(wave_turns_module, "MAX_HOLD_S", 2 * WAIT_S)
+    hold(monkeypatch, 2 * WAIT_S)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * LAG_S
+    turns.lag_s = 2 * NEXT.lag_s
     async with asyncio.timeout(WAIT_S):
         await go(turns, "alone", went)
     assert went == ["alone"]
@@ -24,7 +31,7 @@ async def test_the_first_wave_goes_at_once_however_messages_lag(monkeypatch):
 
 async def test_a_wave_that_is_over_takes_no_turn():
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * LAG_S
+    turns.lag_s = 2 * NEXT.lag_s
     async with asyncio.timeout(WAIT_S):
         over = (go(turns, f"over-{number}", went, is_wanted=lambda: False) for number in range(500))
         await asyncio.gather(*over, go(turns, "wanted", went))
@@ -43,23 +50,53 @@ async def test_all_pools_begin_before_one_goes_on():
     assert went[5:] == ["new", "late", "early"]
 
 
-async def test_none_goes_while_messages_are_long_under_way(monkeypatch):
-    monkeypatch.setattr(wave_turns_module, "MAX_HOLD_S", WAIT_S)
+async def test_plans_begin_before_others_go_on_although_messages_lag(monkeypatch):
+    hold(monkeypatch, WAIT_S)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * LAG_S
+    turns.lag_s = (NEXT.lag_s + FIRST.lag_s) / 2
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        await go(turns, "early", went)
+        for pool, is_first in (("early", False), ("late", False), ("new", True), ("newer", True)):
+            tasks.create_task(go(turns, pool, went, is_first=is_first))
+        while len(went) < 3:  # noqa: ASYNC110 - a list tells nobody
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert went == ["early", "new", "newer"]
+        turns.lag_s = 0.0
+    assert went[3:] == ["late", "early"]
+
+
+async def test_nothing_goes_on_while_plans_that_were_ordered_are_made(monkeypatch):
+    hold(monkeypatch, WAIT_S)
+    turns, went = WaveTurns(), []
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        with turns.expecting():
+            await go(turns, "early", went)
+            for pool in ("early", "late"):
+                tasks.create_task(go(turns, pool, went))
+            await asyncio.sleep(0.05)
+            assert went == ["early"]
+            await go(turns, "ordered", went, is_first=True)
+    assert went == ["early", "ordered", "late", "early"]
+
+
+async def test_none_goes_while_messages_are_long_under_way(monkeypatch):
+    hold(monkeypatch, WAIT_S)
+    turns, went = WaveTurns(), []
+    turns.lag_s = 2 * NEXT.lag_s
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         pools = [tasks.create_task(go(turns, f"pool-{number}", went)) for number in range(5)]
-        await asyncio.sleep(10 * LAG_S)
+        await asyncio.sleep(10 * NEXT.lag_s)
         assert len(went) == 1, "the first began before it could be seen"
-        turns.lag_s = LAG_S / 2
+        turns.lag_s = NEXT.lag_s / 2
         await asyncio.wait(pools)
     assert len(went) == 5
 
 
 async def test_however_it_lags_all_have_their_turn_but_those_that_are_gone(monkeypatch):
-    monkeypatch.setattr(wave_turns_module, "MAX_HOLD_S", 0.01)
+    hold(monkeypatch, 0.01)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * LAG_S
+    turns.lag_s = 2 * NEXT.lag_s
     async with asyncio.timeout(WAIT_S):
         first = asyncio.create_task(go(turns, "first", went))
         gone = asyncio.create_task(go(turns, "gone", went))

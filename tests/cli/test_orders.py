@@ -4,6 +4,7 @@ import json
 import threading
 from concurrent import futures
 from contextlib import contextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -45,6 +46,11 @@ class Answering(admin_pb2_grpc.AdminServicer):
 
     def TriggerRebalance(self, request, context):  # noqa: N802 - the contract's name
         return admin_pb2.TriggerRebalanceResponse(outcome=self._answer(request, context))
+
+    def RebalanceAll(self, request, context):  # noqa: N802
+        outcome = self._answer(request, context)
+        for pool in ("decode", "prefill"):
+            yield admin_pb2.RebalanceAllResponse(pool=pool, outcome=outcome)
 
     def Pause(self, request, context):  # noqa: N802
         return admin_pb2.PauseResponse(outcome=self._answer(request, context))
@@ -116,6 +122,24 @@ def test_a_refusal_is_exit_status_3(capsys):
     assert capsys.readouterr().out == "no: as you wish\n"
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+def test_all_pools_are_planned_by_one_call_and_each_answer_is_shown(accepted, capsys):
+    servicer = Answering(accepted=accepted)
+    with listening(servicer) as address, listening(Answering(leader=address)) as follower:
+        asked = RebalanceSettings(address=follower, all_pools=True, reason="because", force=True)
+        assert orders.rebalance(asked) == (0 if accepted else 3)
+        assert orders.rebalance(replace(asked, json=True)) == (0 if accepted else 3)
+    assert servicer.asked[0] == admin_pb2.RebalanceAllRequest(reason="because", force=True)
+    *lines, shown = capsys.readouterr().out.split("\n", 3)
+    word = "done" if accepted else "no"
+    assert lines == [
+        f"decode: {word}: as you wish",
+        f"prefill: {word}: as you wish",
+        f"{2 if accepted else 0} of 2 pools change",
+    ]
+    assert [one["pool"] for one in json.loads(shown)] == ["decode", "prefill"]
+
+
 def test_a_preview_tells_the_plan_in_a_line_and_in_json(capsys):
     servicer = Answering()
     with listening(servicer) as address:
@@ -169,6 +193,7 @@ def test_an_order_that_is_not_answered_in_time_may_be_done_all_the_same():
         (OrderSettings, {"address": "h"}, "address must be host:port"),
         (OrderSettings, {"timeout_s": 0}, "timeout_s must be above 0"),
         (PinSettings, {"generation": -1}, "generation must be from 0"),
+        (RebalanceSettings, {"all_pools": True, "pool": "p"}, "all pools, or 'p'"),
         (PreviewSettings, {"set": ("min_gain",)}, "set wants NAME=NUMBER"),
         (PreviewSettings, {"algorithm": "best"}, "algorithm must be one of auto"),
     ],

@@ -189,22 +189,16 @@ def cpu_s(pid: int) -> float:
 
 
 class Operator:
-    """Gives orders to all pools, or to one."""
+    """Gives orders to all pools, or to some."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._admin = admin_pb2_grpc.AdminStub(channel)
-        # A connection has 64 streams, those included whose end the balancer did not see yet.
-        self._asking = asyncio.Semaphore(24)
 
     async def rebalance(self, pools):
         """Order a plan and its rollout in each of `pools`."""
-        await asyncio.gather(*(self._rebalance(pool) for pool in pools))
-
-    async def _rebalance(self, pool):
-        request = admin_pb2.TriggerRebalanceRequest(pool=pool, reason="measuring", force=True)
-        async with asyncio.timeout(MAX_WAIT_S), self._asking:
-            answer = await self._admin.TriggerRebalance(request)
-            assert answer.outcome.accepted, answer.outcome.reason
+        request = admin_pb2.RebalanceAllRequest(pools=pools, reason="measuring", force=True)
+        async for answer in self._admin.RebalanceAll(request, timeout=MAX_WAIT_S):
+            assert answer.outcome.accepted, f"{answer.pool}: {answer.outcome.reason}"
 
 
 async def _until_ready(channel):

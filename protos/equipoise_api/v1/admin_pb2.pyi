@@ -109,6 +109,68 @@ class TriggerRebalanceResponse(_message.Message):
 Global___TriggerRebalanceResponse: _TypeAlias = TriggerRebalanceResponse  # noqa: Y015
 
 @_typing.final
+class RebalanceAllRequest(_message.Message):
+    """RebalanceAllRequest asks for a plan in each of some pools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why the caller wants it, for the audit of each."""
+    force: _builtins.bool
+    """Adopt plans unless they are worse on the latest window, however little they gain."""
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Pool names; all pools unless some are given."""
+
+    def __init__(
+        self,
+        *,
+        pools: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "pools", b"pools", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceAllRequest: _TypeAlias = RebalanceAllRequest  # noqa: Y015
+
+@_typing.final
+class RebalanceAllResponse(_message.Message):
+    """RebalanceAllResponse holds the verdict on the plan of one pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Whose it is."""
+    @_builtins.property
+    def outcome(self) -> Global___Outcome:
+        """Whether the plan is rolled out, and why. Not accepted, and without a number, if the order could
+        not be recorded: what the store did not take is not done.
+        """
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        outcome: Global___Outcome | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceAllResponse: _TypeAlias = RebalanceAllResponse  # noqa: Y015
+
+@_typing.final
 class PauseRequest(_message.Message):
     """PauseRequest names a pool."""
 

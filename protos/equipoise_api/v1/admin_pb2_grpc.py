@@ -45,6 +45,11 @@ class AdminStub:
                 request_serializer=equipoise__api_dot_v1_dot_admin__pb2.TriggerRebalanceRequest.SerializeToString,
                 response_deserializer=equipoise__api_dot_v1_dot_admin__pb2.TriggerRebalanceResponse.FromString,
                 _registered_method=True)
+        self.RebalanceAll = channel.unary_stream(
+                '/equipoise_api.v1.Admin/RebalanceAll',
+                request_serializer=equipoise__api_dot_v1_dot_admin__pb2.RebalanceAllRequest.SerializeToString,
+                response_deserializer=equipoise__api_dot_v1_dot_admin__pb2.RebalanceAllResponse.FromString,
+                _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/equipoise_api.v1.Admin/Pause',
                 request_serializer=equipoise__api_dot_v1_dot_admin__pb2.PauseRequest.SerializeToString,
@@ -93,6 +98,13 @@ class AdminServicer:
 
     def TriggerRebalance(self, request, context):
         """TriggerRebalance plans now, on the latest window, instead of at the end of the interval.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RebalanceAll(self, request, context):
+        """RebalanceAll is TriggerRebalance for many pools; each answers as soon as it is planned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,6 +166,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.TriggerRebalance,
                     request_deserializer=equipoise__api_dot_v1_dot_admin__pb2.TriggerRebalanceRequest.FromString,
                     response_serializer=equipoise__api_dot_v1_dot_admin__pb2.TriggerRebalanceResponse.SerializeToString,
+            ),
+            'RebalanceAll': grpc.unary_stream_rpc_method_handler(
+                    servicer.RebalanceAll,
+                    request_deserializer=equipoise__api_dot_v1_dot_admin__pb2.RebalanceAllRequest.FromString,
+                    response_serializer=equipoise__api_dot_v1_dot_admin__pb2.RebalanceAllResponse.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
@@ -224,6 +241,33 @@ class Admin:
             '/equipoise_api.v1.Admin/TriggerRebalance',
             equipoise__api_dot_v1_dot_admin__pb2.TriggerRebalanceRequest.SerializeToString,
             equipoise__api_dot_v1_dot_admin__pb2.TriggerRebalanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebalanceAll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/equipoise_api.v1.Admin/RebalanceAll',
+            equipoise__api_dot_v1_dot_admin__pb2.RebalanceAllRequest.SerializeToString,
+            equipoise__api_dot_v1_dot_admin__pb2.RebalanceAllResponse.FromString,
             options,
             channel_credentials,
             insecure,

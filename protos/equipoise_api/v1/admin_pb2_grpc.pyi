@@ -41,6 +41,8 @@ class AdminStub:
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     TriggerRebalance: _grpc.UnaryUnaryMultiCallable[_admin_pb2.TriggerRebalanceRequest, _admin_pb2.TriggerRebalanceResponse]
     """TriggerRebalance plans now, on the latest window, instead of at the end of the interval."""
+    RebalanceAll: _grpc.UnaryStreamMultiCallable[_admin_pb2.RebalanceAllRequest, _admin_pb2.RebalanceAllResponse]
+    """RebalanceAll is TriggerRebalance for many pools; each answers as soon as it is planned."""
     Pause: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PauseRequest, _admin_pb2.PauseResponse]
     """Pause ends planning until Resume; a rollout under way comes to its end."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
@@ -69,6 +71,8 @@ class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     TriggerRebalance: _aio.UnaryUnaryMultiCallable[_admin_pb2.TriggerRebalanceRequest, _admin_pb2.TriggerRebalanceResponse]  # type: ignore[assignment]
     """TriggerRebalance plans now, on the latest window, instead of at the end of the interval."""
+    RebalanceAll: _aio.UnaryStreamMultiCallable[_admin_pb2.RebalanceAllRequest, _admin_pb2.RebalanceAllResponse]  # type: ignore[assignment]
+    """RebalanceAll is TriggerRebalance for many pools; each answers as soon as it is planned."""
     Pause: _aio.UnaryUnaryMultiCallable[_admin_pb2.PauseRequest, _admin_pb2.PauseResponse]  # type: ignore[assignment]
     """Pause ends planning until Resume; a rollout under way comes to its end."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -100,6 +104,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.TriggerRebalanceResponse, _abc.Awaitable[_admin_pb2.TriggerRebalanceResponse]]:
         """TriggerRebalance plans now, on the latest window, instead of at the end of the interval."""
+
+    @_abc_1.abstractmethod
+    def RebalanceAll(
+        self,
+        request: _admin_pb2.RebalanceAllRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.RebalanceAllResponse], _abc.AsyncIterator[_admin_pb2.RebalanceAllResponse]]:
+        """RebalanceAll is TriggerRebalance for many pools; each answers as soon as it is planned."""
 
     @_abc_1.abstractmethod
     def Pause(

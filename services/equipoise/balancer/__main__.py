@@ -15,6 +15,7 @@ from pathlib import Path
 
 from opentelemetry.trace import Tracer
 
+from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
@@ -79,8 +80,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             await _until_reached(store, stop, wait_s=settings.store_wait_s)
         if stop.is_set():
             return
-        planner = PlannerProcesses()
-        opened.callback(planner.stop)
+        planner = await opened.enter_async_context(PlannerProcesses())
         async with serving(
             store,
             listen=settings.listen,
@@ -92,7 +92,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             ),
             policy_file=settings.policy,
             on_refusal=await _open_events(opened) if settings.policy is not None else None,
-            warm_up=partial(planner.start, meanwhile=warm_up),
+            warm_up=partial(_warm_up, planner),
             planner=planner,
             stop_grace_s=settings.stop_grace_s,
             metrics_listen=settings.metrics_listen,
@@ -103,6 +103,11 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
         ):
             await stop.wait()
             _log.info("stopping; workers serve on without a balancer")
+
+
+async def _warm_up(planner: PlannerProcesses) -> None:
+    """Have what plans, and this process, compiled or loaded: on a thread, for it takes a while."""
+    await asyncio.gather(planner.start(), in_daemon_thread(warm_up, name="compiler"))
 
 
 def _open_store(settings: BalancerSettings) -> Store:

@@ -14,7 +14,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Tracer
 
-from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, SoleRegister
@@ -110,7 +109,7 @@ async def serving(
     timing: LeaseTiming = ALONE,
     policy_file: Path | None = None,
     on_refusal: Callable[[str], Awaitable[None]] | None = None,
-    warm_up: Callable[[], None] | None = None,
+    warm_up: Callable[[], Awaitable[None]] | None = None,
     planner: Planner | None = None,
     tracer: Tracer | None = None,
 ) -> AsyncIterator[int]:
@@ -124,10 +123,10 @@ async def serving(
     people: `web_listen` and `web_heard`; both may be at one address.
 
     It answers questions at once, but takes no workers, and does not want to lead, before `warm_up`
-    has ended on a thread of its own and a `policy_file` (followed from then on) was good. Until
-    then the health of `ready` is NOT_SERVING, and ListPools says why. `on_refusal` hears of policy
-    files that are refused. `planner` makes plans, or else threads of this process; `tracer` makes
-    the spans of plans and rollouts.
+    has ended and a `policy_file` (followed from then on) was good. Until then the health of `ready`
+    is NOT_SERVING, and ListPools says why. `on_refusal` hears of policy files that are refused.
+    `planner` makes plans, or else threads of this process; `tracer` makes the spans of plans and
+    rollouts.
 
     Raises:
         BalancerError: the port cannot be listened on.
@@ -258,13 +257,13 @@ async def _take_part(seat: Seat, elector: Elector) -> None:
         await seat.run()
 
 
-async def _compile(warm_up: Callable[[], None], readiness: Readiness) -> None:
+async def _compile(warm_up: Callable[[], Awaitable[None]], readiness: Readiness) -> None:
     """Have the planner compiled, or loaded from the cache, before workers rest on its answers.
 
     The compiler holds a lock that the event loop would wait for, in the middle of serving.
     """
     try:
-        await in_daemon_thread(warm_up, name="compiler")
+        await warm_up()
     except Exception:  # noqa: BLE001 - each plan will say so again
         _log.exception("the planner could not be compiled")
     readiness.note("planner", "")

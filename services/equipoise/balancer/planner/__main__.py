@@ -2,22 +2,25 @@
 
     python -m equipoise.balancer.planner FD
 
-Both sides are on one machine and of one release, unless somebody upgrades below a balancer that
-runs, so that they speak in pickles. What cannot be read ends the process, with a word in the log.
+Requests come with a number, which their answers have too, and some before they can be begun. One
+that came again without anything in it is not wanted any more. What cannot be read ends the process,
+with a word in the log.
 """
 
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import traceback
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from typing import BinaryIO
 
-from equipoise.balancer.planner.processes import READY
+from equipoise.balancer.planner.frames import frame, read_frame
+from equipoise.balancer.planner.process import READY
 from equipoise.balancer.planner.proposal import ProposalRequest, propose
 from equipoise.planning.warm_up import warm_up
 
@@ -30,36 +33,70 @@ OOM_SCORE = "500"
 
 def main() -> None:
     """Answer until the balancer that asks is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # The balancer says when it ends.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)  # The balancer says when it ends.
     os.nice(NICENESS)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
-    connection = Connection(int(sys.argv[1]))
-    requests: SimpleQueue[ProposalRequest] = SimpleQueue()
-    threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
-    warm_up()
-    connection.send(READY)
-    while True:
-        request = requests.get()
-        try:
-            made = propose(request)
-        except Exception as error:  # noqa: BLE001 - it is raised where the plan was asked for
-            connection.send(_portable(error))
+    requests, answers = Requests(), SimpleQueue[bytes]()
+    with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rb") as file:
+        for work in (lambda: _read(file, requests), lambda: _write(connection, answers)):
+            threading.Thread(target=work, daemon=True).start()
+        warm_up()
+        answers.put(frame((READY, None)))
+        while True:
+            number, request = requests.next()
+            answers.put(frame((number, _answer(request))))
+
+
+class Requests:
+    """Requests that wait, in order, without those that were withdrawn. For two threads."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[int, ProposalRequest]] = SimpleQueue()
+        self._withdrawn: set[int] = set()
+
+    def take(self, number: int, request: ProposalRequest | None) -> None:
+        """One that came, or None if that number is not wanted any more."""
+        if request is None:
+            self._withdrawn.add(number)
         else:
-            connection.send((made.plan, made.verdict, made.waves))
+            self._waiting.put((number, request))
+
+    def next(self) -> tuple[int, ProposalRequest]:
+        """Wait for the next one."""
+        while True:
+            number, request = self._waiting.get()
+            if number not in self._withdrawn:
+                return number, request
+            self._withdrawn.discard(number)
 
 
-def _read(connection: Connection, requests: "SimpleQueue[ProposalRequest]") -> None:
+def _read(file: BinaryIO, requests: Requests) -> None:
     """Hear the balancer's end too, in the midst of a plan that nobody waits for any more."""
     while True:
         try:
-            requests.put(connection.recv())
+            requests.take(*read_frame(file))
         except (EOFError, OSError):
             os._exit(0)
         except BaseException:  # noqa: BLE001
             traceback.print_exc()
             os._exit(1)
+
+
+def _write(connection: socket.socket, answers: "SimpleQueue[bytes]") -> None:
+    """Answers leave while the next plan is made; that the balancer is gone its reader hears."""
+    with suppress(OSError):
+        while True:
+            connection.sendall(answers.get())
+
+
+def _answer(request: ProposalRequest) -> object:
+    try:
+        made = propose(request)
+    except Exception as error:  # noqa: BLE001 - it is raised where the plan was asked for
+        return _portable(error)
+    return made.plan, made.verdict, made.waves
 
 
 def _portable(error: Exception) -> Exception:

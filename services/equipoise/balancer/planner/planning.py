@@ -1,10 +1,10 @@
-"""`Planning`: the plans of one pool, each within a bound and in turn with those of other pools."""
+"""`Planning`: the plans of one pool, each within a bound."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
-from equipoise.balancer.planner.turns import PlanningTurns
 
 
 class PlanTimeoutError(Exception):
@@ -16,10 +16,14 @@ class PlannerDiedError(Exception):
 
 
 class Planner(Protocol):
-    """Computes, somewhere else than on the event loop."""
+    """Computes, somewhere else than on the event loop, and few plans at once."""
 
-    async def propose(self, request: ProposalRequest, *, pool: str) -> Proposal:
+    async def propose(
+        self, request: ProposalRequest, *, pool: str, begins: Callable[[], None]
+    ) -> Proposal:
         """Plan and judge; cancelled when the plan is given up.
+
+        `begins` is called when the plan is begun, once it had its turn.
 
         Raises:
             PlanTimeoutError: too many plans of `pool` that were given up run still.
@@ -31,10 +35,9 @@ class Planner(Protocol):
 class Planning:
     """Has the plans of one pool made by `planner`."""
 
-    def __init__(self, pool: str, *, planner: Planner, turns: PlanningTurns) -> None:
+    def __init__(self, pool: str, *, planner: Planner) -> None:
         self._pool = pool
         self._planner = planner
-        self._turns = turns
 
     async def propose(self, request: ProposalRequest) -> Proposal:
         """Plan and judge. What the planner raises is raised here.
@@ -45,12 +48,16 @@ class Planning:
         """
         timeout_s = request.policy.plan_timeout_s
         bound = asyncio.timeout(timeout_s)
+        loop = asyncio.get_running_loop()
+
+        def begins() -> None:
+            # When many pools are due at once, the last one has the same time for its plan.
+            bound.reschedule(loop.time() + timeout_s)
+
         try:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
-            async with bound, self._turns.taken():
-                # When many pools are due at once, the last one has the same time for its plan.
-                bound.reschedule(asyncio.get_running_loop().time() + timeout_s)
-                return await self._planner.propose(request, pool=self._pool)
+            async with bound:
+                return await self._planner.propose(request, pool=self._pool, begins=begins)
         except TimeoutError:
             raise PlanTimeoutError(
                 f"a plan was given up after {timeout_s:g} s; the next window tries again"

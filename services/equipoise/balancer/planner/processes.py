@@ -6,167 +6,137 @@ up. One that wants too much memory is what the system takes first.
 """
 
 import asyncio
-import socket
-import subprocess
-import sys
+import itertools
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Self
 
-from equipoise.balancer.daemon_thread import in_daemon_thread
-from equipoise.balancer.planner.planning import PlannerDiedError
+from equipoise.balancer.planner.process import Asked, PlannerProcess
 from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
 from equipoise.balancer.planner.turns import MAX_AT_ONCE
-
-PROGRAM = "equipoise.balancer.planner"
-
-READY = "ready"
-"""What a process says once it has compiled, or loaded, all that plans need."""
 
 MAX_PROCESSES = 2 * MAX_AT_ONCE
 """Processes at most: those whose plans take longer than a turn go on while others have theirs."""
 
-_END_TIMEOUT_S = 1.0
-"""A killed process ends at once, unless the system is in trouble."""
+NUM_AHEAD = 4
+"""Plans that wait in a process for the one it makes: it need not wait for a busy event loop."""
 
 
 class PlannerProcesses:
-    """A process makes one plan at a time; those that are idle wait for the next one.
+    """Processes are started when they are needed, and end with this one whatever becomes of it.
 
-    They are started when they are needed, and end with this process whatever becomes of it.
+    Used as an asynchronous context, from one event loop.
     """
 
     def __init__(self) -> None:
-        self._idle: list[_PlannerProcess] = []
-        self._busy: set[_PlannerProcess] = set()
-        self._free = asyncio.Semaphore(MAX_PROCESSES)
+        self._numbers = itertools.count(1)
+        self._waiting: deque[Asked] = deque()
+        self._processes: list[PlannerProcess] = []
+        self._stopped = False
 
-    def start(self, *, meanwhile: Callable[[], None]) -> None:
-        """Have one ready, so that the first plan does not wait for it. Blocks.
+    async def __aenter__(self) -> Self:
+        return self
 
-        `meanwhile` is done in this process. Takes half a minute where nothing was compiled before.
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End them all, plans under way included."""
+        self._stopped = True
+        for process in tuple(self._processes):
+            await process.gone()
+
+    async def start(self) -> None:
+        """Have one ready, so that the first plan does not wait for it.
+
+        Takes half a minute where nothing was compiled before.
 
         Raises:
             PlannerDiedError: it ended.
         """
-        process = _PlannerProcess()
-        self._busy.add(process)
-        try:
-            meanwhile()
-            process.until_ready()
-            self._idle.append(process)
-        finally:
-            self._busy.discard(process)
+        process = self._started()
+        await process.ready.wait()
+        if process.ended:
+            raise process.died()
 
-    async def propose(self, request: ProposalRequest, *, pool: str) -> Proposal:
-        """Plan and judge in a process that has nothing else to do; cancelled, it is ended.
+    async def propose(
+        self, request: ProposalRequest, *, pool: str, begins: Callable[[], None]
+    ) -> Proposal:
+        """Plan and judge in a process; cancelled, what it does is ended.
 
         Raises:
             PlannerDiedError: the process ended.
             Exception: what the planner raised.
         """
-        async with self._free:
-            process = self._idle_one() or _PlannerProcess()
-            self._busy.add(process)
-            try:
-                ask = partial(process.ask, request)
-                answer = await in_daemon_thread(ask, name=f"planner of {pool}")
-            except BaseException:
-                process.kill()
-                raise
-            finally:
-                self._busy.discard(process)
-            # More of them were needed while some took long.
-            if len(self._idle) < MAX_AT_ONCE:
-                self._idle.append(process)
-            else:
-                process.kill()
-                process.reap()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def stop(self) -> None:
-        """End them all, plans under way included."""
-        processes = (*self._idle, *self._busy)
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.reap()
-        self._idle.clear()
-
-    def _idle_one(self) -> "_PlannerProcess | None":
-        while self._idle:
-            process = self._idle.pop()
-            if process.is_alive:
-                return process
-        return None
-
-
-class _PlannerProcess:
-    """One process, and the connection on which it is asked."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # -P: nothing is imported from the folder where the balancer was started.
-            command = [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C in a terminal is for the balancer, which ends this one.
-            )
-        self._connection = Connection(ours.detach())
-        self._is_ready = False
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it can be asked, as far as the system knows."""
-        return self._process.poll() is None
-
-    def until_ready(self) -> None:
-        """Wait until it can plan at once. Blocks.
-
-        Raises:
-            PlannerDiedError: it ended.
-        """
-        try:
-            self._is_ready = self._is_ready or self._connection.recv() == READY
-        except (EOFError, OSError):
-            raise self._died() from None
-
-    def ask(self, request: ProposalRequest) -> Proposal | Exception:
-        """Have a proposal made, or hear why not. Blocks.
-
-        Raises:
-            PlannerDiedError: it ended.
-        """
-        self.until_ready()
-        try:
-            self._connection.send(request)
-            answer = self._connection.recv()
-        except (EOFError, OSError):
-            raise self._died() from None
-        if isinstance(answer, Exception):
-            return answer
-        plan, verdict, waves = answer
-        return Proposal(request=request, plan=plan, verdict=verdict, waves=waves)
-
-    def kill(self) -> None:
-        """End it, whatever it does; whoever waits for its answer hears of that."""
-        self._process.kill()
-
-    def reap(self) -> None:
-        """Leave nothing of one that ends."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_END_TIMEOUT_S)
-
-    def _died(self) -> PlannerDiedError:
-        self.reap()
-        return PlannerDiedError(
-            f"process {self._process.pid}, which planned, ended with status "
-            f"{self._process.returncode}: see its last words in the log, and whether the balancer "
-            "has memory enough; the next window tries again"
+        assert not self._stopped, f"{pool} is over"
+        asked = Asked(
+            number=next(self._numbers),
+            request=request,
+            begins=begins,
+            answer=asyncio.get_running_loop().create_future(),
         )
+        self._waiting.append(asked)
+        self._deal()
+        try:
+            return await asked.answer
+        except asyncio.CancelledError:
+            self._give_up(asked)
+            raise
+
+    def _deal(self) -> None:
+        while self._waiting:
+            process = self._next()
+            if process is None:
+                return
+            process.ask(self._waiting.popleft())
+
+    def _next(self) -> PlannerProcess | None:
+        """The process that is to be asked next; None as long as all have enough to do."""
+        in_turn = [one for one in self._processes if one.in_turn and not one.is_ending]
+        if len(in_turn) < MAX_AT_ONCE:
+            idle = self._idle()
+            if idle:
+                return idle[0]
+            return self._started() if len(self._processes) < MAX_PROCESSES else None
+        least = min(in_turn, key=lambda process: len(process.asked))
+        return least if len(least.asked) <= NUM_AHEAD else None
+
+    def _idle(self) -> list[PlannerProcess]:
+        return [one for one in self._processes if not one.asked and not one.is_ending]
+
+    def _started(self) -> PlannerProcess:
+        process = PlannerProcess(changed=self._follow)
+        self._processes.append(process)
+        return process
+
+    def _give_up(self, asked: Asked) -> None:
+        if asked in self._waiting:
+            self._waiting.remove(asked)
+        for process in self._processes:
+            if asked not in process.asked:
+                continue
+            if process.asked[0] is asked:
+                process.kill()
+            else:
+                process.withdraw(asked)
+
+    def _follow(self, process: PlannerProcess) -> None:
+        """A process has answered, is longer than a turn at a plan, or has ended."""
+        if process.ended:
+            self._processes.remove(process)
+            if process.asked:
+                under_way = process.asked.popleft()
+                if not under_way.answer.done():
+                    under_way.answer.set_exception(process.died())
+            self._waiting.extendleft(reversed(process.asked))
+        elif process.asked and not process.in_turn:
+            # Plans that wait behind a long one can be made elsewhere.
+            self._waiting.extendleft(reversed(process.withdraw_waiting()))
+        elif not process.asked and len(self._idle()) > MAX_AT_ONCE:
+            # More of them were needed while some took long.
+            process.kill()
+        if not self._stopped:
+            self._deal()

@@ -12,7 +12,6 @@ from equipoise.balancer.errors import RefusedWorkerError, UnknownPoolError
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.planner.threads import PlannerThreads
-from equipoise.balancer.planner.turns import PlanningTurns
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.mailbox import Mailbox
@@ -55,7 +54,6 @@ class Pools:
         self._tenure = tenure
         self._tracer = tracer
         self._planner = planner or PlannerThreads()
-        self._turns = PlanningTurns()
         self._wave_turns = WaveTurns()
         self._runners: dict[str, PoolRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -147,7 +145,6 @@ class Pools:
             store=self._store,
             tenure=self._tenure,
             planner=self._planner,
-            turns=self._turns,
             wave_turns=self._wave_turns,
             clock=self._clock,
             tracer=self._tracer,

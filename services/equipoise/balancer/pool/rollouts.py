@@ -64,6 +64,8 @@ class Rollouts:
         self._wave: _Wave | None = None
         self._waves: Sequence[LayoutChange] = ()
         self._num_begun = 0
+        self.is_at_first = True
+        """Whether the latest wave is the one with which its plan began."""
         self.completed = 0
         self.aborted = 0
         self.last_switch_s: float | None = None
@@ -95,6 +97,7 @@ class Rollouts:
         """Begin the first of `waves`: each leads to a valid layout, the last one to the goal."""
         assert self.current is None, "one plan at a time"
         self._waves, self._num_begun = waves, 0
+        self.is_at_first = True
         return self._begin_next(base, now=now)
 
     def resume(self, rollout: Rollout, *, now: float) -> None:
@@ -136,6 +139,7 @@ class Rollouts:
         if before.state is after.state or after.state is not State.ACTIVE:
             return commands
         if self.waves_left:
+            self.is_at_first = False
             return (*commands, *self._begin_next(after.target, now=now))
         self.completed += 1
         return commands

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from opentelemetry.trace import Tracer
@@ -20,7 +20,6 @@ from equipoise.balancer.planner.planning import (
     Planning,
     PlanTimeoutError,
 )
-from equipoise.balancer.planner.turns import PlanningTurns
 from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome, Wish
 from equipoise.balancer.pool.answers import Answers
 from equipoise.balancer.pool.controller import PoolController
@@ -70,8 +69,8 @@ class PoolRunner:
     those take.
 
     `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
-    time that never runs backwards. Plans are computed by `planner`, when `turns` lets it, and waves
-    begin when `wave_turns` lets them. `tracer` makes the spans of plans and rollouts.
+    time that never runs backwards. Plans are made by `planner`, and waves begin when `wave_turns`
+    lets them. `tracer` makes the spans of plans and rollouts.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class PoolRunner:
         store: Store,
         tenure: Tenure,
         planner: Planner,
-        turns: PlanningTurns,
         wave_turns: WaveTurns,
         clock: Clock,
         tracer: Tracer | None = None,
@@ -91,7 +89,7 @@ class PoolRunner:
         self._store = store
         self._tenure = tenure
         self._clock = clock
-        self._planning = Planning(controller.pool.name, planner=planner, turns=turns)
+        self._planning = Planning(controller.pool.name, planner=planner)
         self.wave_turns = wave_turns
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
@@ -256,7 +254,8 @@ class PoolRunner:
             return current is not None and current.target.generation == generation
 
         with self._surviving("waiting for the turn of a wave"):
-            if await self.wave_turns.turn(self.pool.name, is_wanted=is_wanted):
+            is_first = self.pool.rollouts.is_at_first
+            if await self.wave_turns.turn(self.pool.name, is_first=is_first, is_wanted=is_wanted):
                 self._may_begin.add(generation)
                 self._chains.put_nowait(chain)
             elif behind:
@@ -279,7 +278,8 @@ class PoolRunner:
         started_s = time.perf_counter()
         spans = self._spans.planning()
         try:
-            proposal = await self._planning.propose(effect.request)
+            with self.wave_turns.expecting() if effect.asked else nullcontext():
+                proposal = await self._planning.propose(effect.request)
         except (PlanTimeoutError, PlannerDiedError) as error:
             _log.error("%s: %s", self.pool.name, error)
             spans.given_up(str(error))

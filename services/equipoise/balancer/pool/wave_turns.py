@@ -9,26 +9,41 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-
-LAG_S = 0.02
-"""The balancer keeps up if gRPC says after so long at most that a message went.
-
-Whoever sleeps is woken in time however much waits: gRPC hands few events to the event loop in each
-of its turns, and keeps the others.
-"""
 
 SPACING_S = 0.002
 """Least seconds from one wave to the next: what it costs shows a little later."""
 
-MAX_HOLD_S = 0.1
-"""Longest time from one wave to the next while others wait, however far the balancer lags: a wave
-that waits has a bound, and of 200 pools that roll out each has its turn within the usual one."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """A wave goes once gRPC says after `lag_s` at most that a message went, or after `hold_s`.
+
+    The bound is there because a wave that waits has one too: of 200 pools that roll out, each has
+    its turn within the usual one. The lag is looked at there, because whoever sleeps is woken in
+    time however much waits: gRPC hands few events to the event loop in each of its turns, and keeps
+    the others.
+    """
+
+    lag_s: float
+    hold_s: float
+
+
+FIRST = Pace(lag_s=0.5, hold_s=0.1)
+"""Waves with which a plan begins: somebody may wait for it."""
+
+NEXT = Pace(lag_s=0.02, hold_s=0.1)
+"""Waves with which it goes on."""
+
+BEHIND = Pace(lag_s=-math.inf, hold_s=1.0)
+"""The same, while plans that somebody ordered are made: theirs are to begin first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Waiting:
+    is_first: bool
     may_go: asyncio.Future[bool]
     is_wanted: Callable[[], bool]
 
@@ -36,27 +51,37 @@ class _Waiting:
 class WaveTurns:
     """Lets one wave go after the other, as fast as the event loop keeps up.
 
-    The pool whose last wave is longest ago goes first, so that all begin before one goes on. Used
-    from one event loop.
+    First waves of plans go before others, and else those of the pool whose last wave is longest
+    ago, so that all begin before one goes on. Used from one event loop.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[float, int, _Waiting]] = []
+        self._waiting: list[tuple[bool, float, int, _Waiting]] = []
         self._numbers = itertools.count()
         self._went_s: dict[str, float] = {}
         self._letting: asyncio.Task[None] | None = None
+        self._num_expected = 0
         self.lag_s = 0.0
         """How long the latest message to a worker took to go."""
 
-    async def turn(self, pool: str, *, is_wanted: Callable[[], bool]) -> bool:
-        """Wait until a wave of `pool` may go: at most `MAX_HOLD_S` for each other pool.
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Within the block a plan is made that somebody ordered, so that a first wave may come."""
+        self._num_expected += 1
+        try:
+            yield
+        finally:
+            self._num_expected -= 1
+
+    async def turn(self, pool: str, *, is_first: bool, is_wanted: Callable[[], bool]) -> bool:
+        """Wait until a wave of `pool` may go, which `is_first` of its plan or not.
 
         False if it is not wanted any more then, as `is_wanted` says; that takes nobody's time.
         """
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(may_go=loop.create_future(), is_wanted=is_wanted)
+        waiting = _Waiting(is_first=is_first, may_go=loop.create_future(), is_wanted=is_wanted)
         went_s = self._went_s.get(pool, -math.inf)
-        heapq.heappush(self._waiting, (went_s, next(self._numbers), waiting))
+        heapq.heappush(self._waiting, (not is_first, went_s, next(self._numbers), waiting))
         if self._letting is None or self._letting.done():
             self._letting = asyncio.create_task(self._let())
         if not await waiting.may_go:
@@ -66,7 +91,7 @@ class WaveTurns:
 
     async def _let(self) -> None:
         while self._waiting:
-            _, _, waiting = heapq.heappop(self._waiting)
+            *_, waiting = heapq.heappop(self._waiting)
             if waiting.may_go.done():
                 continue  # Its pool is no more.
             is_wanted = waiting.is_wanted()
@@ -76,7 +101,18 @@ class WaveTurns:
 
     async def _caught_up(self) -> None:
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + MAX_HOLD_S
+        went_s = loop.time()
         await asyncio.sleep(SPACING_S)
-        while self.lag_s > LAG_S and loop.time() < until_s:  # noqa: ASYNC110 - it is a number
+        while not self._may_go(waited_s=loop.time() - went_s):  # noqa: ASYNC110 - it is a number
             await asyncio.sleep(SPACING_S)
+
+    def _may_go(self, *, waited_s: float) -> bool:
+        # Who is next may be another one each time.
+        pace = self._pace()
+        return self.lag_s <= pace.lag_s or waited_s >= pace.hold_s
+
+    def _pace(self) -> Pace:
+        """That of the wave which is next."""
+        if self._waiting and self._waiting[0][-1].is_first:
+            return FIRST
+        return BEHIND if self._num_expected and self._waiting else NEXT

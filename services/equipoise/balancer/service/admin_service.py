@@ -3,6 +3,7 @@
 Owns the way from a message to a wish and back. What can be done is the pool's decision.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -46,6 +47,9 @@ from equipoise_api.v1 import admin_pb2_grpc as pb_grpc
 DEFAULT_AUDIT = 20
 """Orders listed when no limit is named."""
 
+MAX_ORDERS_AT_ONCE = 32
+"""Orders of one call that wait for their plans: each holds a pool's loads."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -62,9 +66,31 @@ class AdminService(pb_grpc.AdminServicer):
     ) -> pb.TriggerRebalanceResponse:
         """Plan now, and roll out what is worth it."""
         runner = await self._find(request.pool, context)
-        what = "rebalance, whatever it gains" if request.force else "rebalance"
-        outcome = await self._ask(runner, Rebalance(force=request.force), what, request, context)
+        outcome = await self._ask(runner, *_rebalance(request), request, context)
         return pb.TriggerRebalanceResponse(outcome=_outcome(outcome))
+
+    # A coroutine that writes, not a generator: its clean-up runs the moment it is cancelled.
+    async def RebalanceAll(  # type: ignore[override]  # noqa: N802
+        self, request: pb.RebalanceAllRequest, context: _Context
+    ) -> None:
+        """Plan now in many pools: an order to each, and a call for all of them."""
+        names = request.pools or (await self._led(context)).names()
+        runners = [await self._find(name, context) for name in names]
+        at_once = asyncio.Semaphore(MAX_ORDERS_AT_ONCE)
+
+        async def order(runner: PoolRunner) -> pb.RebalanceAllResponse:
+            async with at_once:
+                try:
+                    given = await self._give(runner, *_rebalance(request), request, context)
+                    outcome = _outcome(given)
+                except UnansweredError as error:
+                    outcome = pb.Outcome(reason=str(error))
+            return pb.RebalanceAllResponse(pool=runner.pool.name, outcome=outcome)
+
+        async with asyncio.TaskGroup() as tasks:
+            orders = [tasks.create_task(order(runner)) for runner in runners]
+            for answered in asyncio.as_completed(orders):
+                await context.write(await answered)
 
     async def Pause(  # noqa: N802
         self, request: pb.PauseRequest, context: _Context
@@ -160,30 +186,41 @@ class AdminService(pb_grpc.AdminServicer):
 
     async def _find(self, name: str, context: _Context) -> PoolRunner:
         """The pool, if this balancer leads."""
+        pools = await self._led(context)
+        try:
+            return pools.find(name)
+        except UnknownPoolError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    async def _led(self, context: _Context) -> Pools:
+        """All pools, if this balancer leads."""
         pools: Pools | None = self._seat.led
         if pools is None:
             if self._seat.leader_address:
                 leader = ((LEADER_METADATA, self._seat.leader_address),)
                 context.set_trailing_metadata(leader)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._seat.elsewhere)
-        try:
-            return pools.find(name)
-        except UnknownPoolError as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        return pools
 
     async def _ask(
         self, runner: PoolRunner, wish: Wish, what: str, request: Any, context: _Context
     ) -> Outcome:
-        reason = checks.reason(request.reason) if request.reason else ""
         try:
-            return await runner.administer(
-                wish,
-                who=self._caller(context),
-                reason=reason,
-                what=f"{what} ({reason})" if reason else what,
-            )
+            return await self._give(runner, wish, what, request, context)
         except UnansweredError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def _give(
+        self, runner: PoolRunner, wish: Wish, what: str, request: Any, context: _Context
+    ) -> Outcome:
+        """Raises UnansweredError: whether it is done nobody can say."""
+        reason = checks.reason(request.reason) if request.reason else ""
+        return await runner.administer(
+            wish,
+            who=self._caller(context),
+            reason=reason,
+            what=f"{what} ({reason})" if reason else what,
+        )
 
     async def _committed(self, runner: PoolRunner, generation: int, context: _Context) -> Layout:
         """A layout that all ranks ran once."""
@@ -238,6 +275,14 @@ def changed_policy(policy: Policy, changes: Mapping[str, float], algorithm: str)
     if algorithm:
         values["algorithm"] = algorithm
     return replace(policy, **values)
+
+
+def _rebalance(
+    request: pb.TriggerRebalanceRequest | pb.RebalanceAllRequest,
+) -> tuple[Rebalance, str]:
+    """What is wanted, and its words."""
+    what = "rebalance, whatever it gains" if request.force else "rebalance"
+    return Rebalance(force=request.force), what
 
 
 def _outcome(outcome: Outcome) -> pb.Outcome:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -24,6 +24,10 @@ from equipoise.wire.plain import as_json
 from equipoise_api.v1 import admin_pb2 as pb
 from equipoise_api.v1 import admin_pb2_grpc as pb_grpc
 
+_Answer = TypeVar("_Answer")
+_Ask = Callable[[str, Message], Any]
+"""Calls a method of the Admin service."""
+
 
 class ExitStatus(IntEnum):
     """What a script learns without reading (1 is a fault, 2 a wrong option)."""
@@ -33,7 +37,9 @@ class ExitStatus(IntEnum):
 
 
 def rebalance(settings: RebalanceSettings) -> int:
-    """Have a plan made now."""
+    """Have a plan made now, in one pool or in all."""
+    if settings.all_pools:
+        return _rebalance_all(settings)
     request = pb.TriggerRebalanceRequest(
         pool=settings.pool, reason=settings.reason, force=settings.force
     )
@@ -97,31 +103,61 @@ def give(
     Raises:
         BalancerRefusedError: it cannot be asked, or the order makes no sense to it.
     """
-    try:
-        response = _call(settings, method, request)
-    except BalancerRefusedError as error:
-        if not error.leader_address or error.leader_address == settings.address:
-            raise
-        response = _call(replace(settings, address=error.leader_address), method, request)
+    response = _of_leader(settings, lambda ask: ask(method, request))
     if settings.json:
         print(json.dumps(_shown(response), indent=2))
     else:
-        outcome = response.outcome
-        for line in (f"{'done' if outcome.accepted else 'no'}: {outcome.reason}", *more(response)):
+        for line in (_words(response.outcome), *more(response)):
             print(line)
     return ExitStatus.DONE if response.outcome.accepted else ExitStatus.REFUSED
 
 
-def _call(settings: OrderSettings, method: str, request: Message) -> Any:
+def _rebalance_all(settings: RebalanceSettings) -> int:
+    """Each pool's answer is shown when it comes; `no` from one of them is the exit status."""
+    request = pb.RebalanceAllRequest(reason=settings.reason, force=settings.force)
+
+    def shown(ask: _Ask) -> list[pb.RebalanceAllResponse]:
+        answers = []
+        for answer in ask("RebalanceAll", request):
+            answers.append(answer)
+            if not settings.json:
+                print(f"{answer.pool}: {_words(answer.outcome)}", flush=True)
+        return answers
+
+    answers = _of_leader(settings, shown)
+    done = sum(answer.outcome.accepted for answer in answers)
+    if settings.json:
+        print(json.dumps([as_json(answer) for answer in answers], indent=2))
+    else:
+        print(f"{done} of {len(answers)} pools change")
+    return ExitStatus.DONE if done == len(answers) else ExitStatus.REFUSED
+
+
+def _of_leader(settings: OrderSettings, use: Callable[[_Ask], _Answer]) -> _Answer:
+    """What `use` makes of the answers of the balancer at the address, or of the one it names."""
+    try:
+        return _called(settings, use)
+    except BalancerRefusedError as error:
+        if not error.leader_address or error.leader_address == settings.address:
+            raise
+        return _called(replace(settings, address=error.leader_address), use)
+
+
+def _called(settings: OrderSettings, use: Callable[[_Ask], _Answer]) -> _Answer:
     credentials = settings.access.credentials()
     with (
         credentials.blocking_channel(settings.address) as channel,
         explained(settings.address, credentials),
     ):
-        try:
-            return getattr(pb_grpc.AdminStub(channel), method)(
+        stub = pb_grpc.AdminStub(channel)
+
+        def ask(method: str, request: Message) -> Any:
+            return getattr(stub, method)(
                 request, timeout=settings.timeout_s, metadata=credentials.metadata()
             )
+
+        try:
+            return use(ask)
         except grpc.RpcError as error:
             if "Deadline" not in (error.details() or ""):
                 raise  # It was never reached, or refuses.
@@ -129,6 +165,10 @@ def _call(settings: OrderSettings, method: str, request: Message) -> Any:
                 f"the balancer at {settings.address} did not answer within {settings.timeout_s:g} "
                 "s, and may do it all the same: ask for the status before you repeat it"
             ) from error
+
+
+def _words(outcome: pb.Outcome) -> str:
+    return f"{'done' if outcome.accepted else 'no'}: {outcome.reason}"
 
 
 def _preview_words(response: pb.PreviewResponse) -> list[str]:

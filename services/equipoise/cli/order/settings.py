@@ -26,6 +26,15 @@ class RebalanceSettings(OrderSettings):
     force: bool = False
     """Adopt the plan unless it is worse on the latest window, however little it gains."""
 
+    all_pools: bool = False
+    """Plan in every pool; the answer of each is shown when it comes. The time to wait for answers
+    is for all of them together: what has not begun by then is not done."""
+
+    def __post_init__(self) -> None:
+        OrderSettings.__post_init__(self)
+        if self.all_pools and self.pool:
+            raise InvalidSettingsError(f"all pools, or {self.pool!r}? Leave one of them out")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackSettings(OrderSettings):

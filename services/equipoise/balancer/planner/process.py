@@ -1,0 +1,181 @@
+"""`PlannerProcess`: one process that plans, the connection on which it is asked, and its plans."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from equipoise.balancer.planner.frames import frame, receive_frame
+from equipoise.balancer.planner.planning import PlannerDiedError
+from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
+from equipoise.balancer.planner.turns import TURN_S
+
+PROGRAM = "equipoise.balancer.planner"
+
+READY = 0
+"""In place of a number: the process has compiled, or loaded, all that plans need."""
+
+END_TIMEOUT_S = 1.0
+"""A killed process ends at once, unless the system is in trouble."""
+
+_BUFFER_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Asked:
+    """A plan that is wanted, by its `number`; `begins` is called when a process begins it."""
+
+    number: int
+    request: ProposalRequest
+    begins: Callable[[], None]
+    answer: "asyncio.Future[Proposal]"
+
+
+class PlannerProcess:
+    """Makes the plans it is asked for, one after the other, from the first of `asked` on.
+
+    `changed` is called when it has answered, has ended, or is longer than a turn at a plan. Used
+    from one event loop.
+    """
+
+    def __init__(self, *, changed: Callable[["PlannerProcess"], None]) -> None:
+        self.asked: deque[Asked] = deque()
+        self.in_turn = False
+        """Whether it plans, and not for longer than a turn."""
+        self.is_ending = self.ended = False
+        self.ready = asyncio.Event()
+        self._changed = changed
+        self._turn_ends: asyncio.TimerHandle | None = None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: nothing is imported from the folder where the balancer was started.
+            command = [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C in a terminal is for the balancer, which ends this one.
+            )
+        self._early: list[bytes] = []
+        self._writer: asyncio.StreamWriter | None = None
+        self._talking = asyncio.create_task(self._talk(ours), name=f"planner {self.pid}")
+
+    @property
+    def pid(self) -> int:
+        """The system's number of it."""
+        return self._process.pid
+
+    def ask(self, asked: Asked) -> None:
+        """Have a plan made when those before it are."""
+        self.asked.append(asked)
+        self._send(asked.number, asked.request)
+        if len(self.asked) == 1:
+            self._begin()
+
+    def withdraw(self, asked: Asked) -> None:
+        """Have a plan that is not begun left out."""
+        self.asked.remove(asked)
+        self._send(asked.number, None)
+
+    def withdraw_waiting(self) -> list[Asked]:
+        """Have all plans left out that are not begun; gives them."""
+        waiting = list(self.asked)[1:]
+        for asked in waiting:
+            self.withdraw(asked)
+        return waiting
+
+    def kill(self) -> None:
+        """End it, whatever it does; its end is heard of as any other."""
+        self.is_ending = True
+        self._process.kill()
+
+    async def gone(self) -> None:
+        """End it, and wait until nothing is left of it."""
+        self.kill()
+        with suppress(asyncio.CancelledError):
+            await self._talking
+
+    def died(self) -> PlannerDiedError:
+        """What its end is to whoever waits for the plan that it made."""
+        return PlannerDiedError(
+            f"process {self.pid}, which planned, ended with status "
+            f"{self._process.returncode}: see its last words in the log, and whether the balancer "
+            "has memory enough; the next window tries again"
+        )
+
+    def _begin(self) -> None:
+        """The first of `asked` is what it makes now, or as soon as it is ready."""
+        loop = asyncio.get_running_loop()
+        self.in_turn = True
+        self._turn_ends = loop.call_later(TURN_S, self._turn_over)
+        if self.ready.is_set():
+            self.asked[0].begins()
+
+    def _turn_over(self) -> None:
+        self.in_turn = False
+        self._changed(self)
+
+    def _send(self, number: int, request: ProposalRequest | None) -> None:
+        data = frame((number, request))
+        if self._writer is None:
+            self._early.append(data)
+        else:
+            self._writer.write(data)
+
+    async def _talk(self, connection: socket.socket) -> None:
+        try:
+            reader, self._writer = await asyncio.open_connection(
+                sock=connection, limit=_BUFFER_BYTES
+            )
+            self._writer.writelines(self._early)
+            while True:
+                self._hear(*await receive_frame(reader))
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            self._end()
+
+    def _hear(self, number: int, answer: Any) -> None:
+        if number == READY:
+            self.ready.set()
+            if self.asked:
+                self.asked[0].begins()
+        elif self.asked and self.asked[0].number == number:
+            asked = self.asked.popleft()
+            self._settle(asked, answer)
+            self._end_turn()
+            if self.asked:
+                self._begin()
+            self._changed(self)
+
+    def _settle(self, asked: Asked, answer: Any) -> None:
+        if asked.answer.done():
+            return
+        if isinstance(answer, Exception):
+            asked.answer.set_exception(answer)
+        else:
+            plan, verdict, waves = answer
+            made = Proposal(request=asked.request, plan=plan, verdict=verdict, waves=waves)
+            asked.answer.set_result(made)
+
+    def _end_turn(self) -> None:
+        self.in_turn = False
+        if self._turn_ends is not None:
+            self._turn_ends.cancel()
+
+    def _end(self) -> None:
+        """Nothing comes from it any more, so that it is no more, or shall not be."""
+        self.ended = True
+        self._end_turn()
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=END_TIMEOUT_S)
+        if self._writer is not None:
+            self._writer.close()
+        self.ready.set()
+        self._changed(self)
