@@ -8,8 +8,9 @@ from equipoise.balancer.pool.wave_turns import FIRST, NEXT, Pace, WaveTurns
 WAIT_S = 30.0
 
 
-async def go(turns, pool, went, *, is_first=False, is_wanted=lambda: True):
-    if await turns.turn(pool, is_first=is_first, is_wanted=is_wanted):
+async def go(turns, pool, went, *, num_ranks=1, is_first=False, is_wanted=lambda: True):
+    turn = turns.turn(pool, num_ranks=num_ranks, is_first=is_first, is_wanted=is_wanted)
+    if await turn:
         went.append(pool)
 
 
@@ -17,7 +18,7 @@ def hold(monkeypatch, hold_s):
     """Have waves wait that long while messages lag."""
     for name in ("FIRST", "NEXT", "BEHIND"):
         lag_s = getattr(wave_turns_module, name).lag_s
-        monkeypatch.setattr(wave_turns_module, name, Pace(lag_s=lag_s, hold_s=hold_s))
+        monkeypatch.setattr(wave_turns_module, name, Pace(lag_s=lag_s, rank_hold_s=hold_s))
 
 
 async def test_the_first_wave_goes_at_once_however_messages_lag(monkeypatch):
@@ -91,6 +92,18 @@ async def test_none_goes_while_messages_are_long_under_way(monkeypatch):
         turns.lag_s = NEXT.lag_s / 2
         await asyncio.wait(pools)
     assert len(went) == 5
+
+
+async def test_after_a_wave_to_many_ranks_the_next_one_waits_the_longer(monkeypatch):
+    hold(monkeypatch, 0.001)
+    turns, went = WaveTurns(), []
+    turns.lag_s = 2 * FIRST.lag_s
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(WAIT_S):
+        await go(turns, "large", went, num_ranks=200)
+        began_s = loop.time()
+        await go(turns, "small", went)
+    assert loop.time() - began_s >= 0.2
 
 
 async def test_however_it_lags_all_have_their_turn_but_those_that_are_gone(monkeypatch):

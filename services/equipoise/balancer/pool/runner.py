@@ -254,8 +254,13 @@ class PoolRunner:
             return current is not None and current.target.generation == generation
 
         with self._surviving("waiting for the turn of a wave"):
-            is_first = self.pool.rollouts.is_at_first
-            if await self.wave_turns.turn(self.pool.name, is_first=is_first, is_wanted=is_wanted):
+            may_begin = await self.wave_turns.turn(
+                self.pool.name,
+                num_ranks=wave.layout.num_ranks,
+                is_first=self.pool.rollouts.is_at_first,
+                is_wanted=is_wanted,
+            )
+            if may_begin:
                 self._may_begin.add(generation)
                 self._chains.put_nowait(chain)
             elif behind:

@@ -19,30 +19,32 @@ SPACING_S = 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """A wave goes once gRPC says after `lag_s` at most that a message went, or after `hold_s`.
+    """A wave goes once gRPC says after `lag_s` at most that a message went.
 
-    The bound is there because a wave that waits has one too: of 200 pools that roll out, each has
-    its turn within the usual one. The lag is looked at there, because whoever sleeps is woken in
-    time however much waits: gRPC hands few events to the event loop in each of its turns, and keeps
-    the others.
+    It goes in any case `rank_hold_s` after the one before it for each rank that this was sent to,
+    because a wave that waits has a bound: of 200 pools of 32 ranks that roll out, each has its turn
+    within the usual one. The lag is looked at there, because whoever sleeps is woken in time
+    however much waits: gRPC hands few events to the event loop in each of its turns, and keeps the
+    others.
     """
 
     lag_s: float
-    hold_s: float
+    rank_hold_s: float
 
 
-FIRST = Pace(lag_s=0.5, hold_s=0.1)
+FIRST = Pace(lag_s=0.5, rank_hold_s=0.003)
 """Waves with which a plan begins: somebody may wait for it."""
 
-NEXT = Pace(lag_s=0.02, hold_s=0.1)
+NEXT = Pace(lag_s=0.02, rank_hold_s=0.003)
 """Waves with which it goes on."""
 
-BEHIND = Pace(lag_s=-math.inf, hold_s=1.0)
+BEHIND = Pace(lag_s=-math.inf, rank_hold_s=0.03)
 """The same, while plans that somebody ordered are made: theirs are to begin first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Waiting:
+    num_ranks: int
     is_first: bool
     may_go: asyncio.Future[bool]
     is_wanted: Callable[[], bool]
@@ -73,13 +75,20 @@ class WaveTurns:
         finally:
             self._num_expected -= 1
 
-    async def turn(self, pool: str, *, is_first: bool, is_wanted: Callable[[], bool]) -> bool:
+    async def turn(
+        self, pool: str, *, num_ranks: int, is_first: bool, is_wanted: Callable[[], bool]
+    ) -> bool:
         """Wait until a wave of `pool` may go, which `is_first` of its plan or not.
 
         False if it is not wanted any more then, as `is_wanted` says; that takes nobody's time.
         """
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(is_first=is_first, may_go=loop.create_future(), is_wanted=is_wanted)
+        waiting = _Waiting(
+            num_ranks=num_ranks,
+            is_first=is_first,
+            may_go=loop.create_future(),
+            is_wanted=is_wanted,
+        )
         went_s = self._went_s.get(pool, -math.inf)
         heapq.heappush(self._waiting, (not is_first, went_s, next(self._numbers), waiting))
         if self._letting is None or self._letting.done():
@@ -97,19 +106,18 @@ class WaveTurns:
             is_wanted = waiting.is_wanted()
             waiting.may_go.set_result(is_wanted)
             if is_wanted:
-                await self._caught_up()
+                await self._caught_up(num_ranks=waiting.num_ranks)
 
-    async def _caught_up(self) -> None:
+    async def _caught_up(self, *, num_ranks: int) -> None:
+        """Wait until the next one may go after one to so many ranks."""
         loop = asyncio.get_running_loop()
         went_s = loop.time()
-        await asyncio.sleep(SPACING_S)
-        while not self._may_go(waited_s=loop.time() - went_s):  # noqa: ASYNC110 - it is a number
+        may_go = False
+        while not may_go:
             await asyncio.sleep(SPACING_S)
-
-    def _may_go(self, *, waited_s: float) -> bool:
-        # Who is next may be another one each time.
-        pace = self._pace()
-        return self.lag_s <= pace.lag_s or waited_s >= pace.hold_s
+            pace = self._pace()  # Who is next may be another one each time.
+            held_s = loop.time() - went_s
+            may_go = self.lag_s <= pace.lag_s or held_s >= num_ranks * pace.rank_hold_s
 
     def _pace(self) -> Pace:
         """That of the wave which is next."""
