@@ -8,7 +8,7 @@ from typing import Any
 
 from equipoise.wire.convert import to_worker
 from equipoise.wire.messages import Assignment, BalancerMessage, Stage
-from equipoise.wire.responses import moves_to_proto
+from equipoise.wire.responses import add_moves
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 
@@ -26,11 +26,12 @@ class Encoder:
         """
         match value:
             case Stage():
-                own = pb.ConnectResponse(stage=pb.Stage(moves=moves_to_proto(value.moves)))
+                own = pb.ConnectResponse()
+                add_moves(value.moves, to=own.stage)
                 return self._for_all(value, moves=()) + own.SerializeToString()
             case Assignment():
-                seat = pb.Assignment(rank=value.rank, moves=moves_to_proto(value.moves))
-                own = pb.ConnectResponse(assignment=seat)
+                own = pb.ConnectResponse(assignment=pb.Assignment(rank=value.rank))
+                add_moves(value.moves, to=own.assignment)
                 return self._for_all(value, rank=0, moves=()) + own.SerializeToString()
             case _:
                 return to_worker(value).SerializeToString()

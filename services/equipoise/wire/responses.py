@@ -21,7 +21,7 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 
 def assignment_to_proto(assignment: Assignment) -> pb.Assignment:
     """Who is who, and the layout to start in."""
-    return pb.Assignment(
+    message = pb.Assignment(
         epoch=assignment.epoch,
         rank=assignment.rank,
         peers=[
@@ -33,9 +33,10 @@ def assignment_to_proto(assignment: Assignment) -> pb.Assignment:
         report_interval_s=assignment.report_interval_s,
         heartbeat_interval_s=assignment.heartbeat_interval_s,
         term=assignment.term,
-        moves=moves_to_proto(assignment.moves),
         meet_timeout_s=assignment.meet_timeout_s,
     )
+    add_moves(assignment.moves, to=message)
+    return message
 
 
 def assignment_from_proto(message: pb.Assignment, *, hello: Hello) -> Assignment:
@@ -72,11 +73,11 @@ def stage_to_proto(stage: Stage) -> pb.Stage:
     message = pb.Stage(
         epoch=stage.epoch,
         base_generation=stage.base_generation,
-        moves=moves_to_proto(stage.moves),
         timeout_s=stage.timeout_s,
         term=stage.term,
         traceparent=stage.traceparent,
     )
+    add_moves(stage.moves, to=message)
     layout = layouts.layout_to_proto(stage.layout)
     if stage.base is not None:
         change = layouts.change_to_proto(LayoutChange.between(stage.base, stage.layout))
@@ -173,9 +174,21 @@ def rejection_from_proto(message: pb.Rejection) -> Rejection:
     )
 
 
-def moves_to_proto(moves: Iterable[Move]) -> list[pb.Move]:
-    """What a rank is to copy, in order."""
-    return [_move_to_proto(move) for move in moves]
+def add_moves(moves: Iterable[Move], *, to: pb.Assignment | pb.Stage) -> None:
+    """What a rank is to copy, in order.
+
+    Filled in place: messages that are made first and then put into others are copied twice, and
+    thousands of ranks are told moves at a time.
+    """
+    for move in moves:
+        message = to.moves.add()
+        message.layer, message.slot, message.expert = move.layer, move.slot, move.expert
+        message.checksum = move.checksum
+        for source in move.sources:
+            if isinstance(source, RankSource):
+                message.sources.add().rank = source.rank
+            else:
+                message.sources.add().checkpoint = True
 
 
 def _peers_from_proto(message: pb.Assignment, *, num_ranks: int, hello: Hello) -> tuple[Peer, ...]:
@@ -214,16 +227,6 @@ def _base(generation: int, *, running: Layout | None, hello: Hello) -> Layout:
             "there",
         )
     return running
-
-
-def _move_to_proto(move: Move) -> pb.Move:
-    return pb.Move(
-        layer=move.layer,
-        slot=move.slot,
-        expert=move.expert,
-        checksum=move.checksum,
-        sources=[_source_to_proto(source) for source in move.sources],
-    )
 
 
 def _moves_from_proto(
@@ -265,12 +268,6 @@ def _move_from_proto(kind: str, message: pb.Move, *, layout: Layout) -> Move:
         checksum=message.checksum,
         sources=sources,
     )
-
-
-def _source_to_proto(source: Source) -> pb.Source:
-    if isinstance(source, RankSource):
-        return pb.Source(rank=source.rank)
-    return pb.Source(checkpoint=True)
 
 
 def _source_from_proto(kind: str, message: pb.Source, where: str, layout: Layout) -> Source:
