@@ -31,9 +31,9 @@ def rank_loads(
     of_cell = load.reshape(*load.shape[:-2], num_layers * num_experts)
     if share_of_slot is None:
         replicas = np.bincount(cells.ravel(), minlength=num_layers * num_experts)
-        load_of_slot = (of_cell / np.maximum(replicas, 1))[..., cells]
+        load_of_slot = np.take(of_cell / np.maximum(replicas, 1), cells, axis=-1)
     else:
-        load_of_slot = of_cell[..., cells] * (share_of_slot / WHOLE)
+        load_of_slot = np.take(of_cell, cells, axis=-1) * (share_of_slot / WHOLE)
     if first_slot is None:
         by_rank: Load = load_of_slot.reshape(*load.shape[:-1], num_ranks, -1).sum(axis=-1)
         return by_rank

@@ -72,28 +72,53 @@ def place(load: Load, *, groups: Indices, num_nodes: int, slots_of_rank: Indices
     size = num_experts // num_groups
     experts: Indices = groups[:, :, None] * size + np.arange(size)
     experts_of_node = np.ascontiguousarray(experts.reshape(num_layers, num_nodes, -1))
+    cells = experts_of_node + np.arange(num_layers)[:, None, None] * num_experts
+    load_of_node: Weights = np.asarray(load, dtype=np.float64).ravel()[cells]
     return _place_layers(
-        np.ascontiguousarray(load, dtype=np.float64),
+        load_of_node,
         experts_of_node,
+        _roughly_heaviest_first(load_of_node),
         np.ascontiguousarray(slots_of_rank.reshape(num_nodes, -1)),
     )
 
 
+def _roughly_heaviest_first(weight: Weights) -> Indices:
+    """Where the heaviest of each row is, then the next one; those that hardly differ in any order.
+
+    All rows at once, as numbers made of the high bits of a weight and its index, which NumPy sorts
+    many times faster than a loop can: such numbers are in the order of the weights, if none is
+    negative.
+    """
+    num_items = weight.shape[-1]
+    low_bits = (1 << (num_items - 1).bit_length()) - 1
+    keys = ~np.ascontiguousarray(weight).view(np.int64)
+    keys &= ~low_bits
+    keys |= np.arange(num_items)
+    keys.sort(axis=-1)
+    keys &= low_bits
+    return keys
+
+
 @compiled
 def _place_layers(
-    load: Weights, experts_of_node: Indices, slots_of_rank: Indices
+    load_of_node: Weights, experts_of_node: Indices, heaviest_first: Indices, slots_of_rank: Indices
 ) -> npt.NDArray[np.int32]:
-    """Experts by node are [layers, nodes, experts], slots of ranks [nodes, ranks of the node]."""
+    """Slots of ranks are [nodes, ranks of the node], all others [layers, nodes, experts].
+
+    `heaviest_first` need not be exact, and is made so.
+    """
     num_layers, num_nodes, _ = experts_of_node.shape
     num_slots = slots_of_rank[0].sum()
     table = np.empty((num_layers, num_nodes * num_slots), dtype=np.int32)
     for layer in range(num_layers):
         for node in range(num_nodes):
-            experts = experts_of_node[layer, node]
-            of_slot, share = _replicate(load[layer][experts], num_slots)
-            packed = _pack(share, slots_of_rank[node])
+            load, order = load_of_node[layer, node], heaviest_first[layer, node]
+            _settle(load, order)
+            of_slot, share, num_replicas = _replicate(load, order, num_slots)
+            packed = _pack(share, _with_replicas(order, share, num_replicas), slots_of_rank[node])
             for position in range(num_slots):
-                table[layer, node * num_slots + position] = experts[of_slot[packed[position]]]
+                expert = experts_of_node[layer, node, of_slot[packed[position]]]
+                table[layer, node * num_slots + position] = expert
     return table
 
 
@@ -101,24 +126,40 @@ def _place_layers(
 def _pack_rows(weight: Weights, room: Indices) -> Indices:
     packed = np.empty(weight.shape, dtype=np.int64)
     for row in range(len(weight)):
-        packed[row] = _pack(weight[row], room)
+        packed[row] = _pack(weight[row], np.argsort(-weight[row], kind="mergesort"), room)
     return packed
 
 
 @part
-def _replicate(load: Weights, num_slots: int) -> tuple[Indices, Weights]:
+def _settle(weight: Weights, order: Indices) -> None:
+    """Make an order that is nearly right right: heaviest first, of equals the first first."""
+    for place in range(1, len(order)):
+        item, hole = order[place], place
+        while hole > 0 and _goes_before(weight, item, order[hole - 1]):
+            order[hole] = order[hole - 1]
+            hole -= 1
+        order[hole] = item
+
+
+@part
+def _goes_before(weight: Weights, item: int, other: int) -> bool:
+    return weight[item] > weight[other] or (weight[item] == weight[other] and item < other)
+
+
+@part
+def _replicate(
+    load: Weights, heaviest_first: Indices, num_slots: int
+) -> tuple[Indices, Weights, Indices]:
     """Give every spare slot to the expert whose replicas carry most.
 
-    Returns experts [slots], each once in order and then the extra replicas as they were given, and
-    what each of these replicas carries, [slots].
+    Returns experts [slots], each once in order and then the extra replicas as they were given; what
+    each of these replicas carries, [slots]; and how many each expert has, [experts].
     """
     num_experts = len(load)
     of_slot = np.empty(num_slots, dtype=np.int64)
     num_replicas = np.ones(num_experts, dtype=np.int64)
-    key = -load
-    expert_at = np.arange(num_experts)
-    for start in range(num_experts // 2, -1, -1):
-        _sift_down(key, expert_at, start, num_experts)
+    expert_at = heaviest_first.copy()
+    key = -load[expert_at]  # A heap: it is in order.
     of_slot[:num_experts] = np.arange(num_experts)
     for slot in range(num_experts, num_slots):
         hottest = expert_at[0]
@@ -126,11 +167,42 @@ def _replicate(load: Weights, num_slots: int) -> tuple[Indices, Weights]:
         num_replicas[hottest] += 1
         key[0] = -(load[hottest] / num_replicas[hottest])
         _sift_down(key, expert_at, 0, num_experts)
-    return of_slot, (load / num_replicas)[of_slot]
+    return of_slot, (load / num_replicas)[of_slot], num_replicas
 
 
 @part
-def _pack(weight: Weights, room: Indices) -> Indices:
+def _with_replicas(order: Indices, share: Weights, num_replicas: Indices) -> Indices:
+    """Slots, heaviest share first, where `order` has the experts by their whole load; [slots].
+
+    Experts with a slot alone keep their order. Only the others are sorted, and merged with them.
+    """
+    num_experts, num_slots = len(order), len(share)
+    divided = np.empty(num_slots, dtype=np.int64)
+    num_divided = 0
+    for slot in range(num_slots):
+        if slot >= num_experts or num_replicas[slot] > 1:
+            divided[num_divided] = slot
+            num_divided += 1
+    divided = divided[:num_divided]
+    divided = divided[np.argsort(-share[divided], kind="mergesort")]
+    merged = np.empty(num_slots, dtype=np.int64)
+    taken = 0
+    end = 0
+    for expert in order:
+        if num_replicas[expert] > 1:
+            continue
+        while taken < num_divided and _goes_before(share, divided[taken], expert):
+            merged[end] = divided[taken]
+            taken += 1
+            end += 1
+        merged[end] = expert
+        end += 1
+    merged[end:] = divided[taken:]
+    return merged
+
+
+@part
+def _pack(weight: Weights, heaviest_first: Indices, room: Indices) -> Indices:
     """Deal items, heaviest first, each into the lightest pack with room.
 
     `weight` is [items], `room` [packs] says how many items each takes. Returns the items pack by
@@ -146,7 +218,7 @@ def _pack(weight: Weights, room: Indices) -> Indices:
     pack_weight = np.zeros(num_packs)
     pack_at = np.arange(num_packs)
     num_open = num_packs
-    for item in np.argsort(-weight, kind="mergesort"):
+    for item in heaviest_first:
         pack = pack_at[0]
         packed[position[pack]] = item
         position[pack] += 1

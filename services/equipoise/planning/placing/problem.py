@@ -12,8 +12,8 @@ from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
 from equipoise.planning.placing.tally import (
     count_replicas_of,
-    sum_by_group_and_node,
-    sum_by_rank,
+    split_by_group_and_node,
+    split_by_rank,
     sum_slots_by_rank,
 )
 from equipoise.planning.policy import Weighting
@@ -80,12 +80,11 @@ class Problem:
             held: ExpertTable = np.tile(row, (model.num_layers, 1))
         else:
             assert current.slots_of_rank == topology.slots_of_rank, "slots of one epoch"
-            first_slot = topology.first_slot
-            columns = [
-                slot for rank in ranks for slot in range(first_slot[rank], first_slot[rank + 1])
-            ]
-            held = np.ascontiguousarray(current.expert_of_slot[:, columns])
-            shares = current.share_of_slot if len(ranks) == topology.num_ranks else None
+            is_left_out = np.ones(topology.num_ranks, dtype=np.bool_)
+            is_left_out[list(ranks)] = False
+            columns = np.flatnonzero(~np.repeat(is_left_out, topology.slots_of_rank))
+            held = np.take(current.expert_of_slot, columns, axis=1)
+            shares = None if is_left_out.any() else current.share_of_slot
         return cls(
             load=np.array(load, dtype=np.float64, order="C"),
             model=model,
@@ -112,7 +111,7 @@ class Problem:
         number = {node: index for index, node in enumerate(self.topology.nodes)}
         return np.array([number[node] for node in self.topology.node_of_rank], dtype=np.int64)
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         """Nodes that the ranks run on."""
         return len(self.topology.nodes)
@@ -136,7 +135,7 @@ class Problem:
     def rank_loads(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
         """What each rank carries under a placement, [layers, ranks]."""
         if shares is None:
-            return sum_by_rank(table, self._of_replica(table), self.rank_of_slot)
+            return split_by_rank(table, self.load, self.rank_of_slot)
         return sum_slots_by_rank(self.load_of_slot(table, shares), self.first_slot)
 
     def balancedness_of_layer(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
@@ -157,9 +156,7 @@ class Problem:
             places = (np.arange(len(table))[:, None], table // size, node_of_slot)
             np.add.at(served, places, self.load_of_slot(table, shares))
             return served
-        return sum_by_group_and_node(
-            table, self._of_replica(table), node_of_slot, self.model.num_groups
-        )
+        return split_by_group_and_node(table, self.load, node_of_slot, self.model.num_groups)
 
     @property
     def has_equal_nodes(self) -> bool:
@@ -181,8 +178,3 @@ class Problem:
         if topology.slots_per_rank > experts_per_node:
             return f"a rank has more slots than the {experts_per_node} experts of a node"
         return None
-
-    def _of_replica(self, table: ExpertTable) -> Load:
-        """What one replica of each expert carries, [layers, experts]."""
-        share: Load = self.load / np.maximum(self.replicas(table), 1)
-        return share

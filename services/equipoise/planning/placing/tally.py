@@ -21,6 +21,40 @@ def count_replicas_of(table: ExpertTable, num_experts: int) -> Indices:
 
 
 @compiled
+def split_by_rank(table: ExpertTable, load: Load, rank_of_slot: Indices) -> Load:
+    """What ranks carry of a load, [layers, experts], if it splits evenly; [layers, ranks]."""
+    sums = np.zeros((len(table), rank_of_slot[-1] + 1))
+    num_replicas = np.empty(load.shape[1], dtype=np.int64)
+    for layer in range(len(table)):
+        num_replicas[:] = 0
+        for expert in table[layer]:
+            num_replicas[expert] += 1
+        for slot in range(len(rank_of_slot)):
+            expert = table[layer, slot]
+            sums[layer, rank_of_slot[slot]] += load[layer, expert] / num_replicas[expert]
+    return sums
+
+
+@compiled
+def split_by_group_and_node(
+    table: ExpertTable, load: Load, node_of_slot: Indices, num_groups: int
+) -> Load:
+    """The same for what nodes carry of each group of experts; [layers, groups, nodes]."""
+    group_of_expert = np.arange(load.shape[1]) // (load.shape[1] // num_groups)
+    sums = np.zeros((len(table), num_groups, node_of_slot.max() + 1))
+    num_replicas = np.empty(load.shape[1], dtype=np.int64)
+    for layer in range(len(table)):
+        num_replicas[:] = 0
+        for expert in table[layer]:
+            num_replicas[expert] += 1
+        for slot in range(len(node_of_slot)):
+            expert = table[layer, slot]
+            part = load[layer, expert] / num_replicas[expert]
+            sums[layer, group_of_expert[expert], node_of_slot[slot]] += part
+    return sums
+
+
+@compiled
 def sum_by_rank(table: ExpertTable, of_replica: Load, rank_of_slot: Indices) -> Load:
     """Sum a value that each replica of an expert has, [layers, experts]; [layers, ranks]."""
     sums = np.zeros((len(table), rank_of_slot[-1] + 1))
@@ -33,17 +67,3 @@ def sum_by_rank(table: ExpertTable, of_replica: Load, rank_of_slot: Indices) -> 
 def sum_slots_by_rank(of_slot: Load, first_slot: Indices) -> Load:
     """Sum a value that each slot has, [layers, slots], over slots of a rank; [layers, ranks]."""
     return np.add.reduceat(of_slot, first_slot[:-1], axis=1)
-
-
-@compiled
-def sum_by_group_and_node(
-    table: ExpertTable, of_replica: Load, node_of_slot: Indices, num_groups: int
-) -> Load:
-    """The same for the experts of each group on each node; [layers, groups, nodes]."""
-    size = of_replica.shape[1] // num_groups
-    sums = np.zeros((len(table), num_groups, node_of_slot.max() + 1))
-    for layer in range(len(table)):
-        for slot in range(len(node_of_slot)):
-            expert = table[layer, slot]
-            sums[layer, expert // size, node_of_slot[slot]] += of_replica[layer, expert]
-    return sums

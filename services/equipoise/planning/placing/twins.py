@@ -62,15 +62,16 @@ def _find_twin(
 
     `num_copies`, [experts], is zero before and after.
     """
-    most = 0
-    for slot in range(first_slot[rank], first_slot[rank + 1]):
+    begin, end = first_slot[rank], first_slot[rank + 1]
+    most, found = 0, -1
+    for slot in range(begin, end):
         num_copies[slots[slot]] += 1
         most = max(most, num_copies[slots[slot]])
-    found = -1
-    for slot in range(first_slot[rank + 1] - 1, first_slot[rank] - 1, -1):
-        if most > allowed and num_copies[slots[slot]] > allowed:
-            found = slot
-    for slot in range(first_slot[rank], first_slot[rank + 1]):
+    if most > allowed:
+        found = begin
+        while num_copies[slots[found]] <= allowed:
+            found += 1
+    for slot in range(begin, end):
         num_copies[slots[slot]] = 0
     return found
 
