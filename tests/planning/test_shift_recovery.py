@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from equipoise.planning.balance import balancedness, compare, rank_loads
+from equipoise.planning.balance import balancedness, rank_loads
+from equipoise.planning.comparison import compare
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import LoadAverage, detect_shift, tokens_per_layer
 from equipoise.planning.planner import plan

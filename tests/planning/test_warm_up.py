@@ -6,6 +6,7 @@ import sys
 import numpy as np
 
 import equipoise.planning
+from equipoise.planning.comparison import compare
 from equipoise.planning.layout import Layout
 from equipoise.planning.placing.compiled import compiled
 from equipoise.planning.planner import plan
@@ -14,7 +15,7 @@ from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.warm_up import warm_up
 
 
-def test_after_warming_up_a_plan_compiles_nothing():
+def test_after_warming_up_a_plan_and_its_judgement_compile_nothing():
     warm_up()
     before = signatures()
     assert len(before) > 30
@@ -28,6 +29,7 @@ def test_after_warming_up_a_plan_compiles_nothing():
         )
         chosen = {"model": model, "topology": topology, "algorithm": algorithm}
         plan(loads[1], current=current, samples=1e6, **chosen)
+        compare(current, current, *loads)
         plan(loads[1], current=current, exclude_ranks=frozenset({1}), **chosen)
     assert signatures() == before
 

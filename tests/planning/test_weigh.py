@@ -5,12 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.planning.balance import (
-    balancedness,
-    balancedness_per_layer,
-    compare,
-    layout_loads,
-)
+from equipoise.planning.balance import balancedness, balancedness_per_layer, layout_loads
+from equipoise.planning.comparison import compare
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift
 from equipoise.planning.moves import waves

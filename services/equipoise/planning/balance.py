@@ -1,7 +1,6 @@
 """How evenly a placement spreads a load over ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,26 +18,23 @@ def rank_loads(
     first_slot: Sequence[int] | None = None,
     share_of_slot: ShareTable | None = None,
 ) -> Load:
-    """Load of each rank, [..., layers, ranks].
+    """Load of each rank, [layers, ranks].
 
-    `expert_of_slot` is int32 [layers, slots], `load` [..., layers, experts] in any unit: one load
-    or many. An expert's load splits over its replicas by their shares, `share_of_slot` [layers,
-    slots], or evenly. Slots divide evenly over ranks unless `first_slot`, [ranks + 1], says which
-    each rank owns.
+    `expert_of_slot` is int32 [layers, slots], `load` [layers, experts] in any unit. An expert's
+    load splits over its replicas by their shares, `share_of_slot` [layers, slots], or evenly. Slots
+    divide evenly over ranks unless `first_slot`, [ranks + 1], says which each rank owns.
     """
-    num_layers, num_experts = load.shape[-2:]
-    cells = expert_of_slot + np.arange(num_layers)[:, None] * num_experts
-    of_cell = load.reshape(*load.shape[:-2], num_layers * num_experts)
+    cells = expert_of_slot + np.arange(len(load))[:, None] * load.shape[1]
     if share_of_slot is None:
-        replicas = np.bincount(cells.ravel(), minlength=num_layers * num_experts)
-        load_of_slot = np.take(of_cell / np.maximum(replicas, 1), cells, axis=-1)
+        replicas = np.bincount(cells.ravel(), minlength=load.size)
+        load_of_slot = np.take(load.ravel() / np.maximum(replicas, 1), cells)
     else:
-        load_of_slot = np.take(of_cell, cells, axis=-1) * (share_of_slot / WHOLE)
+        load_of_slot = np.take(load, cells) * (share_of_slot / WHOLE)
     if first_slot is None:
-        by_rank: Load = load_of_slot.reshape(*load.shape[:-1], num_ranks, -1).sum(axis=-1)
+        by_rank: Load = load_of_slot.reshape(len(load), num_ranks, -1).sum(axis=2)
         return by_rank
     assert len(first_slot) == num_ranks + 1, "a first slot for each rank, and the end"
-    return np.add.reduceat(load_of_slot, first_slot[:-1], axis=-1)
+    return np.add.reduceat(load_of_slot, first_slot[:-1], axis=1)
 
 
 def layout_loads(layout: Layout, load: Load) -> Load:
@@ -71,30 +67,3 @@ def balancedness(load_of_rank: Load) -> float:
 def mean_if_busy(per_layer: Load, *, is_busy: npt.NDArray[np.bool_]) -> float:
     """The mean over the layers with traffic; 1.0 if there is none."""
     return float(per_layer[is_busy].mean()) if is_busy.any() else 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Comparison:
-    """How balanced a load is `before` and `after`, under two layouts of the same ranks.
-
-    `gain_of_layer`, [layers], is by how much each layer's balancedness grows.
-    """
-
-    before: float
-    after: float
-    gain_of_layer: Load
-
-
-def compare(current: Layout, target: Layout, *loads: Load) -> tuple[Comparison, ...]:
-    """What each load, [layers, experts] in any unit, gains by going from `current` to `target`."""
-    stacked = np.stack(loads)
-    load_of_rank = np.stack([layout_loads(layout, stacked) for layout in (current, target)], axis=1)
-    is_busy = load_of_rank.max(axis=-1) > 0
-    return tuple(
-        Comparison(
-            before=mean_if_busy(per_layer[0], is_busy=busy[0]),
-            after=mean_if_busy(per_layer[1], is_busy=busy[1]),
-            gain_of_layer=per_layer[1] - per_layer[0],
-        )
-        for per_layer, busy in zip(balancedness_per_layer(load_of_rank), is_busy, strict=True)
-    )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.balance import balancedness, balancedness_per_layer
+from equipoise.planning.balance import balancedness, balancedness_per_layer, mean_if_busy
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.load import Load
@@ -271,6 +271,7 @@ def _share_words(problem: Problem, placed: Placed) -> str:
 def _summary(problem: Problem, placed: Placed, algorithm: Algorithm) -> Plan:
     """A plan with all its numbers, for all ranks of the problem and still without a reason."""
     busy, load_of_rank = problem.is_busy, problem.rank_loads(*placed)
+    per_layer = balancedness_per_layer(load_of_rank)
     bounds = upper_bounds(
         problem.load,
         num_slots=problem.topology.num_slots,
@@ -281,8 +282,8 @@ def _summary(problem: Problem, placed: Placed, algorithm: Algorithm) -> Plan:
         share_of_slot=placed.shares,
         ranks=tuple(range(problem.topology.num_ranks)),
         algorithm=algorithm,
-        balancedness=balancedness(load_of_rank),
-        balancedness_of_layer=balancedness_per_layer(load_of_rank),
+        balancedness=mean_if_busy(per_layer, is_busy=load_of_rank.max(axis=1) > 0),
+        balancedness_of_layer=per_layer,
         bound=float(bounds[busy].mean()) if busy.any() else 1.0,
         moves=int(np.count_nonzero(placed.table != problem.held)),
         off_node_share=_off_node_share(problem, placed),

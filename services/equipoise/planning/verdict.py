@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.planning.balance import Comparison
+from equipoise.planning.comparison import Comparison
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, Shift, tokens_per_layer
 from equipoise.planning.policy import Algorithm, Policy

@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 
+from equipoise.planning.comparison import compare
 from equipoise.planning.layout import Layout
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm, Weighting
@@ -15,7 +16,7 @@ from equipoise.planning.topology import ModelShape, Topology
 
 
 def warm_up() -> None:
-    """Make a tiny plan in every way there is, so that all compiled functions are there.
+    """Make and compare a tiny plan in every way there is, so that all compiled functions are there.
 
     Takes tens of seconds where no earlier process left its machine code (see
     `equipoise.planning.placing.compiled`), else about a second. May run in a thread beside other
@@ -36,7 +37,8 @@ def warm_up() -> None:
             expert_of_slot=made.expert_of_slot,
             share_of_slot=made.share_of_slot,
         )
-        place(load[:, ::-1], current=layout, weighted=weighted)
+        place(load[:, ::-1], current=layout, weighted=weighted, samples=1e9)
+        compare(layout, layout, load)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from equipoise.planning.balance import compare
 from equipoise.planning.change import LayoutChange
+from equipoise.planning.comparison import compare
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, Shift
 from equipoise.planning.moves import waves

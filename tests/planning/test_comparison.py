@@ -1,0 +1,47 @@
+"""Two layouts compared on a load: numbers as `rank_loads` and `balancedness` make them."""
+
+import numpy as np
+import pytest
+
+from equipoise.planning.balance import balancedness, balancedness_per_layer, layout_loads
+from equipoise.planning.comparison import compare
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.shares import whole_shares
+
+
+@pytest.mark.parametrize("slots_per_rank", [1, 5, 8, 9, 17, 18, 40, 129, 140])
+def test_every_number_is_the_one_that_numpy_sums_up_to(slots_per_rank):
+    random = np.random.default_rng(slots_per_rank)
+    current, target = layouts(random, slots_per_rank=slots_per_rank)
+    loads = random.gamma(0.7, size=(2, 3, current.num_experts))
+    loads[:, 1] = 0.0
+    for load, found in zip(loads, compare(current, target, *loads), strict=True):
+        before, after = (layout_loads(layout, load) for layout in (current, target))
+        assert (found.before, found.after) == (balancedness(before), balancedness(after))
+        gain = balancedness_per_layer(after) - balancedness_per_layer(before)
+        assert found.gain_of_layer.tolist() == gain.tolist()
+
+
+def test_shares_count():
+    random = np.random.default_rng(0)
+    current, other = layouts(random, slots_per_rank=5)
+    parts = random.random(other.expert_of_slot.shape)
+    for layer, experts in enumerate(other.expert_of_slot):
+        parts[layer] /= np.bincount(experts, weights=parts[layer])[experts]
+    shares = whole_shares(parts, other.expert_of_slot, num_experts=other.num_experts)
+    target = other.with_placement(other.expert_of_slot, generation=3, share_of_slot=shares)
+    load = random.gamma(0.7, size=(3, current.num_experts))
+    (found,) = compare(current, target, load)
+    assert found.after == balancedness(layout_loads(target, load))
+    assert found.after != compare(current, other, load)[0].after
+
+
+def layouts(random, *, slots_per_rank):
+    """One as experts come, and one with their names exchanged."""
+    num_experts = 4 * slots_per_rank - 2 if slots_per_rank > 1 else 4
+    current = contiguous_layout(
+        num_layers=3, num_experts=num_experts, num_ranks=4, slots_per_rank=slots_per_rank
+    )
+    renamed = np.array([random.permutation(num_experts) for _ in range(3)], dtype=np.int32)
+    table = np.take_along_axis(renamed, current.expert_of_slot, axis=1)
+    return current, current.with_placement(table, generation=2)
