@@ -1,6 +1,7 @@
 """`PlannerProcess`: one process that plans, the connection on which it is asked, and its plans."""
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
@@ -24,6 +25,8 @@ END_TIMEOUT_S = 1.0
 """A killed process ends at once, unless the system is in trouble."""
 
 _BUFFER_BYTES = 2**20
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,6 +117,11 @@ class PlannerProcess:
         self.in_turn = True
         self._turn_ends = loop.call_later(TURN_S, self._turn_over)
         if self.ready.is_set():
+            self._tell_begin()
+
+    def _tell_begin(self) -> None:
+        # Who gave it up this moment is no more to be told.
+        if not self.asked[0].answer.done():
             self.asked[0].begins()
 
     def _turn_over(self) -> None:
@@ -136,7 +144,9 @@ class PlannerProcess:
             while True:
                 self._hear(*await receive_frame(reader))
         except (asyncio.IncompleteReadError, OSError):
-            pass
+            pass  # It is no more.
+        except Exception:  # noqa: BLE001 - another process answers as well
+            _log.exception("what process %d, which plans, says cannot be read", self.pid)
         finally:
             self._end()
 
@@ -144,7 +154,7 @@ class PlannerProcess:
         if number == READY:
             self.ready.set()
             if self.asked:
-                self.asked[0].begins()
+                self._tell_begin()
         elif self.asked and self.asked[0].number == number:
             asked = self.asked.popleft()
             self._settle(asked, answer)
