@@ -50,6 +50,8 @@ def children():
 @pytest.fixture
 async def planner(children):
     async with PlannerProcesses() as planner:
+        # On a machine that is busy a start may take longer than a turn, after which there are two.
+        await planner.start()
         yield planner
     gone(*children())
 
@@ -210,12 +212,9 @@ async def test_a_process_that_is_killed_while_it_is_idle_costs_none(
 
 
 async def test_one_is_ready_before_the_first_plan(planner, request_of_four_ranks, children):
-    async with asyncio.timeout(WAIT_S):
-        await planner.start()
-    ready = children()
-    assert len(ready) == 1
+    (ready,) = children()
     assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
-    assert children() == ready
+    assert children() == [ready]
 
 
 async def test_one_that_cannot_start_is_told(planner, monkeypatch, capfd):
@@ -226,7 +225,6 @@ async def test_one_that_cannot_start_is_told(planner, monkeypatch, capfd):
 
 
 async def test_what_is_no_request_ends_the_process_with_a_word(planner, capfd):
-    await planner.start()
     (process,) = planner._processes
     process._writer.write(b"of another release, and long enough")
     process._writer.write_eof()
