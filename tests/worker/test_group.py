@@ -52,6 +52,13 @@ def peer(address, behaviour, said, epoch):
     group.close()
 
 
+def arrive_and_vanish(address, *, rank, epoch):
+    """A rank that is there when the others meet, and not when they form."""
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    dist.PrefixStore(f"epoch-{epoch}", store).set(f"arrived/{rank}", "")
+
+
 @contextmanager
 def rank_0_of_two(address, behaviour, **changes):
     context = multiprocessing.get_context("spawn")
@@ -90,6 +97,14 @@ def test_a_process_forms_one_group_after_another_at_the_same_place(rendezvous):
         with rank_0_of_two(rendezvous, "close", epoch=epoch, met=lambda: met.append(1)) as group:  # noqa: B023
             assert group.exchange(header(0)) == (header(0), header(1))
             assert met == [1]
+
+
+def test_a_rank_that_failed_to_form_forms_with_one_that_never_tried(rendezvous):
+    arrive_and_vanish(rendezvous, rank=1, epoch=1)
+    with pytest.raises(GroupError, match="ranks of epoch 1 did not form"):
+        form(rendezvous, step_timeout_s=0.5)
+    with rank_0_of_two(rendezvous, "die", epoch=2) as group:
+        assert group.exchange(header(0)) == (header(0), header(1))
 
 
 def test_a_hanging_peer_is_an_error_within_the_timeout(rendezvous):

@@ -129,7 +129,7 @@ def meet(
     and may refuse by raising ValueError or RuntimeError.
 
     Raises:
-        GroupError: the ranks did not meet in time, or do not agree.
+        GroupError: the ranks did not meet or form in time, or do not agree.
     """
     if num_ranks == 1:
         hear((told,))
@@ -152,15 +152,7 @@ def meet(
             _agree(words, hear=hear, epoch=epoch)
             met()
             group = RankGroup(rank=rank, num_ranks=num_ranks)
-            if device.type == "cuda":
-                bound_nccl(os.environ)
-            dist.init_process_group(
-                backend(device),
-                store=store,
-                rank=rank,
-                world_size=num_ranks,
-                timeout=timedelta(seconds=step_timeout_s),
-            )
+            _form(group, store, epoch=epoch, step_timeout_s=step_timeout_s, device=device)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise GroupError(
             f"the {num_ranks} ranks of epoch {epoch} did not meet at {address} within "
@@ -185,6 +177,41 @@ def bound_nccl(environment: MutableMapping[str, str]) -> None:
     torch's watchdog ends the process. To be called before a group is formed.
     """
     environment.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+
+
+def _form(
+    group: RankGroup, store: Any, *, epoch: int, step_timeout_s: float, device: torch.device
+) -> None:
+    """Connect to the other ranks, who all do so now."""
+    if device.type == "cuda":
+        bound_nccl(os.environ)
+    try:
+        dist.init_process_group(
+            backend(device),
+            store=store,
+            rank=group.rank,
+            world_size=group.num_ranks,
+            timeout=timedelta(seconds=step_timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        _forget_attempts()
+        raise GroupError(
+            f"the {group.num_ranks} ranks of epoch {epoch} did not form within "
+            f"{step_timeout_s:g} s after they met: {first_line(error)}"
+        ) from error
+
+
+def _forget_attempts() -> None:
+    """Have torch name the next group as in a process that never tried to form one.
+
+    torch names a group by how many this process has tried to form, and ranks look for each other
+    under that name: where one attempt more has failed than elsewhere, no group would ever form
+    again. Only the end of a group makes it count anew, so one of this rank alone is formed and
+    ended.
+    """
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 def _agree(words: tuple[str, ...], *, hear: Callable[[tuple[str, ...]], None], epoch: int) -> None:
