@@ -224,13 +224,15 @@ async def test_one_that_cannot_start_is_told(planner, monkeypatch, capfd):
     assert "no_planner" in capfd.readouterr().err
 
 
-async def test_what_is_no_request_ends_the_process_with_a_word(planner, capfd):
-    (process,) = planner._processes
-    process._writer.write(b"of another release, and long enough")
-    process._writer.write_eof()
-    async with asyncio.timeout(WAIT_S):
-        while not process.ended:  # noqa: ASYNC110 - it tells its owner only
-            await asyncio.sleep(0.01)
+async def test_what_is_no_request_ends_the_process_with_a_word(capfd):
+    async with PlannerProcesses() as planner:
+        await planner.start()
+        (process,) = planner._processes
+        process._writer.write(b"of another release, and long enough")
+        process._writer.write_eof()
+        async with asyncio.timeout(WAIT_S):
+            while not process.ended:  # noqa: ASYNC110 - it tells its owner only
+                await asyncio.sleep(0.01)
     assert "status 1" in str(process.died())
     assert "Error" in capfd.readouterr().err
 
