@@ -253,7 +253,7 @@ class Bench:
         return [write.record for write in self.writes if isinstance(write, WriteDecision)]
 
     def perform(self, chain) -> None:
-        for effect in chain:
+        for place, effect in enumerate(chain):
             match effect:
                 case Send() if effect.worker in self.disconnected:
                     continue
@@ -269,7 +269,8 @@ class Bench:
                         )
                     )
                 case _ if self.store_fault:
-                    self.controller.write_failed(effect, reason=self.store_fault)
+                    behind = chain[place + 1 :]
+                    self.controller.write_failed(effect, reason=self.store_fault, behind=behind)
                     return
                 case _:
                     self.writes.append(effect)

@@ -6,6 +6,7 @@ from deaths import check, die, lost, names, notice, serve_all, with_spare_slots
 
 from equipoise.balancer.pool.effects import WriteAdopted, WriteMembership
 from equipoise.balancer.pool.health import Health
+from equipoise.balancer.store.store import DecisionRecord
 from equipoise.planning.moves import CheckpointSource
 from equipoise.wire.messages import Assignment, Leaving
 
@@ -80,6 +81,62 @@ def test_nobody_is_told_before_the_layout_and_the_membership_are_written(serving
     assert all(worker.epoch == 2 for worker in bench.ranks)
     serve_all(bench)
     check(bench)
+
+
+def test_an_epoch_behind_a_verdict_that_the_store_did_not_take_is_opened_all_the_same(
+    serving_bench,
+):
+    bench = serving_bench
+    stubborn, *others = bench.ranks
+    notice(bench, *others)
+    live_for(bench, bench.ranks, seconds=4)
+    assert stubborn.epoch == others[0].epoch == 1
+    bench.pool.late.append(verdict())
+    bench.store_fault = "the disk is full"
+    live_for(bench, bench.ranks, seconds=1)
+    bench.store_fault = ""
+    live_for(bench, bench.ranks, seconds=2)
+    assert {worker.epoch for worker in others} == {2}
+    assert bench.decisions() == [verdict()]
+
+
+def test_who_never_heard_of_an_epoch_is_not_left_out_for_its_sake(bench_of_six):
+    bench = bench_of_six
+    bench.store_fault = "the disk is full"
+    die(bench, bench.ranks[0])
+    notice(bench, *bench.ranks)
+    silent, *others = bench.ranks
+    live_for(bench, others, seconds=7)
+    bench.store_fault = ""
+    live_for(bench, bench.ranks, seconds=1)
+    assert (silent.epoch, {worker.epoch for worker in others}) == (1, {3})
+    for worker in others:
+        bench.say(worker, worker.serving())
+    live_for(bench, bench.ranks, seconds=2)
+    assert {worker.epoch for worker in bench.ranks} == {4}
+    serve_all(bench)
+    check(bench)
+
+
+def live_for(bench, workers, *, seconds):
+    """Time in which these workers send heartbeats, and nothing else."""
+    for _ in range(seconds):
+        bench.now += 1.0
+        for worker in workers:
+            bench.say(worker, worker.heartbeat())
+        bench.tick()
+
+
+def verdict():
+    return DecisionRecord(
+        time_unix_s=900.0,
+        accepted=False,
+        reason="too little gain",
+        base_generation=1,
+        balancedness_current=0.5,
+        balancedness_proposed=0.5,
+        shift_detected=False,
+    )
 
 
 def test_a_hung_rank_is_left_out_when_it_is_silent_and_taken_in_when_it_wakes(serving_bench):

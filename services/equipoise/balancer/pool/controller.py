@@ -245,23 +245,27 @@ class PoolController:
                 pass
         return ()
 
-    def write_failed(self, write: Write, *, reason: str, timed_out: bool = False) -> None:
-        """The store did not take a write; what rests on it waits, and ticks try again."""
-        self.pool.revision += 1
+    def write_failed(
+        self, write: Write, *, reason: str, timed_out: bool = False, behind: Chain = ()
+    ) -> None:
+        """The store did not take a write, so nothing `behind` it was done; ticks try again."""
+        pool = self.pool
+        pool.revision += 1
         if timed_out:
-            self.pool.bounds.note("store", reason)
-        goes_on = self.pool.policy.store_down is StoreDown.MEMORY
-        self.pool.store_fault = (
+            pool.bounds.note("store", reason)
+        goes_on = pool.policy.store_down is StoreDown.MEMORY
+        pool.store_fault = (
             f"{reason}; nothing is switched until the store works, planning "
             f"{'goes on in memory' if goes_on else 'is paused'}"
         )
-        if isinstance(write, WriteDecision):
-            self.pool.last_decision = write.record
-            self.pool.late.append(write.record)
-        if isinstance(write, WriteAdopted):
-            self.pool.adopting = None
-        if write in self.pool.unwritten.chain:
-            self.pool.unwritten.failed = True
+        for effect in (write, *behind):
+            if isinstance(effect, WriteDecision):
+                pool.last_decision = effect.record
+                pool.late.append(effect.record)
+            if isinstance(effect, WriteAdopted):
+                pool.adopting = None
+            if any(effect is one for one in pool.unwritten.chain):
+                pool.unwritten.failed = True
 
     # Membership ----------------------------------------------------------------------------------
 

@@ -98,9 +98,10 @@ def assign_returned(pool: Pool) -> Chain:
 def _open(pool: Pool, opening: Opening, *, now: float) -> Chain:
     roster = pool.roster
     load = pool.load()
-    roster.open_epoch(
-        frozenset(opening.workers), left_out=f"it takes no part in the next epoch: {opening.reason}"
-    )
+    # Nobody was told of an epoch that is not written yet, so nobody has to let go of it.
+    was_told = not pool.unwritten.chain
+    left_out = f"it takes no part in the next epoch: {opening.reason}" if was_told else None
+    roster.open_epoch(frozenset(opening.workers), left_out=left_out)
     assert roster.shape is not None, "workers have a shape"
     topology, seated = roster.topology(), roster.seated()
     held = [member.held for member in seated]

@@ -124,11 +124,12 @@ class Roster:
         if member.rank is None:
             del self.members[worker]
 
-    def open_epoch(self, workers: Container[str], *, left_out: str) -> None:
+    def open_epoch(self, workers: Container[str], *, left_out: str | None) -> None:
         """Deal the ranks to `workers`; ranks of a node are contiguous, all sorted by name.
 
         Sorting makes a restarted fleet get the ranks it had. Others who are here lose their seats,
-        for the reason `left_out`; those who are gone are forgotten.
+        for the reason `left_out`, or may come anew if that is None; those who are gone are
+        forgotten.
         """
         self.highest_epoch += 1
         self.epoch = self.highest_epoch

@@ -234,7 +234,7 @@ class PoolRunner:
                 case Propose():
                     tasks.create_task(self._propose(effect))
                 case _:
-                    if not await self._write(effect):
+                    if not await self._write(effect, behind=chain[place + 1 :]):
                         return
 
     def _takes_turn(self, wave: WriteProposed) -> bool:
@@ -314,8 +314,8 @@ class PoolRunner:
         )
         self._submit(failed)
 
-    async def _write(self, write: Write) -> bool:
-        """Write and report back; False if the store did not take it."""
+    async def _write(self, write: Write, *, behind: Chain) -> bool:
+        """Write and report back; False if the store did not take it: `behind` is not done then."""
         try:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
             async with asyncio.timeout(WRITE_TIMEOUT_S):
@@ -324,16 +324,17 @@ class PoolRunner:
                 )
         except TimeoutError:
             reason = f"the store did not answer within {WRITE_TIMEOUT_S:g} s"
-            self._note_failure(write, reason, timed_out=True)
+            self._note_failure(write, reason, behind=behind, timed_out=True)
             return False
         except StoreError as error:
-            self._note_failure(write, str(error), timed_out=error.fault is StoreFault.SLOW)
+            is_late = error.fault is StoreFault.SLOW
+            self._note_failure(write, str(error), behind=behind, timed_out=is_late)
             self._question_tenure(error)
             return False
         except Exception as error:  # noqa: BLE001
             # A fault of ours: the pool goes on without this write, and says so.
             _log.exception("%s: a write failed", self.pool.name)
-            self._note_failure(write, f"the store failed: {error}")
+            self._note_failure(write, f"the store failed: {error}", behind=behind)
             return False
         self._submit(self._controller.written(written, now=self._clock()))
         if isinstance(written, WriteAudit):
@@ -348,9 +349,11 @@ class PoolRunner:
         elif error.fault in {StoreFault.CONFLICT, StoreFault.LOST}:
             self._tenure.give_up(str(error))
 
-    def _note_failure(self, write: Write, reason: str, *, timed_out: bool = False) -> None:
+    def _note_failure(
+        self, write: Write, reason: str, *, behind: Chain, timed_out: bool = False
+    ) -> None:
         _log.error("%s: %s", self.pool.name, reason, extra=about(pool=self.pool.name))
-        self._controller.write_failed(write, reason=reason, timed_out=timed_out)
+        self._controller.write_failed(write, reason=reason, timed_out=timed_out, behind=behind)
         if isinstance(write, WriteAudit):
             self._answers.fail(write.request.ticket, f"nothing was done: {reason}")
         self._notify()
