@@ -89,6 +89,22 @@ def test_changes_in_a_row_are_had_by_number_also_after_a_journey_to_another_proc
         arrived[2]
 
 
+@given(
+    seeds=st.tuples(st.integers(0, 50), st.integers(0, 50)),
+    uneven=st.tuples(st.booleans(), st.booleans()),
+)
+@settings(deadline=None)
+def test_what_a_layout_remembers_of_its_layers_is_what_it_holds(seeds, uneven):
+    base = shuffled(seeds[0], is_uneven=uneven[0], generation=7)
+    target = shuffled(seeds[1], is_uneven=uneven[1], generation=9)
+    made = LayoutChange.between(base, target).applied_to(base)
+    assert made.digest_of_layer is not None
+    afresh = replace(made)
+    assert afresh.digest_of_layer is None
+    assert digest(afresh) == digest(made)
+    assert afresh.digest_of_layer == made.digest_of_layer
+
+
 def test_only_what_differs_is_told():
     change = LayoutChange.between(BASE, swapped(BASE, layers=[1]))
     assert change.cells.tolist() == [12, 17]

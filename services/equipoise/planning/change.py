@@ -67,6 +67,7 @@ class LayoutChange:
             shares = base.shares().copy()
             shares.ravel()[self.cells] = self.share_of_cell
         layout = base.with_placement(experts, generation=self.generation, share_of_slot=shares)
+        _keep_digests_of_others(layout, base, np.unique(self.cells // base.num_slots).tolist())
         if digest(layout) != self.digest:
             raise InvalidLayoutError(
                 f"generation {self.generation} is told as a change of another layout than "
@@ -166,11 +167,8 @@ def _any_after_each(
 
 def _digests_after_each(batches: Sequence[Sequence[int]], base: Layout, target: Layout) -> bytes:
     """The digests of the whole layouts after each batch, one after the other."""
-    digests = [b""] * base.num_layers
-    kept = sorted(set(range(base.num_layers)).difference(*batches[:1]))
-    for layer, of_layer in zip(kept, _digests_of_layers(base, kept), strict=True):
-        digests[layer] = of_layer
-    of_target = _digests_of_layers(target, chain.from_iterable(batches))
+    digests = list(_digests_of_layers(base))
+    of_target = _told_of_layers(target, chain.from_iterable(batches))
     after: list[bytes] = []
     for batch in batches:
         for layer in batch:
@@ -181,27 +179,47 @@ def _digests_after_each(batches: Sequence[Sequence[int]], base: Layout, target: 
 
 def digest(layout: Layout) -> bytes:
     """16 bytes that tell placements, shares included, apart; generations do not count."""
-    return _digest(_digests_of_layers(layout, range(layout.num_layers)))
+    return _digest(_digests_of_layers(layout))
 
 
 def _digest(of_layers: Iterable[bytes]) -> bytes:
     return hashlib.blake2b(b"".join(of_layers), digest_size=DIGEST_BYTES).digest()
 
 
-def _digests_of_layers(layout: Layout, layers: Iterable[int]) -> Iterator[bytes]:
-    """Of each layer's experts and, if they are uneven, shares: one that stays is told once."""
+def _digests_of_layers(layout: Layout) -> tuple[bytes, ...]:
+    """Of each layer; the layout keeps them."""
+    if layout.digest_of_layer is None:
+        found = tuple(_told_of_layers(layout, range(layout.num_layers)))
+        object.__setattr__(layout, "digest_of_layer", found)
+        return found
+    return layout.digest_of_layer
+
+
+def _keep_digests_of_others(layout: Layout, base: Layout, layers: Sequence[int]) -> None:
+    """Only `layers` differ from those of `base`: the others need not be read again."""
+    if base.share_of_slot is not None or layout.share_of_slot is not None:
+        return  # Shares may become even in other layers too.
+    digests = list(_digests_of_layers(base))
+    for layer, found in zip(layers, _told_of_layers(layout, layers), strict=True):
+        digests[layer] = found
+    object.__setattr__(layout, "digest_of_layer", tuple(digests))
+
+
+def _told_of_layers(layout: Layout, layers: Iterable[int]) -> Iterator[bytes]:
+    """Digests of layers' experts and, if they are uneven, shares: one that stays is told once."""
+    if layout.digest_of_layer is not None:
+        yield from (layout.digest_of_layer[layer] for layer in layers)
+        return
     experts = layout.expert_of_slot.astype("<i4", copy=False)
     shares = layout.share_of_slot
     if shares is None:
         for layer in layers:
-            yield hashlib.blake2b(experts[layer].tobytes(), digest_size=DIGEST_BYTES).digest()
+            yield _digest([experts[layer].tobytes()])
         return
     uneven, shares = _uneven_layers(layout), shares.astype("<i4", copy=False)
     for layer in layers:
-        told = hashlib.blake2b(experts[layer].tobytes(), digest_size=DIGEST_BYTES)
-        if uneven[layer]:
-            told.update(shares[layer].tobytes())
-        yield told.digest()
+        told = experts[layer].tobytes()
+        yield _digest([told, shares[layer].tobytes()] if uneven[layer] else [told])
 
 
 def _uneven_layers(layout: Layout) -> npt.NDArray[np.bool_]:

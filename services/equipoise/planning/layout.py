@@ -44,6 +44,10 @@ class Layout:
     share_of_slot: ShareTable | None = None
     first_slot: tuple[int, ...] = field(init=False)
     """The first slot of each rank, and after the last rank the number of slots."""
+    digest_of_layer: tuple[bytes, ...] | None = field(
+        init=False, default=None, repr=False, compare=False
+    )
+    """What `change` found of each layer, kept for the next that asks; None as long as none did."""
 
     def __post_init__(self) -> None:
         table = np.ascontiguousarray(self.expert_of_slot, dtype=np.int32)
