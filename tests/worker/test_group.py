@@ -142,8 +142,8 @@ def test_ranks_that_never_meet_say_where_they_waited(rendezvous):
     assert not met
 
 
-@pytest.mark.parametrize("way_out", ["bound", "given_up"])
-def test_a_host_that_hangs_is_waited_for_no_longer_than_the_bound(way_out):
+@pytest.mark.parametrize("way_out", ["bound", "given_up", "bound, its name gone"])
+def test_a_host_that_hangs_is_waited_for_no_longer_than_the_bound(way_out, monkeypatch):
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
     process = context.Process(target=host, args=(told,), daemon=True)
@@ -157,8 +157,10 @@ def test_a_host_that_hangs_is_waited_for_no_longer_than_the_bound(way_out):
     try:
         if way_out == "given_up":
             given_up.set()
+        if "gone" in way_out:
+            monkeypatch.setattr(socket, "getaddrinfo", _not_found)
         with pytest.raises(GroupError, match="did not meet"):
-            form(address, meet_timeout_s=1 if way_out == "bound" else 1000, given_up=given_up)
+            form(address, meet_timeout_s=1000 if way_out == "given_up" else 1, given_up=given_up)
     finally:
         process.kill()
         process.join(30)
@@ -170,6 +172,10 @@ def host(told):
     hosted = Rendezvous(listener)
     threading.Event().wait(60)
     hosted.close()
+
+
+def _not_found(*_arguments, **_options):
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
 def _already_set():

@@ -274,15 +274,25 @@ def _cutting_off(address: str, *, until: float, given_up: threading.Event) -> It
 def _cut_connections(address: str) -> None:
     """Shut down this process's connections to an address, whoever owns them."""
     host, _, port = address.rpartition(":")
-    ips = {info[4][0] for info in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)}
+    ips = _ips(host)
     for open_file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # It may be gone meanwhile, or not connected.
             if not open_file.is_socket():
                 continue
             with socket.socket(fileno=os.dup(int(open_file.name))) as connection:
                 peer = connection.getpeername()
-                if isinstance(peer, tuple) and peer[1] == int(port) and _plain(peer[0]) in ips:
+                if not isinstance(peer, tuple) or peer[1] != int(port):
+                    continue
+                if ips is None or _plain(peer[0]) in ips:
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def _ips(host: str) -> set[str | int] | None:
+    """Addresses of a host; None where its name is gone, as that of a pod that ended."""
+    try:
+        return {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return None
 
 
 def _plain(ip: str) -> str:
