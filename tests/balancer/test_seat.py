@@ -30,16 +30,22 @@ QUICK = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.05, request_
 
 
 class FaultyStore(SqliteStore):
-    """Cannot be read for as long as it has a fault."""
+    """Cannot be read for as long as it has a fault, and is slow while its gate is closed."""
 
     fault = None
-    fences = 0
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.fences = []
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     async def fence(self, *, term):
-        self.fences += 1
+        self.fences.append(term)
         await super().fence(term=term)
 
     async def pools(self):
+        await self.gate.wait()
         if self.fault is not None:
             raise self.fault
         return await super().pools()
@@ -58,16 +64,20 @@ async def elector():
     return Elector(SoleRegister(term=0), candidate=candidate, timing=QUICK)
 
 
-@asynccontextmanager
-async def seated(store, elector):
-    """A seat that is being sat on."""
-    seat = Seat(
+def seat_of(store, elector):
+    return Seat(
         store=store,
         policies=PolicyBook(Policy()),
         clock=steady_clock(),
         elector=elector,
         readiness=Readiness(),
     )
+
+
+@asynccontextmanager
+async def seated(store, elector):
+    """A seat that is being sat on."""
+    seat = seat_of(store, elector)
     await seat.open()
     async with elector.running():
         task = asyncio.create_task(seat.run())
@@ -110,25 +120,35 @@ async def test_a_store_that_saw_a_higher_term_is_led_in_a_higher_one_still(store
         assert await store.highest_term() == 31
 
 
+async def test_a_term_that_was_over_before_the_store_was_read_is_not_begun(store, elector):
+    seat = seat_of(store, elector)
+    async with elector.running(), asyncio.timeout(WAIT_S):
+        (await elector.tenure()).give_up("so that the seat follows first")
+        store.gate.clear()
+        task = asyncio.create_task(seat.run())
+        tenure = await elector.tenure()
+        await asyncio.sleep(0)  # Whoever else waits for it sees that it began.
+        tenure.give_up("while the store is read")
+        store.gate.set()
+        await until_led(seat, elector)
+        assert store.fences == [3]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 @pytest.mark.parametrize(
     "fault", [StoreError("it is down: start it"), ZeroDivisionError("a fault of ours")], ids=type
 )
 async def test_a_store_that_cannot_be_read_ends_the_term_until_it_can(
     store, elector, caplog, fault
 ):
-    seat = Seat(
-        store=store,
-        policies=PolicyBook(Policy()),
-        clock=steady_clock(),
-        elector=elector,
-        readiness=Readiness(),
-    )
+    seat = seat_of(store, elector)
     await seat.open()
     store.fault = fault
     async with elector.running():
         task = asyncio.create_task(seat.run())
         async with asyncio.timeout(WAIT_S):
-            while store.fences < 3:
+            while len(store.fences) < 3:
                 await elector.until_changed(elector.standing)
         assert seat.led is None
         assert str(fault) in caplog.text
@@ -142,13 +162,7 @@ async def test_a_store_that_cannot_be_read_ends_the_term_until_it_can(
 async def test_a_store_that_cannot_be_read_at_the_start_is_said(store, elector):
     store.fault = StoreError("wrong password", fault=StoreFault.DENIED)
     with pytest.raises(StoreError, match="wrong password"):
-        await Seat(
-            store=store,
-            policies=PolicyBook(Policy()),
-            clock=steady_clock(),
-            elector=elector,
-            readiness=Readiness(),
-        ).open()
+        await seat_of(store, elector).open()
 
 
 async def test_when_a_term_ends_what_was_led_is_still_shown_with_where_to_go(store, elector):

@@ -139,17 +139,14 @@ class Seat:
     async def _follow(self) -> Tenure:
         """Keep the archive fresh until elected."""
         await self._elector.until_looked()
-        elected = asyncio.create_task(self._elector.tenure())
-        try:
-            while not self._elector.leads():
-                self._settled.set()
-                await self._refresh()
-                await asyncio.wait({elected}, timeout=REFRESH_S)
-            return await elected
-        finally:
-            elected.cancel()
-            with suppress(asyncio.CancelledError):
-                await elected
+        while not self._elector.leads():
+            self._settled.set()
+            await self._refresh()
+            # Asked anew each time: a term may begin and end while the store is read.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_S):
+                    await self._elector.tenure()
+        return await self._elector.tenure()
 
     async def _refresh(self) -> None:
         try:
