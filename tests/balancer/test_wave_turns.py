@@ -3,28 +3,34 @@
 import asyncio
 
 from equipoise.balancer.pool import wave_turns as wave_turns_module
-from equipoise.balancer.pool.wave_turns import FIRST, NEXT, Pace, WaveTurns
+from equipoise.balancer.pool.wave_turns import FIRST_LAG, LAG_S, WaveTurns
 
 WAIT_S = 30.0
+HEARTBEAT_S = 2.0
 
 
 async def go(turns, pool, went, *, num_ranks=1, is_first=False, is_wanted=lambda: True):
-    turn = turns.turn(pool, num_ranks=num_ranks, is_first=is_first, is_wanted=is_wanted)
-    if await turn:
+    may_go = await turns.turn(
+        pool,
+        num_ranks=num_ranks,
+        is_first=is_first,
+        heartbeat_s=HEARTBEAT_S,
+        is_wanted=is_wanted,
+    )
+    if may_go:
         went.append(pool)
 
 
 def hold(monkeypatch, hold_s):
-    """Have waves wait that long while messages lag."""
-    for name in ("FIRST", "NEXT", "BEHIND"):
-        lag_s = getattr(wave_turns_module, name).lag_s
-        monkeypatch.setattr(wave_turns_module, name, Pace(lag_s=lag_s, rank_hold_s=hold_s))
+    """Have waves wait that long for each rank while messages lag."""
+    for name in ("RANK_HOLD_S", "BEHIND_RANK_HOLD_S"):
+        monkeypatch.setattr(wave_turns_module, name, hold_s)
 
 
 async def test_the_first_wave_goes_at_once_however_messages_lag(monkeypatch):
     hold(monkeypatch, 2 * WAIT_S)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * NEXT.lag_s
+    turns.lag_s = 2 * LAG_S
     async with asyncio.timeout(WAIT_S):
         await go(turns, "alone", went)
     assert went == ["alone"]
@@ -32,7 +38,7 @@ async def test_the_first_wave_goes_at_once_however_messages_lag(monkeypatch):
 
 async def test_a_wave_that_is_over_takes_no_turn():
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * NEXT.lag_s
+    turns.lag_s = 2 * LAG_S
     async with asyncio.timeout(WAIT_S):
         over = (go(turns, f"over-{number}", went, is_wanted=lambda: False) for number in range(500))
         await asyncio.gather(*over, go(turns, "wanted", went))
@@ -54,7 +60,7 @@ async def test_all_pools_begin_before_one_goes_on():
 async def test_plans_begin_before_others_go_on_although_messages_lag(monkeypatch):
     hold(monkeypatch, WAIT_S)
     turns, went = WaveTurns(), []
-    turns.lag_s = (NEXT.lag_s + FIRST.lag_s) / 2
+    turns.lag_s = (LAG_S + FIRST_LAG * HEARTBEAT_S) / 2
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         await go(turns, "early", went)
         for pool, is_first in (("early", False), ("late", False), ("new", True), ("newer", True)):
@@ -84,12 +90,12 @@ async def test_nothing_goes_on_while_plans_that_were_ordered_are_made(monkeypatc
 async def test_none_goes_while_messages_are_long_under_way(monkeypatch):
     hold(monkeypatch, WAIT_S)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * NEXT.lag_s
+    turns.lag_s = 2 * LAG_S
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         pools = [tasks.create_task(go(turns, f"pool-{number}", went)) for number in range(5)]
-        await asyncio.sleep(10 * NEXT.lag_s)
+        await asyncio.sleep(10 * LAG_S)
         assert len(went) == 1, "the first began before it could be seen"
-        turns.lag_s = NEXT.lag_s / 2
+        turns.lag_s = LAG_S / 2
         await asyncio.wait(pools)
     assert len(went) == 5
 
@@ -97,7 +103,7 @@ async def test_none_goes_while_messages_are_long_under_way(monkeypatch):
 async def test_after_a_wave_to_many_ranks_the_next_one_waits_the_longer(monkeypatch):
     hold(monkeypatch, 0.001)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * FIRST.lag_s
+    turns.lag_s = 2 * FIRST_LAG * HEARTBEAT_S
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(WAIT_S):
         await go(turns, "large", went, num_ranks=200)
@@ -109,7 +115,7 @@ async def test_after_a_wave_to_many_ranks_the_next_one_waits_the_longer(monkeypa
 async def test_however_it_lags_all_have_their_turn_but_those_that_are_gone(monkeypatch):
     hold(monkeypatch, 0.01)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * NEXT.lag_s
+    turns.lag_s = 2 * LAG_S
     async with asyncio.timeout(WAIT_S):
         first = asyncio.create_task(go(turns, "first", went))
         gone = asyncio.create_task(go(turns, "gone", went))

@@ -258,6 +258,7 @@ class PoolRunner:
                 self.pool.name,
                 num_ranks=wave.layout.num_ranks,
                 is_first=self.pool.rollouts.is_at_first,
+                heartbeat_s=self.pool.policy.heartbeat_interval_s,
                 is_wanted=is_wanted,
             )
             if may_begin:

@@ -17,35 +17,31 @@ SPACING_S = 0.002
 """Least seconds from one wave to the next: what it costs shows a little later."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """A wave goes once gRPC says after `lag_s` at most that a message went.
+LAG_S = 0.02
+"""A wave goes once gRPC says after so long at most that a message went.
 
-    It goes in any case `rank_hold_s` after the one before it for each rank that this was sent to,
-    because a wave that waits has a bound: of 200 pools of 32 ranks that roll out, each has its turn
-    within the usual one. The lag is looked at there, because whoever sleeps is woken in time
-    however much waits: gRPC hands few events to the event loop in each of its turns, and keeps the
-    others.
-    """
+That is looked at, because whoever sleeps is woken in time however much waits: gRPC hands few events
+to the event loop in each of its turns, and keeps the others.
+"""
 
-    lag_s: float
-    rank_hold_s: float
+FIRST_LAG = 0.25
+"""The same for a wave with which a plan begins, because somebody may wait for it: so much of the
+time in which its ranks say that they live."""
 
+RANK_HOLD_S = 0.003
+"""A wave goes in any case so long after the one before it for each rank that this was sent to,
+because a wave that waits has a bound: of 200 pools of 32 ranks that roll out, each has its turn
+within the usual one."""
 
-FIRST = Pace(lag_s=0.5, rank_hold_s=0.003)
-"""Waves with which a plan begins: somebody may wait for it."""
-
-NEXT = Pace(lag_s=0.02, rank_hold_s=0.003)
-"""Waves with which it goes on."""
-
-BEHIND = Pace(lag_s=-math.inf, rank_hold_s=0.03)
-"""The same, while plans that somebody ordered are made: theirs are to begin first."""
+BEHIND_RANK_HOLD_S = 0.03
+"""The same for waves with which plans go on, while others that somebody ordered are made: these
+are to begin first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Waiting:
     num_ranks: int
-    is_first: bool
+    first_lag_s: float | None
     may_go: asyncio.Future[bool]
     is_wanted: Callable[[], bool]
 
@@ -76,16 +72,23 @@ class WaveTurns:
             self._num_expected -= 1
 
     async def turn(
-        self, pool: str, *, num_ranks: int, is_first: bool, is_wanted: Callable[[], bool]
+        self,
+        pool: str,
+        *,
+        num_ranks: int,
+        is_first: bool,
+        heartbeat_s: float,
+        is_wanted: Callable[[], bool],
     ) -> bool:
         """Wait until a wave of `pool` may go, which `is_first` of its plan or not.
 
-        False if it is not wanted any more then, as `is_wanted` says; that takes nobody's time.
+        `heartbeat_s` is the time in which its ranks say that they live. False if it is not
+        wanted any more then, as `is_wanted` says; that takes nobody's time.
         """
         loop = asyncio.get_running_loop()
         waiting = _Waiting(
             num_ranks=num_ranks,
-            is_first=is_first,
+            first_lag_s=FIRST_LAG * heartbeat_s if is_first else None,
             may_go=loop.create_future(),
             is_wanted=is_wanted,
         )
@@ -115,12 +118,15 @@ class WaveTurns:
         may_go = False
         while not may_go:
             await asyncio.sleep(SPACING_S)
-            pace = self._pace()  # Who is next may be another one each time.
+            lag_s, rank_hold_s = self._bounds()  # Who is next may be another one each time.
             held_s = loop.time() - went_s
-            may_go = self.lag_s <= pace.lag_s or held_s >= num_ranks * pace.rank_hold_s
+            may_go = self.lag_s <= lag_s or held_s >= num_ranks * rank_hold_s
 
-    def _pace(self) -> Pace:
-        """That of the wave which is next."""
-        if self._waiting and self._waiting[0][-1].is_first:
-            return FIRST
-        return BEHIND if self._num_expected and self._waiting else NEXT
+    def _bounds(self) -> tuple[float, float]:
+        """How far messages may lag when the wave that is next goes, and how long that waits."""
+        first_lag_s = self._waiting[0][-1].first_lag_s if self._waiting else None
+        if first_lag_s is not None:
+            return first_lag_s, RANK_HOLD_S
+        if self._num_expected and self._waiting:
+            return -math.inf, BEHIND_RANK_HOLD_S
+        return LAG_S, RANK_HOLD_S
