@@ -24,7 +24,7 @@ That is looked at, because whoever sleeps is woken in time however much waits: g
 to the event loop in each of its turns, and keeps the others.
 """
 
-FIRST_LAG = 0.25
+FIRST_LAG = 0.1
 """The same for a wave with which a plan begins, because somebody may wait for it: so much of the
 time in which its ranks say that they live."""
 
