@@ -101,7 +101,7 @@ def test_a_process_forms_one_group_after_another_at_the_same_place(rendezvous):
 
 def test_a_rank_that_failed_to_form_forms_with_one_that_never_tried(rendezvous):
     arrive_and_vanish(rendezvous, rank=1, epoch=1)
-    with pytest.raises(GroupError, match="ranks of epoch 1 did not form"):
+    with pytest.raises(GroupError, match="ranks of epoch 1 met but did not form"):
         form(rendezvous, step_timeout_s=0.5)
     with rank_0_of_two(rendezvous, "die", epoch=2) as group:
         assert group.exchange(header(0)) == (header(0), header(1))

@@ -182,7 +182,11 @@ def bound_nccl(environment: MutableMapping[str, str]) -> None:
 def _form(
     group: RankGroup, store: Any, *, epoch: int, step_timeout_s: float, device: torch.device
 ) -> None:
-    """Connect to the other ranks, who all do so now."""
+    """Connect to the other ranks, who all do so now.
+
+    One that is gone is looked for as long as a step may take; gloo tries for some five times as
+    long where it is there and does not answer.
+    """
     if device.type == "cuda":
         bound_nccl(os.environ)
     try:
@@ -196,8 +200,8 @@ def _form(
     except (RuntimeError, ValueError) as error:
         _forget_attempts()
         raise GroupError(
-            f"the {group.num_ranks} ranks of epoch {epoch} did not form within "
-            f"{step_timeout_s:g} s after they met: {first_line(error)}"
+            f"the {group.num_ranks} ranks of epoch {epoch} met but did not form: "
+            f"{first_line(error)}"
         ) from error
 
 
