@@ -281,6 +281,10 @@ class PoolRunner:
                 mailbox.post(message)
 
     async def _propose(self, effect: Propose) -> None:
+        with self._surviving("planning"):
+            await self._plan(effect)
+
+    async def _plan(self, effect: Propose) -> None:
         started_s = time.perf_counter()
         spans = self._spans.planning()
         try:
