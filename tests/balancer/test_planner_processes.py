@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from equipoise.balancer.planner import process as process_module
+from equipoise.balancer.planner import processes as processes_module
 from equipoise.balancer.planner.planning import PlannerDiedError, Planning, PlanTimeoutError
 from equipoise.balancer.planner.processes import NUM_AHEAD, PlannerProcesses
 from equipoise.balancer.planner.proposal import ProposalRequest, propose
-from equipoise.balancer.planner.turns import MAX_AT_ONCE
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import Shift
 from equipoise.planning.policy import Policy
@@ -48,7 +48,10 @@ def children():
 
 
 @pytest.fixture
-async def planner(children):
+async def planner(children, monkeypatch):
+    """One that makes one plan at a time, as on two processors."""
+    monkeypatch.setattr(processes_module, "MAX_AT_ONCE", 1)
+    monkeypatch.setattr(processes_module, "MAX_PROCESSES", 2)
     async with PlannerProcesses() as planner:
         # On a machine that is busy a start may take longer than a turn, after which there are two.
         await planner.start()
@@ -109,11 +112,11 @@ async def test_however_many_plans_are_asked_for_few_processes_make_them_in_order
             made_by(
                 planner, request_of_four_ranks, begins=lambda number=number: begun.append(number)
             )
-            for number in range(5 * (1 + NUM_AHEAD) * MAX_AT_ONCE)
+            for number in range(5 * (1 + NUM_AHEAD))
         )
     )
     assert len({wave.digest for one in made for wave in one.waves}) == len(made[0].waves)
-    assert len(children()) == MAX_AT_ONCE
+    assert len(children()) == 1
     assert begun == sorted(begun)
     assert len(begun) == len(made)
 
@@ -209,6 +212,49 @@ async def test_a_process_that_is_killed_while_it_is_idle_costs_none(
         while victim in children():  # noqa: ASYNC110 - the system tells nobody
             await asyncio.sleep(0.01)
     assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
+
+
+async def test_as_many_processes_plan_at_once_as_may(
+    planner, request_of_four_ranks, children, monkeypatch
+):
+    monkeypatch.setattr(processes_module, "MAX_AT_ONCE", 2)
+    (busy,) = children()
+    os.kill(busy, signal.SIGSTOP)
+    stuck, other = (made_by(planner, request_of_four_ranks) for _ in range(2))
+    assert (await other).verdict.accepted
+    os.kill(busy, signal.SIGCONT)
+    assert (await stuck).verdict.accepted
+    assert len(children()) == 2
+
+
+async def test_a_plan_that_comes_back_to_the_process_that_made_it_unheard_is_made(
+    planner, request_of_four_ranks, children
+):
+    (process,) = planner._processes
+    os.kill(process.pid, signal.SIGSTOP)
+    plans = [made_by(planner, request_of_four_ranks) for _ in range(3)]
+    await asyncio.sleep(0)
+    back = process.withdraw_waiting()
+    for asked in back:
+        process.ask(asked)
+    os.kill(process.pid, signal.SIGCONT)
+    async with asyncio.timeout(WAIT_S):
+        assert all(made.verdict.accepted for made in await asyncio.gather(*plans))
+
+
+async def test_where_no_process_can_be_started_each_plan_fails_for_itself(
+    request_of_four_ranks, monkeypatch
+):
+    def none_left(*_, **__):
+        raise OSError(24, "Too many open files")
+
+    async with PlannerProcesses() as planner:
+        with monkeypatch.context() as broken:
+            broken.setattr(process_module.subprocess, "Popen", none_left)
+            for _ in range(2):
+                with pytest.raises(PlannerDiedError, match=r"can be started .* Too many open"):
+                    await made_by(planner, request_of_four_ranks)
+        assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
 
 
 async def test_one_is_ready_before_the_first_plan(planner, request_of_four_ranks, children):

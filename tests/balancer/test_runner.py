@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.planner.proposal import propose
 from equipoise.balancer.planner.threads import PlannerThreads
 from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool import runner as runner_module
+from equipoise.balancer.pool.admin_requests import Pause
 from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.health import Health
 from equipoise.balancer.pool.mailbox import Mailbox
@@ -160,6 +162,27 @@ async def test_a_tick_that_breaks_down_does_not_end_the_pool(pool_runner, hello_
     mailbox = Mailbox()
     pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
     assert (await first_of(mailbox, Assignment)).rank == 0
+
+
+async def test_an_order_of_a_term_that_is_over_is_answered_at_once(pool_runner):
+    pool_runner.close_streams()
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(UnansweredError, match="ceased to lead"):
+            await pool_runner.administer(Pause(), who="me", reason="", what="pause")
+
+
+async def test_orders_behind_a_write_that_failed_hear_of_it_at_once(pool_runner, store):
+    store.fault = StoreError("disk full: make room")
+    asked = [
+        asyncio.create_task(pool_runner.administer(Pause(), who=who, reason="", what="pause"))
+        for who in ("me", "you")
+    ]
+    await asyncio.sleep(0)
+    chains = [pool_runner._chains.get_nowait() for _ in asked]
+    pool_runner._chains.put_nowait(tuple(effect for chain in chains for effect in chain))
+    async with asyncio.timeout(WAIT_S):
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert ["disk full" in str(answer) for answer in answers] == [True, True]
 
 
 async def test_the_clock_is_unix_time_that_does_not_run_backwards():

@@ -4,9 +4,11 @@ import asyncio
 
 from equipoise.balancer.pool import wave_turns as wave_turns_module
 from equipoise.balancer.pool.wave_turns import FIRST_LAG, LAG_S, WaveTurns
+from equipoise.planning.policy import Policy
 
 WAIT_S = 30.0
 HEARTBEAT_S = 2.0
+POLICY = Policy(heartbeat_interval_s=HEARTBEAT_S, stage_timeout_s=4 * WAIT_S)
 
 
 async def go(turns, pool, went, *, num_ranks=1, is_first=False, is_wanted=lambda: True):
@@ -14,7 +16,7 @@ async def go(turns, pool, went, *, num_ranks=1, is_first=False, is_wanted=lambda
         pool,
         num_ranks=num_ranks,
         is_first=is_first,
-        heartbeat_s=HEARTBEAT_S,
+        policy=POLICY,
         is_wanted=is_wanted,
     )
     if may_go:
@@ -23,7 +25,7 @@ async def go(turns, pool, went, *, num_ranks=1, is_first=False, is_wanted=lambda
 
 def hold(monkeypatch, hold_s):
     """Have waves wait that long for each rank while messages lag."""
-    for name in ("RANK_HOLD_S", "BEHIND_RANK_HOLD_S"):
+    for name in ("RANK_HOLD_S", "BEHIND_RANK_HOLD_S", "MAX_HOLD_S"):
         monkeypatch.setattr(wave_turns_module, name, hold_s)
 
 
@@ -102,14 +104,26 @@ async def test_none_goes_while_messages_are_long_under_way(monkeypatch):
 
 async def test_after_a_wave_to_many_ranks_the_next_one_waits_the_longer(monkeypatch):
     hold(monkeypatch, 0.001)
+    monkeypatch.setattr(wave_turns_module, "MAX_HOLD_S", 0.2)
     turns, went = WaveTurns(), []
     turns.lag_s = 2 * FIRST_LAG * HEARTBEAT_S
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(WAIT_S):
-        await go(turns, "large", went, num_ranks=200)
         began_s = loop.time()
+        await go(turns, "large", went, num_ranks=10**9)
         await go(turns, "small", went)
     assert loop.time() - began_s >= 0.2
+
+
+async def test_a_wave_waits_for_plans_in_the_making_for_a_part_of_its_bound_only(monkeypatch):
+    hold(monkeypatch, WAIT_S)
+    monkeypatch.setattr(wave_turns_module, "BEHIND_BOUND", 0.1 / POLICY.stage_timeout_s)
+    turns, went = WaveTurns(), []
+    async with asyncio.timeout(WAIT_S):
+        with turns.expecting():
+            await go(turns, "early", went)
+            await go(turns, "late", went)
+    assert went == ["early", "late"]
 
 
 async def test_however_it_lags_all_have_their_turn_but_those_that_are_gone(monkeypatch):

@@ -140,6 +140,16 @@ def test_all_pools_are_planned_by_one_call_and_each_answer_is_shown(accepted, ca
     assert [one["pool"] for one in json.loads(shown)] == ["decode", "prefill"]
 
 
+def test_a_pool_of_which_nobody_can_say_what_came_of_it_is_told_apart(capsys):
+    class Unsure(Answering):
+        def RebalanceAll(self, request, context):  # noqa: N802
+            yield admin_pb2.RebalanceAllResponse(pool="decode", unanswered="ask for the status")
+
+    with listening(Unsure()) as address:
+        assert orders.rebalance(RebalanceSettings(address=address, all_pools=True)) == 3
+    assert "decode: unknown: ask for the status\n" in capsys.readouterr().out
+
+
 def test_a_preview_tells_the_plan_in_a_line_and_in_json(capsys):
     servicer = Answering()
     with listening(servicer) as address:

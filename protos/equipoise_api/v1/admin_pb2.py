@@ -26,7 +26,7 @@ from equipoise_api.v1 import status_pb2 as equipoise__api_dot_v1_dot_status__pb2
 from equipoise_api.v1 import worker_link_pb2 as equipoise__api_dot_v1_dot_worker__link__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x65quipoise_api/v1/admin.proto\x12\x10\x65quipoise_api.v1\x1a\x1d\x65quipoise_api/v1/status.proto\x1a\"equipoise_api/v1/worker_link.proto\"Q\n\x07Outcome\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\"F\n\x17TriggerRebalanceRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"F\n\x18TriggerRebalanceResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\"C\n\x13RebalanceAllRequest\x12\r\n\x05pools\x18\x01 \x03(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"P\n\x14RebalanceAllResponse\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12*\n\x07outcome\x18\x02 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\",\n\x0cPauseRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\";\n\rPauseResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\"-\n\rResumeRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"<\n\x0eResumeResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\"Z\n\x0fRollbackRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x15\n\rkeep_planning\x18\x04 \x01(\x08\">\n\x10RollbackResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\"v\n\nPinRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x14\n\ngeneration\x18\x03 \x01(\x04H\x00\x12*\n\x06layout\x18\x04 \x01(\x0b\x32\x18.equipoise_api.v1.LayoutH\x00\x42\x08\n\x06target\"9\n\x0bPinResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\",\n\x0cUnpinRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\";\n\rUnpinResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\"\xae\x01\n\x0ePreviewRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12<\n\x06policy\x18\x03 \x03(\x0b\x32,.equipoise_api.v1.PreviewRequest.PolicyEntry\x12\x11\n\talgorithm\x18\x04 \x01(\t\x1a-\n\x0bPolicyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xca\x01\n\x0fPreviewResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\x12\x31\n\x08\x64\x65\x63ision\x18\x02 \x01(\x0b\x32\x1a.equipoise_api.v1.DecisionH\x00\x88\x01\x01\x12-\n\x06layout\x18\x03 \x01(\x0b\x32\x18.equipoise_api.v1.LayoutH\x01\x88\x01\x01\x12\x11\n\tnum_waves\x18\x04 \x01(\rB\x0b\n\t_decisionB\t\n\x07_layout\"/\n\x10ListAuditRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"B\n\x11ListAuditResponse\x12-\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1c.equipoise_api.v1.AuditEntry2\xf1\x05\n\x05\x41\x64min\x12i\n\x10TriggerRebalance\x12).equipoise_api.v1.TriggerRebalanceRequest\x1a*.equipoise_api.v1.TriggerRebalanceResponse\x12_\n\x0cRebalanceAll\x12%.equipoise_api.v1.RebalanceAllRequest\x1a&.equipoise_api.v1.RebalanceAllResponse0\x01\x12H\n\x05Pause\x12\x1e.equipoise_api.v1.PauseRequest\x1a\x1f.equipoise_api.v1.PauseResponse\x12K\n\x06Resume\x12\x1f.equipoise_api.v1.ResumeRequest\x1a .equipoise_api.v1.ResumeResponse\x12Q\n\x08Rollback\x12!.equipoise_api.v1.RollbackRequest\x1a\".equipoise_api.v1.RollbackResponse\x12\x42\n\x03Pin\x12\x1c.equipoise_api.v1.PinRequest\x1a\x1d.equipoise_api.v1.PinResponse\x12H\n\x05Unpin\x12\x1e.equipoise_api.v1.UnpinRequest\x1a\x1f.equipoise_api.v1.UnpinResponse\x12N\n\x07Preview\x12 .equipoise_api.v1.PreviewRequest\x1a!.equipoise_api.v1.PreviewResponse\x12T\n\tListAudit\x12\".equipoise_api.v1.ListAuditRequest\x1a#.equipoise_api.v1.ListAuditResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x65quipoise_api/v1/admin.proto\x12\x10\x65quipoise_api.v1\x1a\x1d\x65quipoise_api/v1/status.proto\x1a\"equipoise_api/v1/worker_link.proto\"Q\n\x07Outcome\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\"F\n\x17TriggerRebalanceRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"F\n\x18TriggerRebalanceResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\"C\n\x13RebalanceAllRequest\x12\r\n\x05pools\x18\x01 \x03(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"d\n\x14RebalanceAllResponse\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12*\n\x07outcome\x18\x02 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\x12\x12\n\nunanswered\x18\x03 \x01(\t\",\n\x0cPauseRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\";\n\rPauseResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\"-\n\rResumeRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"<\n\x0eResumeResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\"Z\n\x0fRollbackRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x15\n\rkeep_planning\x18\x04 \x01(\x08\">\n\x10RollbackResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\"v\n\nPinRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x14\n\ngeneration\x18\x03 \x01(\x04H\x00\x12*\n\x06layout\x18\x04 \x01(\x0b\x32\x18.equipoise_api.v1.LayoutH\x00\x42\x08\n\x06target\"9\n\x0bPinResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\",\n\x0cUnpinRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\";\n\rUnpinResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\"\xae\x01\n\x0ePreviewRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12<\n\x06policy\x18\x03 \x03(\x0b\x32,.equipoise_api.v1.PreviewRequest.PolicyEntry\x12\x11\n\talgorithm\x18\x04 \x01(\t\x1a-\n\x0bPolicyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xca\x01\n\x0fPreviewResponse\x12*\n\x07outcome\x18\x01 \x01(\x0b\x32\x19.equipoise_api.v1.Outcome\x12\x31\n\x08\x64\x65\x63ision\x18\x02 \x01(\x0b\x32\x1a.equipoise_api.v1.DecisionH\x00\x88\x01\x01\x12-\n\x06layout\x18\x03 \x01(\x0b\x32\x18.equipoise_api.v1.LayoutH\x01\x88\x01\x01\x12\x11\n\tnum_waves\x18\x04 \x01(\rB\x0b\n\t_decisionB\t\n\x07_layout\"/\n\x10ListAuditRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"B\n\x11ListAuditResponse\x12-\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1c.equipoise_api.v1.AuditEntry2\xf1\x05\n\x05\x41\x64min\x12i\n\x10TriggerRebalance\x12).equipoise_api.v1.TriggerRebalanceRequest\x1a*.equipoise_api.v1.TriggerRebalanceResponse\x12_\n\x0cRebalanceAll\x12%.equipoise_api.v1.RebalanceAllRequest\x1a&.equipoise_api.v1.RebalanceAllResponse0\x01\x12H\n\x05Pause\x12\x1e.equipoise_api.v1.PauseRequest\x1a\x1f.equipoise_api.v1.PauseResponse\x12K\n\x06Resume\x12\x1f.equipoise_api.v1.ResumeRequest\x1a .equipoise_api.v1.ResumeResponse\x12Q\n\x08Rollback\x12!.equipoise_api.v1.RollbackRequest\x1a\".equipoise_api.v1.RollbackResponse\x12\x42\n\x03Pin\x12\x1c.equipoise_api.v1.PinRequest\x1a\x1d.equipoise_api.v1.PinResponse\x12H\n\x05Unpin\x12\x1e.equipoise_api.v1.UnpinRequest\x1a\x1f.equipoise_api.v1.UnpinResponse\x12N\n\x07Preview\x12 .equipoise_api.v1.PreviewRequest\x1a!.equipoise_api.v1.PreviewResponse\x12T\n\tListAudit\x12\".equipoise_api.v1.ListAuditRequest\x1a#.equipoise_api.v1.ListAuditResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,37 +44,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REBALANCEALLREQUEST']._serialized_start=344
   _globals['_REBALANCEALLREQUEST']._serialized_end=411
   _globals['_REBALANCEALLRESPONSE']._serialized_start=413
-  _globals['_REBALANCEALLRESPONSE']._serialized_end=493
-  _globals['_PAUSEREQUEST']._serialized_start=495
-  _globals['_PAUSEREQUEST']._serialized_end=539
-  _globals['_PAUSERESPONSE']._serialized_start=541
-  _globals['_PAUSERESPONSE']._serialized_end=600
-  _globals['_RESUMEREQUEST']._serialized_start=602
-  _globals['_RESUMEREQUEST']._serialized_end=647
-  _globals['_RESUMERESPONSE']._serialized_start=649
-  _globals['_RESUMERESPONSE']._serialized_end=709
-  _globals['_ROLLBACKREQUEST']._serialized_start=711
-  _globals['_ROLLBACKREQUEST']._serialized_end=801
-  _globals['_ROLLBACKRESPONSE']._serialized_start=803
-  _globals['_ROLLBACKRESPONSE']._serialized_end=865
-  _globals['_PINREQUEST']._serialized_start=867
-  _globals['_PINREQUEST']._serialized_end=985
-  _globals['_PINRESPONSE']._serialized_start=987
-  _globals['_PINRESPONSE']._serialized_end=1044
-  _globals['_UNPINREQUEST']._serialized_start=1046
-  _globals['_UNPINREQUEST']._serialized_end=1090
-  _globals['_UNPINRESPONSE']._serialized_start=1092
-  _globals['_UNPINRESPONSE']._serialized_end=1151
-  _globals['_PREVIEWREQUEST']._serialized_start=1154
-  _globals['_PREVIEWREQUEST']._serialized_end=1328
-  _globals['_PREVIEWREQUEST_POLICYENTRY']._serialized_start=1283
-  _globals['_PREVIEWREQUEST_POLICYENTRY']._serialized_end=1328
-  _globals['_PREVIEWRESPONSE']._serialized_start=1331
-  _globals['_PREVIEWRESPONSE']._serialized_end=1533
-  _globals['_LISTAUDITREQUEST']._serialized_start=1535
-  _globals['_LISTAUDITREQUEST']._serialized_end=1582
-  _globals['_LISTAUDITRESPONSE']._serialized_start=1584
-  _globals['_LISTAUDITRESPONSE']._serialized_end=1650
-  _globals['_ADMIN']._serialized_start=1653
-  _globals['_ADMIN']._serialized_end=2406
+  _globals['_REBALANCEALLRESPONSE']._serialized_end=513
+  _globals['_PAUSEREQUEST']._serialized_start=515
+  _globals['_PAUSEREQUEST']._serialized_end=559
+  _globals['_PAUSERESPONSE']._serialized_start=561
+  _globals['_PAUSERESPONSE']._serialized_end=620
+  _globals['_RESUMEREQUEST']._serialized_start=622
+  _globals['_RESUMEREQUEST']._serialized_end=667
+  _globals['_RESUMERESPONSE']._serialized_start=669
+  _globals['_RESUMERESPONSE']._serialized_end=729
+  _globals['_ROLLBACKREQUEST']._serialized_start=731
+  _globals['_ROLLBACKREQUEST']._serialized_end=821
+  _globals['_ROLLBACKRESPONSE']._serialized_start=823
+  _globals['_ROLLBACKRESPONSE']._serialized_end=885
+  _globals['_PINREQUEST']._serialized_start=887
+  _globals['_PINREQUEST']._serialized_end=1005
+  _globals['_PINRESPONSE']._serialized_start=1007
+  _globals['_PINRESPONSE']._serialized_end=1064
+  _globals['_UNPINREQUEST']._serialized_start=1066
+  _globals['_UNPINREQUEST']._serialized_end=1110
+  _globals['_UNPINRESPONSE']._serialized_start=1112
+  _globals['_UNPINRESPONSE']._serialized_end=1171
+  _globals['_PREVIEWREQUEST']._serialized_start=1174
+  _globals['_PREVIEWREQUEST']._serialized_end=1348
+  _globals['_PREVIEWREQUEST_POLICYENTRY']._serialized_start=1303
+  _globals['_PREVIEWREQUEST_POLICYENTRY']._serialized_end=1348
+  _globals['_PREVIEWRESPONSE']._serialized_start=1351
+  _globals['_PREVIEWRESPONSE']._serialized_end=1553
+  _globals['_LISTAUDITREQUEST']._serialized_start=1555
+  _globals['_LISTAUDITREQUEST']._serialized_end=1602
+  _globals['_LISTAUDITRESPONSE']._serialized_start=1604
+  _globals['_LISTAUDITRESPONSE']._serialized_end=1670
+  _globals['_ADMIN']._serialized_start=1673
+  _globals['_ADMIN']._serialized_end=2426
 # @@protoc_insertion_point(module_scope)

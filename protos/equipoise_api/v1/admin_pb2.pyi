@@ -148,23 +148,27 @@ class RebalanceAllResponse(_message.Message):
 
     POOL_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    UNANSWERED_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Whose it is."""
+    unanswered: _builtins.str
+    """Why there is no outcome, in words: the order may be carried out all the same, so ask for the
+    status before it is repeated.
+    """
     @_builtins.property
     def outcome(self) -> Global___Outcome:
-        """Whether the plan is rolled out, and why. Not accepted, and without a number, if the order could
-        not be recorded: what the store did not take is not done.
-        """
+        """Whether the plan is rolled out, and why; not set if nobody can say."""
 
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         outcome: Global___Outcome | None = ...,
+        unanswered: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "pool", b"pool", "unanswered", b"unanswered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

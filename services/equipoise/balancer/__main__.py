@@ -107,7 +107,10 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
 
 async def _warm_up(planner: PlannerProcesses) -> None:
     """Have what plans, and this process, compiled or loaded: on a thread, for it takes a while."""
-    await asyncio.gather(planner.start(), in_daemon_thread(warm_up, name="compiler"))
+    both = planner.start(), in_daemon_thread(warm_up, name="compiler")
+    for ended in await asyncio.gather(*both, return_exceptions=True):
+        if isinstance(ended, BaseException):
+            raise ended
 
 
 def _open_store(settings: BalancerSettings) -> Store:

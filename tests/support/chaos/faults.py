@@ -13,7 +13,7 @@ import redis.asyncio
 
 from chaos.arena import WORKERS, Arena
 from chaos.plan import Fault, Kind
-from equipoise.balancer.planner.processes import PROGRAM
+from equipoise.balancer.planner.process import PROGRAM
 from equipoise_api.v1 import worker_link_pb2, worker_link_pb2_grpc
 
 _HOUR_S = 3600

@@ -55,21 +55,22 @@ class Requests:
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[int, ProposalRequest]] = SimpleQueue()
         self._withdrawn: set[int] = set()
+        self._begun = 0
 
     def take(self, number: int, request: ProposalRequest | None) -> None:
         """One that came, or None if that number is not wanted any more."""
-        if request is None:
-            self._withdrawn.add(number)
-        else:
+        if request is not None:
             self._waiting.put((number, request))
+        elif number > self._begun:  # Else it is too late.
+            self._withdrawn.add(number)
 
     def next(self) -> tuple[int, ProposalRequest]:
         """Wait for the next one."""
         while True:
-            number, request = self._waiting.get()
-            if number not in self._withdrawn:
-                return number, request
-            self._withdrawn.discard(number)
+            self._begun, request = self._waiting.get()
+            if self._begun not in self._withdrawn:
+                return self._begun, request
+            self._withdrawn.discard(self._begun)
 
 
 def _read(file: BinaryIO, requests: Requests) -> None:

@@ -1,13 +1,14 @@
 """`PlannerProcess`: one process that plans, the connection on which it is asked, and its plans."""
 
 import asyncio
+import itertools
 import logging
 import socket
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Asked:
-    """A plan that is wanted, by its `number`; `begins` is called when a process begins it."""
+    """A plan that is wanted; `begins` is called when a process begins it."""
 
-    number: int
     request: ProposalRequest
     begins: Callable[[], None]
     answer: "asyncio.Future[Proposal]"
@@ -44,10 +44,16 @@ class PlannerProcess:
 
     `changed` is called when it has answered, has ended, or is longer than a turn at a plan. Used
     from one event loop.
+
+    Raises:
+        OSError: no process can be started.
     """
 
     def __init__(self, *, changed: Callable[["PlannerProcess"], None]) -> None:
         self.asked: deque[Asked] = deque()
+        # Of each asking, because one that was withdrawn may be asked for here once more.
+        self._numbers = itertools.count(READY + 1)
+        self._number_of: dict[Asked, int] = {}
         self.in_turn = False
         """Whether it plans, and not for longer than a turn."""
         self.is_ending = self.ended = False
@@ -55,7 +61,8 @@ class PlannerProcess:
         self._changed = changed
         self._turn_ends: asyncio.TimerHandle | None = None
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, ExitStack() as opened:
+            opened.push(ours)
             # -P: nothing is imported from the folder where the balancer was started.
             command = [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())]
             self._process = subprocess.Popen(
@@ -64,6 +71,7 @@ class PlannerProcess:
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # Ctrl-C in a terminal is for the balancer, which ends this one.
             )
+            opened.pop_all()
         self._early: list[bytes] = []
         self._writer: asyncio.StreamWriter | None = None
         self._talking = asyncio.create_task(self._talk(ours), name=f"planner {self.pid}")
@@ -75,15 +83,16 @@ class PlannerProcess:
 
     def ask(self, asked: Asked) -> None:
         """Have a plan made when those before it are."""
+        number = self._number_of[asked] = next(self._numbers)
         self.asked.append(asked)
-        self._send(asked.number, asked.request)
+        self._send(number, asked.request)
         if len(self.asked) == 1:
             self._begin()
 
     def withdraw(self, asked: Asked) -> None:
         """Have a plan that is not begun left out."""
         self.asked.remove(asked)
-        self._send(asked.number, None)
+        self._send(self._number_of.pop(asked), None)
 
     def withdraw_waiting(self) -> list[Asked]:
         """Have all plans left out that are not begun; gives them."""
@@ -155,11 +164,12 @@ class PlannerProcess:
             self.ready.set()
             if self.asked:
                 self._tell_begin()
-        elif self.asked and self.asked[0].number == number:
+        elif self.asked and self._number_of[self.asked[0]] == number:
             asked = self.asked.popleft()
+            del self._number_of[asked]
             self._settle(asked, answer)
             self._end_turn()
-            if self.asked:
+            if self.asked and not self.is_ending:
                 self._begin()
             self._changed(self)
 

@@ -6,12 +6,12 @@ up. One that wants too much memory is what the system takes first.
 """
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from equipoise.balancer.planner.planning import PlannerDiedError
 from equipoise.balancer.planner.process import Asked, PlannerProcess
 from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
 from equipoise.balancer.planner.turns import MAX_AT_ONCE
@@ -30,7 +30,6 @@ class PlannerProcesses:
     """
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(1)
         self._waiting: deque[Asked] = deque()
         self._processes: list[PlannerProcess] = []
         self._stopped = False
@@ -48,6 +47,8 @@ class PlannerProcesses:
         self._stopped = True
         for process in tuple(self._processes):
             await process.gone()
+        for asked in self._waiting:
+            _fail(asked, PlannerDiedError("the balancer stops"))
 
     async def start(self) -> None:
         """Have one ready, so that the first plan does not wait for it.
@@ -56,6 +57,7 @@ class PlannerProcesses:
 
         Raises:
             PlannerDiedError: it ended.
+            OSError: it cannot be started.
         """
         process = self._started()
         await process.ready.wait()
@@ -68,19 +70,18 @@ class PlannerProcesses:
         """Plan and judge in a process; cancelled, what it does is ended.
 
         Raises:
-            PlannerDiedError: the process ended.
+            PlannerDiedError: the process ended, or none can be started.
             Exception: what the planner raised.
         """
         assert not self._stopped, f"{pool} is over"
         asked = Asked(
-            number=next(self._numbers),
             request=request,
             begins=begins,
             answer=asyncio.get_running_loop().create_future(),
         )
-        self._waiting.append(asked)
-        self._deal()
         try:
+            self._waiting.append(asked)
+            self._deal()
             return await asked.answer
         except asyncio.CancelledError:
             self._give_up(asked)
@@ -88,7 +89,14 @@ class PlannerProcesses:
 
     def _deal(self) -> None:
         while self._waiting:
-            process = self._next()
+            try:
+                process = self._next()
+            except OSError as error:
+                words = (
+                    f"no process can be started to plan in: {error}; the next window tries again"
+                )
+                _fail(self._waiting.popleft(), PlannerDiedError(words))
+                continue
             if process is None:
                 return
             process.ask(self._waiting.popleft())
@@ -127,11 +135,11 @@ class PlannerProcesses:
         """A process has answered, is longer than a turn at a plan, or has ended."""
         if process.ended:
             self._processes.remove(process)
-            if process.asked:
-                under_way = process.asked.popleft()
-                if not under_way.answer.done():
-                    under_way.answer.set_exception(process.died())
-            self._waiting.extendleft(reversed(process.asked))
+            left = deque(one for one in process.asked if not one.answer.done())
+            # Who ended it was waiting for the plan under way, and is gone.
+            if left and not process.is_ending:
+                _fail(left.popleft(), process.died())
+            self._waiting.extendleft(reversed(left))
         elif process.asked and not process.in_turn:
             # Plans that wait behind a long one can be made elsewhere.
             self._waiting.extendleft(reversed(process.withdraw_waiting()))
@@ -140,3 +148,8 @@ class PlannerProcesses:
             process.kill()
         if not self._stopped:
             self._deal()
+
+
+def _fail(asked: Asked, error: PlannerDiedError) -> None:
+    if not asked.answer.done():
+        asked.answer.set_exception(error)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from opentelemetry.trace import Tracer
 
 from equipoise.balancer.bounds import WRITE_TIMEOUT_S, order_bound_s
+from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.planner.planning import (
     Planner,
@@ -20,7 +21,7 @@ from equipoise.balancer.planner.planning import (
     Planning,
     PlanTimeoutError,
 )
-from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome, Wish
+from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome, Rebalance, Wish
 from equipoise.balancer.pool.answers import Answers
 from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.effects import (
@@ -58,6 +59,8 @@ TICKS_A_BOUND = 10
 much by its ticks as by a report each second."""
 
 Clock = Callable[[], float]
+
+_OVER = "this balancer ceased to lead: ask the next leader for the status"
 
 _log = logging.getLogger(__name__)
 
@@ -156,6 +159,8 @@ class PoolRunner:
         Raises:
             UnansweredError: the store did not take it, or this balancer ceased to lead.
         """
+        if self.closed:
+            raise UnansweredError(_OVER)
         timeout_s = order_bound_s(self.pool.policy)
         async with self._answers.asked(timeout_s=timeout_s) as (ticket, answer):
             request = AdminRequest(ticket=ticket, who=who, reason=reason, what=what, wish=wish)
@@ -165,7 +170,7 @@ class PoolRunner:
     def close_streams(self) -> None:
         """The balancer stops: workers, watchers and operators are let go."""
         self.closed = True
-        self._answers.fail_all("this balancer ceased to lead: ask the next leader for the status")
+        self._answers.fail_all(_OVER)
         for mailbox in self._mailboxes.values():
             mailbox.close()
         self._notify()
@@ -258,7 +263,7 @@ class PoolRunner:
                 self.pool.name,
                 num_ranks=wave.layout.num_ranks,
                 is_first=self.pool.rollouts.is_at_first,
-                heartbeat_s=self.pool.policy.heartbeat_interval_s,
+                policy=self.pool.policy,
                 is_wanted=is_wanted,
             )
             if may_begin:
@@ -288,7 +293,8 @@ class PoolRunner:
         started_s = time.perf_counter()
         spans = self._spans.planning()
         try:
-            with self.wave_turns.expecting() if effect.asked else nullcontext():
+            is_awaited = effect.asked is not None and isinstance(effect.asked.wish, Rebalance)
+            with self.wave_turns.expecting() if is_awaited else nullcontext():
                 proposal = await self._planning.propose(effect.request)
         except (PlanTimeoutError, PlannerDiedError) as error:
             _log.error("%s: %s", self.pool.name, error)
@@ -359,8 +365,9 @@ class PoolRunner:
     ) -> None:
         _log.error("%s: %s", self.pool.name, reason, extra=about(pool=self.pool.name))
         self._controller.write_failed(write, reason=reason, timed_out=timed_out, behind=behind)
-        if isinstance(write, WriteAudit):
-            self._answers.fail(write.request.ticket, f"nothing was done: {reason}")
+        for effect in (write, *behind):
+            if isinstance(effect, WriteAudit):
+                self._answers.fail(effect.request.ticket, f"nothing was done: {reason}")
         self._notify()
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from equipoise.planning.policy import Policy
+
 SPACING_S = 0.002
 """Least seconds from one wave to the next: what it costs shows a little later."""
 
@@ -37,11 +39,19 @@ BEHIND_RANK_HOLD_S = 0.03
 """The same for waves with which plans go on, while others that somebody ordered are made: these
 are to begin first."""
 
+MAX_HOLD_S = 1.0
+"""And not longer, to however many ranks the one before it went."""
+
+BEHIND_BOUND = 0.25
+"""So much of the bound within which a wave must be staged it waits for plans that somebody ordered,
+at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Waiting:
     num_ranks: int
     first_lag_s: float | None
+    behind_until_s: float
     may_go: asyncio.Future[bool]
     is_wanted: Callable[[], bool]
 
@@ -77,18 +87,18 @@ class WaveTurns:
         *,
         num_ranks: int,
         is_first: bool,
-        heartbeat_s: float,
+        policy: Policy,
         is_wanted: Callable[[], bool],
     ) -> bool:
         """Wait until a wave of `pool` may go, which `is_first` of its plan or not.
 
-        `heartbeat_s` is the time in which its ranks say that they live. False if it is not
-        wanted any more then, as `is_wanted` says; that takes nobody's time.
+        False if it is not wanted any more then, as `is_wanted` says; that takes nobody's time.
         """
         loop = asyncio.get_running_loop()
         waiting = _Waiting(
             num_ranks=num_ranks,
-            first_lag_s=FIRST_LAG * heartbeat_s if is_first else None,
+            first_lag_s=FIRST_LAG * policy.heartbeat_interval_s if is_first else None,
+            behind_until_s=loop.time() + BEHIND_BOUND * policy.stage_timeout_s,
             may_go=loop.create_future(),
             is_wanted=is_wanted,
         )
@@ -118,15 +128,17 @@ class WaveTurns:
         may_go = False
         while not may_go:
             await asyncio.sleep(SPACING_S)
-            lag_s, rank_hold_s = self._bounds()  # Who is next may be another one each time.
-            held_s = loop.time() - went_s
-            may_go = self.lag_s <= lag_s or held_s >= num_ranks * rank_hold_s
+            lag_s, rank_hold_s = self._bounds(now_s=loop.time())  # Who is next may change.
+            hold_s = min(MAX_HOLD_S, num_ranks * rank_hold_s)
+            may_go = self.lag_s <= lag_s or loop.time() >= went_s + hold_s
 
-    def _bounds(self) -> tuple[float, float]:
+    def _bounds(self, *, now_s: float) -> tuple[float, float]:
         """How far messages may lag when the wave that is next goes, and how long that waits."""
-        first_lag_s = self._waiting[0][-1].first_lag_s if self._waiting else None
-        if first_lag_s is not None:
-            return first_lag_s, RANK_HOLD_S
-        if self._num_expected and self._waiting:
+        if not self._waiting:
+            return LAG_S, RANK_HOLD_S
+        waiting = self._waiting[0][-1]
+        if waiting.first_lag_s is not None:
+            return waiting.first_lag_s, RANK_HOLD_S
+        if self._num_expected and now_s < waiting.behind_until_s:
             return -math.inf, BEHIND_RANK_HOLD_S
         return LAG_S, RANK_HOLD_S

@@ -76,16 +76,15 @@ class AdminService(pb_grpc.AdminServicer):
         """Plan now in many pools: an order to each, and a call for all of them."""
         names = request.pools or (await self._led(context)).names()
         runners = [await self._find(name, context) for name in names]
-        at_once = asyncio.Semaphore(MAX_ORDERS_AT_ONCE)
+        who, at_once = self._caller(context), asyncio.Semaphore(MAX_ORDERS_AT_ONCE)
 
         async def order(runner: PoolRunner) -> pb.RebalanceAllResponse:
             async with at_once:
                 try:
-                    given = await self._give(runner, *_rebalance(request), request, context)
-                    outcome = _outcome(given)
+                    given = await _give(runner, *_rebalance(request), request, who=who)
                 except UnansweredError as error:
-                    outcome = pb.Outcome(reason=str(error))
-            return pb.RebalanceAllResponse(pool=runner.pool.name, outcome=outcome)
+                    return pb.RebalanceAllResponse(pool=runner.pool.name, unanswered=str(error))
+            return pb.RebalanceAllResponse(pool=runner.pool.name, outcome=_outcome(given))
 
         async with asyncio.TaskGroup() as tasks:
             orders = [tasks.create_task(order(runner)) for runner in runners]
@@ -206,21 +205,9 @@ class AdminService(pb_grpc.AdminServicer):
         self, runner: PoolRunner, wish: Wish, what: str, request: Any, context: _Context
     ) -> Outcome:
         try:
-            return await self._give(runner, wish, what, request, context)
+            return await _give(runner, wish, what, request, who=self._caller(context))
         except UnansweredError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-
-    async def _give(
-        self, runner: PoolRunner, wish: Wish, what: str, request: Any, context: _Context
-    ) -> Outcome:
-        """Raises UnansweredError: whether it is done nobody can say."""
-        reason = checks.reason(request.reason) if request.reason else ""
-        return await runner.administer(
-            wish,
-            who=self._caller(context),
-            reason=reason,
-            what=f"{what} ({reason})" if reason else what,
-        )
 
     async def _committed(self, runner: PoolRunner, generation: int, context: _Context) -> Layout:
         """A layout that all ranks ran once."""
@@ -275,6 +262,14 @@ def changed_policy(policy: Policy, changes: Mapping[str, float], algorithm: str)
     if algorithm:
         values["algorithm"] = algorithm
     return replace(policy, **values)
+
+
+async def _give(runner: PoolRunner, wish: Wish, what: str, request: Any, *, who: str) -> Outcome:
+    """Raises UnansweredError: whether it is done nobody can say."""
+    reason = checks.reason(request.reason) if request.reason else ""
+    return await runner.administer(
+        wish, who=who, reason=reason, what=f"{what} ({reason})" if reason else what
+    )
 
 
 def _rebalance(

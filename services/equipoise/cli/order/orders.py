@@ -121,7 +121,10 @@ def _rebalance_all(settings: RebalanceSettings) -> int:
         for answer in ask("RebalanceAll", request):
             answers.append(answer)
             if not settings.json:
-                print(f"{answer.pool}: {_words(answer.outcome)}", flush=True)
+                words = (
+                    f"unknown: {answer.unanswered}" if answer.unanswered else _words(answer.outcome)
+                )
+                print(f"{answer.pool}: {words}", flush=True)
         return answers
 
     answers = _of_leader(settings, shown)
