@@ -263,6 +263,19 @@ async def test_one_is_ready_before_the_first_plan(planner, request_of_four_ranks
     assert children() == [ready]
 
 
+async def test_one_that_is_not_ready_in_time_is_ended(
+    planner, request_of_four_ranks, children, monkeypatch
+):
+    ready = children()
+    monkeypatch.setattr(processes_module, "START_TIMEOUT_S", 0.001)
+    with pytest.raises(PlannerDiedError, match=r"was not ready within 0\.001 s and was ended"):
+        await planner.start()
+    async with asyncio.timeout(WAIT_S):
+        while children() != ready:  # noqa: ASYNC110 - the system tells nobody
+            await asyncio.sleep(0.01)
+    assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
+
+
 async def test_one_that_cannot_start_is_told(planner, monkeypatch, capfd):
     monkeypatch.setattr(process_module, "PROGRAM", "equipoise.balancer.no_planner")
     with pytest.raises(PlannerDiedError, match="ended with status 1"):

@@ -19,6 +19,9 @@ from equipoise.balancer.planner.turns import MAX_AT_ONCE
 MAX_PROCESSES = 2 * MAX_AT_ONCE
 """Processes at most: those whose plans take longer than a turn go on while others have theirs."""
 
+START_TIMEOUT_S = 300.0
+"""Ten times what the compiler takes where nothing was compiled before."""
+
 NUM_AHEAD = 4
 """Plans that wait in a process for the one it makes: it need not wait for a busy event loop."""
 
@@ -56,11 +59,19 @@ class PlannerProcesses:
         Takes half a minute where nothing was compiled before.
 
         Raises:
-            PlannerDiedError: it ended.
+            PlannerDiedError: it ended, or was not ready within `START_TIMEOUT_S`.
             OSError: it cannot be started.
         """
         process = self._started()
-        await process.ready.wait()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await process.ready.wait()
+        except TimeoutError:
+            process.kill()
+            raise PlannerDiedError(
+                f"process {process.pid}, which is to plan, was not ready within "
+                f"{START_TIMEOUT_S:g} s and was ended; the first plan starts another one"
+            ) from None
         if process.ended:
             raise process.died()
 
