@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from deaths import check, die, lost, names, notice, serve_all, with_spare_slots
+from store_records import A_DECISION
 
 from equipoise.balancer.pool.effects import WriteAdopted, WriteMembership
 from equipoise.balancer.pool.health import Health
-from equipoise.balancer.store.store import DecisionRecord
 from equipoise.planning.moves import CheckpointSource
 from equipoise.wire.messages import Assignment, Leaving
 
@@ -91,13 +91,13 @@ def test_an_epoch_behind_a_verdict_that_the_store_did_not_take_is_opened_all_the
     notice(bench, *others)
     live_for(bench, bench.ranks, seconds=4)
     assert stubborn.epoch == others[0].epoch == 1
-    bench.pool.late.append(verdict())
+    bench.pool.late.append(A_DECISION)
     bench.store_fault = "the disk is full"
     live_for(bench, bench.ranks, seconds=1)
     bench.store_fault = ""
     live_for(bench, bench.ranks, seconds=2)
     assert {worker.epoch for worker in others} == {2}
-    assert bench.decisions() == [verdict()]
+    assert bench.decisions() == [A_DECISION]
 
 
 def test_who_never_heard_of_an_epoch_is_not_left_out_for_its_sake(bench_of_six):
@@ -127,26 +127,10 @@ def live_for(bench, workers, *, seconds):
         bench.tick()
 
 
-def verdict():
-    return DecisionRecord(
-        time_unix_s=900.0,
-        accepted=False,
-        reason="too little gain",
-        base_generation=1,
-        balancedness_current=0.5,
-        balancedness_proposed=0.5,
-        shift_detected=False,
-    )
-
-
 def test_a_hung_rank_is_left_out_when_it_is_silent_and_taken_in_when_it_wakes(serving_bench):
     bench = serving_bench
     hung, *others = bench.ranks
-    for _ in range(4):
-        bench.now += 1.0
-        for worker in others:
-            bench.say(worker, worker.heartbeat())
-        bench.tick()
+    live_for(bench, others, seconds=4)
     notice(bench, *others)
     assert "waiting for worker-0 to let go of it" in bench.pool.diagnosis().reason
     bench.tick(seconds=1.1)
