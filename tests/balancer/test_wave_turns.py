@@ -25,7 +25,7 @@ async def go(turns, pool, went, *, num_ranks=1, is_first=False, is_wanted=lambda
 
 def hold(monkeypatch, hold_s):
     """Have waves wait that long for each rank while messages lag."""
-    for name in ("RANK_HOLD_S", "BEHIND_RANK_HOLD_S", "MAX_HOLD_S"):
+    for name in ("RANK_HOLD_S", "BEHIND_RANK_HOLD_S", "MIN_HOLD_S", "MAX_HOLD_S"):
         monkeypatch.setattr(wave_turns_module, name, hold_s)
 
 

@@ -39,8 +39,8 @@ BEHIND_RANK_HOLD_S = 0.03
 """The same for waves with which plans go on, while others that somebody ordered are made: these
 are to begin first."""
 
-MAX_HOLD_S = 1.0
-"""And not longer, to however many ranks the one before it went."""
+MIN_HOLD_S, MAX_HOLD_S = 0.1, 1.0
+"""And not sooner, or later, to however few or many ranks the one before it went."""
 
 BEHIND_BOUND = 0.25
 """So much of the bound within which a wave must be staged it waits for plans that somebody ordered,
@@ -129,7 +129,7 @@ class WaveTurns:
         while not may_go:
             await asyncio.sleep(SPACING_S)
             lag_s, rank_hold_s = self._bounds(now_s=loop.time())  # Who is next may change.
-            hold_s = min(MAX_HOLD_S, num_ranks * rank_hold_s)
+            hold_s = min(MAX_HOLD_S, max(MIN_HOLD_S, num_ranks * rank_hold_s))
             may_go = self.lag_s <= lag_s or loop.time() >= went_s + hold_s
 
     def _bounds(self, *, now_s: float) -> tuple[float, float]:
