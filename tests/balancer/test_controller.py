@@ -14,7 +14,7 @@ from equipoise.balancer.pool.health import Health
 from equipoise.balancer.service.status import pool_status
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
-from equipoise.wire.messages import Abort, Assignment, Stage
+from equipoise.wire.messages import Abort, JoinEpoch, Stage
 
 
 def test_nobody_is_assigned_before_the_last_worker_came(bench):
@@ -38,10 +38,10 @@ def test_the_last_worker_opens_epoch_1_with_ranks_of_a_node_side_by_side(bench):
     for rank, worker in enumerate(bench.ranks):
         assert worker.epoch == 1
         assert worker.rank == rank
-        assert [peer.worker for peer in worker.assignment.peers] == [
+        assert [peer.worker for peer in worker.join_epoch.peers] == [
             other.hello.worker for other in bench.ranks
         ]
-        assert worker.assignment.rendezvous_address == "worker-0:2"
+        assert worker.join_epoch.rendezvous_address == "worker-0:2"
 
 
 def test_a_new_pool_starts_in_the_contiguous_layout_and_it_is_written_before_anybody_hears(bench):
@@ -285,7 +285,7 @@ def test_an_epoch_is_not_announced_before_it_is_written_and_ticks_try_again(benc
     assert bench.sent == []
     bench.store_fault = ""
     bench.tick()
-    assert all(len(bench.sent_to(name, Assignment)) == 1 for name in bench.workers)
+    assert all(len(bench.sent_to(name, JoinEpoch)) == 1 for name in bench.workers)
 
 
 def test_a_rank_that_takes_no_new_request_is_leaving_until_it_does_again(serving_bench):

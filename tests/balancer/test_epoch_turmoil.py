@@ -24,11 +24,11 @@ class Turmoil:
 
     def is_broken(self, worker):
         """Whether the group of a worker's epoch lacks somebody."""
-        names = {peer.worker for peer in worker.assignment.peers}
+        names = {peer.worker for peer in worker.join_epoch.peers}
         here = {
             one.hello.worker
             for one in self.alive()
-            if one.assignment is not None and one.epoch == worker.epoch
+            if one.join_epoch is not None and one.epoch == worker.epoch
         }
         return names != here
 
@@ -39,7 +39,7 @@ class Turmoil:
         for worker in workers:
             bench = self.bench
             bench.say(worker, worker.heartbeat())
-            if worker.assignment is None:
+            if worker.join_epoch is None:
                 continue
             if self.noticed.get(worker.hello.worker) == worker.epoch:
                 continue
@@ -99,7 +99,7 @@ def test_whatever_happened_those_who_are_alive_end_up_as_one_group(make_bench, w
         turmoil.live()
         bench.tick(seconds=turmoil.draw.choice([0.1, 0.5, 1.0, 3.0]))
         for worker in bench.workers.values():
-            if worker.assignment is not None:
+            if worker.join_epoch is not None:
                 told = (worker.layout.generation, worker.layout.expert_of_slot.tobytes())
                 assert seen.setdefault(worker.epoch, told) == told, "an epoch starts in one layout"
     turmoil.hung.clear()

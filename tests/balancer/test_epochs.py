@@ -8,7 +8,7 @@ from store_records import A_DECISION
 from equipoise.balancer.pool.effects import WriteAdopted, WriteMembership
 from equipoise.balancer.pool.health import Health
 from equipoise.planning.moves import CheckpointSource
-from equipoise.wire.messages import Assignment, Leaving
+from equipoise.wire.messages import JoinEpoch, Leaving
 
 
 @pytest.fixture
@@ -39,10 +39,10 @@ def test_the_survivors_of_a_death_serve_on_with_all_experts(serving_bench, victi
     assert layout.num_ranks == 3
     assert layout.generation == before.generation + 1
     assert bench.pool.diagnosis().health is Health.SERVING
-    (assignment,) = [told for told in bench.sent_to("worker-3", Assignment) if told.epoch == 2] or [
-        bench.ranks[0].assignment
+    (join_epoch,) = [told for told in bench.sent_to("worker-3", JoinEpoch) if told.epoch == 2] or [
+        bench.ranks[0].join_epoch
     ]
-    assert assignment.rendezvous_address == f"{names(bench)[0]}:2"
+    assert join_epoch.rendezvous_address == f"{names(bench)[0]}:2"
 
 
 def test_survivors_keep_their_slots_and_pull_what_is_lost_from_each_other(serving_bench):
@@ -55,7 +55,7 @@ def test_survivors_keep_their_slots_and_pull_what_is_lost_from_each_other(servin
         now = worker.own(worker.layout.expert_of_slot)
         changed = np.argwhere(now != held[worker.hello.worker])
         first = worker.rank * 12
-        moves = worker.assignment.moves
+        moves = worker.join_epoch.moves
         assert {(move.layer, move.slot - first) for move in moves} == set(map(tuple, changed))
         for move in moves:
             assert move.sources[-1] == CheckpointSource()

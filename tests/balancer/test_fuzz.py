@@ -122,7 +122,7 @@ class FuzzedPool:
 
     def _word(self, worker):  # noqa: PLR0911 - a case a word
         """Something that this worker could say now; mostly reports, like in life."""
-        if worker.assignment is None:
+        if worker.join_epoch is None:
             return worker.hello
         seat = {"epoch": worker.epoch, "rank": worker.rank}
         generation = worker.layout.generation + 1
@@ -154,12 +154,12 @@ class FuzzedPool:
             self._lose(name)
         for worker in bench.workers.values():
             worker.hello = replace(worker.hello, boot_id=f"boot-{self._random.random()}")
-            worker.assignment = None
+            worker.join_epoch = None
             worker.steps = worker.busy_us = 0
         for _ in range(60):
             self._return()
             bench.tick(1.0)
-            if all(worker.assignment for worker in bench.workers.values()):
+            if all(worker.join_epoch for worker in bench.workers.values()):
                 break
         for worker in bench.ranks:
             bench.say(worker, worker.serving())

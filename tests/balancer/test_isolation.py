@@ -16,7 +16,7 @@ from equipoise.balancer.pool.pools import Pools
 from equipoise.balancer.pool.runner import steady_clock
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
-from equipoise.wire.messages import Assignment
+from equipoise.wire.messages import JoinEpoch
 
 WAIT_S = 60.0
 TEXT = """
@@ -54,7 +54,7 @@ class Serving:
     async def run(self):
         name = self.worker.hello.worker
         async for message in self.mailbox.messages():
-            if isinstance(message, Assignment):
+            if isinstance(message, JoinEpoch):
                 self.worker.take(message)
                 self.runner.receive(name, self.mailbox, self.worker.serving())
                 break

@@ -10,7 +10,7 @@ from equipoise.balancer.pool.health import Health
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import Assignment, HeartbeatAck, Leaving, Rejection
+from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Leaving, Rejection
 
 
 def refusal_of(bench, hello):
@@ -126,9 +126,9 @@ def test_a_gone_rank_degrades_the_pool_until_it_reconnects(serving_bench):
     bench.sent.clear()
     bench.hello(worker.reconnecting())
     assert bench.pool.diagnosis().health is Health.SERVING
-    (assignment,) = bench.sent_to("worker-1", Assignment)
-    assert (assignment.epoch, assignment.rank) == (1, 2)
-    assert assignment.layout.generation == 1
+    (join_epoch,) = bench.sent_to("worker-1", JoinEpoch)
+    assert (join_epoch.epoch, join_epoch.rank) == (1, 2)
+    assert join_epoch.layout.generation == 1
 
 
 def test_a_worker_that_reconnects_before_it_served_keeps_its_rank(bench):
@@ -137,8 +137,8 @@ def test_a_worker_that_reconnects_before_it_served_keeps_its_rank(bench):
     bench.lose(worker)
     bench.sent.clear()
     bench.hello(worker.hello)
-    (assignment,) = bench.sent_to(worker.hello.worker, Assignment)
-    assert (assignment.epoch, assignment.rank) == (1, 1)
+    (join_epoch,) = bench.sent_to(worker.hello.worker, JoinEpoch)
+    assert (join_epoch.epoch, join_epoch.rank) == (1, 1)
 
 
 def test_a_silent_rank_is_named_and_counts_again_when_it_speaks(serving_bench):
@@ -297,10 +297,10 @@ def test_a_worker_comes_back_although_another_one_gave_up_the_first_seat(serving
         serving_bench.lose(worker)
     mistaken = first.reconnecting()
     serving_bench.hello(replace(mistaken, running=replace(mistaken.running, rank=second.rank)))
-    third.assignment = None
+    third.join_epoch = None
     serving_bench.hello(third.hello)
-    assert third.assignment.rank == 2
-    assert third.assignment.rendezvous_address == first.hello.rendezvous_address
+    assert third.join_epoch.rank == 2
+    assert third.join_epoch.rendezvous_address == first.hello.rendezvous_address
 
 
 @pytest.mark.parametrize("what", ["epoch", "generation"])

@@ -9,7 +9,7 @@ from equipoise.balancer.service.status import decision_to_proto, pool_status
 from equipoise.balancer.store.store import DecisionKind, DecisionRecord
 from equipoise.planning.policy import Policy
 from equipoise.policy.digest import digest
-from equipoise.wire.messages import Assignment
+from equipoise.wire.messages import JoinEpoch
 
 HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
 
@@ -167,7 +167,7 @@ def test_bounds_follow_the_policy_and_keep_their_counts(make_bench):
 def test_a_shorter_silence_waits_for_workers_that_still_beat_slowly(make_bench):
     bench = make_bench()
     bench.serve()
-    assert bench.sent_to("worker-0", Assignment)[-1].heartbeat_interval_s == 1.0
+    assert bench.sent_to("worker-0", JoinEpoch)[-1].heartbeat_interval_s == 1.0
     offer(bench, "defaults: {heartbeatInterval: 100ms, timeouts: {report: 300ms}}")
     bench.tick(1.5)
     assert not bench.pool.silent

@@ -12,7 +12,7 @@ from equipoise.balancer.server import READY, serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.wire.convert import from_balancer, to_balancer
-from equipoise.wire.messages import Assignment, Rejection
+from equipoise.wire.messages import JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2_grpc
 
 WAIT_S = 60.0
@@ -77,7 +77,7 @@ async def test_until_the_planner_is_compiled_workers_are_asked_to_wait(store, wo
         assert await missing(channel) == ""
         async with asyncio.timeout(WAIT_S):
             said = await first_word_to(channel, worker)
-            while not isinstance(said, Assignment):
+            while not isinstance(said, JoinEpoch):
                 said = await first_word_to(channel, worker)
 
 

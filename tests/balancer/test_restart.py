@@ -13,7 +13,7 @@ from equipoise.balancer.pool.effects import (
 from equipoise.balancer.pool.health import Health
 from equipoise.balancer.pool.memory import recall
 from equipoise.balancer.store.sqlite_store import SqliteStore
-from equipoise.wire.messages import Abort, Assignment, Stage
+from equipoise.wire.messages import Abort, JoinEpoch, Stage
 
 
 async def put(store, write):
@@ -66,8 +66,8 @@ async def test_ranks_that_served_on_are_taken_as_they_are(serving_bench, skewed,
     assert bench.pool.roster.epoch == 1
     assert bench.pool.layouts.committed.generation == 2
     for name in bench.workers:
-        (assignment,) = bench.sent_to(name, Assignment)
-        assert assignment.layout.generation == 2
+        (join_epoch,) = bench.sent_to(name, JoinEpoch)
+        assert join_epoch.layout.generation == 2
 
 
 async def test_averages_and_the_last_decision_survive(serving_bench, skewed, restart):
@@ -194,7 +194,7 @@ async def test_a_fleet_that_restarted_with_its_balancer_starts_in_the_committed_
     serving_bench.run_traffic(skewed(1), seconds=10)
     bench = await restart(serving_bench)
     for worker in bench.workers.values():
-        worker.assignment = None
+        worker.join_epoch = None
     bench.assemble()
     for worker in bench.ranks:
         assert worker.epoch == 2, "numbers are not used again"

@@ -58,11 +58,11 @@ def test_a_newcomer_makes_the_pool_larger_and_pulls_its_experts_from_ranks(
 ):
     bench = serving_bench
     come(bench, worker_of, hello_of("worker-4", node="node-0", slots_per_rank=12))
-    assert bench.workers["worker-4"].assignment is None
+    assert bench.workers["worker-4"].join_epoch is None
     bench.tick(seconds=0.6)
     newcomer = bench.workers["worker-4"]
-    assert len(newcomer.assignment.moves) == 3 * 12
-    assert all(isinstance(move.sources[0], RankSource) for move in newcomer.assignment.moves)
+    assert len(newcomer.join_epoch.moves) == 3 * 12
+    assert all(isinstance(move.sources[0], RankSource) for move in newcomer.join_epoch.moves)
     serve_all(bench)
     check(bench)
     assert bench.pool.layouts.current.num_ranks == 5
@@ -89,7 +89,7 @@ def test_a_worker_that_restarts_before_anybody_noticed_returns_to_its_rank_and_l
     before, dead = bench.pool.layouts.current, bench.ranks[1]
     die(bench, dead)
     come(bench, worker_of, replace(dead.hello, boot_id="boot-2"))
-    notice(bench, *[worker for worker in bench.workers.values() if worker.assignment])
+    notice(bench, *[worker for worker in bench.workers.values() if worker.join_epoch])
     serve_all(bench)
     check(bench)
     assert bench.pool.roster.epoch == 2

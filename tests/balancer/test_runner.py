@@ -18,7 +18,7 @@ from equipoise.balancer.pool.runner import PoolRunner, steady_clock, tick_s
 from equipoise.balancer.pool.wave_turns import WaveTurns
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
-from equipoise.wire.messages import Assignment, HeartbeatAck
+from equipoise.wire.messages import HeartbeatAck, JoinEpoch
 
 WAIT_S = 30.0
 
@@ -111,7 +111,7 @@ async def test_a_write_that_fails_degrades_the_pool_until_one_succeeds(
     assert pool_runner.pool.diagnosis().health is Health.DEGRADED
     assert str(fault) in pool_runner.pool.diagnosis().reason
     store.fault = None
-    assert (await first_of(mailbox, Assignment)).epoch == 1
+    assert (await first_of(mailbox, JoinEpoch)).epoch == 1
     await until(pool_runner, lambda: not pool_runner.pool.store_fault)
 
 
@@ -161,7 +161,7 @@ async def test_a_tick_that_breaks_down_does_not_end_the_pool(pool_runner, hello_
     await asyncio.wait_for(broke.wait(), WAIT_S)
     mailbox = Mailbox()
     pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
-    assert (await first_of(mailbox, Assignment)).rank == 0
+    assert (await first_of(mailbox, JoinEpoch)).rank == 0
 
 
 async def test_an_order_of_a_term_that_is_over_is_answered_at_once(pool_runner):
@@ -195,7 +195,7 @@ async def test_the_clock_is_unix_time_that_does_not_run_backwards():
 async def test_every_push_carries_the_term(pool_runner, hello_of):
     mailbox = Mailbox()
     pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
-    assert (await first_of(mailbox, Assignment)).term == 7
+    assert (await first_of(mailbox, JoinEpoch)).term == 7
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from equipoise.balancer.store.store import StoreError, StoreFault
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.wire.convert import from_balancer, to_balancer
-from equipoise.wire.messages import Assignment
+from equipoise.wire.messages import JoinEpoch
 from equipoise_api.v1 import worker_link_pb2_grpc
 
 WAIT_S = 60.0
@@ -216,7 +216,7 @@ async def test_a_worker_that_heard_of_a_higher_term_raises_ours(store, worker_of
         assert first.fatal
         assert first.leader_address is None
         async with asyncio.timeout(WAIT_S):
-            while not isinstance(answer := await first_word(channel, hello), Assignment):
+            while not isinstance(answer := await first_word(channel, hello), JoinEpoch):
                 assert answer.not_leading
         assert answer.term == 51
 

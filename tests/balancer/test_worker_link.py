@@ -9,7 +9,7 @@ import pytest
 from balancer_links import WAIT_S, is_serving, linked, served, until
 
 from equipoise.wire.convert import to_balancer
-from equipoise.wire.messages import Assignment, HeartbeatAck, Rejection
+from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, worker_link_pb2, worker_link_pb2_grpc
 
 
@@ -91,7 +91,7 @@ async def test_a_broken_stream_is_noticed_and_its_worker_comes_back(channel, sta
         returned.hello, first = returned.reconnecting(), returned.hello
         async with linked(channel, [returned]) as (link,):
             returned.hello = first
-            await link.receive_until(Assignment)
+            await link.receive_until(JoinEpoch)
             assert (await until(status, is_serving)).epoch == 1
 
 
@@ -102,7 +102,7 @@ async def test_a_newer_stream_of_a_worker_ends_the_older(channel, status, bench)
         older.worker.hello, first = older.worker.reconnecting(), older.worker.hello
         async with linked(channel, [older.worker]) as (newer,):
             older.worker.hello = first
-            await newer.receive_until(Assignment)
+            await newer.receive_until(JoinEpoch)
             assert await older.receive() is None
             await until(status, is_serving)
 

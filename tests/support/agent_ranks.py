@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-from equipoise.wire.messages import Assignment, Stage
+from equipoise.wire.messages import JoinEpoch, Stage
 from equipoise.worker.agent import Agent
 
 WAIT_S = 120.0
@@ -47,13 +47,13 @@ class Rank:
         self.agent.heartbeat_interval_s = 0.2
 
     def hello(self):
-        return self.worker.reconnecting() if self.worker.assignment else self.worker.hello
+        return self.worker.reconnecting() if self.worker.join_epoch else self.worker.hello
 
     def receive(self, message) -> None:
         self.obeyed.append(message)
         self.worker.take(message)
         match message:
-            case Assignment():
+            case JoinEpoch():
                 self.agent.send(self.worker.serving())
             case Stage() if self.answers:
                 self.agent.send(self.worker.answer_staged())

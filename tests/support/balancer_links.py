@@ -11,7 +11,7 @@ from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.convert import from_balancer, to_balancer
-from equipoise.wire.messages import Assignment, HeartbeatAck, Rejection
+from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, worker_link_pb2_grpc
 
 WAIT_S = 30.0
@@ -80,7 +80,7 @@ async def served(channel, bench):
     """Streams of the bench's workers, all serving."""
     async with linked(channel, bench.workers.values()) as links:
         for link in links:
-            await link.receive_until(Assignment)
+            await link.receive_until(JoinEpoch)
         for link in links:
             await link.send(link.worker.serving())
         yield sorted(links, key=lambda link: link.worker.rank)

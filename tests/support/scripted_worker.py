@@ -10,9 +10,9 @@ from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.messages import (
     Abort,
-    Assignment,
     Heartbeat,
     Hello,
+    JoinEpoch,
     RankStats,
     Refused,
     Report,
@@ -54,7 +54,7 @@ class ScriptedWorker:
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
-        self.assignment: Assignment | None = None
+        self.join_epoch: JoinEpoch | None = None
         self.layout = None
         self.staged: Stage | None = None
         self.tokens = None
@@ -65,18 +65,18 @@ class ScriptedWorker:
 
     @property
     def rank(self) -> int:
-        return self.assignment.rank
+        return self.join_epoch.rank
 
     @property
     def epoch(self) -> int:
-        return self.assignment.epoch
+        return self.join_epoch.epoch
 
     def take(self, message) -> None:
         match message:
-            case Assignment():
-                if self.assignment is None or self.assignment.epoch != message.epoch:
+            case JoinEpoch():
+                if self.join_epoch is None or self.join_epoch.epoch != message.epoch:
                     self.run(message.layout)
-                self.assignment = message
+                self.join_epoch = message
             case Stage():
                 self.staged = message
             case Abort():
@@ -182,7 +182,7 @@ class ScriptedWorker:
 
     def heartbeat(self, sequence: int = 1) -> Heartbeat:
         return Heartbeat(
-            epoch=self.epoch if self.assignment else 0,
+            epoch=self.epoch if self.join_epoch else 0,
             generation=self.layout.generation if self.layout else 0,
             staged_generation=self.staged.layout.generation if self.staged else 0,
             sequence=sequence,

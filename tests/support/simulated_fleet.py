@@ -76,7 +76,7 @@ class SimulatedPool:
         self._staged: dict[int, list[Callable[[], None]]] = {}
 
     def start(self, layout: pb.Layout) -> int:
-        """Take the layout of an assignment; gives its generation."""
+        """Take the layout of a JoinEpoch; gives its generation."""
         cells = np.frombuffer(layout.expert_of_slot, dtype="<i4")
         self._keep(layout.generation, cells.reshape(layout.num_layers, layout.num_slots))
         return layout.generation
@@ -161,8 +161,8 @@ class SimulatedRank:
         self._heard.set()
         message = pb.ConnectResponse.FromString(data)
         match message.WhichOneof("message"):
-            case "assignment":
-                self._serve(message.assignment)
+            case "join_epoch":
+                self._serve(message.join_epoch)
             case "stage":
                 self._stage(message.stage)
             case "heartbeat_ack" if message.heartbeat_ack.sequence:
@@ -192,13 +192,13 @@ class SimulatedRank:
             protocol_version=PROTOCOL_VERSION,
         )
 
-    def _serve(self, assignment: pb.Assignment) -> None:
-        is_new = self._epoch != assignment.epoch
+    def _serve(self, join_epoch: pb.JoinEpoch) -> None:
+        is_new = self._epoch != join_epoch.epoch
         if is_new:  # Else it is told again on a new stream, and its counters go on.
-            self._epoch, self._rank = assignment.epoch, assignment.rank
-            self._interval_s = assignment.report_interval_s
+            self._epoch, self._rank = join_epoch.epoch, join_epoch.rank
+            self._interval_s = join_epoch.report_interval_s
             self._first_step_s = time.monotonic()
-            self._run(self._pool.start(assignment.layout))
+            self._run(self._pool.start(join_epoch.layout))
         self._say(
             serving=pb.Serving(
                 epoch=self._epoch,

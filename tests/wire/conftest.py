@@ -13,11 +13,11 @@ from equipoise.planning.topology import ModelShape
 from equipoise.wire.convert import from_balancer, from_worker
 from equipoise.wire.messages import (
     Abort,
-    Assignment,
     GroupLost,
     Heartbeat,
     HeartbeatAck,
     Hello,
+    JoinEpoch,
     Leaving,
     Peer,
     RankStats,
@@ -96,7 +96,7 @@ SWITCHED = Switched(
     median_step_us=12_000,
     checksums=CHECKSUMS,
 )
-ASSIGNMENT = Assignment(
+JOIN_EPOCH = JoinEpoch(
     epoch=1,
     rank=1,
     peers=(
@@ -161,8 +161,8 @@ FROM_WORKERS = [
     replace(HELLO, group_lost=GROUP_LOST, highest_term=3),
 ]
 FROM_BALANCER = [
-    ASSIGNMENT,
-    replace(ASSIGNMENT, moves=STAGE.moves, meet_timeout_s=12.5),
+    JOIN_EPOCH,
+    replace(JOIN_EPOCH, moves=STAGE.moves, meet_timeout_s=12.5),
     STAGE,
     replace(STAGE, moves=()),
     CHANGE,
@@ -209,7 +209,7 @@ def good():
         staged=STAGED,
         switched=SWITCHED,
         heartbeat=HEARTBEAT,
-        assignment=ASSIGNMENT,
+        join_epoch=JOIN_EPOCH,
         group_lost=GROUP_LOST,
         stage=STAGE,
         change=CHANGE,

@@ -18,8 +18,8 @@ def test_every_message_means_the_same_as_if_it_were_made_for_one_worker(good):
 def test_each_rank_gets_its_own_seat_and_moves_beside_what_all_get(good):
     encoder = Encoder()
     for rank in (1, 0):
-        seated = replace(good.assignment, rank=rank, moves=good.stage.moves[:rank])
-        told = pb.ConnectResponse.FromString(encoder.encode(seated)).assignment
+        seated = replace(good.join_epoch, rank=rank, moves=good.stage.moves[:rank])
+        told = pb.ConnectResponse.FromString(encoder.encode(seated)).join_epoch
         assert (told.rank, len(told.moves)) == (rank, rank)
         assert len(told.peers) == 2
 
@@ -41,6 +41,6 @@ def test_tables_are_serialised_once_for_all_ranks(good, monkeypatch):
     )
     encoder = Encoder()
     for _ in range(5):
-        encoder.encode(good.assignment)
+        encoder.encode(good.join_epoch)
         encoder.encode(good.stage)
     assert len(made) == 2

@@ -138,19 +138,19 @@ OTHER_FAULTS = [
     ("switched", dict(slot_checksums=b""), "switched_shape", "not 0 bytes"),
     ("heartbeat", dict(staged_generation=3), "heartbeat_generation", "4 runs already"),
 ]
-ASSIGNMENT_FAULTS = [
-    (dict(rank=2), "assignment_rank", "ranks 0 to 1, not 2"),
-    (dict(rank=0), "assignment_peers", "rank 0 is said to be worker-0, but this is worker-1"),
-    (dict(peers__1__rank=0), "assignment_peers", "must be the layout's 2 ranks, in order"),
-    (dict(peers__0__worker="worker-1"), "assignment_peers", "two ranks have one worker"),
-    (dict(peers__0__address="nowhere"), "assignment_address", "address of rank 0"),
-    (dict(peers__0__node=""), "assignment_name", "node of rank 0"),
-    (dict(report_interval_s=0.0), "assignment_range", "report_interval_s must be above 0"),
-    (dict(report_interval_s=float("nan")), "assignment_range", "report_interval_s"),
-    (dict(heartbeat_interval_s=float("inf")), "assignment_range", "heartbeat_interval_s"),
-    (dict(heartbeat_interval_s=-1.0), "assignment_range", "not -1.0"),
-    (dict(layout__num_ranks=1), "assignment_shape", r"has .* \(3, 8, 10\), but worker-1 serves"),
-    (dict(rendezvous_address=""), "assignment_address", "rendezvous_address"),
+JOIN_EPOCH_FAULTS = [
+    (dict(rank=2), "join_epoch_rank", "ranks 0 to 1, not 2"),
+    (dict(rank=0), "join_epoch_peers", "rank 0 is said to be worker-0, but this is worker-1"),
+    (dict(peers__1__rank=0), "join_epoch_peers", "must be the layout's 2 ranks, in order"),
+    (dict(peers__0__worker="worker-1"), "join_epoch_peers", "two ranks have one worker"),
+    (dict(peers__0__address="nowhere"), "join_epoch_address", "address of rank 0"),
+    (dict(peers__0__node=""), "join_epoch_name", "node of rank 0"),
+    (dict(report_interval_s=0.0), "join_epoch_range", "report_interval_s must be above 0"),
+    (dict(report_interval_s=float("nan")), "join_epoch_range", "report_interval_s"),
+    (dict(heartbeat_interval_s=float("inf")), "join_epoch_range", "heartbeat_interval_s"),
+    (dict(heartbeat_interval_s=-1.0), "join_epoch_range", "not -1.0"),
+    (dict(layout__num_ranks=1), "join_epoch_shape", r"has .* \(3, 8, 10\), but worker-1 serves"),
+    (dict(rendezvous_address=""), "join_epoch_address", "rendezvous_address"),
 ]
 STAGE_FAULTS = [
     (dict(base_generation=4), "stage_generation", "generation 4 cannot follow generation 4"),
@@ -190,10 +190,10 @@ def test_any_message_of_a_worker_with_one_fault_is_refused_in_words(
     check_refusal(refusal_of(good.received_by_balancer, message), kind, words)
 
 
-@pytest.mark.parametrize(("changes", "kind", "words"), ASSIGNMENT_FAULTS)
-def test_an_assignment_with_one_fault_is_refused_in_words(good, changes, kind, words):
-    message = to_worker(good.assignment)
-    set_fields(message.assignment, **changes)
+@pytest.mark.parametrize(("changes", "kind", "words"), JOIN_EPOCH_FAULTS)
+def test_a_join_epoch_with_one_fault_is_refused_in_words(good, changes, kind, words):
+    message = to_worker(good.join_epoch)
+    set_fields(message.join_epoch, **changes)
     check_refusal(refusal_of(good.received_by_worker, message), kind, words)
 
 

@@ -13,7 +13,7 @@ from small_models import SMALL as CONFIG
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.wire.convert import from_worker, to_worker
-from equipoise.wire.messages import Assignment, Heartbeat, HeartbeatAck, Peer, Report, Stage
+from equipoise.wire.messages import Heartbeat, HeartbeatAck, JoinEpoch, Peer, Report, Stage
 from equipoise.worker.applier import placement_of
 from equipoise.worker.core import ModelCore
 from equipoise.worker.held import HeldExperts, StagedGeneration
@@ -283,7 +283,7 @@ async def balancer():
 
 
 @pytest.fixture
-def assignment():
+def join_epoch():
     """What the balancer answers when all these workers have said hello, in rank order."""
 
     def build(hellos, layout, *, rank=0, **changes):
@@ -291,7 +291,7 @@ def assignment():
             Peer(rank=number, address=hello.address, node=hello.node, worker=hello.worker)
             for number, hello in enumerate(hellos)
         )
-        answer = Assignment(
+        answer = JoinEpoch(
             epoch=1,
             rank=rank,
             peers=peers,

@@ -60,11 +60,11 @@ def tokens_and_loads(core, held, staged, settings):
             engine.leave()
 
     alone = RankGroup.alone()
-    assignment = SimpleNamespace(layout=held.contents.layout)
+    join_epoch = SimpleNamespace(layout=held.contents.layout)
     engine = Engine(
         model=core.model,
         cache=core.cache,
-        experts=_expert_parallel(SimpleNamespace(assignment=assignment, group=alone), core),
+        experts=_expert_parallel(SimpleNamespace(join_epoch=join_epoch, group=alone), core),
         held=held,
         group=alone,
         scheduler=core.scheduler(settings),

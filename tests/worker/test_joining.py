@@ -27,13 +27,13 @@ def slots_of(core, settings, *, say=lambda *_: None):
 
 @pytest.mark.parametrize("has_room", [True, False])
 async def test_an_epoch_that_changes_every_slot_waits_on_the_host_where_a_device_has_no_room(
-    settings, random_layout, assignment, monkeypatch, has_room
+    settings, random_layout, join_epoch, monkeypatch, has_room
 ):
     chosen = settings()
     core = ModelCore.load(chosen)
     slots, first, second = slots_of(core, chosen), random_layout(1), random_layout(2)
     for layout in (first, second):
-        settle = await slots.prepare(assignment([HELLO], layout), given_up=threading.Event())
+        settle = await slots.prepare(join_epoch([HELLO], layout), given_up=threading.Event())
         if layout is second:
             assert slots.held.contents.layout is first, "others have not met it yet"
         settle()
@@ -52,7 +52,7 @@ def _no_room(_payloads):
 
 
 async def test_experts_are_read_into_their_slots_one_by_one_and_it_is_told(
-    settings, random_layout, assignment, monkeypatch
+    settings, random_layout, join_epoch, monkeypatch
 ):
     chosen = settings()
     core, events, said = ModelCore.load(chosen), [], []
@@ -71,7 +71,7 @@ async def test_experts_are_read_into_their_slots_one_by_one_and_it_is_told(
         noted("write", experts, "write")
     slots = slots_of(core, chosen, say=lambda _, done, total: said.append((done, total)))
     layout = random_layout(1)
-    settle = await slots.prepare(assignment([HELLO], layout), given_up=threading.Event())
+    settle = await slots.prepare(join_epoch([HELLO], layout), given_up=threading.Event())
     settle()
     num_experts = layout.expert_of_slot.size
     assert events == ["read", "write"] * num_experts

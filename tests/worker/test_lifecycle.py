@@ -53,9 +53,9 @@ async def running(settings):
         assert task.done()
 
 
-async def join(balancer, assignment, layout, **changes):
+async def join(balancer, join_epoch, layout, **changes):
     link = await balancer.link()
-    link.say(assignment([link.hello], layout, **changes))
+    link.say(join_epoch([link.hello], layout, **changes))
     return link, await link.until(Serving)
 
 
@@ -76,7 +76,7 @@ async def health_of(address, service=""):
 
 
 async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
-    balancer, settings, assignment, random_layout, solo, checkpoint
+    balancer, settings, join_epoch, random_layout, solo, checkpoint
 ):
     layout = random_layout(5)
     async with running(settings(balancer=balancer.address, worker="w-7", pool="blue")) as bench:
@@ -93,7 +93,7 @@ async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
         assert await health_of(hello.address, LIVE) == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="no rank yet"):
             await generate(hello.address)
-        link.say(assignment([hello], layout))
+        link.say(join_epoch([hello], layout))
         serving = await link.until(Serving)
         assert (serving.epoch, serving.rank, serving.generation) == (1, 0, 5)
         for layer, slot in np.ndindex(layout.expert_of_slot.shape):
@@ -105,11 +105,11 @@ async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
 
 
 async def test_loads_are_reported_for_this_generation_and_finally_for_the_one_before(
-    balancer, settings, assignment, random_layout, stage_to
+    balancer, settings, join_epoch, random_layout, stage_to
 ):
     first, second = random_layout(1), random_layout(2)
     async with running(settings(balancer=balancer.address)) as bench:
-        link, _ = await join(balancer, assignment, first)
+        link, _ = await join(balancer, join_epoch, first)
         await generate(bench.worker.address, 4)
         tokens = len(PROMPT) + 4 - 1
         report = await link.until(
@@ -135,11 +135,11 @@ async def test_loads_are_reported_for_this_generation_and_finally_for_the_one_be
 
 
 async def test_a_stage_leads_to_staged_and_switched_and_no_token_changes(
-    balancer, settings, assignment, random_layout, stage_to, solo, checkpoint
+    balancer, settings, join_epoch, random_layout, stage_to, solo, checkpoint
 ):
     layouts = [random_layout(generation) for generation in range(1, 7)]
     async with running(settings(balancer=balancer.address)) as bench:
-        link, _ = await join(balancer, assignment, layouts[0])
+        link, _ = await join(balancer, join_epoch, layouts[0])
         generating = asyncio.create_task(generate(bench.worker.address, 80))
         for running_layout, layout in pairwise(layouts):
             link.say(stage_to(running_layout, layout))
@@ -159,11 +159,11 @@ async def test_a_stage_leads_to_staged_and_switched_and_no_token_changes(
 
 
 async def test_serving_goes_on_without_the_balancer_and_what_runs_is_told_on_return(
-    balancer, settings, assignment, random_layout, stage_to, solo
+    balancer, settings, join_epoch, random_layout, stage_to, solo
 ):
     first, second = random_layout(1), random_layout(2)
     async with running(settings(balancer=balancer.address)) as bench:
-        link, _ = await join(balancer, assignment, first)
+        link, _ = await join(balancer, join_epoch, first)
         link.say(stage_to(first, second))
         switched = await link.until(Switched)
         await balancer.stop()
@@ -175,25 +175,25 @@ async def test_serving_goes_on_without_the_balancer_and_what_runs_is_told_on_ret
         assert state.staged_generation == 0
         assert state.layout.same_placement(second)
         np.testing.assert_array_equal(state.checksums, switched.checksums)
-        link.say(assignment([link.hello], second))
+        link.say(join_epoch([link.hello], second))
         assert (await link.until(Serving)).generation == 2
         assert (await link.until(Switched)).step == switched.step
         assert await generate(bench.worker.address, 5) == solo(PROMPT, 5)
 
 
 async def test_a_later_epoch_is_taken_up_and_open_requests_go_on(
-    balancer, settings, assignment, random_layout, solo
+    balancer, settings, join_epoch, random_layout, solo
 ):
     async with running(settings(balancer=balancer.address)) as bench:
-        link, _ = await join(balancer, assignment, random_layout(1))
+        link, _ = await join(balancer, join_epoch, random_layout(1))
         generating = asyncio.create_task(generate(bench.worker.address, 80))
         for epoch in (2, 3, 4):
-            link.say(assignment([link.hello], random_layout(epoch), epoch=epoch))
+            link.say(join_epoch([link.hello], random_layout(epoch), epoch=epoch))
             serving = await link.until(Serving, lambda said: said.epoch == epoch)  # noqa: B023
             expert = int(random_layout(epoch).expert_of_slot[0, 3])
             expected = checksum(bench.worker.rank.held.read(layer=0, expert=expert))
             assert serving.checksums[0, 3].tobytes() == expected
-        link.say(assignment([link.hello], random_layout(2), epoch=2))
+        link.say(join_epoch([link.hello], random_layout(2), epoch=2))
         link.say(Rejection(reason="you are not welcome any more", fatal=True))
         assert await generating == solo(PROMPT, 80)
         assert bench.worker.rank.state().epoch == 4
@@ -201,14 +201,14 @@ async def test_a_later_epoch_is_taken_up_and_open_requests_go_on(
 
 
 async def test_a_worker_that_meets_nobody_says_so_and_takes_up_the_next_epoch(
-    balancer, settings, assignment, random_layout, solo
+    balancer, settings, join_epoch, random_layout, solo
 ):
     chosen = settings(balancer=balancer.address, num_ranks=2, slots_per_rank=8)
     async with running(chosen) as bench:
         link = await balancer.link()
         two = random_layout(1, num_ranks=2, slots_per_rank=8)
         other = dataclasses.replace(link.hello, worker="absent")
-        link.say(assignment([link.hello, other], two, meet_timeout_s=0.2))
+        link.say(join_epoch([link.hello, other], two, meet_timeout_s=0.2))
         lost = await link.until(GroupLost)
         assert lost.epoch == 1
         assert "2 ranks of epoch 1 did not meet" in lost.reason
@@ -216,19 +216,19 @@ async def test_a_worker_that_meets_nobody_says_so_and_takes_up_the_next_epoch(
         link.hang_up()
         link = await balancer.link()
         assert link.hello.group_lost.reason == lost.reason
-        link.say(assignment([link.hello], random_layout(2, slots_per_rank=8), epoch=2))
+        link.say(join_epoch([link.hello], random_layout(2, slots_per_rank=8), epoch=2))
         await link.until(Serving)
         assert await generate(bench.worker.address, 5) == solo(PROMPT, 5)
 
 
 async def test_requests_are_told_why_when_no_group_forms_in_time(
-    balancer, settings, assignment, random_layout
+    balancer, settings, join_epoch, random_layout
 ):
     chosen = settings(
         balancer=balancer.address, num_ranks=2, slots_per_rank=8, outage_timeout_s=0.3
     )
     async with running(chosen) as bench:
-        link, _ = await join(balancer, assignment, random_layout(1, slots_per_rank=8))
+        link, _ = await join(balancer, join_epoch, random_layout(1, slots_per_rank=8))
         async with grpc.aio.insecure_channel(bench.worker.address) as channel:
             call = worker_pb2_grpc.InferenceStub(channel).Generate(
                 pb.GenerateRequest(prompt=PROMPT, max_tokens=80), timeout=60
@@ -236,23 +236,23 @@ async def test_requests_are_told_why_when_no_group_forms_in_time(
             assert (await call.read()).tokens
             other = dataclasses.replace(link.hello, worker="absent")
             two = random_layout(2, num_ranks=2, slots_per_rank=8)
-            late = assignment([link.hello, other], two, epoch=2, meet_timeout_s=0.2)
+            late = join_epoch([link.hello, other], two, epoch=2, meet_timeout_s=0.2)
             link.say(late)
             with pytest.raises(grpc.aio.AioRpcError, match=r"did not form anew within 0\.3 s"):
                 await _read_to_end(call)
         with pytest.raises(grpc.aio.AioRpcError, match="did not form anew"):
             await generate(bench.worker.address, 5)
-        link.say(assignment([link.hello], random_layout(3, slots_per_rank=8), epoch=3))
+        link.say(join_epoch([link.hello], random_layout(3, slots_per_rank=8), epoch=3))
         await link.until(Serving, lambda said: said.epoch == 3)
         assert len(await generate(bench.worker.address, 5)) == 5
 
 
 async def test_a_worker_that_stops_first_finishes_the_requests_it_has(
-    balancer, settings, assignment, random_layout, solo
+    balancer, settings, join_epoch, random_layout, solo
 ):
     chosen = settings(balancer=balancer.address, worker="w-7", drain_timeout_s=60.0)
     async with running(chosen) as bench:
-        link, _ = await join(balancer, assignment, random_layout(1))
+        link, _ = await join(balancer, join_epoch, random_layout(1))
         async with grpc.aio.insecure_channel(bench.worker.address) as channel:
             call = worker_pb2_grpc.InferenceStub(channel).Generate(
                 pb.GenerateRequest(prompt=PROMPT, max_tokens=80), timeout=60
@@ -277,11 +277,11 @@ async def test_a_fatal_rejection_at_the_start_ends_the_worker_with_the_reason(ba
 
 
 async def test_a_stage_that_makes_no_sense_is_refused_with_the_reason(
-    balancer, settings, assignment, random_layout, stage_to
+    balancer, settings, join_epoch, random_layout, stage_to
 ):
     other = random_layout(2, slots_per_rank=10)
     async with running(settings(balancer=balancer.address)):
-        link, _ = await join(balancer, assignment, random_layout(1))
+        link, _ = await join(balancer, join_epoch, random_layout(1))
         link.say(stage_to(random_layout(1, slots_per_rank=10), other))
         refused = await link.until(Refused)
         assert (refused.epoch, refused.rank, refused.generation) == (1, 0, 2)
@@ -289,11 +289,11 @@ async def test_a_stage_that_makes_no_sense_is_refused_with_the_reason(
 
 
 async def test_a_stop_ends_requests_with_a_reason_and_says_so_and_goodbye(
-    balancer, settings, assignment, random_layout
+    balancer, settings, join_epoch, random_layout
 ):
     chosen = settings(balancer=balancer.address, worker="w-7", drain_timeout_s=0.01)
     async with running(chosen) as bench:
-        link, _ = await join(balancer, assignment, random_layout(1))
+        link, _ = await join(balancer, join_epoch, random_layout(1))
         async with grpc.aio.insecure_channel(bench.worker.address) as channel:
             call = worker_pb2_grpc.InferenceStub(channel).Generate(
                 pb.GenerateRequest(prompt=PROMPT, max_tokens=80), timeout=60
@@ -315,7 +315,7 @@ async def _read_to_end(call):
 
 
 async def test_a_stop_while_waiting_for_a_balancer_or_for_other_ranks_is_quick(
-    balancer, settings, assignment, random_layout
+    balancer, settings, join_epoch, random_layout
 ):
     async with running(settings(balancer="127.0.0.1:1")):
         pass
@@ -323,7 +323,7 @@ async def test_a_stop_while_waiting_for_a_balancer_or_for_other_ranks_is_quick(
     async with running(alone) as bench:
         link = await balancer.link()
         layout = random_layout(1, num_ranks=2, slots_per_rank=6)
-        link.say(assignment([link.hello, link.hello], layout))
+        link.say(join_epoch([link.hello, link.hello], layout))
         await link.until(Heartbeat)
         bench.stop.set()
         await asyncio.wait_for(bench.task, 30)

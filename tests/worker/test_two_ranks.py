@@ -59,7 +59,7 @@ class Pool:
 
 
 @asynccontextmanager
-async def two_ranks(balancer, settings, assignment, layout, **changes):
+async def two_ranks(balancer, settings, join_epoch, layout, **changes):
     context = multiprocessing.get_context("spawn")
     started = []
 
@@ -84,7 +84,7 @@ async def two_ranks(balancer, settings, assignment, layout, **changes):
         )
         hellos = [link.hello for link in links]
         for rank, link in enumerate(links):
-            link.say(assignment(hellos, layout, rank=rank))
+            link.say(join_epoch(hellos, layout, rank=rank))
         for link in links:
             await link.until(Serving)
         yield Pool([processes[hello.worker] for hello in hellos], links, start)
@@ -109,10 +109,10 @@ async def generate(address, prompt, max_tokens, *, begun=None):
 
 
 async def test_ranks_switch_at_one_step_and_no_token_changes(
-    balancer, settings, assignment, random_layout, stage_to, solo
+    balancer, settings, join_epoch, random_layout, stage_to, solo
 ):
     layouts = [random_layout(n, num_ranks=2, slots_per_rank=6) for n in range(1, 6)]
-    async with two_ranks(balancer, settings, assignment, layouts[0]) as pool:
+    async with two_ranks(balancer, settings, join_epoch, layouts[0]) as pool:
         generating = [
             asyncio.create_task(generate(address, prompt, 80))
             for address, prompt in zip(pool.addresses(), PROMPTS, strict=True)
@@ -147,10 +147,10 @@ async def test_ranks_switch_at_one_step_and_no_token_changes(
 
 
 async def test_a_rank_that_is_slowed_down_is_told_from_the_one_that_waits_for_it(
-    balancer, settings, assignment, random_layout
+    balancer, settings, join_epoch, random_layout
 ):
     layout = random_layout(1, num_ranks=2, slots_per_rank=6)
-    async with two_ranks(balancer, settings, assignment, layout) as pool:
+    async with two_ranks(balancer, settings, join_epoch, layout) as pool:
         generating = [
             asyncio.create_task(generate(address, prompt, 80))
             for address, prompt in zip(pool.addresses(), PROMPTS, strict=True)
@@ -195,10 +195,10 @@ def _of(layout):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_rank_that_is_stopped_leaves_in_order_and_the_other_says_who_left(
-    balancer, settings, assignment, random_layout, number
+    balancer, settings, join_epoch, random_layout, number
 ):
     layout = random_layout(1, num_ranks=2, slots_per_rank=6)
-    async with two_ranks(balancer, settings, assignment, layout) as pool:
+    async with two_ranks(balancer, settings, join_epoch, layout) as pool:
         os.kill(pool.processes[1].pid, number)
         assert await pool.exit_code(1) == 0
         lost = await pool.links[0].until(GroupLost)
@@ -208,10 +208,10 @@ async def test_a_rank_that_is_stopped_leaves_in_order_and_the_other_says_who_lef
 
 
 async def test_when_a_rank_is_killed_the_other_keeps_its_requests_for_the_next_epoch(
-    balancer, settings, assignment, random_layout, solo, checkpoint
+    balancer, settings, join_epoch, random_layout, solo, checkpoint
 ):
     layout = random_layout(1, num_ranks=2, slots_per_rank=6)
-    async with two_ranks(balancer, settings, assignment, layout) as pool:
+    async with two_ranks(balancer, settings, join_epoch, layout) as pool:
         begun = asyncio.Event()
         generating = asyncio.create_task(generate(pool.addresses()[0], PROMPTS[0], 80, begun=begun))
         await begun.wait()
@@ -224,10 +224,10 @@ async def test_when_a_rank_is_killed_the_other_keeps_its_requests_for_the_next_e
         returned = await balancer.link()
         hellos = [survivor.hello, returned.hello]
         second = random_layout(2, num_ranks=2, slots_per_rank=6)
-        survivor.say(assignment(hellos, second, rank=0, epoch=2))
+        survivor.say(join_epoch(hellos, second, rank=0, epoch=2))
         moves = pull_from(0, layout, second, checkpoint)
         assert moves
-        returned.say(assignment(hellos, second, rank=1, epoch=2, moves=moves))
+        returned.say(join_epoch(hellos, second, rank=1, epoch=2, moves=moves))
         for link in (survivor, returned):
             await link.until(Serving, lambda said: said.epoch == 2)
         tokens, _ = await generating
@@ -298,11 +298,11 @@ def layout_in_fp8(generation, row):
 
 
 async def test_ranks_in_fp8_serve_together_and_anew_when_one_was_killed(
-    balancer, settings, assignment, in_fp8
+    balancer, settings, join_epoch, in_fp8
 ):
     first, second = layout_in_fp8(1, [0, 1, 2, 3, 0, 1]), layout_in_fp8(2, [3, 1, 0, 2, 3, 0])
     expected = [tokens_alone(settings(**in_fp8), prompt, 40) for prompt in PROMPTS]
-    async with two_ranks(balancer, settings, assignment, first, **in_fp8) as pool:
+    async with two_ranks(balancer, settings, join_epoch, first, **in_fp8) as pool:
         tokens, _ = await generate(pool.addresses()[1], PROMPTS[1], 40)
         assert tokens == expected[1]
         begun = asyncio.Event()
@@ -316,7 +316,7 @@ async def test_ranks_in_fp8_serve_together_and_anew_when_one_was_killed(
         returned = await balancer.link()
         hellos = [survivor.hello, returned.hello]
         for rank, link in enumerate((survivor, returned)):
-            link.say(assignment(hellos, second, rank=rank, epoch=2))
+            link.say(join_epoch(hellos, second, rank=rank, epoch=2))
         for link in (survivor, returned):
             serving = await link.until(Serving, lambda said: said.epoch == 2)
             assert serving.steps == (

@@ -4,7 +4,7 @@ isort:skip_file
 The contract between workers and the balancer.
 
 One stream per worker carries everything. The worker speaks first (Hello), the balancer
-answers with an Assignment or refuses with a reason. From then on the stream is
+answers with a JoinEpoch or refuses with a reason. From then on the stream is
 level-triggered: either side may repeat what it said, and the last word counts.
 
 Words follow docs/architecture.md. Arrays are packed little-endian `bytes`, because a
@@ -88,7 +88,7 @@ class ConnectRequest(_message.Message):
 
     @_builtins.property
     def refused(self) -> Global___Refused:
-        """Answer to Stage or Assignment: the worker keeps what it has."""
+        """Answer to Stage or JoinEpoch: the worker keeps what it has."""
 
     @_builtins.property
     def switched(self) -> Global___Switched:
@@ -135,13 +135,13 @@ class ConnectResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    JOIN_EPOCH_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_ACK_FIELD_NUMBER: _builtins.int
     REJECTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def assignment(self) -> Global___Assignment:
+    def join_epoch(self) -> Global___JoinEpoch:
         """Answer to Hello once the pool is complete: who is who, and the layout to start in."""
 
     @_builtins.property
@@ -163,17 +163,17 @@ class ConnectResponse(_message.Message):
     def __init__(
         self,
         *,
-        assignment: Global___Assignment | None = ...,
+        join_epoch: Global___JoinEpoch | None = ...,
         stage: Global___Stage | None = ...,
         abort: Global___Abort | None = ...,
         heartbeat_ack: Global___HeartbeatAck | None = ...,
         rejection: Global___Rejection | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "assignment", b"assignment", "heartbeat_ack", b"heartbeat_ack", "message", b"message", "rejection", b"rejection", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "heartbeat_ack", b"heartbeat_ack", "join_epoch", b"join_epoch", "message", b"message", "rejection", b"rejection", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "assignment", b"assignment", "heartbeat_ack", b"heartbeat_ack", "message", b"message", "rejection", b"rejection", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "heartbeat_ack", b"heartbeat_ack", "join_epoch", b"join_epoch", "message", b"message", "rejection", b"rejection", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["assignment", "stage", "abort", "heartbeat_ack", "rejection"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join_epoch", "stage", "abort", "heartbeat_ack", "rejection"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -466,8 +466,8 @@ class Peer(_message.Message):
 Global___Peer: _TypeAlias = Peer  # noqa: Y015
 
 @_typing.final
-class Assignment(_message.Message):
-    """Assignment makes a worker a rank of an epoch."""
+class JoinEpoch(_message.Message):
+    """JoinEpoch makes a worker a rank of an epoch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -532,7 +532,7 @@ class Assignment(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
+Global___JoinEpoch: _TypeAlias = JoinEpoch  # noqa: Y015
 
 @_typing.final
 class Serving(_message.Message):
@@ -858,7 +858,7 @@ class Stage(_message.Message):
     timeout_s: _builtins.float
     """Seconds the worker may take before it refuses by itself."""
     term: _builtins.int
-    """Term of the balancer, as in Assignment."""
+    """Term of the balancer, as in JoinEpoch."""
     traceparent: _builtins.str
     """W3C trace context of the rollout, so that what the worker does about it is found with it; empty
     where nobody traces.
@@ -898,8 +898,8 @@ Global___Stage: _TypeAlias = Stage  # noqa: Y015
 @_typing.final
 class GroupLost(_message.Message):
     """GroupLost: the ranks of an epoch cannot take another step together, for example because one of
-    them died. The worker lives on, keeps its requests and what its slots hold, and waits for an
-    Assignment of a later epoch.
+    them died. The worker lives on, keeps its requests and what its slots hold, and waits for a
+    JoinEpoch of a later epoch.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1076,7 +1076,7 @@ class Abort(_message.Message):
     reason: _builtins.str
     """Why, for the worker's log."""
     term: _builtins.int
-    """Term of the balancer, as in Assignment."""
+    """Term of the balancer, as in JoinEpoch."""
     def __init__(
         self,
         *,

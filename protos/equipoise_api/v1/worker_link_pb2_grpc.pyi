@@ -4,7 +4,7 @@ isort:skip_file
 The contract between workers and the balancer.
 
 One stream per worker carries everything. The worker speaks first (Hello), the balancer
-answers with an Assignment or refuses with a reason. From then on the stream is
+answers with a JoinEpoch or refuses with a reason. From then on the stream is
 level-triggered: either side may repeat what it said, and the last word counts.
 
 Words follow docs/architecture.md. Arrays are packed little-endian `bytes`, because a

@@ -12,12 +12,12 @@ from equipoise.wire import reports, requests, responses
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
     Abort,
-    Assignment,
     BalancerMessage,
     GroupLost,
     Heartbeat,
     HeartbeatAck,
     Hello,
+    JoinEpoch,
     Leaving,
     Refused,
     Rejection,
@@ -110,8 +110,8 @@ def from_worker(  # noqa: C901, PLR0911, PLR0912 - a case a message
 def to_worker(value: BalancerMessage) -> pb.ConnectResponse:
     """What the balancer sends."""
     match value:
-        case Assignment():
-            return pb.ConnectResponse(assignment=responses.assignment_to_proto(value))
+        case JoinEpoch():
+            return pb.ConnectResponse(join_epoch=responses.join_epoch_to_proto(value))
         case Stage():
             return pb.ConnectResponse(stage=responses.stage_to_proto(value))
         case Abort():
@@ -136,8 +136,8 @@ def from_balancer(
     """
     kind = message.WhichOneof("message")
     match kind:
-        case "assignment":
-            return responses.assignment_from_proto(message.assignment, hello=hello)
+        case "join_epoch":
+            return responses.join_epoch_from_proto(message.join_epoch, hello=hello)
         case "stage":
             return responses.stage_from_proto(message.stage, hello=hello, running=running)
         case "abort":

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from equipoise.wire.convert import to_worker
-from equipoise.wire.messages import Assignment, BalancerMessage, Stage
+from equipoise.wire.messages import BalancerMessage, JoinEpoch, Stage
 from equipoise.wire.responses import add_moves
 from equipoise_api.v1 import worker_link_pb2 as pb
 
@@ -29,14 +29,14 @@ class Encoder:
                 own = pb.ConnectResponse()
                 add_moves(value.moves, to=own.stage)
                 return self._for_all(value, moves=()) + own.SerializeToString()
-            case Assignment():
-                own = pb.ConnectResponse(assignment=pb.Assignment(rank=value.rank))
-                add_moves(value.moves, to=own.assignment)
+            case JoinEpoch():
+                own = pb.ConnectResponse(join_epoch=pb.JoinEpoch(rank=value.rank))
+                add_moves(value.moves, to=own.join_epoch)
                 return self._for_all(value, rank=0, moves=()) + own.SerializeToString()
             case _:
                 return to_worker(value).SerializeToString()
 
-    def _for_all(self, value: Assignment | Stage, **own: Any) -> bytes:
+    def _for_all(self, value: JoinEpoch | Stage, **own: Any) -> bytes:
         """The bytes of a push without what is the receiver's `own`."""
         known, data = self._latest.get(type(value), (None, b""))
         # Layouts are equal if they are the same object, so this compares no tables.
@@ -51,4 +51,4 @@ class Encoder:
         return data
 
 
-_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in (Assignment, Stage)}
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in (JoinEpoch, Stage)}

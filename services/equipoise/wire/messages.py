@@ -256,7 +256,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class JoinEpoch:
     """Makes a worker a rank of an epoch. `peers` are all ranks in rank order, it included.
 
     `moves` say where to pull what its slots lack of `layout`; sources are ranks of this epoch with
@@ -329,4 +329,4 @@ class Rejection:
     leader_address: str | None = None
 
 
-BalancerMessage = Assignment | Stage | Abort | HeartbeatAck | Rejection
+BalancerMessage = JoinEpoch | Stage | Abort | HeartbeatAck | Rejection

@@ -151,7 +151,7 @@ def staged_from_proto(message: pb.Staged) -> Staged:
 
 
 def refused_to_proto(refused: Refused) -> pb.Refused:
-    """The no to a Stage or an Assignment."""
+    """The no to a Stage or a JoinEpoch."""
     return pb.Refused(
         epoch=refused.epoch,
         rank=refused.rank,

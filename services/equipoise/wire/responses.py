@@ -9,9 +9,9 @@ from equipoise.wire import checks, layouts
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
     Abort,
-    Assignment,
     HeartbeatAck,
     Hello,
+    JoinEpoch,
     Peer,
     Rejection,
     Stage,
@@ -19,52 +19,52 @@ from equipoise.wire.messages import (
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 
-def assignment_to_proto(assignment: Assignment) -> pb.Assignment:
+def join_epoch_to_proto(join_epoch: JoinEpoch) -> pb.JoinEpoch:
     """Who is who, and the layout to start in."""
-    message = pb.Assignment(
-        epoch=assignment.epoch,
-        rank=assignment.rank,
+    message = pb.JoinEpoch(
+        epoch=join_epoch.epoch,
+        rank=join_epoch.rank,
         peers=[
             pb.Peer(rank=peer.rank, address=peer.address, node=peer.node, worker=peer.worker)
-            for peer in assignment.peers
+            for peer in join_epoch.peers
         ],
-        rendezvous_address=assignment.rendezvous_address,
-        layout=layouts.layout_to_proto(assignment.layout),
-        report_interval_s=assignment.report_interval_s,
-        heartbeat_interval_s=assignment.heartbeat_interval_s,
-        term=assignment.term,
-        meet_timeout_s=assignment.meet_timeout_s,
+        rendezvous_address=join_epoch.rendezvous_address,
+        layout=layouts.layout_to_proto(join_epoch.layout),
+        report_interval_s=join_epoch.report_interval_s,
+        heartbeat_interval_s=join_epoch.heartbeat_interval_s,
+        term=join_epoch.term,
+        meet_timeout_s=join_epoch.meet_timeout_s,
     )
-    add_moves(assignment.moves, to=message)
+    add_moves(join_epoch.moves, to=message)
     return message
 
 
-def assignment_from_proto(message: pb.Assignment, *, hello: Hello) -> Assignment:
+def join_epoch_from_proto(message: pb.JoinEpoch, *, hello: Hello) -> JoinEpoch:
     """The receiver's place in an epoch.
 
     Raises:
         InvalidMessageError: a number is out of range, the layout is none or another model's, or the
             peers are not the layout's ranks in order with the receiver in its place.
     """
-    layout = layouts.layout_from_proto(message.layout, kind="assignment")
-    layouts.check_layout_suits("assignment", layout, hello=hello)
-    return Assignment(
-        epoch=checks.count("assignment", "epoch", message.epoch, least=1),
-        rank=checks.rank("assignment", message.rank, num_ranks=layout.num_ranks),
+    layout = layouts.layout_from_proto(message.layout, kind="join_epoch")
+    layouts.check_layout_suits("join_epoch", layout, hello=hello)
+    return JoinEpoch(
+        epoch=checks.count("join_epoch", "epoch", message.epoch, least=1),
+        rank=checks.rank("join_epoch", message.rank, num_ranks=layout.num_ranks),
         peers=_peers_from_proto(message, num_ranks=layout.num_ranks, hello=hello),
         rendezvous_address=checks.address(
-            "assignment", "rendezvous_address", message.rendezvous_address
+            "join_epoch", "rendezvous_address", message.rendezvous_address
         ),
         layout=layout,
         report_interval_s=checks.duration_s(
-            "assignment", "report_interval_s", message.report_interval_s
+            "join_epoch", "report_interval_s", message.report_interval_s
         ),
         heartbeat_interval_s=checks.duration_s(
-            "assignment", "heartbeat_interval_s", message.heartbeat_interval_s
+            "join_epoch", "heartbeat_interval_s", message.heartbeat_interval_s
         ),
-        term=checks.count("assignment", "term", message.term),
-        moves=_moves_from_proto("assignment", message.moves, layout=layout),
-        meet_timeout_s=checks.duration_s("assignment", "meet_timeout_s", message.meet_timeout_s),
+        term=checks.count("join_epoch", "term", message.term),
+        moves=_moves_from_proto("join_epoch", message.moves, layout=layout),
+        meet_timeout_s=checks.duration_s("join_epoch", "meet_timeout_s", message.meet_timeout_s),
     )
 
 
@@ -174,7 +174,7 @@ def rejection_from_proto(message: pb.Rejection) -> Rejection:
     )
 
 
-def add_moves(moves: Iterable[Move], *, to: pb.Assignment | pb.Stage) -> None:
+def add_moves(moves: Iterable[Move], *, to: pb.JoinEpoch | pb.Stage) -> None:
     """What a rank is to copy, in order.
 
     Filled in place: messages that are made first and then put into others are copied twice, and
@@ -191,28 +191,28 @@ def add_moves(moves: Iterable[Move], *, to: pb.Assignment | pb.Stage) -> None:
                 message.sources.add().checkpoint = True
 
 
-def _peers_from_proto(message: pb.Assignment, *, num_ranks: int, hello: Hello) -> tuple[Peer, ...]:
+def _peers_from_proto(message: pb.JoinEpoch, *, num_ranks: int, hello: Hello) -> tuple[Peer, ...]:
     if [peer.rank for peer in message.peers] != list(range(num_ranks)):
         raise InvalidMessageError(
-            "assignment_peers",
-            f"assignment: the {len(message.peers)} peers must be the layout's {num_ranks} ranks, "
+            "join_epoch_peers",
+            f"join_epoch: the {len(message.peers)} peers must be the layout's {num_ranks} ranks, "
             "in order",
         )
     peers = tuple(
         Peer(
             rank=peer.rank,
-            address=checks.address("assignment", f"address of rank {peer.rank}", peer.address),
-            node=checks.name("assignment", f"node of rank {peer.rank}", peer.node),
-            worker=checks.name("assignment", f"worker of rank {peer.rank}", peer.worker),
+            address=checks.address("join_epoch", f"address of rank {peer.rank}", peer.address),
+            node=checks.name("join_epoch", f"node of rank {peer.rank}", peer.node),
+            worker=checks.name("join_epoch", f"worker of rank {peer.rank}", peer.worker),
         )
         for peer in message.peers
     )
     if len({peer.worker for peer in peers}) < num_ranks:
-        raise InvalidMessageError("assignment_peers", "assignment: two ranks have one worker")
+        raise InvalidMessageError("join_epoch_peers", "join_epoch: two ranks have one worker")
     if peers[message.rank].worker != hello.worker:
         raise InvalidMessageError(
-            "assignment_peers",
-            f"assignment: rank {message.rank} is said to be {peers[message.rank].worker}, "
+            "join_epoch_peers",
+            f"join_epoch: rank {message.rank} is said to be {peers[message.rank].worker}, "
             f"but this is {hello.worker}",
         )
     return peers

@@ -19,11 +19,11 @@ from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
     Abort,
-    Assignment,
     BalancerMessage,
     Heartbeat,
     HeartbeatAck,
     Hello,
+    JoinEpoch,
     Leaving,
     Rejection,
     Report,
@@ -254,12 +254,12 @@ class Agent:
     def _staleness(self, value: BalancerMessage) -> str:
         """Why a message of a balancer that was succeeded must not be obeyed; empty if it may."""
         match value:
-            case Assignment() | Stage() | Abort() if value.term < self._highest_term:
+            case JoinEpoch() | Stage() | Abort() if value.term < self._highest_term:
                 return (
                     f"term {value.term} is over, a balancer of term {self._highest_term} has taken "
                     "over"
                 )
-            case Assignment() | Stage() | Abort():
+            case JoinEpoch() | Stage() | Abort():
                 self._highest_term = value.term
         return ""
 

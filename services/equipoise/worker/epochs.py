@@ -14,7 +14,7 @@ from opentelemetry.trace import Tracer
 from equipoise.telemetry.loading import Loading
 from equipoise.telemetry.logs import about
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.messages import Assignment, GroupLost, Wait
+from equipoise.wire.messages import GroupLost, JoinEpoch, Wait
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import GroupError, StepTimeoutError, TransferError, WorkerError
 from equipoise.worker.inference import InferenceService
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Epochs:
-    """Takes assignments and lives up to them; used from the event loop only.
+    """Take up each JoinEpoch in turn; used from the event loop only.
 
     `say` tells the balancer; `serves` is called with whether requests are taken when that changes.
     """
@@ -68,7 +68,7 @@ class Epochs:
         self.timings = Timings()
         self.scheduler = core.scheduler(settings)
         self._epoch = 0
-        self._next: asyncio.Queue[Assignment] = asyncio.Queue()
+        self._next: asyncio.Queue[JoinEpoch] = asyncio.Queue()
         self._given_up = threading.Event()
         self._outage: asyncio.TimerHandle | None = None
         self._ended = False
@@ -81,17 +81,17 @@ class Epochs:
         """Whether this worker was ever assigned to an epoch."""
         return self._epoch > 0
 
-    def assign(self, assignment: Assignment) -> None:
+    def join(self, join_epoch: JoinEpoch) -> None:
         """Become a rank of an epoch; the newest one counts, and repeating it changes nothing."""
         rank = self.rank
-        if rank is not None and rank.same_as(assignment):
+        if rank is not None and rank.same_as(join_epoch):
             # Said again, because the stream may have broken before the balancer heard it.
             self._say_serving(rank)
-        elif assignment.epoch <= self._epoch:
-            _log.info("epoch %d was taken up before: ignored", assignment.epoch)
+        elif join_epoch.epoch <= self._epoch:
+            _log.info("epoch %d was taken up before: ignored", join_epoch.epoch)
         else:
-            self._epoch = assignment.epoch
-            self._next.put_nowait(assignment)
+            self._epoch = join_epoch.epoch
+            self._next.put_nowait(join_epoch)
             self._leave()
 
     async def run(self) -> None:
@@ -101,9 +101,9 @@ class Epochs:
             WorkerError: the experts of an epoch could not be had.
         """
         while not self._ended:
-            assignment = await self._next.get()
-            if assignment.epoch == self._epoch:
-                await self._live(assignment)
+            join_epoch = await self._next.get()
+            if join_epoch.epoch == self._epoch:
+                await self._live(join_epoch)
 
     def end(self) -> None:
         """Leave the present epoch, and enter no other."""
@@ -118,25 +118,25 @@ class Epochs:
         if self.rank is not None:
             self.rank.leave()
 
-    async def _live(self, assignment: Assignment) -> None:
+    async def _live(self, join_epoch: JoinEpoch) -> None:
         self._given_up = threading.Event()
         held = self._slots.held
         if held is not None:
-            self._transfer.open(held, epoch=assignment.epoch)
+            self._transfer.open(held, epoch=join_epoch.epoch)
         try:
             joined = await join(
-                assignment, slots=self._slots, settings=self._settings, given_up=self._given_up
+                join_epoch, slots=self._slots, settings=self._settings, given_up=self._given_up
             )
             await self._serve(joined)
         except TransferError as error:
-            raise WorkerError(f"epoch {assignment.epoch} cannot be joined: {error}") from error
+            raise WorkerError(f"epoch {join_epoch.epoch} cannot be joined: {error}") from error
         except GroupError as error:
             if isinstance(error, StepTimeoutError):
-                self._waits.note(Wait.STEP, f"epoch {assignment.epoch} ended: {error}")
-            self._lose(assignment, str(error))
+                self._waits.note(Wait.STEP, f"epoch {join_epoch.epoch} ended: {error}")
+            self._lose(join_epoch, str(error))
 
     async def _serve(self, joined: Joined) -> None:
-        assignment = joined.assignment
+        join_epoch = joined.join_epoch
         rank = Rank(
             joined,
             core=self._core,
@@ -153,7 +153,7 @@ class Epochs:
         self.rank, self.lost = rank, None
         if self._given_up.is_set():
             rank.leave()
-        self._transfer.open(joined.held, epoch=assignment.epoch)
+        self._transfer.open(joined.held, epoch=join_epoch.epoch)
         if self._outage is not None:
             self._outage.cancel()
         self._inference.open(rank.engine)
@@ -161,14 +161,14 @@ class Epochs:
         self._say_serving(rank)
         _log.info(
             "rank %d of %d in epoch %d, generation %d",
-            assignment.rank,
-            len(assignment.peers),
-            assignment.epoch,
-            assignment.layout.generation,
+            join_epoch.rank,
+            len(join_epoch.peers),
+            join_epoch.epoch,
+            join_epoch.layout.generation,
             extra=about(
-                epoch=assignment.epoch,
-                rank=assignment.rank,
-                generation=assignment.layout.generation,
+                epoch=join_epoch.epoch,
+                rank=join_epoch.rank,
+                generation=join_epoch.layout.generation,
             ),
         )
         try:
@@ -183,20 +183,20 @@ class Epochs:
         if rank.last_switch is not None:
             self._say(rank.last_switch)
 
-    def _lose(self, assignment: Assignment, reason: str) -> None:
+    def _lose(self, join_epoch: JoinEpoch, reason: str) -> None:
         """The group is over; requests wait for the next one, up to a bound."""
         if self._ended:
             return
         held = self._slots.held
         ran = 0 if held is None else held.contents.layout.generation
         self.lost = GroupLost(
-            epoch=assignment.epoch,
+            epoch=join_epoch.epoch,
             reason=reason,
             expert_of_slot=None if held is None else held.expert_of_slot,
-            generation=max(assignment.layout.generation, ran, self._staged_generation),
+            generation=max(join_epoch.layout.generation, ran, self._staged_generation),
         )
-        _log.warning("epoch %d is over: %s", assignment.epoch, reason)
-        if self._epoch == assignment.epoch:
+        _log.warning("epoch %d is over: %s", join_epoch.epoch, reason)
+        if self._epoch == join_epoch.epoch:
             self._say(self.lost)
         if self._outage is None or self._outage.cancelled():
             loop = asyncio.get_running_loop()

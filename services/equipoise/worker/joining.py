@@ -1,4 +1,4 @@
-"""From an Assignment to a group: fill what the slots lack, meet the other ranks, form.
+"""From a JoinEpoch to a group: fill what the slots lack, meet the other ranks, form.
 
 The slots keep what they hold until all ranks have met, because peers pull from them; so a new epoch
 begins as a generation does: nobody changes before everybody has verified bytes.
@@ -18,7 +18,7 @@ from equipoise.planning.layout import ExpertTable
 from equipoise.planning.moves import Move
 from equipoise.telemetry.loading import Loading
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.messages import Assignment, Checksums
+from equipoise.wire.messages import Checksums, JoinEpoch
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import GroupError
 from equipoise.worker.group import RankGroup, first_line, meet
@@ -43,7 +43,7 @@ class Joined:
     `exchange` is what a model in FP8 carries rows to the other ranks with.
     """
 
-    assignment: Assignment
+    join_epoch: JoinEpoch
     group: RankGroup
     held: HeldExperts
     exchange: SlotExchange | None = None
@@ -67,7 +67,7 @@ class Slots:
         return self._core.operations
 
     def open_exchange(
-        self, group: RankGroup, assignment: Assignment, settings: WorkerSettings
+        self, group: RankGroup, join_epoch: JoinEpoch, settings: WorkerSettings
     ) -> SlotExchange | None:
         """What carries rows between the group's ranks, if the model needs it; all open it together.
 
@@ -80,8 +80,8 @@ class Slots:
         try:
             return self.operations.exchange(
                 self._core.checkpoint.config,
-                slots_per_rank=assignment.layout.num_slots // len(assignment.peers),
-                generation=assignment.layout.generation,
+                slots_per_rank=join_epoch.layout.num_slots // len(join_epoch.peers),
+                generation=join_epoch.layout.generation,
                 max_step_tokens=settings.max_step_tokens,
                 max_graph_rows=settings.max_requests,
                 group=process_group,
@@ -90,12 +90,12 @@ class Slots:
         except RuntimeError as error:
             group.close()
             raise GroupError(
-                f"the {len(assignment.peers)} ranks of epoch {assignment.epoch} met but cannot "
+                f"the {len(join_epoch.peers)} ranks of epoch {join_epoch.epoch} met but cannot "
                 f"exchange rows: {first_line(error)}"
             ) from error
 
     async def prepare(
-        self, assignment: Assignment, *, given_up: threading.Event
+        self, join_epoch: JoinEpoch, *, given_up: threading.Event
     ) -> Callable[[], None]:
         """Get what the slots lack; the result puts it there once all ranks have met.
 
@@ -106,29 +106,29 @@ class Slots:
             TransferError: an expert could be had from no source.
         """
         held = self.held
-        own = own_slots(assignment.layout, rank=assignment.rank)
-        wanted = assignment.layout.expert_of_slot[:, own]
+        own = own_slots(join_epoch.layout, rank=join_epoch.rank)
+        wanted = join_epoch.layout.expert_of_slot[:, own]
         if held is None:
-            await self._load(wanted, assignment, given_up=given_up)
-            return lambda: self._fill(assignment)
+            await self._load(wanted, join_epoch, given_up=given_up)
+            return lambda: self._fill(join_epoch)
         lacking: dict[Place, int] = {
             (int(layer), int(slot)): int(wanted[layer, slot])
             for layer, slot in np.argwhere(wanted != held.expert_of_slot)
         }
-        payloads = await self._get(lacking, assignment, given_up=given_up)
+        payloads = await self._get(lacking, join_epoch, given_up=given_up)
         contents = Contents(
-            layout=assignment.layout,
+            layout=join_epoch.layout,
             checksums=await asyncio.to_thread(_with, payloads, held.contents.checksums),
         )
         fill = await asyncio.to_thread(self._ready, payloads)
-        return lambda: held.become(contents, rank=assignment.rank, fill=fill)
+        return lambda: held.become(contents, rank=join_epoch.rank, fill=fill)
 
     async def _load(
-        self, wanted: ExpertTable, assignment: Assignment, *, given_up: threading.Event
+        self, wanted: ExpertTable, join_epoch: JoinEpoch, *, given_up: threading.Event
     ) -> None:
         """Fill every slot: a layer's pulled experts together, those that are read one by one."""
-        first = own_slots(assignment.layout, rank=assignment.rank).start
-        moved = {(move.layer, move.slot - first) for move in assignment.moves}
+        first = own_slots(join_epoch.layout, rank=join_epoch.rank).start
+        moved = {(move.layer, move.slot - first) for move in join_epoch.moves}
         done, total = 0, wanted.size
         with self._loading.of("experts") as told:
             for layer, row in enumerate(wanted.tolist()):
@@ -136,7 +136,7 @@ class Slots:
                 pulled = {place: one for place, one in places.items() if place in moved}
                 read = [{place: one} for place, one in places.items() if place not in moved]
                 for part in ([pulled] if pulled else []) + read:
-                    payloads = await self._get(part, assignment, given_up=given_up)
+                    payloads = await self._get(part, join_epoch, given_up=given_up)
                     await asyncio.to_thread(self._write, payloads)
                     done += len(part)
                     told(
@@ -144,16 +144,16 @@ class Slots:
                     )
 
     async def _get(
-        self, lacking: Mapping[Place, int], assignment: Assignment, *, given_up: threading.Event
+        self, lacking: Mapping[Place, int], join_epoch: JoinEpoch, *, given_up: threading.Event
     ) -> dict[Place, Tensor]:
         """Payloads of experts by place: pulled where a move says from where, else read."""
-        first = own_slots(assignment.layout, rank=assignment.rank).start
-        moves = {(move.layer, move.slot - first): move for move in assignment.moves}
+        first = own_slots(join_epoch.layout, rank=join_epoch.rank).start
+        moves = {(move.layer, move.slot - first): move for move in join_epoch.moves}
         pulled = [place for place in lacking if place in moves]
         payloads = dict(
             zip(
                 pulled,
-                await self._pull([moves[place] for place in pulled], assignment, given_up=given_up),
+                await self._pull([moves[place] for place in pulled], join_epoch, given_up=given_up),
                 strict=True,
             )
         )
@@ -166,7 +166,7 @@ class Slots:
         return payloads
 
     async def _pull(
-        self, moves: list[Move], assignment: Assignment, *, given_up: threading.Event
+        self, moves: list[Move], join_epoch: JoinEpoch, *, given_up: threading.Event
     ) -> tuple[Tensor, ...]:
         _check(given_up)
         if not moves:
@@ -174,9 +174,9 @@ class Slots:
         puller = ExpertPuller(
             checkpoint=self._core.checkpoint,
             held=self.held,
-            epoch=assignment.epoch,
-            rank=assignment.rank,
-            peers=assignment.peers,
+            epoch=join_epoch.epoch,
+            rank=join_epoch.rank,
+            peers=join_epoch.peers,
             expert_bytes=self._core.shape.expert_bytes,
             credentials=self._credentials,
             waits=self._waits,
@@ -199,12 +199,12 @@ class Slots:
         for (layer, slot), payload in payloads.items():
             self._core.slots[layer].write(slot, payload)
 
-    def _fill(self, assignment: Assignment) -> None:
-        self.held = HeldExperts(self._core.slots, layout=assignment.layout, rank=assignment.rank)
+    def _fill(self, join_epoch: JoinEpoch) -> None:
+        self.held = HeldExperts(self._core.slots, layout=join_epoch.layout, rank=join_epoch.rank)
 
 
 async def join(
-    assignment: Assignment,
+    join_epoch: JoinEpoch,
     *,
     slots: Slots,
     settings: WorkerSettings,
@@ -216,15 +216,15 @@ async def join(
         GroupError: the ranks did not meet in time, or cannot exchange rows.
         TransferError: an expert could be had from no source.
     """
-    settle = await slots.prepare(assignment, given_up=given_up)
+    settle = await slots.prepare(join_epoch, given_up=given_up)
     group = await asyncio.to_thread(
         meet,
-        assignment.rendezvous_address,
-        epoch=assignment.epoch,
-        rank=assignment.rank,
-        num_ranks=len(assignment.peers),
+        join_epoch.rendezvous_address,
+        epoch=join_epoch.epoch,
+        rank=join_epoch.rank,
+        num_ranks=len(join_epoch.peers),
         step_timeout_s=settings.step_timeout_s,
-        meet_timeout_s=assignment.meet_timeout_s,
+        meet_timeout_s=join_epoch.meet_timeout_s,
         given_up=given_up,
         met=settle,
         device=slots.operations.device,
@@ -232,8 +232,8 @@ async def join(
         hear=slots.operations.hear,
     )
     assert slots.held is not None, "settled"
-    exchange = await asyncio.to_thread(slots.open_exchange, group, assignment, settings)
-    return Joined(assignment=assignment, group=group, held=slots.held, exchange=exchange)
+    exchange = await asyncio.to_thread(slots.open_exchange, group, join_epoch, settings)
+    return Joined(join_epoch=join_epoch, group=group, held=slots.held, exchange=exchange)
 
 
 def _with(payloads: Mapping[Place, Tensor], checksums: Checksums) -> Checksums:

@@ -26,10 +26,10 @@ from equipoise.trust.identity import Role
 from equipoise.wire.limits import max_request_bytes
 from equipoise.wire.messages import (
     Abort,
-    Assignment,
     BalancerMessage,
     Heartbeat,
     Hello,
+    JoinEpoch,
     Refused,
     Rejection,
     Stage,
@@ -258,9 +258,9 @@ class Worker:
     def _receive(self, message: BalancerMessage) -> None:
         rank = self._epochs.rank
         match message:
-            case Assignment():
+            case JoinEpoch():
                 self._agent.heartbeat_interval_s = message.heartbeat_interval_s
-                self._epochs.assign(message)
+                self._epochs.join(message)
             case Stage() if rank:
                 rank.applier.stage(message)
             case Abort() if rank:
@@ -281,8 +281,8 @@ class Worker:
         if rank is not None and message.HasField("stage"):
             self._agent.send(
                 Refused(
-                    epoch=rank.assignment.epoch,
-                    rank=rank.assignment.rank,
+                    epoch=rank.join_epoch.epoch,
+                    rank=rank.join_epoch.rank,
                     generation=stage.change.generation or stage.layout.generation,
                     reason=reason,
                 )

@@ -110,7 +110,7 @@ class WorkerCollector(Collector):
         rank = self._rank()
         epoch, number, generation, staged = 0, -1, 0, 0
         if rank is not None:
-            epoch, number = rank.assignment.epoch, rank.assignment.rank
+            epoch, number = rank.join_epoch.epoch, rank.join_epoch.rank
             generation, staged = rank.engine.generation, rank.engine.staged_generation
         for name, text, value in (
             ("serving", "1 while it takes part in steps, else 0.", rank is not None),

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from equipoise.telemetry.logs import about
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import (
-    Assignment,
     GroupLost,
     Heartbeat,
+    JoinEpoch,
     Refused,
     Report,
     RunningState,
@@ -65,9 +65,9 @@ class Rank:
         waits: Waits,
         spans: RankSpans,
     ) -> None:
-        assignment, held = joined.assignment, joined.held
+        join_epoch, held = joined.join_epoch, joined.held
         loop = asyncio.get_running_loop()
-        self.assignment = assignment
+        self.join_epoch = join_epoch
         self.held = held
         self._group = joined.group
         self._say = say
@@ -87,8 +87,8 @@ class Rank:
             held=held,
             group=joined.group,
             scheduler=scheduler,
-            epoch=assignment.epoch,
-            names=tuple(peer.worker for peer in assignment.peers),
+            epoch=join_epoch.epoch,
+            names=tuple(peer.worker for peer in join_epoch.peers),
             # One wake-up of the event loop per step, however many tokens it made.
             publish=lambda result: _call_soon(loop, self._receive, result),
             step_s=timings.step_s,
@@ -96,9 +96,9 @@ class Rank:
         self._puller = ExpertPuller(
             checkpoint=core.checkpoint,
             held=held,
-            epoch=assignment.epoch,
-            rank=assignment.rank,
-            peers=assignment.peers,
+            epoch=join_epoch.epoch,
+            rank=join_epoch.rank,
+            peers=join_epoch.peers,
             expert_bytes=core.shape.expert_bytes,
             bytes_per_s=settings.pull_mib_per_s * 2**20,
             credentials=credentials,
@@ -109,17 +109,17 @@ class Rank:
             held=held,
             puller=self._puller,
             slots=core.slots,
-            epoch=assignment.epoch,
-            rank=assignment.rank,
+            epoch=join_epoch.epoch,
+            rank=join_epoch.rank,
             answer=say,
             spans=spans,
         )
         self._reporter = Reporter(
             engine=self.engine,
             boot_id=boot_id,
-            epoch=assignment.epoch,
-            rank=assignment.rank,
-            interval_s=assignment.report_interval_s,
+            epoch=join_epoch.epoch,
+            rank=join_epoch.rank,
+            interval_s=join_epoch.report_interval_s,
             send=say,
             waits=waits,
         )
@@ -150,17 +150,17 @@ class Rank:
         """Tell the balancer now what is due at the next interval."""
         self._reporter.report()
 
-    def same_as(self, assignment: Assignment) -> bool:
-        """Whether a repeated assignment says what this rank is already."""
-        mine = (self.assignment.epoch, self.assignment.rank)
-        return mine == (assignment.epoch, assignment.rank)
+    def same_as(self, join_epoch: JoinEpoch) -> bool:
+        """Whether a repeated JoinEpoch names the epoch and rank this already is."""
+        mine = (self.join_epoch.epoch, self.join_epoch.rank)
+        return mine == (join_epoch.epoch, join_epoch.rank)
 
     def state(self) -> RunningState:
         """What runs here: the truth for a balancer that comes back."""
         contents = self.held.contents
         return RunningState(
-            epoch=self.assignment.epoch,
-            rank=self.assignment.rank,
+            epoch=self.join_epoch.epoch,
+            rank=self.join_epoch.rank,
             staged_generation=self.engine.staged_generation,
             layout=contents.layout,
             checksums=contents.checksums,
@@ -191,7 +191,7 @@ class Rank:
     def heartbeat(self, sequence: int) -> Heartbeat:
         """Proof of life with what reconciliation needs."""
         return Heartbeat(
-            epoch=self.assignment.epoch,
+            epoch=self.join_epoch.epoch,
             generation=self.engine.generation,
             staged_generation=self.engine.staged_generation,
             sequence=sequence,
@@ -213,8 +213,8 @@ class Rank:
         if switch is not None:
             self._timings.stall_s.observe(switch.stall_us / 1e6)
             self._last_switch = Switched(
-                epoch=self.assignment.epoch,
-                rank=self.assignment.rank,
+                epoch=self.join_epoch.epoch,
+                rank=self.join_epoch.rank,
                 generation=switch.generation,
                 step=switch.step,
                 stall_us=switch.stall_us,
@@ -230,15 +230,15 @@ class Rank:
                 switch.stall_us,
                 switch.median_step_us,
                 extra=about(
-                    epoch=self.assignment.epoch,
-                    rank=self.assignment.rank,
+                    epoch=self.join_epoch.epoch,
+                    rank=self.join_epoch.rank,
                     generation=switch.generation,
                 ),
             )
 
 
 def _expert_parallel(joined: Joined, core: ModelCore) -> ExpertParallel:
-    placement = placement_of(joined.assignment.layout).to(core.device)
+    placement = placement_of(joined.join_epoch.layout).to(core.device)
     process_group = joined.group.process_group
     if process_group is None:
         return ExpertParallel.local(core.checkpoint.config, placement)

@@ -348,7 +348,7 @@ class PoolController:
         self, member: Member, value: Serving | Staged | Refused | Switched, *, now: float
     ) -> Chain:
         pool, rank, generation = self.pool, value.rank, value.generation
-        refusal = f"answer of rank {rank} to its assignment"
+        refusal = f"answer of rank {rank} to its JoinEpoch"
         match value:
             case Serving():
                 member.generation, member.serving, member.steps = generation, True, value.steps
@@ -363,7 +363,7 @@ class PoolController:
                 return (*noted, *self._drop_stray(member))
             case Refused():
                 if not member.serving:
-                    pool.faults[refusal] = f"rank {rank} refused its assignment: {value.reason}"
+                    pool.faults[refusal] = f"rank {rank} refused its JoinEpoch: {value.reason}"
                 return pool.roll(
                     RankRefused(rank=rank, generation=generation, reason=value.reason), now=now
                 )

@@ -9,7 +9,7 @@ from equipoise.wire.messages import BalancerMessage
 class Mailbox:
     """At most one message of each kind waits; a newer one takes the place of the older.
 
-    That loses nothing: the stream is level-triggered, so the newest Assignment, Stage or Abort
+    That loses nothing: the stream is level-triggered, so the newest JoinEpoch, Stage or Abort
     says all that the older ones said and that still counts. Kinds leave in the order in which
     their newest message came. Used from one event loop.
     """

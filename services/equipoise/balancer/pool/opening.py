@@ -8,7 +8,7 @@ import logging
 
 from equipoise.balancer.pool.effects import Chain, Effect, Send, WriteAdopted, WriteMembership
 from equipoise.balancer.pool.epoch_log import EpochRecord, Unwritten
-from equipoise.balancer.pool.orders import assignment
+from equipoise.balancer.pool.orders import join_epoch
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.roster import Member
 from equipoise.balancer.pool.silence import silent_workers
@@ -89,7 +89,7 @@ def assign_returned(pool: Pool) -> Chain:
     if pool.unwritten.chain or not pool.roster.peers:
         return ()
     return tuple(
-        _assignment(pool, member)
+        _join_epoch(pool, member)
         for member in pool.roster.seated()
         if member.connected and not member.assigned and member.lost_reason is None
     )
@@ -124,7 +124,7 @@ def _open(pool: Pool, opening: Opening, *, now: float) -> Chain:
         effects.append(WriteAdopted(layout=layout))
         pool.adopting = layout.generation
     effects.append(WriteMembership(membership=membership))
-    effects += [_assignment(pool, member) for member in seated]
+    effects += [_join_epoch(pool, member) for member in seated]
     pool.unwritten = Unwritten(chain=tuple(effects))
     return pool.unwritten.chain
 
@@ -151,8 +151,8 @@ def _note(pool: Pool, opening: Opening, membership: Membership, *, now: float) -
     pool.revision += 1
 
 
-def _assignment(pool: Pool, member: Member) -> Send:
-    return assignment(
+def _join_epoch(pool: Pool, member: Member) -> Send:
+    return join_epoch(
         pool.roster,
         member=member,
         layouts=pool.layouts,

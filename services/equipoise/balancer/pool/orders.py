@@ -13,7 +13,7 @@ from equipoise.planning.rollout import (
     SendAbort,
     SendStage,
 )
-from equipoise.wire.messages import Abort, Assignment, Stage
+from equipoise.wire.messages import Abort, JoinEpoch, Stage
 
 
 def orders(
@@ -83,7 +83,7 @@ def stage_orders(
     )
 
 
-def assignment(
+def join_epoch(
     roster: Roster,
     *,
     member: Member,
@@ -98,7 +98,7 @@ def assignment(
     member.assigned, member.heartbeat_s = True, policy.heartbeat_interval_s
     return Send(
         worker=member.name,
-        message=Assignment(
+        message=JoinEpoch(
             epoch=roster.epoch,
             rank=member.rank,
             peers=roster.peers,

@@ -44,9 +44,9 @@ from equipoise.telemetry.logs import about
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.messages import (
     Abort,
-    Assignment,
     HeartbeatAck,
     Hello,
+    JoinEpoch,
     Stage,
     WorkerMessage,
 )
@@ -280,7 +280,7 @@ class PoolRunner:
             case Stage() as push:
                 parent = self._spans.parent_for_ranks(push.layout.generation)
                 mailbox.post(replace(push, term=self._tenure.term, traceparent=parent))
-            case Assignment() | Abort() as push:
+            case JoinEpoch() | Abort() as push:
                 mailbox.post(replace(push, term=self._tenure.term))
             case message:
                 mailbox.post(message)
