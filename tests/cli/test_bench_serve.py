@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from scripted_ranks import Fault
 
-from equipoise.cli.bench.load import Served
+from equipoise.cli.bench.clients import Served
 from equipoise.cli.bench.report import report
 from equipoise.cli.bench.requests import AskedRequest, asked_requests
 from equipoise.cli.bench.serve import run
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 
 
 def settings(**changes):

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from equipoise.cli.main import app
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.config import Fp8Config

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from equipoise.cli.main import app
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.errors import FormatError
 from equipoise.formats.files import read_placement, read_recording
 from equipoise.formats.format import Format

@@ -10,7 +10,7 @@ from equipoise.cli.demo.reference import ReferenceModel
 from equipoise.cli.demo.traffic import Prompt
 from equipoise.cli.generate.run import run
 from equipoise.cli.generate.settings import GenerateSettings
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.packaged import packaged_checkpoint
 
 PROMPT = "def balance("

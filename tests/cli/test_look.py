@@ -8,10 +8,10 @@ import grpc
 import numpy as np
 import pytest
 
-from equipoise.cli.access import BalancerRefusedError
-from equipoise.cli.ask_settings import AskSettings, InvalidSettingsError
-from equipoise.cli.look import decisions, layouts, loads
-from equipoise.cli.look.settings import (
+from equipoise.cli.live import decisions, layouts, loads
+from equipoise.cli.live.access import BalancerRefusedError
+from equipoise.cli.live.ask_settings import AskSettings, InvalidSettingsError
+from equipoise.cli.live.settings import (
     DecisionsSettings,
     LayoutDiffSettings,
     LayoutExportSettings,
@@ -19,7 +19,7 @@ from equipoise.cli.look.settings import (
     LayoutShowSettings,
     LoadsSettings,
 )
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.errors import FormatError
 from equipoise.formats.files import read_placement
 from equipoise.formats.format import Format

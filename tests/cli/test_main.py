@@ -74,7 +74,7 @@ def test_the_control_planes_commands_need_no_torch():
 
 
 def test_our_own_fault_keeps_its_traceback():
-    broken = "import equipoise.cli.look.status as s; s.run = lambda settings: 1 // 0"
+    broken = "import equipoise.cli.live.status as s; s.run = lambda settings: 1 // 0"
     done = equipoise("status", before=broken)
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
@@ -83,7 +83,7 @@ def test_our_own_fault_keeps_its_traceback():
 
 def test_ctrl_c_ends_without_a_traceback_and_with_status_130():
     interrupted = (
-        "import equipoise.cli.look.status as s, os, signal\n"
+        "import equipoise.cli.live.status as s, os, signal\n"
         "s.run = lambda settings: os.kill(os.getpid(), signal.SIGINT)"
     )
     done = equipoise("status", before=interrupted)

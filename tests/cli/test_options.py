@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.demo.settings import DemoSettings
-from equipoise.cli.look.status_settings import StatusSettings
+from equipoise.cli.live.status_settings import StatusSettings
 from equipoise.cli.main import app as program
 from equipoise.cli.options import ARGUMENT, REPEATED, command_from, explanations
 from equipoise.planning.policy import Policy

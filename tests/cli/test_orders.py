@@ -10,17 +10,17 @@ import grpc
 import pytest
 
 from equipoise.balancer.bounds import order_bound_s
-from equipoise.cli.access import LEADER_METADATA, Access, BalancerRefusedError
-from equipoise.cli.ask_settings import InvalidSettingsError
-from equipoise.cli.options import explanations
-from equipoise.cli.order import orders
-from equipoise.cli.order.settings import (
+from equipoise.cli.live import operations as orders
+from equipoise.cli.live.access import LEADER_METADATA, Access, BalancerRefusedError
+from equipoise.cli.live.ask_settings import InvalidSettingsError
+from equipoise.cli.live.operation_settings import (
     OrderSettings,
     PinSettings,
     PreviewSettings,
     RebalanceSettings,
     RollbackSettings,
 )
+from equipoise.cli.options import explanations
 from equipoise.planning.policy import Policy
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
 

@@ -1,7 +1,7 @@
 import pytest
 
-from equipoise.cli.offline.policies_by_name import policies_of
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.policies import policies_of
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.planning.policy import Algorithm, Policy
 
 

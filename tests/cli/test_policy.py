@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import yaml
 
+from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.cli.policy.files import diff, schema, show, validate
 from equipoise.cli.policy.preview import Situation, decided, preview_recorded
-from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape, Topology

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from equipoise.cli.main import app, main
 from equipoise.cli.offline.replay_run import replay
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.recording import Recording
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy

@@ -10,10 +10,10 @@ import grpc
 import pytest
 from rich.console import Console
 
-from equipoise.cli.access import LEADER_METADATA, BalancerRefusedError
-from equipoise.cli.ask_settings import InvalidSettingsError
-from equipoise.cli.look.status import ExitStatus, Picture, run
-from equipoise.cli.look.status_settings import StatusSettings
+from equipoise.cli.live.access import LEADER_METADATA, BalancerRefusedError
+from equipoise.cli.live.ask_settings import InvalidSettingsError
+from equipoise.cli.live.status import ExitStatus, Picture, run
+from equipoise.cli.live.status_settings import StatusSettings
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
@@ -264,7 +264,7 @@ async def test_a_watcher_without_a_terminal_prints_a_line_for_each_change(balanc
 
 def test_a_picture_that_is_no_longer_true_says_since_when(monkeypatch):
     now_s = 100.0
-    monkeypatch.setattr("equipoise.cli.look.status.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("equipoise.cli.live.status.time.monotonic", lambda: now_s)
     picture = Picture()
     picture.take(a_pool())
     assert "as of" not in printed(picture.renderable())

@@ -5,7 +5,7 @@ import grpc
 import pytest
 
 from equipoise.cli.demo.fleet import free_address
-from equipoise.cli.look.status_feed import StatusFeed
+from equipoise.cli.live.status_feed import StatusFeed
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 
 BOUND_S = 30.0
@@ -83,7 +83,7 @@ async def test_waiting_for_what_never_comes_is_bounded():
 
 
 async def test_a_balancer_that_went_away_is_asked_again_until_it_is_back(monkeypatch):
-    monkeypatch.setattr("equipoise.cli.look.status_feed.RETRY_S", 0.02)
+    monkeypatch.setattr("equipoise.cli.live.status_feed.RETRY_S", 0.02)
     address = free_address("127.0.0.1:0")
     async with following(address) as feed:
         for revision in (1, 2):

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from equipoise.cli.look.view import (
+from equipoise.cli.live.view import (
     RateMeter,
     bytes_words,
     duration_words,

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from equipoise.cli.main import app
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.cli.offline.whatif_run import Choice, choose, topologies
-from equipoise.cli.tool_settings import ToolInputError
 
 TINY = Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny"
 MODEL = ["--loads", str(TINY / "loads.json"), "--model-config", str(TINY / "config.json")]

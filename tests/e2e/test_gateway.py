@@ -14,14 +14,14 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from equipoise.cli.bench.load import Load
+from equipoise.cli.bench.clients import Load
 from equipoise.cli.bench.report import report
 from equipoise.cli.bench.requests import asked_requests
 from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.demo.fleet import Fleet, free_address
 from equipoise.cli.demo.reference import ReferenceModel
 from equipoise.cli.demo.traffic import prompts_of
-from equipoise.cli.look.status_feed import StatusFeed
+from equipoise.cli.live.status_feed import StatusFeed
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import status_pb2
 from equipoise_model.train.data import heldout_prompts

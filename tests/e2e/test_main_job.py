@@ -17,7 +17,7 @@ import pytest
 from collector import Collector
 
 from equipoise.cli.demo.fleet import Fleet, free_address
-from equipoise.cli.look.status_feed import StatusFeed
+from equipoise.cli.live.status_feed import StatusFeed
 from equipoise_api.v1 import status_pb2, worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.e2e

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from equipoise.cli.demo.fleet import Fleet, free_address
-from equipoise.cli.look.status_feed import StatusFeed
+from equipoise.cli.live.status_feed import StatusFeed
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_pb2, worker_pb2_grpc
 from equipoise_model.checkpoint import Checkpoint

@@ -17,22 +17,22 @@ from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.generate.settings import GenerateSettings
-from equipoise.cli.look.commands import add_look_commands
-from equipoise.cli.look.status_settings import StatusSettings
-from equipoise.cli.offline.convert_settings import ConvertSettings
-from equipoise.cli.offline.plan_settings import PlanSettings
-from equipoise.cli.offline.replay_settings import ReplaySettings
-from equipoise.cli.offline.whatif_settings import WhatIfSettings
-from equipoise.cli.options import command_from
-from equipoise.cli.order.settings import (
+from equipoise.cli.live.commands import add_look_commands
+from equipoise.cli.live.operation_settings import (
     OrderSettings,
     PinSettings,
     PreviewSettings,
     RebalanceSettings,
     RollbackSettings,
 )
+from equipoise.cli.live.status_settings import StatusSettings
+from equipoise.cli.offline.convert_settings import ConvertSettings
+from equipoise.cli.offline.plan_settings import PlanSettings
+from equipoise.cli.offline.replay_settings import ReplaySettings
+from equipoise.cli.offline.settings import ToolInputError
+from equipoise.cli.offline.whatif_settings import WhatIfSettings
+from equipoise.cli.options import command_from
 from equipoise.cli.policy.commands import policy_app
-from equipoise.cli.tool_settings import ToolInputError
 from equipoise.formats.errors import FormatError
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.policy.errors import PolicyError
@@ -106,7 +106,7 @@ def _gateway(settings: GatewaySettings) -> int:
 
 def _status(settings: StatusSettings) -> int:
     """Show a pool: balance, ranks, rollout, decisions. Exit status 3 when not all ranks serve."""
-    return _run_of("equipoise.cli.look.status")(settings)
+    return _run_of("equipoise.cli.live.status")(settings)
 
 
 def _rebalance(settings: RebalanceSettings) -> int:
@@ -192,7 +192,7 @@ def _run_of(module: str) -> Callable[[Any], int]:
 
 def _order(name: str) -> Callable[[Any], int]:
     """A command of the orders' module, imported now."""
-    orders = importlib.import_module("equipoise.cli.order.orders")
+    orders = importlib.import_module("equipoise.cli.live.operations")
     order: Callable[[Any], int] = getattr(orders, name)
     return order
 

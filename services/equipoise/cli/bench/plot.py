@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from equipoise.cli.bench.load import Served
+from equipoise.cli.bench.clients import Served
 from equipoise.cli.bench.report import e2es_s, itls_s, ttfts_s
 from equipoise.formats.errors import FormatError
 

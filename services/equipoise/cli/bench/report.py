@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from equipoise.cli.bench.load import Served
+from equipoise.cli.bench.clients import Served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise_model.train.data import DOMAINS, CorpusError, Domain, heldout_prompts
 
 

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from equipoise.cli.bench.load import Load, Served
+from equipoise.cli.bench.clients import Load, Served
 from equipoise.cli.bench.report import BenchReport, Spread, report
 from equipoise.cli.bench.requests import asked_requests
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.words import console
+from equipoise.cli.display import console
 
 EXIT_FAILURES = 1
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 
 _MAX = 10**6
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn
 
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings, Weights
-from equipoise.cli.tool_settings import ToolInputError
-from equipoise.cli.words import bytes_words, console
+from equipoise.cli.display import bytes_words, console
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.checkpoint_convert import convert
 from equipoise_model.checkpoint_writer import CONFIG, INDEX

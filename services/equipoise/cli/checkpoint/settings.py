@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 
 _MOST_GIB = 4096
 

@@ -33,7 +33,7 @@ from equipoise.cli.demo.settings import DemoError, DemoSettings
 from equipoise.cli.demo.summary import summary
 from equipoise.cli.demo.traffic import Completion, Prompt, Traffic, prompts_of
 from equipoise.cli.demo.view import Mark, Scene, Screen, open_screen
-from equipoise.cli.look.status_feed import StatusFeed
+from equipoise.cli.live.status_feed import StatusFeed
 from equipoise_api.v1 import status_pb2
 from equipoise_model.train.data import heldout_prompts
 

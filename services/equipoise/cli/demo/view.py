@@ -19,7 +19,7 @@ from equipoise.cli.demo.outcome import (
     Latency,
     Window,
 )
-from equipoise.cli.look.view import ranks_view
+from equipoise.cli.live.view import ranks_view
 from equipoise_api.v1 import status_pb2
 
 _BARS = "▁▂▃▄▅▆▇█"

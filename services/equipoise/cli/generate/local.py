@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
 from equipoise.cli.generate.settings import GenerateSettings
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.gateway.attempt import Finish, Made
 from equipoise.gateway.choice import Choice
 from equipoise.gateway.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx2
 
-from equipoise.cli import openai_server
+from equipoise.cli import openai_client as openai_server
 from equipoise.cli.generate.settings import GenerateSettings
 
 

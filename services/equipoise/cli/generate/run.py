@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import closing
 
 from equipoise.cli.generate.settings import GenerateSettings
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 
 
 def run(settings: GenerateSettings) -> int:

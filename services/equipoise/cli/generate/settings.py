@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.cli.options import ARGUMENT, REPEATED
-from equipoise.cli.tool_settings import ToolInputError
 from equipoise.formats.packaged import packaged_checkpoint
 
 

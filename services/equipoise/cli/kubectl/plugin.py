@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from equipoise.cli.ask_settings import ADDRESS_VARIABLE
 from equipoise.cli.kubectl.port_forward import ForwardError, forwarded
+from equipoise.cli.live.ask_settings import ADDRESS_VARIABLE
 
 _NAME_VARIABLE = "EQUIPOISE_TLS_BALANCER_NAME"
 _OF_KUBECTL = {

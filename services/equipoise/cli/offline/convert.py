@@ -3,8 +3,8 @@
 import json
 from dataclasses import replace
 
+from equipoise.cli.display import console
 from equipoise.cli.offline.convert_settings import ConvertSettings
-from equipoise.cli.words import console
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_either, write_placement, write_recording
 from equipoise.formats.placement import Placement

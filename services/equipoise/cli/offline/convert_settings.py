@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.format import Format
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from equipoise.cli.offline.plan_settings import PlanSettings
-from equipoise.cli.tool_inputs import (
+from equipoise.cli.display import bytes_words, console
+from equipoise.cli.offline.inputs import (
     Case,
     CurrentLayout,
     numbers,
@@ -22,8 +22,8 @@ from equipoise.cli.tool_inputs import (
     read_current,
     unequal_topology,
 )
-from equipoise.cli.tool_settings import ToolInputError
-from equipoise.cli.words import bytes_words, console
+from equipoise.cli.offline.plan_settings import PlanSettings
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.files import write_placement
 from equipoise.formats.placement import Placement
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
+from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.formats.format import Format
 from equipoise.planning.policy import Algorithm
 

@@ -9,12 +9,12 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from equipoise.cli.offline.policies_by_name import policies_of
+from equipoise.cli.display import bytes_words, console
+from equipoise.cli.offline.inputs import Case, pool_topology, read_case, read_current
+from equipoise.cli.offline.policies import policies_of
 from equipoise.cli.offline.replay_run import Run, Step, replay
 from equipoise.cli.offline.replay_settings import ReplaySettings
-from equipoise.cli.tool_inputs import Case, pool_topology, read_case, read_current
-from equipoise.cli.tool_settings import ToolInputError
-from equipoise.cli.words import bytes_words, console
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import Topology

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.cli.options import REPEATED
-from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from equipoise.cli.offline.policies_by_name import policies_of
+from equipoise.cli.display import bytes_words, console
+from equipoise.cli.offline.inputs import Case, numbers, read_case
+from equipoise.cli.offline.policies import policies_of
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.cli.offline.whatif_run import Choice, choose, evaluate, topologies
 from equipoise.cli.offline.whatif_settings import WhatIfSettings
-from equipoise.cli.tool_inputs import Case, numbers, read_case
-from equipoise.cli.tool_settings import ToolInputError
-from equipoise.cli.words import bytes_words, console
 
 MAX_CHOICES = 1000
 _GIB = 1024**3

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from equipoise.cli.display import bytes_words
 from equipoise.cli.offline.replay_run import replay
-from equipoise.cli.words import bytes_words
 from equipoise.formats.recording import Recording
 from equipoise.planning.layout import Layout
 from equipoise.planning.planner import plan

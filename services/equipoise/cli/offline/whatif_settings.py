@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from equipoise.cli.tool_settings import LoadsSettings, ToolInputError
+from equipoise.cli.offline.settings import LoadsSettings, ToolInputError
 from equipoise.planning.policy import Algorithm
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from equipoise.cli.access import Access
-from equipoise.cli.ask_settings import ADDRESS_VARIABLE
-from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
+from equipoise.cli.live.access import Access
+from equipoise.cli.live.ask_settings import ADDRESS_VARIABLE
+from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.formats.format import Format
 from equipoise.trust.settings import Tls
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.planning.policy import Policy
 from equipoise.policy.digest import changes, digest
 from equipoise.policy.errors import PolicyError

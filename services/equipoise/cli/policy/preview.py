@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from equipoise.balancer.planner.proposal import Proposal, ProposalRequest, propose
-from equipoise.cli.access import explained
+from equipoise.cli.display import bytes_words, console
+from equipoise.cli.live.access import explained
+from equipoise.cli.offline.inputs import pool_topology, read_case, read_current
+from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.cli.policy.files import policies_by_pool, read_file
-from equipoise.cli.tool_inputs import pool_topology, read_case, read_current
-from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
-from equipoise.cli.words import bytes_words, console
 from equipoise.planning.layout import Layout, contiguous_layout
 from equipoise.planning.load import Load, detect_shift, tokens_per_layer
 from equipoise.planning.policy import Policy

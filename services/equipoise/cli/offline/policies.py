@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.cli.policy.files import read_file
-from equipoise.cli.tool_settings import ToolInputError
 from equipoise.planning.errors import InvalidPolicyError
 from equipoise.planning.policy import Policy
 

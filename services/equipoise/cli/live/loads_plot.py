@@ -7,7 +7,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from equipoise.cli.look.loads import HIGHEST, Heat
+from equipoise.cli.live.loads import HIGHEST, Heat
 from equipoise.formats.errors import FormatError
 from equipoise.planning.balance import balancedness
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import typer
 
-from equipoise.cli.ask_settings import AskSettings
-from equipoise.cli.look.settings import (
+from equipoise.cli.live.ask_settings import AskSettings
+from equipoise.cli.live.operation_settings import PinSettings, RollbackSettings
+from equipoise.cli.live.settings import (
     DecisionsSettings,
     LayoutDiffSettings,
     LayoutExportSettings,
@@ -19,7 +20,6 @@ from equipoise.cli.look.settings import (
     LoadsSettings,
 )
 from equipoise.cli.options import command_from
-from equipoise.cli.order.settings import PinSettings, RollbackSettings
 
 
 def add_look_commands(app: typer.Typer) -> None:
@@ -78,15 +78,15 @@ def _layout_import(settings: LayoutImportSettings) -> int:
 
 def _layout_pin(settings: PinSettings) -> int:
     """Keep a placement, whatever traffic says, until `unpin`; as `equipoise pin`."""
-    return _run("orders", "pin")(settings)
+    return _run("operations", "pin")(settings)
 
 
 def _layout_rollback(settings: RollbackSettings) -> int:
     """Place experts as an earlier generation did; as `equipoise rollback`."""
-    return _run("orders", "rollback")(settings)
+    return _run("operations", "rollback")(settings)
 
 
 def _run(module: str, name: str) -> Callable[[Any], int]:
-    found = importlib.import_module(f"equipoise.cli.look.{module}")
+    found = importlib.import_module(f"equipoise.cli.live.{module}")
     run: Callable[[Any], int] = getattr(found, name)
     return run

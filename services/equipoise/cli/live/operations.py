@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from equipoise.cli.access import BalancerRefusedError, explained
-from equipoise.cli.order.settings import (
+from equipoise.cli.live.access import BalancerRefusedError, explained
+from equipoise.cli.live.operation_settings import (
     OrderSettings,
     PinSettings,
     PreviewSettings,

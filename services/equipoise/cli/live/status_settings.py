@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from equipoise.cli.ask_settings import AskSettings
+from equipoise.cli.live.ask_settings import AskSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

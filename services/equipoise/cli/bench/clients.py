@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import httpx2
 
-from equipoise.cli import openai_server
+from equipoise.cli import openai_client as openai_server
 from equipoise.cli.bench.requests import AskedRequest
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

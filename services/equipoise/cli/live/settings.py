@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from equipoise.cli.ask_settings import AskSettings, InvalidSettingsError
+from equipoise.cli.live.ask_settings import AskSettings, InvalidSettingsError
+from equipoise.cli.live.operation_settings import OrderSettings
 from equipoise.cli.options import ARGUMENT
-from equipoise.cli.order.settings import OrderSettings
 from equipoise.formats.format import Format
 
 _PICTURES = {".png", ".svg"}

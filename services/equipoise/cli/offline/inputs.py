@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.cli.tool_settings import LoadsSettings, PoolSettings, ToolInputError
+from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, read_recording

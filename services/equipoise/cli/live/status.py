@@ -14,9 +14,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from equipoise.cli.balancer_client import BalancerClient, asking
-from equipoise.cli.look.status_settings import StatusSettings
-from equipoise.cli.look.view import NUM_DECISIONS, RateMeter, pool_view, pools_view, status_line
+from equipoise.cli.live.client import BalancerClient, asking
+from equipoise.cli.live.status_settings import StatusSettings
+from equipoise.cli.live.view import NUM_DECISIONS, RateMeter, pool_view, pools_view, status_line
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2
 

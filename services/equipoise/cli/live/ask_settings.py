@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from equipoise.cli.access import Access
+from equipoise.cli.live.access import Access
 from equipoise.cli.options import ENVIRONMENT
 
 ADDRESS_VARIABLE = "EQUIPOISE_ADDRESS"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from equipoise.cli.ask_settings import AskSettings, InvalidSettingsError
+from equipoise.cli.live.ask_settings import AskSettings, InvalidSettingsError
 from equipoise.cli.options import REPEATED
 from equipoise.planning.policy import Algorithm
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import grpc
 
-from equipoise.cli.access import LEADER_METADATA, BalancerRefusedError, explained
-from equipoise.cli.ask_settings import AskSettings
+from equipoise.cli.live.access import LEADER_METADATA, BalancerRefusedError, explained
+from equipoise.cli.live.ask_settings import AskSettings
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.wire.limits import MAX_STATUS_BYTES

@@ -11,16 +11,16 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.balancer_client import BalancerClient, asking
-from equipoise.cli.look.settings import (
+from equipoise.cli.display import console
+from equipoise.cli.live.client import BalancerClient, asking
+from equipoise.cli.live.operations import give
+from equipoise.cli.live.settings import (
     LayoutDiffSettings,
     LayoutExportSettings,
     LayoutImportSettings,
     LayoutShowSettings,
 )
-from equipoise.cli.order.orders import give
-from equipoise.cli.tool_settings import ToolInputError
-from equipoise.cli.words import console
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, write_placement
 from equipoise.formats.placement import Placement

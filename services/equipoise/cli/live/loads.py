@@ -8,10 +8,10 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from equipoise.cli.access import BalancerRefusedError
-from equipoise.cli.balancer_client import asking
-from equipoise.cli.look.settings import LoadsSettings
-from equipoise.cli.words import console
+from equipoise.cli.display import console
+from equipoise.cli.live.access import BalancerRefusedError
+from equipoise.cli.live.client import asking
+from equipoise.cli.live.settings import LoadsSettings
 from equipoise.planning.balance import balancedness, balancedness_per_layer
 from equipoise.planning.load import Load
 from equipoise_api.v1 import status_pb2 as pb
@@ -52,7 +52,7 @@ def run(settings: LoadsSettings) -> int:
         pool = settings.pool or client.status().pool
         heat = _heat(pool, client.loads())
     if settings.out is not None:
-        importlib.import_module("equipoise.cli.look.loads_plot").draw(heat, settings.out)
+        importlib.import_module("equipoise.cli.live.loads_plot").draw(heat, settings.out)
     if settings.json:
         print(json.dumps(_document(heat), indent=2))
     elif settings.out is not None:

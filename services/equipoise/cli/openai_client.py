@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 
-from equipoise.cli.tool_settings import ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 
 
 def base_url(url: str) -> str:

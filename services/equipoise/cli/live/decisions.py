@@ -12,10 +12,10 @@ from typing import NoReturn
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.ask_settings import AskSettings
-from equipoise.cli.balancer_client import BalancerClient, asking
-from equipoise.cli.look.settings import DecisionsSettings
-from equipoise.cli.words import bytes_words, clock_words, console
+from equipoise.cli.display import bytes_words, clock_words, console
+from equipoise.cli.live.ask_settings import AskSettings
+from equipoise.cli.live.client import BalancerClient, asking
+from equipoise.cli.live.settings import DecisionsSettings
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 

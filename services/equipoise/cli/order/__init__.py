@@ -1,1 +1,0 @@
-"""`rebalance`, `pause`, `rollback`, `pin` and the others: what operators order."""
