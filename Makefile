@@ -84,11 +84,11 @@ chaos: $(STAMP) redis  ## Let seeded faults befall a real fleet and check what m
 	PYTHONPATH=tests/support $(BIN)/python -m chaos $(ARGS)
 
 bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write JSON
-	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.bench $(ARGS); status=$$?; \
+	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.fp8.bench $(ARGS); status=$$?; \
 		[ $$status = 2 ] || PYTHONPATH=kernels:model $(GPU_PYTHON) -m equipoise_model.bench; exit $$status
 
 tune:  ## Choose the kernels' configurations on this machine's GPU
-	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.tune $(ARGS)
+	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.fp8.tune $(ARGS)
 
 protos: $(STAMP)  ## Regenerate the committed stubs from the .proto files
 	$(BIN)/python protos/generate.py

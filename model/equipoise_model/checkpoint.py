@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.formats import GROUP, weight_scale_shape
+from equipoise_model.checkpoint_fp8 import STRIP_BYTES, dequantize_strip, quantize
 from equipoise_model.checkpoint_manifest import F32, FP8, SCALE_SUFFIX, TensorSpec, manifest
 from equipoise_model.checkpoint_shard import CheckpointError, Shard
 from equipoise_model.checkpoint_writer import CONFIG, INDEX, WEIGHTS, save
 from equipoise_model.config import Fp8Config, ModelConfig
-from equipoise_model.fp8 import STRIP_BYTES, dequantize_strip, quantize
 from equipoise_model.operations import Model
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.tensor_names import dense_tensors, is_mtp, payload_names
-from equipoise_model.transformer import Transformer
 
 __all__ = ["Checkpoint", "CheckpointError", "Progress", "save"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.formats import GROUP, QuantizedWeight, ScaleFormat, weight_scale_shape
-from equipoise_kernels.quant.weight_quant import dequantize_weight, quantize_weight
+from equipoise_kernels.fp8.quant.weight_quant import dequantize_weight, quantize_weight
 from equipoise_model.config import Fp8Config
 
 STRIP_BYTES = 1 << 20

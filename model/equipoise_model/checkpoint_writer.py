@@ -14,6 +14,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from equipoise_model.checkpoint_fp8 import quantize
 from equipoise_model.checkpoint_manifest import (
     FP8,
     ITEM_BYTES,
@@ -23,9 +24,8 @@ from equipoise_model.checkpoint_manifest import (
 )
 from equipoise_model.checkpoint_shard import DTYPES, StoredTensor, header_of
 from equipoise_model.config import Fp8Config, ModelConfig
-from equipoise_model.fp8 import quantize
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.tensor_names import dense_tensors, expert_tensors, mtp_copies
-from equipoise_model.transformer import Transformer
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -23,15 +23,14 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from equipoise_kernels.expert_load import count_rows
-from equipoise_kernels.permute import permute_rows, slot_order, unpermute_rows
+from equipoise_kernels.plain.permute import permute_rows, slot_order, unpermute_rows
 from equipoise_kernels.replica_choice import choose_replicas
 from equipoise_model.config import ModelConfig
 from equipoise_model.exchange import Ranks
 from equipoise_model.experts import PhysicalSlots
+from equipoise_model.fp8.slot_exchange import SlotExchange
 from equipoise_model.placement import Placement
-from equipoise_model.router import Routing
-from equipoise_model.slot_exchange import SlotExchange
+from equipoise_model.plain.router import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -278,7 +277,7 @@ class ExpertStep:
         y_ND = ranks.exchange(
             y_ND,
             send=[int(rows.sum()) for rows in own_AK.split(list(self._tokens_by_rank))],
-            receive=count_rows(ranks_N, num_slots=ranks.count).tolist(),
+            receive=torch.bincount(ranks_N, minlength=ranks.count).tolist(),
         )
         return unpermute_rows(y_ND, slot_order(ranks_N))
 
@@ -294,7 +293,7 @@ def _run_pairs(
 ) -> Tensor:
     """Outputs of (row, choice) pairs, in their order, through this rank's slots; counts them."""
     order_N = slot_order(slots_N)
-    rows_S = count_rows(slots_N, num_slots=experts.num_slots)
+    rows_S = torch.bincount(slots_N, minlength=experts.num_slots)
     load_S += rows_S
     y_ND = experts(permute_rows(x_TD, pairs_N[order_N], top_k=top_k), rows_S.tolist())
     return unpermute_rows(y_ND, order_N)

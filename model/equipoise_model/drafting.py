@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.sampling import sample
 from equipoise_model.sampling_params import SamplingRow
-from equipoise_model.transformer import StepOutput, Transformer
+from equipoise_model.step import StepOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

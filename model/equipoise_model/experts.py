@@ -1,8 +1,7 @@
-"""`ExpertSlots`: one rank's physical slots of one layer, and `StagedExperts`: what a switch copies.
+"""`PhysicalSlots`: a rank's expert slots in one layer; `StagedExperts`: experts awaiting a switch.
 
-Owns the payload of an expert: gate, up and down, each row-major, BF16 little-endian, as the
-checkpoint stores them (in FP8 it is `suite.experts`'). Which logical expert a slot holds is the
-layout's business, not known here.
+Shared by both data planes: `plain.experts` and `fp8.experts` implement `PhysicalSlots`. The layout
+decides which logical expert a slot holds; nothing here knows it.
 """
 
 import hashlib
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from equipoise_kernels.grouped_ffn import grouped_ffn
 from equipoise_model.device import Arrive, beside
 
 CHECKSUM_BYTES = 16
@@ -49,86 +47,6 @@ class PhysicalSlots(Protocol):
 
     def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
         """Have payloads by slot ready for a switch, or raise PayloadError; on any thread."""
-
-
-class ExpertSlots(nn.Module):
-    """Weights of `num_slots` experts, in compute dtype: float32 unless the module is converted.
-
-    `gate_up` is [slots, 2 I, D], the gate's rows before up's; `down` is [slots, D, I].
-    """
-
-    def __init__(
-        self, dim: int, hidden_dim: int, *, num_slots: int, row_block: int | None = None
-    ) -> None:
-        super().__init__()
-        self.row_block = row_block
-        self.gate_up = nn.Parameter(torch.empty(num_slots, 2 * hidden_dim, dim))
-        self.down = nn.Parameter(torch.empty(num_slots, dim, hidden_dim))
-
-    @property
-    def num_slots(self) -> int:
-        """Physical slots of this rank in this layer."""
-        return int(self.gate_up.shape[0])
-
-    @property
-    def device(self) -> torch.device:
-        """Where the slots are."""
-        return self.gate_up.device
-
-    def forward(self, x_ND: Tensor, rows_per_slot: Sequence[int]) -> Tensor:
-        """Rows in slot order through their slots' networks, [N, D]; N may be 0."""
-        return grouped_ffn(x_ND, self.gate_up, self.down, rows_per_slot, row_block=self.row_block)
-
-    @torch.no_grad()
-    def read(self, slot: int) -> Tensor:
-        """The payload of one slot, a new uint8 tensor [expert_bytes].
-
-        Exact if the slot was written from a payload; trained float32 weights are rounded to BF16.
-        """
-        flat = torch.cat([self.gate_up[slot].flatten(), self.down[slot].flatten()])
-        return flat.to(dtype=torch.bfloat16, device="cpu").view(torch.uint8)
-
-    @torch.no_grad()
-    def write(self, slot: int, payload: Tensor) -> None:
-        """Overwrite one slot from a payload.
-
-        Raises:
-            PayloadError: the payload is not of this model's expert size.
-        """
-        gate_up_HD, down_DI = self.decode(payload)
-        self.gate_up[slot].copy_(gate_up_HD)
-        self.down[slot].copy_(down_DI)
-
-    def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
-        """Have payloads by slot ready, in the compute dtype; settling is two copies.
-
-        Raises:
-            PayloadError: a payload is not of this model's expert size.
-        """
-        decoded = [self.decode(payload) for payload in payloads.values()]
-        slots_M = torch.tensor(list(payloads), device=self.device)
-        gate_up_MHD = torch.stack([gate_up for gate_up, _ in decoded]).to(self.gate_up)
-        down_MDI = torch.stack([down for _, down in decoded]).to(self.down)
-
-        def settle(arrive: Arrive) -> None:
-            arrive(slots_M, gate_up_MHD, down_MDI)
-            self.gate_up.index_copy_(0, slots_M, gate_up_MHD)
-            self.down.index_copy_(0, slots_M, down_MDI)
-
-        return settle
-
-    def decode(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """A payload as `gate_up` and `down` of one slot, BF16 views of it where alignment allows.
-
-        Raises:
-            PayloadError: the payload is not of this model's expert size.
-        """
-        _, hidden_rows, dim = self.gate_up.shape
-        gate_up_size, down_size = hidden_rows * dim, hidden_rows // 2 * dim
-        expected = 2 * (gate_up_size + down_size)
-        check_payload(payload, expected)
-        gate_up, down = payload.contiguous().view(torch.bfloat16).split([gate_up_size, down_size])
-        return gate_up.view(hidden_rows, dim), down.view(dim, hidden_rows // 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

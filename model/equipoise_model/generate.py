@@ -10,7 +10,8 @@ import torch
 
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.latent_cache import LatentCache, blocks_for
-from equipoise_model.transformer import StepBatch, Transformer
+from equipoise_model.plain.transformer import Transformer
+from equipoise_model.step import StepBatch
 
 
 def greedy(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise_kernels.attention.latents import Latents, PlainLatents, QuantizedLatents
 from equipoise_kernels.formats import CODE, GROUP
+from equipoise_kernels.fp8.attention.latents import Latents, PlainLatents, QuantizedLatents
 from equipoise_model.config import ModelConfig
 
 BLOCK_TOKENS = 16

@@ -12,20 +12,25 @@ from typing import Self
 import torch
 from torch import distributed as dist
 
-from equipoise_kernels import selection
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.attention.libraries import FLASH_MLA, FLASH_MLA_BLOCK, LatentShape, misfit
 from equipoise_kernels.errors import KernelsUnavailableError
 from equipoise_kernels.formats import GROUP
-from equipoise_kernels.jit import is_interpreting
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.attention.libraries import (
+    FLASH_MLA,
+    FLASH_MLA_BLOCK,
+    LatentShape,
+    misfit,
+)
+from equipoise_kernels.fp8.jit import is_interpreting
 from equipoise_model.config import Fp8Config, ModelConfig
 from equipoise_model.device import use
+from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
+from equipoise_model.fp8.slot_exchange import PART_TOKENS, SlotExchange
+from equipoise_model.fp8.transformer import Fp8Transformer, obstacle
 from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache
-from equipoise_model.slot_exchange import PART_TOKENS, SlotExchange
-from equipoise_model.suite.graphs import DecodeGraphs, capture_obstacle
-from equipoise_model.suite.transformer import Fp8Transformer, obstacle
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.transformer import Transformer
 
 AUTO, BF16, FP8 = "auto", "bf16", "fp8"
 

@@ -1,6 +1,6 @@
 """`Rope`: rotary position embedding with optional YaRN (arXiv 2104.09864, 2309.00071).
 
-Owns the frequencies and their tables; `equipoise_kernels.rotate` rotates. DeepSeek stores rotary
+Owns the frequencies and their tables; `plain.rotate` of the kernels rotates. DeepSeek stores rotary
 dimensions as interleaved pairs, and a rotated vector comes out as all firsts, then all seconds.
 Queries and keys are permuted alike, so scores do not see it.
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from equipoise_model.config import ModelConfig
 from equipoise_model.operations import Model
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.transformer import Transformer
 
 _MTP = re.compile(r"mtp_layers\.(\d+)\.")
 _STACKED = (".mlp.experts.gate_up", ".mlp.experts.down")

@@ -10,7 +10,7 @@ import torch
 def interpreted():
     """A kernel launched in this test runs on the CPU, with right casts."""
     pytest.importorskip("triton", reason="kernels need the extra `kernels`")
-    from equipoise_kernels.testing.interpreter import corrected_casts
+    from equipoise_kernels.fp8.testing.interpreter import corrected_casts
 
     with corrected_casts(), warnings.catch_warnings():
         # How the interpreter reads the bounds of a loop.
@@ -28,7 +28,7 @@ def generator():
 @pytest.fixture(autouse=True)
 def reference_selected(monkeypatch):
     """Public functions use the torch twins; tests of kernels launch them by name."""
-    from equipoise_kernels import selection
+    from equipoise_kernels.fp8 import selection
 
     chosen = selection.resolve("reference", lambda operation, backend: None)
     monkeypatch.setattr(selection.Process, "_selection", chosen)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from equipoise_model.checkpoint import Checkpoint
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.transformer import Transformer
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

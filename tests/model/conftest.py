@@ -7,7 +7,7 @@ import torch
 from small_models import SMALL
 
 from equipoise_model.config import RopeConfig
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.transformer import Transformer
 
 PLAIN = dataclasses.replace(SMALL, n_group=1, topk_group=1, num_nextn_predict_layers=1)
 YARN = dataclasses.replace(

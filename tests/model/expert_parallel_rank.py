@@ -15,8 +15,8 @@ from torch import distributed as dist
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.experts import StagedExperts
-from equipoise_model.moe import MoE
 from equipoise_model.placement import Placement
+from equipoise_model.plain.moe import MoE
 
 NUM_SLOTS = 24
 NUM_ROWS = 26

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.placement import Placement
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.transformer import Transformer
 
 
 def part_of(case, *, rank, num_ranks, row_block):

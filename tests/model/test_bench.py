@@ -1,10 +1,10 @@
 import dataclasses
 
 import torch
-from suite_models import SUITE
+from fp8_models import NARROW
 
-from equipoise_kernels import selection
-from equipoise_kernels.bench.timing import Timing
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.bench.timing import Timing
 from equipoise_model.bench.__main__ import as_text, main
 from equipoise_model.bench.layer import LayerTiming, time_layer
 from equipoise_model.config import Fp8Config
@@ -26,7 +26,7 @@ def test_a_layer_is_timed_for_each_phase_on_rows_that_reach_experts(monkeypatch)
     monkeypatch.setattr(selection.Process, "_selection", twins)
     timer = CallingTimer()
     timings = time_layer(
-        dataclasses.replace(SUITE, quantization_config=Fp8Config()),
+        dataclasses.replace(NARROW, quantization_config=Fp8Config()),
         timer=timer,
         generator=torch.Generator().manual_seed(0),
         rows={"decode": 3, "prefill": 9},

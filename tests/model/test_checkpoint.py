@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from equipoise_model.checkpoint import Checkpoint, CheckpointError, save
 from equipoise_model.config import UnsupportedConfigError
 from equipoise_model.generate import greedy
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.presets import TINY
-from equipoise_model.transformer import Transformer
 
 TOKENS = torch.arange(30).view(2, 15)
 SMALL = dataclasses.replace(TINY, num_hidden_layers=3, n_routed_experts=16)

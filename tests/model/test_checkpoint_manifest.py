@@ -8,9 +8,9 @@ from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.checkpoint_manifest import SCALE_SUFFIX, manifest
 from equipoise_model.checkpoint_shard import StoredTensor, header_of
 from equipoise_model.config import Fp8Config
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.presets import DEEPSEEK_V3
 from equipoise_model.tensor_names import dense_tensors, expert_tensors, mtp_copies
-from equipoise_model.transformer import Transformer
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ import torch
 from small_models import MOE_LAYERS as CONFIG
 
 from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.experts import ExpertSlots, StagedExperts
+from equipoise_model.experts import StagedExperts
 from equipoise_model.placement import Placement
-from equipoise_model.router import Routing
+from equipoise_model.plain.experts import ExpertSlots
+from equipoise_model.plain.router import Routing
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 16, 4
 

@@ -10,7 +10,7 @@ from equipoise_model.drafting import Drafter, DraftLine
 from equipoise_model.latent_cache import LatentCache, blocks_for
 from equipoise_model.presets import TINY
 from equipoise_model.sampling_params import SamplingParams, SamplingRow
-from equipoise_model.transformer import StepBatch
+from equipoise_model.step import StepBatch
 
 LENGTH = 24
 DEPTHS = 2

@@ -3,13 +3,8 @@ import hashlib
 import pytest
 import torch
 
-from equipoise_model.experts import (
-    ExpertSlots,
-    PayloadError,
-    StagedExperts,
-    checksum,
-    payload_from_bytes,
-)
+from equipoise_model.experts import PayloadError, StagedExperts, checksum, payload_from_bytes
+from equipoise_model.plain.experts import ExpertSlots
 
 DIM, HIDDEN = 32, 16
 EXPERT_BYTES = 3 * DIM * HIDDEN * 2

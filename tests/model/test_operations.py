@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from suite_models import SUITE, WIDE
+from fp8_models import NARROW, WIDE
 
-from equipoise_kernels import selection
+from equipoise_kernels.fp8 import selection
 from equipoise_model.config import Fp8Config
+from equipoise_model.fp8.transformer import obstacle
 from equipoise_model.operations import Operations, OperationsError
-from equipoise_model.suite.transformer import obstacle
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def twins(monkeypatch):
 
 
 def test_what_computes_is_chosen_by_name_or_by_what_pays():
-    stored = dataclasses.replace(SUITE, quantization_config=Fp8Config(scale_fmt="ue8m0"))
+    stored = dataclasses.replace(NARROW, quantization_config=Fp8Config(scale_fmt="ue8m0"))
 
     def choose(wanted, config=stored, *, batch_invariant=False):
         return Operations.choose(wanted, config=config, device=CPU, batch_invariant=batch_invariant)
@@ -30,16 +30,16 @@ def test_what_computes_is_chosen_by_name_or_by_what_pays():
     assert choose("auto").fp8 is None
     assert choose("bf16").kernels == "torch"
     assert choose("fp8").fp8 == Fp8Config(scale_fmt="ue8m0")
-    assert choose("fp8", SUITE).fp8 == Fp8Config()
+    assert choose("fp8", NARROW).fp8 == Fp8Config()
     assert choose("fp8").kernels == "reference"
     with pytest.raises(OperationsError, match="none of auto, bf16 and fp8"):
         choose("int4")
     with pytest.raises(OperationsError, match="batch-invariant mode has its own arithmetic"):
         choose("fp8", batch_invariant=True)
-    narrow = dataclasses.replace(SUITE, moe_intermediate_size=48)
+    narrow = dataclasses.replace(NARROW, moe_intermediate_size=48)
     with pytest.raises(OperationsError, match="moe_intermediate_size is 48, no multiple of 128"):
         choose("fp8", narrow)
-    odd = dataclasses.replace(SUITE, kv_lora_rank=96)
+    odd = dataclasses.replace(NARROW, kv_lora_rank=96)
     assert obstacle(odd) == "kv_lora_rank is 96, no power of two from 16 on"
 
 
@@ -97,7 +97,7 @@ def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
     with pytest.raises(OperationsError, match="need the model in FP8: choose weights fp8"):
         choose(weights="bf16")
     with pytest.raises(OperationsError, match="kv_lora_rank is 32, no multiple of 128"):
-        choose(SUITE)
+        choose(NARROW)
     monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)
     everything = selection.resolve("auto", lambda _operation, _name: None)
     for name in ("_selection", "_resolved"):
@@ -109,7 +109,7 @@ def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
 
 
 def test_blocks_are_as_large_as_flash_mla_takes_them_where_it_attends(monkeypatch):
-    deepseek = dataclasses.replace(SUITE, kv_lora_rank=512, qk_rope_head_dim=64)
+    deepseek = dataclasses.replace(NARROW, kv_lora_rank=512, qk_rope_head_dim=64)
     monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)
 
     def chosen(setting="auto", config=deepseek, *, missing=(), **more):
@@ -126,7 +126,7 @@ def test_blocks_are_as_large_as_flash_mla_takes_them_where_it_attends(monkeypatc
     assert chosen(missing=("flash_mla",)) == (16, "triton")
     assert chosen(latents="fp8") == (16, "triton")
     assert "no latents in FP8" in selection.Process.selection().obstacles["mla_decode=flash_mla"]
-    assert chosen(config=SUITE) == (16, "triton")
+    assert chosen(config=NARROW) == (16, "triton")
     assert chosen(block_tokens=32) == (32, "triton")
     assert chosen("auto,mla_decode=flashinfer") == (16, "flashinfer")
     with pytest.raises(OperationsError, match="it takes blocks of 64 positions, not 16"):

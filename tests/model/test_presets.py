@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from equipoise_model.config import ModelConfig, UnsupportedConfigError
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.presets import DEEPSEEK_V2_LITE_SIZED, DEEPSEEK_V3, PRESETS, TINY, preset
-from equipoise_model.transformer import Transformer
 
 
 def on_meta(config):

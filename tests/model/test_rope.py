@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from equipoise_kernels.rotate import rotate
+from equipoise_kernels.plain.rotate import rotate
 from equipoise_model.config import RopeConfig
 from equipoise_model.rope import Rope, frequencies
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from equipoise_model.config import ModelConfig
 
-SUITE = ModelConfig(
+NARROW = ModelConfig(
     vocab_size=64,
     hidden_size=128,
     intermediate_size=128,
@@ -25,5 +25,5 @@ SUITE = ModelConfig(
     max_position_embeddings=64,
 )
 
-WIDE = replace(SUITE, kv_lora_rank=128)
+WIDE = replace(NARROW, kv_lora_rank=128)
 """Its latents can be kept in FP8 too."""

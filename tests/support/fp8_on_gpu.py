@@ -1,6 +1,6 @@
 """Runs a small model in FP8 on the GPU, in several ways, and prints how they compare, in JSON.
 
-python suite_on_gpu.py FOLDER    an empty one, for its checkpoint
+python fp8_on_gpu.py FOLDER    an empty one, for its checkpoint
 """
 
 import dataclasses
@@ -9,22 +9,23 @@ import sys
 from pathlib import Path
 
 import torch
-from suite_models import SUITE
+from fp8_models import NARROW
 
-from equipoise_kernels import selection
+from equipoise_kernels.fp8 import selection
 from equipoise_kernels.numerics import difference
 from equipoise_model.checkpoint import Checkpoint, save
 from equipoise_model.config import Fp8Config
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import StagedExperts
+from equipoise_model.fp8.graphs import DecodeGraphs
+from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import Placement
-from equipoise_model.suite.graphs import DecodeGraphs
-from equipoise_model.suite.transformer import Fp8Transformer
-from equipoise_model.transformer import StepBatch, Transformer
+from equipoise_model.plain.transformer import Transformer
+from equipoise_model.step import StepBatch
 
 CUDA = torch.device("cuda")
-CONFIG = dataclasses.replace(SUITE, num_hidden_layers=3, n_routed_experts=8, num_attention_heads=4)
+CONFIG = dataclasses.replace(NARROW, num_hidden_layers=3, n_routed_experts=8, num_attention_heads=4)
 LAYOUTS = (
     [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]] * 2,
     [[7, 1, 2, 3, 4, 5, 6, 0, 2, 2]] * 2,

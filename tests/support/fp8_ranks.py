@@ -2,17 +2,17 @@
 
 import numpy as np
 import torch
-from suite_models import SUITE
+from fp8_models import NARROW
 
 from equipoise_kernels.formats import QuantizedRows
-from equipoise_kernels.gemm import dense, grouped
+from equipoise_kernels.fp8.gemm import dense, grouped
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import StagedExperts
+from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import Placement
-from equipoise_model.suite.transformer import Fp8Transformer
-from equipoise_model.transformer import StepBatch
+from equipoise_model.step import StepBatch
 
 SLOTS_PER_RANK = 3
 ROOM = 4
@@ -37,7 +37,7 @@ def compute_rows_one_by_one():
 def layout_of(num_ranks, generation):
     """Every expert somewhere, and the rest anywhere."""
     rng = np.random.default_rng([num_ranks, generation])
-    experts = np.arange(SUITE.n_routed_experts)
+    experts = np.arange(NARROW.n_routed_experts)
     extra = rng.integers(0, len(experts), num_ranks * SLOTS_PER_RANK - len(experts))
     return rng.permutation(np.concatenate([experts, extra]))[np.newaxis]
 
@@ -45,7 +45,7 @@ def layout_of(num_ranks, generation):
 def placement_of(num_ranks, generation):
     return Placement.from_layout(
         layout_of(num_ranks, generation),
-        num_experts=SUITE.n_routed_experts,
+        num_experts=NARROW.n_routed_experts,
         num_ranks=num_ranks,
         generation=generation,
     )
@@ -54,10 +54,10 @@ def placement_of(num_ranks, generation):
 def served_alone(folder, rank, chunks):
     """Logits of one rank's text by a model that holds every expert itself."""
     checkpoint = Checkpoint.open(folder, keep_fp8=True)
-    model = Fp8Transformer(checkpoint.config, num_slots=SUITE.n_routed_experts, num_spare=0)
+    model = Fp8Transformer(checkpoint.config, num_slots=NARROW.n_routed_experts, num_spare=0)
     checkpoint.load_dense(model)
-    checkpoint.load_slots(model, [list(range(SUITE.n_routed_experts))])
-    return served(model, ExpertParallel.local(SUITE), rank, chunks)
+    checkpoint.load_slots(model, [list(range(NARROW.n_routed_experts))])
+    return served(model, ExpertParallel.local(NARROW), rank, chunks)
 
 
 class Part:
@@ -111,7 +111,7 @@ def served(model, experts, rank, chunks, *, switch=lambda: None):
 
 
 def _cache():
-    return LatentCache(SUITE, num_blocks=4, max_len=16, dtype=torch.bfloat16)
+    return LatentCache(NARROW, num_blocks=4, max_len=16, dtype=torch.bfloat16)
 
 
 def _batch(tokens, start, size):

@@ -3,7 +3,7 @@
 import torch
 
 from equipoise_model.latent_cache import LatentCache, blocks_for
-from equipoise_model.transformer import StepBatch
+from equipoise_model.step import StepBatch
 
 NUM_SEQUENCES, LENGTH = 3, 74
 """Sequences of one scenario; their length is beyond a stretch of cache."""

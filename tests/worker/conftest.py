@@ -22,7 +22,7 @@ from equipoise_api.v1 import worker_link_pb2_grpc
 from equipoise_model.checkpoint import Checkpoint, save
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.generate import greedy
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.transformer import Transformer
 
 BOUND_S = 60.0
 

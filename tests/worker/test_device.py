@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fp8_models import NARROW
 from pretended_device import CUDA, DeviceMixError, OnDevice, pretended_device
-from suite_models import SUITE
 
 from equipoise.planning.layout import Layout
 from equipoise.worker.alone import engine_alone
@@ -21,17 +21,17 @@ from equipoise.worker.rank import _expert_parallel
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import Pulled
-from equipoise_kernels import selection
+from equipoise_kernels.fp8 import selection
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from equipoise_model.device import DeviceError, choose_device
 from equipoise_model.experts import checksum
+from equipoise_model.fp8 import graphs
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.sampling_params import SamplingParams
-from equipoise_model.suite import graphs
-from equipoise_model.transformer import Transformer
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="there is a true device: tests/model/test_suite_gpu.py has it"
+    torch.cuda.is_available(), reason="there is a true device: tests/model/fp8/test_gpu.py has it"
 )
 
 PROMPTS = [
@@ -111,7 +111,7 @@ def served(rank_of_one, stage_to, random_layout, settings):
 def served_in_fp8(tmp_path, settings, staged_from_checkpoint, monkeypatch):
     """The same of a model in FP8, by the suite's torch twins, with what its slots hold then."""
     torch.manual_seed(7)
-    model = Transformer(SUITE).requires_grad_(requires_grad=False)
+    model = Transformer(NARROW).requires_grad_(requires_grad=False)
     for tensor in model.state_dict().values():
         if tensor.ndim > 1:
             tensor.normal_(std=0.2)

@@ -29,7 +29,7 @@ from equipoise.worker.lifecycle import LIVE, Worker, serve
 from equipoise.worker.place import find_place
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
-from equipoise_kernels.row_invariance import RowVarianceError
+from equipoise_kernels.plain.row_invariance import RowVarianceError
 from equipoise_model.experts import checksum
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)

@@ -11,8 +11,8 @@ from equipoise.planning.realised import realised_shares
 from equipoise.planning.shares import WHOLE, even_shares
 from equipoise.worker.applier import placement_of
 from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.experts import ExpertSlots
-from equipoise_model.router import Routing
+from equipoise_model.plain.experts import ExpertSlots
+from equipoise_model.plain.router import Routing
 
 CONFIG = dataclasses.replace(
     MOE_LAYERS,

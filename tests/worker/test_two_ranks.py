@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from suite_models import SUITE
+from fp8_models import NARROW
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
@@ -24,11 +24,11 @@ from equipoise.worker.errors import WorkerError
 from equipoise.worker.sequence import Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
-from equipoise_kernels import selection
+from equipoise_kernels.fp8 import selection
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from equipoise_model.experts import checksum
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.transformer import Transformer
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8, 2, 8))
 FAILED = 3
@@ -258,7 +258,7 @@ def pull_from(holder, before, after, checkpoint):
 def in_fp8(tmp_path, monkeypatch):
     """Settings of a worker in FP8, by the torch twins as wherever there is no GPU."""
     torch.manual_seed(7)
-    model = Transformer(SUITE).requires_grad_(requires_grad=False)
+    model = Transformer(NARROW).requires_grad_(requires_grad=False)
     for tensor in model.state_dict().values():
         if tensor.ndim > 1:
             tensor.normal_(std=0.2)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from equipoise_kernels.jit import triton_version
+from equipoise_kernels.fp8.jit import triton_version
 
 DEFAULT_DEVICE = "nvidia_h200"
 DEFAULT_TRITON = "3.6"

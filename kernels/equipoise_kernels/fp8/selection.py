@@ -25,7 +25,7 @@ from types import MappingProxyType
 import torch
 
 from equipoise_kernels.errors import KernelsUnavailableError
-from equipoise_kernels.jit import is_interpreting
+from equipoise_kernels.fp8.jit import is_interpreting
 
 VARIABLE = "EQUIPOISE_KERNELS"
 AUTO = "auto"
@@ -174,7 +174,7 @@ class Process:
         """
         if cls._selection is None:
             # Self-tests run the operations, which ask this module.
-            from equipoise_kernels.self_test import obstacle  # noqa: PLC0415
+            from equipoise_kernels.fp8.self_test import obstacle  # noqa: PLC0415
 
             cls._resolved = resolve(os.environ.get(VARIABLE, AUTO), obstacle)
             cls.adopt(cls._resolved)

@@ -13,14 +13,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from equipoise_kernels.all_to_all import deep_ep, peer
-from equipoise_kernels.all_to_all.buffer import EpBuffer
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.all_to_all.window import virtual_windows
-from equipoise_kernels.attention import latent_write, mla_decode
-from equipoise_kernels.attention import libraries as attention_libraries
-from equipoise_kernels.attention.latents import PlainLatents
 from equipoise_kernels.formats import (
     CODE,
     QuantizedRows,
@@ -29,13 +21,21 @@ from equipoise_kernels.formats import (
     empty_rows,
     weight_scale_shape,
 )
-from equipoise_kernels.gemm import dense, grouped, libraries
-from equipoise_kernels.gemm.schedule import MaskedRows
-from equipoise_kernels.jit import is_interpreting, triton_version
-from equipoise_kernels.moe import permute, route, row_order
-from equipoise_kernels.moe.routes import RoutingRule, SlotTables, empty_routes
+from equipoise_kernels.fp8.all_to_all import deep_ep, peer
+from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.window import virtual_windows
+from equipoise_kernels.fp8.attention import latent_write, mla_decode
+from equipoise_kernels.fp8.attention import libraries as attention_libraries
+from equipoise_kernels.fp8.attention.latents import PlainLatents
+from equipoise_kernels.fp8.gemm import dense, grouped, libraries
+from equipoise_kernels.fp8.gemm.schedule import MaskedRows
+from equipoise_kernels.fp8.jit import is_interpreting, triton_version
+from equipoise_kernels.fp8.moe import permute, route, row_order
+from equipoise_kernels.fp8.moe.routes import RoutingRule, SlotTables, empty_routes
+from equipoise_kernels.fp8.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
 from equipoise_kernels.numerics import difference
-from equipoise_kernels.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
 
 MAX_DIFFERENCE = 1e-3
 HOPPER = (9, 0)

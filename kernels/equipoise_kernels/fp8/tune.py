@@ -1,6 +1,6 @@
 """Choose the kernels' configurations on this machine's GPU, and write the files to commit.
 
-    python -m equipoise_kernels.tune [--only gemm ...]
+    python -m equipoise_kernels.fp8.tune [--only gemm ...]
 
 Every configuration of an operation's space that compiles without violations (`testing.gates`) is
 timed on DeepSeek-V3's shapes, in each bucket of rows at the bucket's largest. Serving never tunes:
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from equipoise_kernels import configurations
-from equipoise_kernels.bench.__main__ import NO_DEVICE, versions, why_not_here
-from equipoise_kernels.bench.timing import Call, GraphTimer, Timer
-from equipoise_kernels.configurations import Entry
-from equipoise_kernels.jit import triton_version
-from equipoise_kernels.testing.committed import TUNABLES
-from equipoise_kernels.tune_plans import PLANS, Plan, Shape
+from equipoise_kernels.fp8 import configurations
+from equipoise_kernels.fp8.bench.__main__ import NO_DEVICE, versions, why_not_here
+from equipoise_kernels.fp8.bench.timing import Call, GraphTimer, Timer
+from equipoise_kernels.fp8.configurations import Entry
+from equipoise_kernels.fp8.jit import triton_version
+from equipoise_kernels.fp8.testing.committed import TUNABLES
+from equipoise_kernels.fp8.tune_plans import PLANS, Plan, Shape
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,8 +55,8 @@ def sound_configs(operation: str) -> list[Any]:
     What fits on a multiprocessor is claimed as it was found, where it is no choice.
     """
     # Needs the compiler, which a machine without Triton lacks: `main` has checked.
-    from equipoise_kernels.testing.codegen import compile_for_hopper  # noqa: PLC0415
-    from equipoise_kernels.testing.gates import violations  # noqa: PLC0415
+    from equipoise_kernels.fp8.testing.codegen import compile_for_hopper  # noqa: PLC0415
+    from equipoise_kernels.fp8.testing.gates import violations  # noqa: PLC0415
 
     found = []
     for config in TUNABLES[operation].space:

@@ -8,27 +8,32 @@ from typing import Any
 
 import torch
 
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.attention.latent_write import latent_write_triton
-from equipoise_kernels.attention.latents import PlainLatents
-from equipoise_kernels.bench.bench import num_copies
-from equipoise_kernels.bench.mla_inputs import BLOCK_TOKENS, HEADS, ROTARY, mla_inputs
-from equipoise_kernels.bench.moe_inputs import ALIGNMENT, route_inputs, routed_slots, row_order_of
-from equipoise_kernels.bench.timing import Call
 from equipoise_kernels.formats import QuantizedRows, ScaleFormat, empty_rows
-from equipoise_kernels.gemm.dense import gemm_triton
-from equipoise_kernels.gemm.grouped import grouped_gemm_triton
-from equipoise_kernels.gemm.schedule import MaskedRows
-from equipoise_kernels.moe.permute import combine_triton, permute_triton
-from equipoise_kernels.moe.route import route_triton
-from equipoise_kernels.moe.routes import empty_routes
-from equipoise_kernels.moe.row_order import order_rows, row_order_triton
-from equipoise_kernels.quant.group_quant import group_quant_triton
-from equipoise_kernels.quant.rms_norm_quant import rms_norm_quant_triton
-from equipoise_kernels.quant.silu_mul_quant import silu_mul_quant_triton
-from equipoise_kernels.testing.cases import spread_normal, spread_rows, spread_weight
-from equipoise_kernels.testing.virtual_ranks import VirtualRanks
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.attention.latent_write import latent_write_triton
+from equipoise_kernels.fp8.attention.latents import PlainLatents
+from equipoise_kernels.fp8.bench.bench import num_copies
+from equipoise_kernels.fp8.bench.mla_inputs import BLOCK_TOKENS, HEADS, ROTARY, mla_inputs
+from equipoise_kernels.fp8.bench.moe_inputs import (
+    ALIGNMENT,
+    route_inputs,
+    routed_slots,
+    row_order_of,
+)
+from equipoise_kernels.fp8.bench.timing import Call
+from equipoise_kernels.fp8.gemm.dense import gemm_triton
+from equipoise_kernels.fp8.gemm.grouped import grouped_gemm_triton
+from equipoise_kernels.fp8.gemm.schedule import MaskedRows
+from equipoise_kernels.fp8.moe.permute import combine_triton, permute_triton
+from equipoise_kernels.fp8.moe.route import route_triton
+from equipoise_kernels.fp8.moe.routes import empty_routes
+from equipoise_kernels.fp8.moe.row_order import order_rows, row_order_triton
+from equipoise_kernels.fp8.quant.group_quant import group_quant_triton
+from equipoise_kernels.fp8.quant.rms_norm_quant import rms_norm_quant_triton
+from equipoise_kernels.fp8.quant.silu_mul_quant import silu_mul_quant_triton
+from equipoise_kernels.fp8.testing.cases import spread_normal, spread_rows, spread_weight
+from equipoise_kernels.fp8.testing.virtual_ranks import VirtualRanks
 
 Shape = tuple[int, ...]
 # A launch of an operation with a configuration, on different memory each.

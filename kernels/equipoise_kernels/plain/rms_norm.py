@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from equipoise_kernels.linear import pad_rows
+from equipoise_kernels.plain.linear import pad_rows
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, row_block: int | None) -> Tensor:

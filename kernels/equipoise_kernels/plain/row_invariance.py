@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from equipoise_kernels.linear import linear
+from equipoise_kernels.plain.linear import linear
 
 _NUM_PLACES = 4
 

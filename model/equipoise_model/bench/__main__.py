@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from equipoise_kernels import configurations
-from equipoise_kernels.bench.__main__ import NO_DEVICE, versions, why_not_here
-from equipoise_kernels.bench.timing import GraphTimer
-from equipoise_kernels.selection import Process
+from equipoise_kernels.fp8 import configurations
+from equipoise_kernels.fp8.bench.__main__ import NO_DEVICE, versions, why_not_here
+from equipoise_kernels.fp8.bench.timing import GraphTimer
+from equipoise_kernels.fp8.selection import Process
 from equipoise_model.bench.layer import DECODE_ROWS, PREFILL_ROWS, LayerTiming, time_layer
 from equipoise_model.config import Fp8Config
 from equipoise_model.presets import DEEPSEEK_V3

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise_kernels.bench.timing import Timer
 from equipoise_kernels.formats import ScaleFormat
-from equipoise_kernels.quant.group_quant import group_quant
+from equipoise_kernels.fp8.bench.timing import Timer
+from equipoise_kernels.fp8.quant.group_quant import group_quant
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.suite.block import Fp8MoE
+from equipoise_model.fp8.block import Fp8MoE
 
 DECODE_ROWS = 128
 PREFILL_ROWS = 4096

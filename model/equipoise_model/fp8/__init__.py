@@ -1,9 +1,7 @@
-"""The model in FP8 on the kernel suite: serving on a GPU.
+"""The FP8 data plane: the model on the kernels of `equipoise_kernels.fp8`. Serving on Hopper GPUs.
 
-The same function as `equipoise_model.transformer`, within FP8's precision, from the same
-checkpoints and over the same placements: one file here for one there. Rows are bfloat16 between
-layers; every linear map gets them as FP8 codes with scales. A step never waits for
-the device, unless ranks exchange rows by a library of the host, so that it can be captured as a
-CUDA graph. Knows the kernels, never which backend runs
-them.
+Computes the same function as `equipoise_model.plain`, within FP8 precision, from the same
+checkpoints and placements; each file here has its counterpart there. Activations are bfloat16
+between layers and are quantised before every linear map. A step does not wait for the device, so
+that it can be captured as a CUDA graph, unless ranks exchange rows through torch.distributed.
 """

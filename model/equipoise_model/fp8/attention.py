@@ -1,22 +1,22 @@
 """`Fp8Attention`: multi-head latent attention in FP8, over the paged cache, absorbed.
 
 One form for all rows: a chunk of a prompt is as many queries, each of which sees the positions up
-to its own. `equipoise_model.attention` is the same function and explains it.
+to its own. `equipoise_model.plain.attention` is the same function and explains it.
 """
 
 import torch
 from torch import Tensor, nn
 
-from equipoise_kernels.attention.latent_write import latent_write
-from equipoise_kernels.attention.latents import Latents
-from equipoise_kernels.attention.mla_decode import mla_decode
 from equipoise_kernels.formats import QuantizedRows
-from equipoise_kernels.quant.group_quant import group_quant
-from equipoise_kernels.quant.rms_norm_quant import rms_norm_quant
+from equipoise_kernels.fp8.attention.latent_write import latent_write
+from equipoise_kernels.fp8.attention.latents import Latents
+from equipoise_kernels.fp8.attention.mla_decode import mla_decode
+from equipoise_kernels.fp8.quant.group_quant import group_quant
+from equipoise_kernels.fp8.quant.rms_norm_quant import rms_norm_quant
 from equipoise_model.config import ModelConfig
-from equipoise_model.layers import Linear, RMSNorm
-from equipoise_model.suite.layers import Fp8Linear, scale_format
-from equipoise_model.suite.rows import StepRows
+from equipoise_model.fp8.layers import Fp8Linear, scale_format
+from equipoise_model.fp8.rows import StepRows
+from equipoise_model.plain.layers import Linear, RMSNorm
 
 
 class Fp8Attention(nn.Module):

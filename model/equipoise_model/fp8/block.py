@@ -4,20 +4,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise_kernels.attention.latents import Latents
 from equipoise_kernels.formats import QuantizedRows
-from equipoise_kernels.moe.route import route_to_slots
-from equipoise_kernels.moe.routes import Routes, RoutingRule, SlotTables
-from equipoise_kernels.quant.group_quant import group_quant
-from equipoise_kernels.quant.rms_norm_quant import rms_norm_quant
+from equipoise_kernels.fp8.attention.latents import Latents
+from equipoise_kernels.fp8.moe.route import route_to_slots
+from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables
+from equipoise_kernels.fp8.quant.group_quant import group_quant
+from equipoise_kernels.fp8.quant.rms_norm_quant import rms_norm_quant
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertStep
-from equipoise_model.layers import RMSNorm
-from equipoise_model.router import Router
-from equipoise_model.suite.attention import Fp8Attention
-from equipoise_model.suite.experts import Fp8ExpertSlots
-from equipoise_model.suite.layers import Fp8SwiGLU, scale_format
-from equipoise_model.suite.rows import StepRows
+from equipoise_model.fp8.attention import Fp8Attention
+from equipoise_model.fp8.experts import Fp8ExpertSlots
+from equipoise_model.fp8.layers import Fp8SwiGLU, scale_format
+from equipoise_model.fp8.rows import StepRows
+from equipoise_model.plain.layers import RMSNorm
+from equipoise_model.plain.router import Router
 
 
 class Fp8MoE(nn.Module):

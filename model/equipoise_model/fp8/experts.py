@@ -24,12 +24,12 @@ from equipoise_kernels.formats import (
     ScaleFormat,
     weight_scale_shape,
 )
-from equipoise_kernels.gemm.grouped import grouped_gemm
-from equipoise_kernels.gemm.schedule import GROUP_ALIGNMENT, MaskedRows, PrefixSumRows
-from equipoise_kernels.moe.permute import combine, permute
-from equipoise_kernels.moe.row_order import RowOrder, most_rows, order_rows
-from equipoise_kernels.quant.group_quant import group_quant
-from equipoise_kernels.quant.silu_mul_quant import silu_mul_quant
+from equipoise_kernels.fp8.gemm.grouped import grouped_gemm
+from equipoise_kernels.fp8.gemm.schedule import GROUP_ALIGNMENT, MaskedRows, PrefixSumRows
+from equipoise_kernels.fp8.moe.permute import combine, permute
+from equipoise_kernels.fp8.moe.row_order import RowOrder, most_rows, order_rows
+from equipoise_kernels.fp8.quant.group_quant import group_quant
+from equipoise_kernels.fp8.quant.silu_mul_quant import silu_mul_quant
 from equipoise_model.device import Arrive
 from equipoise_model.experts import Settle, check_payload
 

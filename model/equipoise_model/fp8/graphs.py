@@ -18,12 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from equipoise_kernels import selection
+from equipoise_kernels.fp8 import selection
 from equipoise_model.dispatch import ExpertStep
+from equipoise_model.fp8.rows import StepRows
+from equipoise_model.fp8.slot_exchange import SlotExchange
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import Placement
-from equipoise_model.slot_exchange import SlotExchange
-from equipoise_model.suite.rows import StepRows
 
 Work = Callable[[], Tensor]
 Capture = Callable[[Work], Work]

@@ -13,8 +13,8 @@ from equipoise_kernels.formats import (
     ScaleFormat,
     weight_scale_shape,
 )
-from equipoise_kernels.gemm.dense import gemm
-from equipoise_kernels.quant.silu_mul_quant import silu_mul_quant
+from equipoise_kernels.fp8.gemm.dense import gemm
+from equipoise_kernels.fp8.quant.silu_mul_quant import silu_mul_quant
 from equipoise_model.config import ModelConfig
 
 

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from equipoise_kernels.all_to_all.opening import OpenedBuffer, open_buffer
-from equipoise_kernels.all_to_all.order import RowLayout
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.errors import AllToAllError, PeerMissingError
 from equipoise_kernels.formats import QuantizedRows, ScaleFormat
-from equipoise_kernels.gemm.schedule import GROUP_ALIGNMENT
-from equipoise_kernels.quant.group_quant import group_quant
+from equipoise_kernels.fp8.all_to_all.opening import OpenedBuffer, open_buffer
+from equipoise_kernels.fp8.all_to_all.order import RowLayout
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.gemm.schedule import GROUP_ALIGNMENT
+from equipoise_kernels.fp8.quant.group_quant import group_quant
 from equipoise_model.exchange import ExchangeError
 
 PART_TOKENS = 256

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel, ExpertStep
 from equipoise_model.experts import PhysicalSlots
+from equipoise_model.fp8.block import Fp8Block, Fp8MoE
+from equipoise_model.fp8.graphs import DecodeGraphs
+from equipoise_model.fp8.rows import StepRows
 from equipoise_model.latent_cache import LatentCache
-from equipoise_model.layers import Embedding, Linear, RMSNorm
+from equipoise_model.plain.layers import Embedding, Linear, RMSNorm
 from equipoise_model.rope import Rope
-from equipoise_model.suite.block import Fp8Block, Fp8MoE
-from equipoise_model.suite.graphs import DecodeGraphs
-from equipoise_model.suite.rows import StepRows
-from equipoise_model.transformer import StepBatch, StepOutput
+from equipoise_model.step import StepBatch, StepOutput
 
 
 class Fp8Transformer(nn.Module):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise_kernels.rotate import rotate
+from equipoise_kernels.plain.rotate import rotate
 from equipoise_model.config import ModelConfig
 from equipoise_model.latent_cache import CacheStep
-from equipoise_model.layers import Linear, RMSNorm
+from equipoise_model.plain.layers import Linear, RMSNorm
 
 
 class Attention(nn.Module):

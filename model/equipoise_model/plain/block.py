@@ -2,12 +2,12 @@
 
 from torch import Tensor, nn
 
-from equipoise_model.attention import Attention
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertStep
 from equipoise_model.latent_cache import CacheStep
-from equipoise_model.layers import RMSNorm, SwiGLU
-from equipoise_model.moe import MoE
+from equipoise_model.plain.attention import Attention
+from equipoise_model.plain.layers import RMSNorm, SwiGLU
+from equipoise_model.plain.moe import MoE
 
 
 class Block(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise_kernels.linear import linear, pad_rows
-from equipoise_kernels.rms_norm import rms_norm
+from equipoise_kernels.plain.linear import linear, pad_rows
+from equipoise_kernels.plain.rms_norm import rms_norm
 
 
 class Embedding(nn.Module):

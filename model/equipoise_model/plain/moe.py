@@ -4,9 +4,9 @@ from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertStep
-from equipoise_model.experts import ExpertSlots
-from equipoise_model.layers import SwiGLU
-from equipoise_model.router import Router
+from equipoise_model.plain.experts import ExpertSlots
+from equipoise_model.plain.layers import SwiGLU
+from equipoise_model.plain.router import Router
 
 
 class MoE(nn.Module):

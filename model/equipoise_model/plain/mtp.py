@@ -7,11 +7,11 @@ and its block. The checkpoint keeps it as one more layer after the main model's.
 import torch
 from torch import Tensor, nn
 
-from equipoise_model.block import Block
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertStep
 from equipoise_model.latent_cache import CacheStep
-from equipoise_model.layers import Linear, RMSNorm
+from equipoise_model.plain.block import Block
+from equipoise_model.plain.layers import Linear, RMSNorm
 
 
 class SharedHead(nn.Module):

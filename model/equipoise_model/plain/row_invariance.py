@@ -7,13 +7,13 @@ of the same name. Here are the shapes of a whole model, and attention's products
 import torch
 from torch import Tensor
 
-from equipoise_kernels.row_invariance import RowVarianceError, verify_row_invariance
-from equipoise_model.attention import Attention
-from equipoise_model.experts import ExpertSlots
+from equipoise_kernels.plain.row_invariance import RowVarianceError, verify_row_invariance
 from equipoise_model.latent_cache import LatentCache, blocks_for, stretches
-from equipoise_model.layers import Linear
-from equipoise_model.router import Router
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.attention import Attention
+from equipoise_model.plain.experts import ExpertSlots
+from equipoise_model.plain.layers import Linear
+from equipoise_model.plain.router import Router
+from equipoise_model.plain.transformer import Transformer
 
 
 def verify_rows(model: Transformer, cache: LatentCache) -> None:

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from equipoise_model.block import Block
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import PhysicalSlots
-from equipoise_model.latent_cache import CacheStep, LatentCache
-from equipoise_model.layers import Embedding, Linear, RMSNorm
-from equipoise_model.moe import MoE
-from equipoise_model.mtp import MultiTokenPrediction
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.plain.block import Block
+from equipoise_model.plain.layers import Embedding, Linear, RMSNorm
+from equipoise_model.plain.moe import MoE
+from equipoise_model.plain.mtp import MultiTokenPrediction
+from equipoise_model.plain.router import Router, Routing
 from equipoise_model.rope import Rope
-from equipoise_model.router import Router, Routing
+from equipoise_model.step import StepBatch, StepOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,41 +34,6 @@ class TrainOutput:
     routings: tuple[Routing, ...]
     mtp_logits: tuple[Tensor, ...]
     mtp_routings: tuple[Routing, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepBatch:
-    """The tokens of one serving step on this rank, int64 on the host; the step takes them along.
-
-    Row t is `tokens_T[t]` at `positions_T[t]` of sequence `sequences_T[t]`, whose blocks of the
-    cache are `block_tables[sequences_T[t]]`; its earlier positions are in the cache or among the
-    rows before it. Logits are wanted for the rows `sample_rows_S`. T may be 0.
-    """
-
-    tokens_T: Tensor
-    positions_T: Tensor
-    sequences_T: Tensor
-    block_tables: Sequence[Sequence[int]]
-    sample_rows_S: Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        """T: every row is a real token."""
-        return int(self.tokens_T.shape[0])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepOutput:
-    """What a serving step gives: logits of the rows that were asked for, and what drafting needs.
-
-    `hidden_TD` has all rows behind the final norm; `rotary` and `cache_step` are the step's own,
-    None of a model that does not draft.
-    """
-
-    logits_SV: Tensor
-    hidden_TD: Tensor
-    rotary: tuple[Tensor, Tensor] | None
-    cache_step: CacheStep | None
 
 
 class Transformer(nn.Module):

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from equipoise_model import checkpoint
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.presets import TINY
 from equipoise_model.train.data import DOMAINS, CorpusError
 from equipoise_model.train.loads import Heldout, measure
@@ -31,7 +32,6 @@ from equipoise_model.train.loop import (
     settle_bias,
     train,
 )
-from equipoise_model.transformer import Transformer
 
 _CURVE_POINTS = 100  # of the loss curve kept in training.json
 _HELDOUT_SEED = 1

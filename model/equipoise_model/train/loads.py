@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.train.bias import expert_load
 from equipoise_model.train.data import DOMAINS, Domain, text
 from equipoise_model.train.losses import next_token_loss
-from equipoise_model.transformer import Transformer
 
 Tokens = npt.NDArray[np.int64]
 

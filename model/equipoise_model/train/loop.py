@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
-from equipoise_model.router import Router, Routing
+from equipoise_model.plain.router import Router, Routing
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.train.bias import expert_load, update_selection_bias
 from equipoise_model.train.data import DOMAINS, sample_batch
 from equipoise_model.train.losses import (
@@ -23,7 +24,6 @@ from equipoise_model.train.losses import (
     sequence_balance_loss,
     specialization_loss,
 )
-from equipoise_model.transformer import Transformer
 
 
 class TrainSettingsError(ValueError):

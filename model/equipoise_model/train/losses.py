@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from equipoise_model.router import Routing
+from equipoise_model.plain.router import Routing
 
 
 def next_token_loss(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from equipoise.worker.blocks import BlockPool
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
-from equipoise_kernels.row_invariance import RowVarianceError
+from equipoise_kernels.plain.row_invariance import RowVarianceError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.config import UnsupportedConfigError
 from equipoise_model.device import DeviceError, choose_device
@@ -19,8 +19,8 @@ from equipoise_model.drafting import Drafter
 from equipoise_model.experts import PhysicalSlots
 from equipoise_model.latent_cache import LatentCache, blocks_for
 from equipoise_model.operations import Model, Operations, OperationsError
-from equipoise_model.row_invariance import verify_rows
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.row_invariance import verify_rows
+from equipoise_model.plain.transformer import Transformer
 
 ROW_BLOCK = 16
 """Rows of every product in batch-invariant mode."""

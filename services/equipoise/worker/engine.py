@@ -30,7 +30,7 @@ from equipoise_model.latent_cache import LatentCache
 from equipoise_model.operations import Model
 from equipoise_model.sampling import sample
 from equipoise_model.sampling_params import SampledToken, SamplingError
-from equipoise_model.transformer import StepBatch, StepOutput
+from equipoise_model.step import StepBatch, StepOutput
 
 IDLE_WAIT_S = 0.005
 """An idle rank looks for its peers' work this often, and for its own at once."""

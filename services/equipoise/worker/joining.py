@@ -27,8 +27,8 @@ from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertPuller
 from equipoise.worker.waits import Waits
 from equipoise_model.experts import StagedExperts, checksum
+from equipoise_model.fp8.slot_exchange import SlotExchange
 from equipoise_model.operations import Operations
-from equipoise_model.slot_exchange import SlotExchange
 
 _log = logging.getLogger(__name__)
 

@@ -14,19 +14,19 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from equipoise_kernels import selection
-from equipoise_kernels.all_to_all.buffer import EpBuffer
-from equipoise_kernels.all_to_all.collective import CollectiveBackend
-from equipoise_kernels.all_to_all.opening import open_buffer
-from equipoise_kernels.all_to_all.order import RowLayout
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.peer import AllToAllConfig, PeerBackend
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.all_to_all.window import shared_window
 from equipoise_kernels.errors import AllToAllError
 from equipoise_kernels.formats import QuantizedRows
-from equipoise_kernels.quant.group_quant import group_quant
-from equipoise_kernels.testing.interpreter import corrected_casts
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
+from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
+from equipoise_kernels.fp8.all_to_all.opening import open_buffer
+from equipoise_kernels.fp8.all_to_all.order import RowLayout
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.peer import AllToAllConfig, PeerBackend
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.window import shared_window
+from equipoise_kernels.fp8.quant.group_quant import group_quant
+from equipoise_kernels.fp8.testing.interpreter import corrected_casts
 
 PATIENCE_S = 60
 IMPATIENCE_S = 1.5

@@ -5,23 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from equipoise_kernels.all_to_all import peer
-from equipoise_kernels.all_to_all.buffer import EpBuffer
-from equipoise_kernels.all_to_all.collective import CollectiveBackend
-from equipoise_kernels.all_to_all.flags import (
-    FINE,
-    TOO_MANY_ROWS,
-    flag_of,
-    generation_of,
-    raise_faults,
-    sequence_of,
-    status_of,
-)
-from equipoise_kernels.all_to_all.order import Incoming, Outgoing, RowLayout
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.peer import AllToAllConfig, PeerBackend
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.all_to_all.window import WindowMap, virtual_windows
 from equipoise_kernels.errors import (
     AllToAllError,
     CapacityError,
@@ -31,7 +14,24 @@ from equipoise_kernels.errors import (
     UnknownSlotError,
 )
 from equipoise_kernels.formats import empty_rows
-from equipoise_kernels.quant.group_quant import group_quant
+from equipoise_kernels.fp8.all_to_all import peer
+from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
+from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
+from equipoise_kernels.fp8.all_to_all.flags import (
+    FINE,
+    TOO_MANY_ROWS,
+    flag_of,
+    generation_of,
+    raise_faults,
+    sequence_of,
+    status_of,
+)
+from equipoise_kernels.fp8.all_to_all.order import Incoming, Outgoing, RowLayout
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.peer import AllToAllConfig, PeerBackend
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.window import WindowMap, virtual_windows
+from equipoise_kernels.fp8.quant.group_quant import group_quant
 
 CONFIG = AllToAllConfig(parts=2, block=128, num_warps=4)
 SHAPE = EpShape(

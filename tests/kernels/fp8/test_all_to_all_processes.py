@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="kernels need the extra `kernels`")
 
 PROGRAM = Path(__file__).with_name("all_to_all_rank.py")
-ROOM = Path(__file__).parents[2] / "kernels"
+ROOM = Path(__file__).parents[3] / "kernels"
 NUM_RANKS = 3
 TIMEOUT_S = 200
 

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from equipoise_kernels import self_test
-from equipoise_kernels.attention import libraries
-from equipoise_kernels.attention.latents import PlainLatents, QuantizedLatents
-from equipoise_kernels.attention.libraries import LatentShape, misfit
-from equipoise_kernels.attention.mla_decode import BACKENDS, Attended
 from equipoise_kernels.errors import KernelInputError, KernelsUnavailableError
 from equipoise_kernels.formats import CODE
-from equipoise_kernels.selection import Process, resolve, without
+from equipoise_kernels.fp8 import self_test
+from equipoise_kernels.fp8.attention import libraries
+from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
+from equipoise_kernels.fp8.attention.libraries import LatentShape, misfit
+from equipoise_kernels.fp8.attention.mla_decode import BACKENDS, Attended
+from equipoise_kernels.fp8.selection import Process, resolve, without
 
 RANK, ROTARY = 512, 64
 

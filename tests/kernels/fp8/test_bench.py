@@ -9,10 +9,10 @@ import random
 import pytest
 import torch
 
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.bench import __main__ as command
-from equipoise_kernels.bench import (
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.bench import __main__ as command
+from equipoise_kernels.fp8.bench import (
     all_to_all_cases,
     checks,
     dense_cases,
@@ -25,15 +25,15 @@ from equipoise_kernels.bench import (
     process_cases,
     quant_cases,
 )
-from equipoise_kernels.bench.bench import Bench
-from equipoise_kernels.bench.exchange_rank import Arguments, Seen
-from equipoise_kernels.bench.report import GATES, Machine, Sample, Verdict, judge
-from equipoise_kernels.bench.timing import Timing
-from equipoise_kernels.gemm import dense
-from equipoise_kernels.moe.route import route_reference
-from equipoise_kernels.moe.routes import RoutingRule
-from equipoise_kernels.testing import virtual_ranks
-from equipoise_kernels.testing.cases import spread_rows, spread_weight
+from equipoise_kernels.fp8.bench.bench import Bench
+from equipoise_kernels.fp8.bench.exchange_rank import Arguments, Seen
+from equipoise_kernels.fp8.bench.report import GATES, Machine, Sample, Verdict, judge
+from equipoise_kernels.fp8.bench.timing import Timing
+from equipoise_kernels.fp8.gemm import dense
+from equipoise_kernels.fp8.moe.route import route_reference
+from equipoise_kernels.fp8.moe.routes import RoutingRule
+from equipoise_kernels.fp8.testing import virtual_ranks
+from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 
 H200 = Machine(copy_tb_s=4.3, bf16_tflops=790.0)
 KERNELS = ("gemm_kernel", "grouped_gemm_kernel", "group_quant_kernel", "rms_norm_quant_kernel",

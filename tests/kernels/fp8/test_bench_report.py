@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from equipoise_kernels.bench.report import (
+from equipoise_kernels.fp8.bench.report import (
     GATES,
     Gate,
     Machine,

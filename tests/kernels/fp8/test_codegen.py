@@ -13,13 +13,13 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need the extra `kernels`")
 
-from equipoise_kernels.testing.codegen import Code
-from equipoise_kernels.testing.committed import (
+from equipoise_kernels.fp8.testing.codegen import Code
+from equipoise_kernels.fp8.testing.committed import (
     TUNABLES,
     committed_configs,
     committed_specializations,
 )
-from equipoise_kernels.testing.gates import violations
+from equipoise_kernels.fp8.testing.gates import violations
 
 # Half a minute on an idle machine of two cores; others may be at work too.
 _TIMEOUT_S = 550
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.timeout(600)
 BAD_CONFIGS = """
 import json
 from dataclasses import replace
-from equipoise_kernels.gemm.dense import GemmConfig, specializations
-from equipoise_kernels.testing.codegen import compile_for_hopper
-from equipoise_kernels.testing.gates import violations
+from equipoise_kernels.fp8.gemm.dense import GemmConfig, specializations
+from equipoise_kernels.fp8.testing.codegen import compile_for_hopper
+from equipoise_kernels.fp8.testing.gates import violations
 good = GemmConfig(block_m=64, block_n=128, swap_ab=False, split_k=1, group_m=8, num_warps=4,
                   num_stages=3, ctas_per_sm=3)
 for change in ({"block_m": 16}, {"block_m": 128, "ctas_per_sm": 1}, {"ctas_per_sm": 4}):
@@ -56,7 +56,7 @@ def compiled_by(*arguments):
 
 @pytest.fixture(scope="module")
 def compiled():
-    returncode, lines = compiled_by("-m", "equipoise_kernels.testing.gates")
+    returncode, lines = compiled_by("-m", "equipoise_kernels.fp8.testing.gates")
     return returncode, {line["name"]: line for line in lines}
 
 

@@ -3,18 +3,18 @@ import sys
 
 import pytest
 
-from equipoise_kernels import configurations
-from equipoise_kernels.configurations import Entry
-from equipoise_kernels.gemm.dense import GemmConfig
-from equipoise_kernels.gemm.grouped import GroupedGemmConfig
+from equipoise_kernels.fp8 import configurations
+from equipoise_kernels.fp8.configurations import Entry
+from equipoise_kernels.fp8.gemm.dense import GemmConfig
+from equipoise_kernels.fp8.gemm.grouped import GroupedGemmConfig
 
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
-from equipoise_kernels.quant.group_quant import group_quant
-from equipoise_kernels.quant.weight_quant import quantize_weight
-from equipoise_kernels.gemm.dense import gemm
+from equipoise_kernels.fp8.quant.group_quant import group_quant
+from equipoise_kernels.fp8.quant.weight_quant import quantize_weight
+from equipoise_kernels.fp8.gemm.dense import gemm
 rows = group_quant(torch.ones(2, 128))
 print(gemm(rows, quantize_weight(torch.ones(3, 128)), dtype=torch.float32)[1, 2].round().item())
 """

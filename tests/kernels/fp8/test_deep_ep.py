@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from equipoise_kernels.all_to_all import deep_ep
-from equipoise_kernels.all_to_all.buffer import EpBuffer
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.fp8.all_to_all import deep_ep
+from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
 
 SHAPE = EpShape(
     rank=0, num_ranks=2, slots_per_rank=3, top_k=2, dim=128, max_tokens=4, payload=Payload.BF16

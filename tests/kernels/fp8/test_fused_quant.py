@@ -3,18 +3,18 @@ import torch
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import QuantizedRows, ScaleFormat, ScaleLayout, empty_rows
-from equipoise_kernels.quant.rms_norm_quant import (
+from equipoise_kernels.fp8.quant.rms_norm_quant import (
     rms_norm_quant,
     rms_norm_quant_reference,
     rms_norm_quant_triton,
 )
-from equipoise_kernels.quant.silu_mul_quant import (
+from equipoise_kernels.fp8.quant.silu_mul_quant import (
     SiluMulQuantConfig,
     silu_mul_quant,
     silu_mul_quant_reference,
     silu_mul_quant_triton,
 )
-from equipoise_kernels.testing.cases import guarded, spread_normal
+from equipoise_kernels.fp8.testing.cases import guarded, spread_normal
 
 SILU_CONFIG = SiluMulQuantConfig(rows=4, groups=2, num_warps=4)
 

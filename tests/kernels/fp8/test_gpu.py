@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from equipoise_kernels.selection import OPERATIONS
+from equipoise_kernels.fp8.selection import OPERATIONS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,8 +24,8 @@ pytestmark = [
 
 SOLVE = """
 import json
-from equipoise_kernels.selection import OPERATIONS
-from equipoise_kernels.self_test import obstacle
+from equipoise_kernels.fp8.selection import OPERATIONS
+from equipoise_kernels.fp8.self_test import obstacle
 operations = [name for name, backends in OPERATIONS.items() if "triton" in backends]
 print(json.dumps({name: obstacle(name, "triton") for name in operations}))
 """

@@ -5,13 +5,13 @@ import torch
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import QuantizedRows, ScaleFormat, ScaleLayout, empty_rows
-from equipoise_kernels.quant.group_quant import (
+from equipoise_kernels.fp8.quant.group_quant import (
     GroupQuantConfig,
     group_quant,
     group_quant_reference,
     group_quant_triton,
 )
-from equipoise_kernels.testing.cases import guarded, spread_normal
+from equipoise_kernels.fp8.testing.cases import guarded, spread_normal
 
 CONFIG = GroupQuantConfig(rows=4, groups=2, num_warps=4)
 

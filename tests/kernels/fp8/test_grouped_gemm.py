@@ -5,20 +5,20 @@ import torch
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import QuantizedRows, QuantizedWeight
-from equipoise_kernels.gemm.dense import gemm_reference
-from equipoise_kernels.gemm.grouped import (
+from equipoise_kernels.fp8.gemm.dense import gemm_reference
+from equipoise_kernels.fp8.gemm.grouped import (
     GroupedGemmConfig,
     grouped_gemm,
     grouped_gemm_reference,
     grouped_gemm_triton,
 )
-from equipoise_kernels.gemm.schedule import (
+from equipoise_kernels.fp8.gemm.schedule import (
     GROUP_ALIGNMENT,
     ContiguousRows,
     MaskedRows,
     PrefixSumRows,
 )
-from equipoise_kernels.testing.cases import guarded, spread_rows, spread_weight
+from equipoise_kernels.fp8.testing.cases import guarded, spread_rows, spread_weight
 
 NUM_SLOTS, NUM_COLUMNS, DIM = 5, 160, 256
 SLOTS = [3, 0, 4]

@@ -4,8 +4,8 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need the extra `kernels`")
 
-from equipoise_kernels.jit import jit, tl
-from equipoise_kernels.testing.interpreter import corrected_casts
+from equipoise_kernels.fp8.jit import jit, tl
+from equipoise_kernels.fp8.testing.interpreter import corrected_casts
 
 # Carries out of the mantissa, ties, subnormals, numbers beyond the largest, and the special ones.
 HARD = [1.99, -1.99, 1.0625, 1.1875, 0.0, -0.0, 2**-9, 2**-10, 1.5 * 2**-10, 447.9, 464.0, 1e6]

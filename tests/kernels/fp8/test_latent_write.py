@@ -1,15 +1,15 @@
 import pytest
 import torch
 
-from equipoise_kernels.attention.latent_write import (
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.fp8.attention.latent_write import (
     LatentWriteConfig,
     latent_write,
     latent_write_reference,
     latent_write_triton,
 )
-from equipoise_kernels.attention.latents import PlainLatents, QuantizedLatents
-from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.testing.cases import guarded, spread_normal
+from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
+from equipoise_kernels.fp8.testing.cases import guarded, spread_normal
 
 RANK, ROTARY, BLOCK, NUM_BLOCKS, HEADS = 256, 16, 4, 3, 5
 EPS = 1e-6

@@ -1,19 +1,19 @@
 import pytest
 import torch
 
-from equipoise_kernels.attention.latents import PlainLatents, QuantizedLatents
-from equipoise_kernels.attention.mla_decode import (
+from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.formats import ScaleFormat, empty_rows
+from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
+from equipoise_kernels.fp8.attention.mla_decode import (
     Attended,
     MlaDecodeConfig,
     mla_decode,
     mla_decode_reference,
     mla_decode_triton,
 )
-from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import ScaleFormat, empty_rows
+from equipoise_kernels.fp8.quant.group_quant import group_quant_reference
+from equipoise_kernels.fp8.testing.cases import guarded
 from equipoise_kernels.numerics import difference
-from equipoise_kernels.quant.group_quant import group_quant_reference
-from equipoise_kernels.testing.cases import guarded
 
 RANK, ROTARY, BLOCK, NUM_BLOCKS = 128, 16, 16, 12
 SCALE = 0.11

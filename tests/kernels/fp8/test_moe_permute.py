@@ -3,7 +3,7 @@ import torch
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import QuantizedRows, ScaleLayout, empty_rows
-from equipoise_kernels.moe.permute import (
+from equipoise_kernels.fp8.moe.permute import (
     PermuteConfig,
     combine,
     combine_reference,
@@ -11,7 +11,7 @@ from equipoise_kernels.moe.permute import (
     permute,
     permute_triton,
 )
-from equipoise_kernels.moe.row_order import (
+from equipoise_kernels.fp8.moe.row_order import (
     RowOrder,
     RowOrderConfig,
     most_rows,
@@ -19,7 +19,7 @@ from equipoise_kernels.moe.row_order import (
     row_order_reference,
     row_order_triton,
 )
-from equipoise_kernels.testing.cases import guarded, spread_normal, spread_rows
+from equipoise_kernels.fp8.testing.cases import guarded, spread_normal, spread_rows
 
 ORDER_CONFIG = RowOrderConfig(pairs=8, num_warps=4)
 CONFIG = PermuteConfig(columns=32, num_warps=4)

@@ -2,15 +2,15 @@ import pytest
 import torch
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.moe.route import (
+from equipoise_kernels.fp8.moe.route import (
     RouteConfig,
     route_reference,
     route_to_slots,
     route_triton,
 )
-from equipoise_kernels.moe.routes import Routes, RoutingRule, SlotTables
+from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables
+from equipoise_kernels.fp8.testing.cases import guarded
 from equipoise_kernels.replica_choice import SHARE_BITS
-from equipoise_kernels.testing.cases import guarded
 
 CONFIG = RouteConfig(num_warps=1)
 RULE = RoutingRule(num_experts=16, num_groups=4, top_groups=2, top_k=3, normalize=True, scale=2.5)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from equipoise_kernels import selection
-from equipoise_kernels.all_to_all import opening
-from equipoise_kernels.all_to_all.collective import CollectiveBackend
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.errors import KernelsUnavailableError
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.all_to_all import opening
+from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
 
 SHAPE = EpShape(
     rank=0, num_ranks=1, slots_per_rank=3, top_k=2, dim=128, max_tokens=3, payload=Payload.FP8

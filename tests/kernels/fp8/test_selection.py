@@ -3,10 +3,10 @@ import logging
 import pytest
 import torch
 
-from equipoise_kernels import self_test
 from equipoise_kernels.errors import KernelsUnavailableError
-from equipoise_kernels.gemm import dense, libraries
-from equipoise_kernels.selection import OPERATIONS, Process, agreed, backend, resolve
+from equipoise_kernels.fp8 import self_test
+from equipoise_kernels.fp8.gemm import dense, libraries
+from equipoise_kernels.fp8.selection import OPERATIONS, Process, agreed, backend, resolve
 
 
 def works(operation, name):
@@ -81,7 +81,7 @@ def test_the_process_resolves_its_variable_once_and_logs_the_choice(monkeypatch,
     monkeypatch.setattr(Process, "_resolved", None)
     monkeypatch.setenv("EQUIPOISE_KERNELS", "reference")
     assert Process.in_use() == ""
-    with caplog.at_level(logging.INFO, logger="equipoise_kernels.selection"):
+    with caplog.at_level(logging.INFO, logger="equipoise_kernels.fp8.selection"):
         first = Process.selection()
         monkeypatch.setenv("EQUIPOISE_KERNELS", "nonsense")
         assert Process.selection() is first
@@ -94,10 +94,10 @@ def test_the_process_resolves_its_variable_once_and_logs_the_choice(monkeypatch,
 def test_tensors_on_the_cpu_are_the_references_unless_triton_interprets(monkeypatch):
     monkeypatch.setattr(Process, "_selection", resolve("auto", works))
     cpu = torch.device("cpu")
-    monkeypatch.setattr("equipoise_kernels.selection.is_interpreting", lambda: False)
+    monkeypatch.setattr("equipoise_kernels.fp8.selection.is_interpreting", lambda: False)
     assert backend("gemm", cpu) == "reference"
     assert backend("gemm", torch.device("cuda")) == "triton"
-    monkeypatch.setattr("equipoise_kernels.selection.is_interpreting", lambda: True)
+    monkeypatch.setattr("equipoise_kernels.fp8.selection.is_interpreting", lambda: True)
     assert backend("gemm", cpu) == "triton"
 
 
@@ -134,7 +134,7 @@ def test_cublas_gets_columns_of_scales_without_gaps_and_padded_weight_scales(
     monkeypatch, generator
 ):
     from equipoise_kernels.formats import ScaleLayout
-    from equipoise_kernels.testing.cases import spread_rows, spread_weight
+    from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 
     calls = []
 
@@ -159,7 +159,7 @@ def test_cublas_gets_columns_of_scales_without_gaps_and_padded_weight_scales(
 
 
 def test_deep_gemm_gets_pairs_of_codes_and_scales(monkeypatch, generator):
-    from equipoise_kernels.testing.cases import spread_rows, spread_weight
+    from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 
     class Library:
         @staticmethod
@@ -182,11 +182,11 @@ def test_deep_gemm_gets_pairs_of_codes_and_scales(monkeypatch, generator):
 def test_an_experts_network_runs_on_the_selected_kernels_from_end_to_end(
     monkeypatch, generator, interpreted
 ):
-    from equipoise_kernels.gemm.grouped import grouped_gemm
-    from equipoise_kernels.gemm.schedule import MaskedRows
-    from equipoise_kernels.quant.group_quant import group_quant
-    from equipoise_kernels.quant.silu_mul_quant import silu_mul_quant
-    from equipoise_kernels.testing.cases import spread_weight
+    from equipoise_kernels.fp8.gemm.grouped import grouped_gemm
+    from equipoise_kernels.fp8.gemm.schedule import MaskedRows
+    from equipoise_kernels.fp8.quant.group_quant import group_quant
+    from equipoise_kernels.fp8.quant.silu_mul_quant import silu_mul_quant
+    from equipoise_kernels.fp8.testing.cases import spread_weight
 
     x = torch.randn(6, 128, generator=generator).bfloat16() / 16
     gate_up = spread_weight((3, 256, 128), generator)

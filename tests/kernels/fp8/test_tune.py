@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from equipoise_kernels import tune, tune_plans
-from equipoise_kernels.bench import mla_inputs, moe_inputs
-from equipoise_kernels.bench.timing import Timing
-from equipoise_kernels.configurations import operations
-from equipoise_kernels.gemm.dense import CONFIG_SPACE
-from equipoise_kernels.testing.committed import TUNABLES
+from equipoise_kernels.fp8 import tune, tune_plans
+from equipoise_kernels.fp8.bench import mla_inputs, moe_inputs
+from equipoise_kernels.fp8.bench.timing import Timing
+from equipoise_kernels.fp8.configurations import operations
+from equipoise_kernels.fp8.gemm.dense import CONFIG_SPACE
+from equipoise_kernels.fp8.testing.committed import TUNABLES
 
 FAST, SLOW = CONFIG_SPACE[0], CONFIG_SPACE[1]
 
@@ -62,6 +62,6 @@ def test_every_committed_operation_can_be_tuned():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_the_command_says_so_and_changes_nothing(monkeypatch, capsys):
-    monkeypatch.setattr("equipoise_kernels.bench.__main__.is_interpreting", lambda: False)
+    monkeypatch.setattr("equipoise_kernels.fp8.bench.__main__.is_interpreting", lambda: False)
     assert tune.main(["--only", "gemm"]) == tune.NO_DEVICE
     assert "no CUDA GPU" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from equipoise_kernels.formats import (
     ScaleFormat,
     weight_scale_shape,
 )
-from equipoise_kernels.quant.weight_quant import (
+from equipoise_kernels.fp8.quant.weight_quant import (
     dequantize_weight,
     dequantize_weight_triton,
     quantize_weight,

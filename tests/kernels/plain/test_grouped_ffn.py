@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from equipoise_kernels.grouped_ffn import grouped_ffn
+from equipoise_kernels.plain.grouped_ffn import grouped_ffn
 
 DIM, HIDDEN, NUM_SLOTS = 32, 48, 5
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from equipoise_kernels.linear import linear, pad_rows
+from equipoise_kernels.plain.linear import linear, pad_rows
 
 ROW_BLOCK = 16
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from equipoise_kernels.permute import permute_rows, slot_order, unpermute_rows
+from equipoise_kernels.plain.permute import permute_rows, slot_order, unpermute_rows
 
 
 @pytest.mark.parametrize(("num_rows", "top_k"), [(0, 4), (1, 1), (7, 3), (40, 4)])

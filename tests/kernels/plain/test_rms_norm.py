@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from equipoise_kernels.rms_norm import rms_norm
+from equipoise_kernels.plain.rms_norm import rms_norm
 
 
 @pytest.mark.parametrize("row_block", [None, 16])

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from equipoise_kernels import row_invariance
-from equipoise_kernels.row_invariance import RowVarianceError, verify_row_invariance
+from equipoise_kernels.plain import row_invariance
+from equipoise_kernels.plain.row_invariance import RowVarianceError, verify_row_invariance
 
 
 def test_this_machines_products_depend_on_their_row_alone():

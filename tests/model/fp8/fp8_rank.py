@@ -1,4 +1,4 @@
-"""One rank of `test_suite_ranks`: serves in FP8 with others, and saves what it saw.
+"""One rank of `test_ranks`: serves in FP8 with others, and saves what it saw.
 
 Arguments: rank, number of ranks, folder of the checkpoint, empty folder that all share, backend of
 the exchange. The rank that is last leaves in the end, and the others go on without it.
@@ -11,18 +11,18 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from suite_models import SUITE
-from suite_ranks import ROOM, SLOTS_PER_RANK, Part, compute_rows_one_by_one, placement_of
+from fp8_models import NARROW
+from fp8_ranks import ROOM, SLOTS_PER_RANK, Part, compute_rows_one_by_one, placement_of
 from torch import distributed as dist
 
-from equipoise_kernels import selection
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.testing.interpreter import corrected_casts
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.testing.interpreter import corrected_casts
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import ExchangeError
-from equipoise_model.slot_exchange import SlotExchange
-from equipoise_model.suite.graphs import DecodeGraphs, capture_obstacle
+from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
+from equipoise_model.fp8.slot_exchange import SlotExchange
 
 PATIENCE_S = 60
 IMPATIENCE_S = 2.0
@@ -45,8 +45,8 @@ def opened(rank, num_ranks, *, timeout_s=PATIENCE_S):
         rank=rank,
         num_ranks=num_ranks,
         slots_per_rank=SLOTS_PER_RANK,
-        top_k=SUITE.num_experts_per_tok,
-        dim=SUITE.hidden_size,
+        top_k=NARROW.num_experts_per_tok,
+        dim=NARROW.hidden_size,
         max_tokens=ROOM if rank == 0 else 1,
         payload=Payload.FP8,
     )

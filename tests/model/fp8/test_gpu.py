@@ -21,7 +21,7 @@ pytestmark = [
     ),
 ]
 
-SCRIPT = Path(__file__).parents[1] / "support" / "suite_on_gpu.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "fp8_on_gpu.py"
 
 
 @pytest.fixture(scope="module")

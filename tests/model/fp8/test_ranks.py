@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_models import NARROW
+from fp8_ranks import CHUNKS, SWITCH_BEFORE, compute_rows_one_by_one, served_alone
 from rank_processes import run_ranks
-from suite_models import SUITE
-from suite_ranks import CHUNKS, SWITCH_BEFORE, compute_rows_one_by_one, served_alone
 
-from equipoise_kernels import selection
-from equipoise_kernels.gemm import grouped
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.gemm import grouped
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 
 pytest.importorskip("triton", reason="kernels need the extra `kernels`")
 
-PROGRAM = Path(__file__).with_name("suite_rank.py")
+PROGRAM = Path(__file__).with_name("fp8_rank.py")
 TIMEOUT_S = 200
 # When the last rank has left, one less.
 NUM_RANKS = {"reference": 4, "triton": 3}
@@ -35,8 +35,8 @@ def twins():
 
 @pytest.fixture(scope="module")
 def checkpoint(random_model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("suite") / "fp8"
-    save(random_model(SUITE), path, fp8=Fp8Config())
+    path = tmp_path_factory.mktemp("fp8") / "checkpoint"
+    save(random_model(NARROW), path, fp8=Fp8Config())
     return path
 
 
@@ -94,7 +94,7 @@ def test_receivers_count_every_choice_once_in_its_generation(runs, backend):
             loads = [seen["loads"][number] for seen in group]
             assert {load_generation for load_generation, _ in loads} == {generation}
             counted = sum(int(rows.sum()) for _, rows in loads)
-            assert counted == sent[generation] * SUITE.num_experts_per_tok
+            assert counted == sent[generation] * NARROW.num_experts_per_tok
 
 
 def test_few_rows_are_captured_by_all_ranks_at_once_where_the_exchange_can_be(runs):

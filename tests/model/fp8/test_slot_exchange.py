@@ -1,22 +1,22 @@
-"""The forms in which rows travel, on a rank alone: several ranks are in `test_suite_ranks`."""
+"""The forms in which rows travel, on a rank alone: several ranks are in `test_ranks`."""
 
 import pytest
 import torch
 from torch import distributed as dist
 
-from equipoise_kernels import selection
-from equipoise_kernels.all_to_all.buffer import EpBuffer
-from equipoise_kernels.all_to_all.collective import CollectiveBackend
-from equipoise_kernels.all_to_all.opening import OpenedBuffer
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.errors import GenerationMismatchError, PeerMissingError
 from equipoise_kernels.formats import ScaleFormat
-from equipoise_kernels.quant.group_quant import group_quant
-from equipoise_kernels.quant.weight_quant import quantize_weight
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
+from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
+from equipoise_kernels.fp8.all_to_all.opening import OpenedBuffer
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.quant.group_quant import group_quant
+from equipoise_kernels.fp8.quant.weight_quant import quantize_weight
 from equipoise_model.exchange import ExchangeError
-from equipoise_model.slot_exchange import SlotExchange
-from equipoise_model.suite.experts import Fp8ExpertSlots
+from equipoise_model.fp8.experts import Fp8ExpertSlots
+from equipoise_model.fp8.slot_exchange import SlotExchange
 
 NUM_SLOTS, TOP_K, DIM, ROOM = 4, 2, 256, 3
 

@@ -6,20 +6,20 @@ from itertools import chain
 
 import pytest
 import torch
-from suite_models import SUITE, WIDE
+from fp8_models import NARROW, WIDE
 
-from equipoise_kernels import selection
+from equipoise_kernels.fp8 import selection
 from equipoise_kernels.numerics import difference
 from equipoise_model.checkpoint import Checkpoint, save
 from equipoise_model.checkpoint_convert import convert
 from equipoise_model.config import Fp8Config
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import PayloadError, StagedExperts, checksum
+from equipoise_model.fp8.graphs import DecodeGraphs, sizes
+from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import Placement
-from equipoise_model.suite.graphs import DecodeGraphs, sizes
-from equipoise_model.suite.transformer import Fp8Transformer
-from equipoise_model.transformer import StepBatch
+from equipoise_model.step import StepBatch
 
 FIRST, SECOND = [[0, 1, 2, 3, 0]], [[2, 1, 0, 3, 1]]
 NUM_SLOTS, NUM_SPARE = 5, 2
@@ -42,7 +42,7 @@ def twins(monkeypatch):
 def interpreted():
     """Kernels run in Triton's interpreter, with its casts corrected."""
     pytest.importorskip("triton", reason="kernels need the extra `kernels`")
-    from equipoise_kernels.testing.interpreter import corrected_casts
+    from equipoise_kernels.fp8.testing.interpreter import corrected_casts
 
     with corrected_casts(), warnings.catch_warnings():
         # How the interpreter reads the bounds of a loop.
@@ -61,7 +61,7 @@ def select(monkeypatch, backend):
 
 @pytest.fixture
 def path(random_model, tmp_path):
-    save(random_model(SUITE), tmp_path / "fp8", fp8=Fp8Config())
+    save(random_model(NARROW), tmp_path / "fp8", fp8=Fp8Config())
     return tmp_path / "fp8"
 
 
@@ -84,7 +84,7 @@ def placement(layout, generation=1, *, shares=None):
 
 
 def cache_of(dtype=torch.bfloat16):
-    return LatentCache(SUITE, num_blocks=8, max_len=64, dtype=dtype)
+    return LatentCache(NARROW, num_blocks=8, max_len=64, dtype=dtype)
 
 
 def batch(step):
@@ -120,7 +120,7 @@ def served(model, checkpoint, *, steps=STEPS, switched=None, shares=(None, None)
     `shares` are those of the layout before and behind it.
     """
     experts, cache, logits = (
-        ExpertParallel.local(SUITE, placement(FIRST, shares=shares[0])),
+        ExpertParallel.local(NARROW, placement(FIRST, shares=shares[0])),
         cache_of(),
         [],
     )
@@ -134,7 +134,7 @@ def served(model, checkpoint, *, steps=STEPS, switched=None, shares=(None, None)
 
 def test_the_twins_say_what_the_model_says_within_the_precision_of_fp8(path, checkpoint):
     plain = Checkpoint.open(path).load_model()
-    experts, cache = ExpertParallel.local(SUITE), cache_of(torch.float32)
+    experts, cache = ExpertParallel.local(NARROW), cache_of(torch.float32)
     expected = [plain.step(batch(step), cache, experts).logits_SV for step in STEPS]
     logits, _ = served(loaded(checkpoint), checkpoint)
     for ours, theirs in zip(logits, expected, strict=True):
@@ -205,7 +205,7 @@ def test_places_of_a_generation_that_somebody_holds_are_not_given_to_the_next(ch
 
 
 def test_payloads_of_a_bf16_checkpoint_are_those_of_its_conversion(random_model, tmp_path):
-    save(random_model(SUITE), tmp_path / "bf16")
+    save(random_model(NARROW), tmp_path / "bf16")
     convert(Checkpoint.open(tmp_path / "bf16"), tmp_path / "fp8", fp8=Fp8Config())
     quantized = Checkpoint.open(tmp_path / "bf16", quantize_as=Fp8Config())
     stored = Checkpoint.open(tmp_path / "fp8", keep_fp8=True)

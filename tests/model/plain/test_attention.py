@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from equipoise_model.attention import Attention
 from equipoise_model.latent_cache import LatentCache, blocks_for
+from equipoise_model.plain.attention import Attention
 from equipoise_model.rope import Rope
 
 LENGTH = 70

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from equipoise_model.layers import Embedding, SwiGLU, by_row_blocks
+from equipoise_model.plain.layers import Embedding, SwiGLU, by_row_blocks
 
 
 def random_network(*, row_block=None):

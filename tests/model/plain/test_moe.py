@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.moe import MoE
+from equipoise_model.plain.moe import MoE
 from equipoise_model.presets import TINY
 
 

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.transformer import Transformer
 
 
 def their_mtp(theirs, model):

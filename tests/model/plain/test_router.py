@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from equipoise_kernels.route import route
+from equipoise_kernels.plain.route import route
+from equipoise_model.plain.router import Router
 from equipoise_model.presets import TINY
-from equipoise_model.router import Router
 
 
 def naive_route(scores, bias, *, num_groups, top_groups, top_k, normalize, scale):

@@ -1,10 +1,10 @@
 import pytest
 
-from equipoise_kernels.row_invariance import RowVarianceError
-from equipoise_model.attention import Attention
+from equipoise_kernels.plain.row_invariance import RowVarianceError
 from equipoise_model.latent_cache import LatentCache, blocks_for, stretches
+from equipoise_model.plain.attention import Attention
+from equipoise_model.plain.row_invariance import verify_rows
 from equipoise_model.presets import TINY
-from equipoise_model.row_invariance import verify_rows
 
 
 def cache_of(max_len):
@@ -36,7 +36,7 @@ def test_products_of_every_weight_are_tried(random_model, monkeypatch):
     model = random_model(TINY, num_slots=3, row_block=16)
     tried = set()
     monkeypatch.setattr(
-        "equipoise_model.row_invariance.verify_row_invariance",
+        "equipoise_model.plain.row_invariance.verify_row_invariance",
         lambda shapes, **_: tried.update(shapes),
     )
     verify_rows(model, cache_of(10))

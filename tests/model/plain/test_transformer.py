@@ -5,8 +5,9 @@ import torch
 
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.latent_cache import LatentCache, blocks_for
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.presets import TINY
-from equipoise_model.transformer import StepBatch, Transformer
+from equipoise_model.step import StepBatch
 
 LENGTH = 80  # beyond the first stretch of cache
 

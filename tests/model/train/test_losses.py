@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise_model.router import Routing
+from equipoise_model.plain.router import Routing
 from equipoise_model.train.losses import (
     mtp_loss,
     next_token_loss,

@@ -15,12 +15,12 @@ from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise_model.checkpoint import Checkpoint
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.presets import TINY
 from equipoise_model.train import __main__ as command
 from equipoise_model.train.data import DOMAINS
 from equipoise_model.train.loads import LoadTrace, measure
 from equipoise_model.train.loop import TrainSettings
-from equipoise_model.transformer import Transformer
 
 FOLDER = Path(equipoise_model.__file__).parent / "checkpoints" / "tiny"
 SHIFTS = [("code", "arithmetic", 1.45), ("arithmetic", "english", 1.4)]

@@ -23,12 +23,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from equipoise_kernels.all_to_all.flags import GENERATION_MASK
-from equipoise_kernels.all_to_all.order import RowLayout
-from equipoise_kernels.all_to_all.payload import Rows
-from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.errors import AllToAllError, KernelInputError
 from equipoise_kernels.formats import require_dtype, require_shape
+from equipoise_kernels.fp8.all_to_all.flags import GENERATION_MASK
+from equipoise_kernels.fp8.all_to_all.order import RowLayout
+from equipoise_kernels.fp8.all_to_all.payload import Rows
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
 
 # As many exchanges as a buffer's memory keeps apart.
 MAX_OPEN = 2

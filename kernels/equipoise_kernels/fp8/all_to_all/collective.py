@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from equipoise_kernels.all_to_all.buffer import Arrived
-from equipoise_kernels.all_to_all.flags import flag_of, raise_faults
-from equipoise_kernels.all_to_all.order import Incoming, Outgoing, RowLayout, weighted_sum
-from equipoise_kernels.all_to_all.payload import WORD_BYTES
-from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.errors import PeerMissingError
+from equipoise_kernels.fp8.all_to_all.buffer import Arrived
+from equipoise_kernels.fp8.all_to_all.flags import flag_of, raise_faults
+from equipoise_kernels.fp8.all_to_all.order import Incoming, Outgoing, RowLayout, weighted_sum
+from equipoise_kernels.fp8.all_to_all.payload import WORD_BYTES
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
 
 _LEAST_WAIT_S = 0.001
 

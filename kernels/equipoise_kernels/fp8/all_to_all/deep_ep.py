@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from equipoise_kernels.all_to_all.buffer import Arrived, EpBuffer
-from equipoise_kernels.all_to_all.order import RowLayout
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.fp8.all_to_all.buffer import Arrived, EpBuffer
+from equipoise_kernels.fp8.all_to_all.order import RowLayout
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
 
 # DeepEP is compiled for a few widths; this is DeepSeek-V3's.
 _TESTED_DIM = 7168

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from equipoise_kernels import selection
-from equipoise_kernels.all_to_all.buffer import Backend, EpBuffer
-from equipoise_kernels.all_to_all.collective import CollectiveBackend
-from equipoise_kernels.all_to_all.deep_ep import ROW_MULTIPLE, DeepEpBackend
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.peer import PeerBackend
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.all_to_all.window import Window, shared_window, symmetric_window
 from equipoise_kernels.errors import KernelsUnavailableError
-from equipoise_kernels.quant.group_quant import group_quant
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.all_to_all.buffer import Backend, EpBuffer
+from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
+from equipoise_kernels.fp8.all_to_all.deep_ep import ROW_MULTIPLE, DeepEpBackend
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.peer import PeerBackend
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.window import Window, shared_window, symmetric_window
+from equipoise_kernels.fp8.quant.group_quant import group_quant
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where POSIX keeps it, not a temporary folder
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -13,8 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from equipoise_kernels.all_to_all.flags import FINE, TOO_MANY_ROWS, UNKNOWN_SLOT
-from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.flags import FINE, TOO_MANY_ROWS, UNKNOWN_SLOT
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
 
 NO_SLOT = -1
 

@@ -15,20 +15,20 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from equipoise_kernels import configurations
-from equipoise_kernels.all_to_all.buffer import Arrived
-from equipoise_kernels.all_to_all.flags import fine_flags, flag_of, raise_faults
-from equipoise_kernels.all_to_all.order import Incoming, Outgoing, RowLayout
-from equipoise_kernels.all_to_all.peer_kernels import (
+from equipoise_kernels.fp8 import configurations
+from equipoise_kernels.fp8.all_to_all.buffer import Arrived
+from equipoise_kernels.fp8.all_to_all.flags import fine_flags, flag_of, raise_faults
+from equipoise_kernels.fp8.all_to_all.order import Incoming, Outgoing, RowLayout
+from equipoise_kernels.fp8.all_to_all.peer_kernels import (
     receive_rows_kernel,
     send_rows_kernel,
     sum_answers_kernel,
     wait_flags_kernel,
 )
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.all_to_all.window import Window, WindowMap
-from equipoise_kernels.jit import is_interpreting
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.window import Window, WindowMap
+from equipoise_kernels.fp8.jit import is_interpreting
+from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 # A look at a flag takes a GPU about a microsecond, and the interpreter a hundred times that.
 _POLLS_PER_S = 1_000_000

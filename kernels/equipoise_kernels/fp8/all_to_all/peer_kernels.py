@@ -10,8 +10,8 @@ All launch one program for each (rank, slot, part), but for the waits and the su
 
 from __future__ import annotations
 
-from equipoise_kernels.all_to_all.flags import SEQUENCE_MASK
-from equipoise_kernels.jit import constant, jit, tl
+from equipoise_kernels.fp8.all_to_all.flags import SEQUENCE_MASK
+from equipoise_kernels.fp8.jit import constant, jit, tl
 
 _SEQUENCE_MASK = constant(SEQUENCE_MASK)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from equipoise_kernels.all_to_all.payload import Payload
 from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.fp8.all_to_all.payload import Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from equipoise_kernels.all_to_all.payload import WORD_BYTES
-from equipoise_kernels.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.payload import WORD_BYTES
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
 
 NUM_PARITIES = 2
 _NUMBER_BYTES = 8

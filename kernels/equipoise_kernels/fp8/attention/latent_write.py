@@ -26,8 +26,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise_kernels import configurations, selection
-from equipoise_kernels.attention.latents import Latents, PlainLatents, QuantizedLatents
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import (
     GROUP,
@@ -40,11 +38,13 @@ from equipoise_kernels.formats import (
     require_same_device,
     require_shape,
 )
-from equipoise_kernels.jit import constant, jit, tl
-from equipoise_kernels.quant.group_quant import quantized, write_quantized
-from equipoise_kernels.rms_norm import rms_norm
-from equipoise_kernels.rotate import rotate
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8.attention.latents import Latents, PlainLatents, QuantizedLatents
+from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.quant.group_quant import quantized, write_quantized
+from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.plain.rms_norm import rms_norm
+from equipoise_kernels.plain.rotate import rotate
 
 _GROUP = constant(GROUP)
 _PADDING = constant(-1)

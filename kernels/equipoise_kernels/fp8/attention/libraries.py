@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from equipoise_kernels.attention.latents import Latents, PlainLatents
 from equipoise_kernels.errors import KernelInputError
+from equipoise_kernels.fp8.attention.latents import Latents, PlainLatents
 
 if TYPE_CHECKING:
-    from equipoise_kernels.attention.mla_decode import Attended
+    from equipoise_kernels.fp8.attention.mla_decode import Attended
 
 FLASH_MLA, FLASHINFER = "flash_mla", "flashinfer"
 

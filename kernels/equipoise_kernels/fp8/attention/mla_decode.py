@@ -27,10 +27,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise_kernels import configurations, selection
-from equipoise_kernels.attention import libraries
-from equipoise_kernels.attention.latents import Latents, QuantizedLatents
-from equipoise_kernels.attention.mla_merge import closed, merge_specialization, merge_splits
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import (
     GROUP,
@@ -40,8 +36,12 @@ from equipoise_kernels.formats import (
     require_same_device,
     require_shape,
 )
-from equipoise_kernels.jit import constant, jit, tl
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8.attention import libraries
+from equipoise_kernels.fp8.attention.latents import Latents, QuantizedLatents
+from equipoise_kernels.fp8.attention.mla_merge import closed, merge_specialization, merge_splits
+from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 _GROUP = constant(GROUP)
 

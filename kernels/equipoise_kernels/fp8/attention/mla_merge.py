@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from equipoise_kernels.jit import jit, tl
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8.jit import jit, tl
+from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 _NUM_WARPS = 4
 

@@ -1,6 +1,6 @@
 """Check and time the kernels on this machine's GPU, and write a report.
 
-python -m equipoise_kernels.bench [--out FILE] [--only A4 B1 ...] [--budget-s 460]
+python -m equipoise_kernels.fp8.bench [--out FILE] [--only A4 B1 ...] [--budget-s 460]
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from equipoise_kernels import configurations
-from equipoise_kernels.bench import (
+from equipoise_kernels.fp8 import configurations
+from equipoise_kernels.fp8.bench import (
     all_to_all_cases,
     dense_cases,
     grouped_cases,
@@ -30,12 +30,12 @@ from equipoise_kernels.bench import (
     process_cases,
     quant_cases,
 )
-from equipoise_kernels.bench.bench import Bench, measured_machine
-from equipoise_kernels.bench.report import GATES, Sample, as_json, as_text, has_passed, judge
-from equipoise_kernels.bench.timing import GraphTimer
-from equipoise_kernels.jit import is_interpreting, triton_version
-from equipoise_kernels.selection import Process
-from equipoise_kernels.self_test import HOPPER
+from equipoise_kernels.fp8.bench.bench import Bench, measured_machine
+from equipoise_kernels.fp8.bench.report import GATES, Sample, as_json, as_text, has_passed, judge
+from equipoise_kernels.fp8.bench.timing import GraphTimer
+from equipoise_kernels.fp8.jit import is_interpreting, triton_version
+from equipoise_kernels.fp8.selection import Process
+from equipoise_kernels.fp8.self_test import HOPPER
 
 NO_DEVICE = 2
 

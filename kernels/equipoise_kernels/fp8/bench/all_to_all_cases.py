@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from equipoise_kernels.all_to_all.order import RowLayout
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.bench.bench import Bench
-from equipoise_kernels.bench.checks import backend_faults
-from equipoise_kernels.bench.report import Sample
-from equipoise_kernels.testing.virtual_ranks import VirtualRanks
+from equipoise_kernels.fp8.all_to_all.order import RowLayout
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.bench.bench import Bench
+from equipoise_kernels.fp8.bench.checks import backend_faults
+from equipoise_kernels.fp8.bench.report import Sample
+from equipoise_kernels.fp8.testing.virtual_ranks import VirtualRanks
 
 _MANY = EpShape(
     rank=0,

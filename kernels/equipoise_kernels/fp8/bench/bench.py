@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equipoise_kernels.bench.report import Machine
-from equipoise_kernels.bench.timing import Call, Timer, Timing
 from equipoise_kernels.formats import CODE, QuantizedRows, QuantizedWeight
+from equipoise_kernels.fp8.bench.report import Machine
+from equipoise_kernels.fp8.bench.timing import Call, Timer, Timing
 
 # Copies of what a kernel reads, so that the L2 cache (60 MB) never holds the next one.
 MIN_COPIES = 4

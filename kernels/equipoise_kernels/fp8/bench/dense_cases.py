@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from equipoise_kernels.bench.bench import Bench, bf16_calls, num_copies, row_scaled_calls
-from equipoise_kernels.bench.checks import backend_faults, product_faults, repeat_faults
-from equipoise_kernels.bench.report import Sample
-from equipoise_kernels.bench.timing import Call
 from equipoise_kernels.formats import QuantizedRows, QuantizedWeight, ScaleLayout
-from equipoise_kernels.gemm import dense, libraries
-from equipoise_kernels.testing.cases import spread_rows, spread_weight
+from equipoise_kernels.fp8.bench.bench import Bench, bf16_calls, num_copies, row_scaled_calls
+from equipoise_kernels.fp8.bench.checks import backend_faults, product_faults, repeat_faults
+from equipoise_kernels.fp8.bench.report import Sample
+from equipoise_kernels.fp8.bench.timing import Call
+from equipoise_kernels.fp8.gemm import dense, libraries
+from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 
 Shape = tuple[int, int, int]
 Multiply = Callable[..., object]

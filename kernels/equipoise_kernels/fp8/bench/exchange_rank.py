@@ -1,6 +1,6 @@
 """One rank of gate E3: exchanges in a process of its own, until one of the ranks is killed.
 
-    python -m equipoise_kernels.bench.exchange_rank RANK ARGUMENTS
+    python -m equipoise_kernels.fp8.bench.exchange_rank RANK ARGUMENTS
 
 ARGUMENTS is `Arguments` as JSON, the same for all ranks. Prints what it saw, `Seen` as JSON. The
 last rank kills itself after the exchanges, and the others' next one must name it.
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from equipoise_kernels import selection
-from equipoise_kernels.all_to_all.buffer import EpBuffer
-from equipoise_kernels.all_to_all.opening import open_buffer
-from equipoise_kernels.all_to_all.order import weighted_sum
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
 from equipoise_kernels.errors import AllToAllError
-from equipoise_kernels.jit import is_interpreting
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
+from equipoise_kernels.fp8.all_to_all.opening import open_buffer
+from equipoise_kernels.fp8.all_to_all.order import weighted_sum
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.jit import is_interpreting
 
 _FORMING_S = 60.0
 _SKEW_S = 1e-3
@@ -106,7 +106,7 @@ def _no_obstacle(_operation: str, _backend: str) -> None:
 def _right_casts() -> AbstractContextManager[None]:
     if not is_interpreting():
         return nullcontext()
-    from equipoise_kernels.testing.interpreter import corrected_casts  # noqa: PLC0415
+    from equipoise_kernels.fp8.testing.interpreter import corrected_casts  # noqa: PLC0415
 
     return corrected_casts()
 

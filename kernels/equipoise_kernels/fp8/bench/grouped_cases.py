@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise_kernels.bench.bench import Bench, grouped_bf16_calls
-from equipoise_kernels.bench.checks import backend_faults, product_faults, repeat_faults
-from equipoise_kernels.bench.report import Sample
-from equipoise_kernels.bench.timing import Call
 from equipoise_kernels.formats import QuantizedRows, QuantizedWeight
-from equipoise_kernels.gemm import dense
-from equipoise_kernels.gemm.grouped import grouped_gemm_triton
-from equipoise_kernels.gemm.schedule import (
+from equipoise_kernels.fp8.bench.bench import Bench, grouped_bf16_calls
+from equipoise_kernels.fp8.bench.checks import backend_faults, product_faults, repeat_faults
+from equipoise_kernels.fp8.bench.report import Sample
+from equipoise_kernels.fp8.bench.timing import Call
+from equipoise_kernels.fp8.gemm import dense
+from equipoise_kernels.fp8.gemm.grouped import grouped_gemm_triton
+from equipoise_kernels.fp8.gemm.schedule import (
     GROUP_ALIGNMENT,
     ContiguousRows,
     MaskedRows,
     PrefixSumRows,
     Schedule,
 )
-from equipoise_kernels.testing.cases import spread_rows, spread_slab, spread_weight
+from equipoise_kernels.fp8.testing.cases import spread_rows, spread_slab, spread_weight
 
 # (N, K) of an expert's gate and up, and of its down projection.
 _EXPERT = ((4096, 7168), (7168, 2048))

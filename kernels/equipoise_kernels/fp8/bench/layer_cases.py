@@ -13,18 +13,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equipoise_kernels.bench.bench import Bench
-from equipoise_kernels.bench.checks import backend_faults, repeat_faults, result_faults
-from equipoise_kernels.bench.moe_inputs import route_inputs
-from equipoise_kernels.bench.report import Sample
 from equipoise_kernels.formats import QuantizedRows, QuantizedWeight, ScaleFormat, empty_rows
-from equipoise_kernels.gemm import grouped
-from equipoise_kernels.gemm.schedule import MaskedRows
-from equipoise_kernels.moe import permute, route
-from equipoise_kernels.moe.routes import RoutingRule, empty_routes
-from equipoise_kernels.moe.row_order import RowOrder
-from equipoise_kernels.quant import group_quant, silu_mul_quant
-from equipoise_kernels.testing.cases import spread_slab
+from equipoise_kernels.fp8.bench.bench import Bench
+from equipoise_kernels.fp8.bench.checks import backend_faults, repeat_faults, result_faults
+from equipoise_kernels.fp8.bench.moe_inputs import route_inputs
+from equipoise_kernels.fp8.bench.report import Sample
+from equipoise_kernels.fp8.gemm import grouped
+from equipoise_kernels.fp8.gemm.schedule import MaskedRows
+from equipoise_kernels.fp8.moe import permute, route
+from equipoise_kernels.fp8.moe.routes import RoutingRule, empty_routes
+from equipoise_kernels.fp8.moe.row_order import RowOrder
+from equipoise_kernels.fp8.quant import group_quant, silu_mul_quant
+from equipoise_kernels.fp8.testing.cases import spread_slab
 
 # What a rank of 8 with 32 slots receives in a step of 128 tokens each: 1024 rows.
 _RULE = RoutingRule(num_experts=32, num_groups=8, top_groups=4, top_k=8, normalize=True, scale=2.5)

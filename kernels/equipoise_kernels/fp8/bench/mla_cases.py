@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from equipoise_kernels.bench.bench import Bench
-from equipoise_kernels.bench.checks import backend_faults, repeat_faults, result_faults
-from equipoise_kernels.bench.mla_inputs import HEADS, MlaInputs, mla_inputs
-from equipoise_kernels.bench.report import Sample
+from equipoise_kernels.fp8.bench.bench import Bench
+from equipoise_kernels.fp8.bench.checks import backend_faults, repeat_faults, result_faults
+from equipoise_kernels.fp8.bench.mla_inputs import HEADS, MlaInputs, mla_inputs
+from equipoise_kernels.fp8.bench.report import Sample
 
 # Heads of a rank that shares them with seven others.
 _FEW_HEADS = 16

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise_kernels.attention.latents import PlainLatents
-from equipoise_kernels.attention.mla_decode import Attended, MlaDecodeConfig, mla_decode_triton
-from equipoise_kernels.bench.bench import num_copies
-from equipoise_kernels.bench.timing import Call
+from equipoise_kernels.fp8.attention.latents import PlainLatents
+from equipoise_kernels.fp8.attention.mla_decode import Attended, MlaDecodeConfig, mla_decode_triton
+from equipoise_kernels.fp8.bench.bench import num_copies
+from equipoise_kernels.fp8.bench.timing import Call
 
 HEADS = 128
 RANK = 512

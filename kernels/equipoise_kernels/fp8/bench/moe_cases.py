@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from equipoise_kernels.bench.bench import Bench, fp8_bytes, num_copies
-from equipoise_kernels.bench.checks import backend_faults, result_faults
-from equipoise_kernels.bench.moe_inputs import RULE, route_inputs, row_order_of
-from equipoise_kernels.bench.report import Sample
-from equipoise_kernels.bench.timing import Call
 from equipoise_kernels.formats import empty_rows
-from equipoise_kernels.moe.permute import (
+from equipoise_kernels.fp8.bench.bench import Bench, fp8_bytes, num_copies
+from equipoise_kernels.fp8.bench.checks import backend_faults, result_faults
+from equipoise_kernels.fp8.bench.moe_inputs import RULE, route_inputs, row_order_of
+from equipoise_kernels.fp8.bench.report import Sample
+from equipoise_kernels.fp8.bench.timing import Call
+from equipoise_kernels.fp8.moe.permute import (
     combine_reference,
     combine_triton,
     permute_reference,
     permute_triton,
 )
-from equipoise_kernels.moe.route import route_reference, route_triton
-from equipoise_kernels.moe.routes import RoutingRule, empty_routes
-from equipoise_kernels.moe.row_order import RowOrder
-from equipoise_kernels.testing.cases import spread_rows
+from equipoise_kernels.fp8.moe.route import route_reference, route_triton
+from equipoise_kernels.fp8.moe.routes import RoutingRule, empty_routes
+from equipoise_kernels.fp8.moe.row_order import RowOrder
+from equipoise_kernels.fp8.testing.cases import spread_rows
 
 _HIDDEN = 7168
 _ROUTED_ROWS = (128, 8192)

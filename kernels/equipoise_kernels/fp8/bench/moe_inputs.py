@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise_kernels.moe.route import route_reference
-from equipoise_kernels.moe.routes import Routes, RoutingRule, SlotTables, empty_routes
-from equipoise_kernels.moe.row_order import RowOrder, order_rows
+from equipoise_kernels.fp8.moe.route import route_reference
+from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables, empty_routes
+from equipoise_kernels.fp8.moe.row_order import RowOrder, order_rows
 
 RULE = RoutingRule(num_experts=256, num_groups=8, top_groups=4, top_k=8, normalize=True, scale=2.5)
 _REPLICAS = 2

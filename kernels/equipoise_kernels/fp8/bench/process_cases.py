@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from equipoise_kernels.bench.bench import Bench
-from equipoise_kernels.bench.exchange_rank import Arguments, Seen
-from equipoise_kernels.bench.report import Sample
+from equipoise_kernels.fp8.bench.bench import Bench
+from equipoise_kernels.fp8.bench.exchange_rank import Arguments, Seen
+from equipoise_kernels.fp8.bench.report import Sample
 
 _RANKS = 3
 _EXCHANGES = 10_000
@@ -25,7 +25,7 @@ _WITHIN_S = 120.0
 _TIMEOUT_S = 10.0
 # Starting Python, forming the group, and compiling on a machine whose cache is empty.
 _STARTING_S = 90.0
-_ROOM = Path(__file__).parents[2]
+_ROOM = Path(__file__).parents[3]
 # Torch maps windows of one device into each other only when it is told that this is meant.
 _ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "OMP_NUM_THREADS": "1"}
 
@@ -67,7 +67,7 @@ def _ran(arguments: Arguments) -> tuple[Mapping[int, Seen], list[str]]:
     """What each rank but the killed one saw; ranks that failed are faults."""
     bound_s = _STARTING_S + arguments.within_s + arguments.timeout_s
     path = os.pathsep.join([str(_ROOM), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "equipoise_kernels.bench.exchange_rank"]
+    command = [sys.executable, "-m", "equipoise_kernels.fp8.bench.exchange_rank"]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), json.dumps(asdict(arguments))],

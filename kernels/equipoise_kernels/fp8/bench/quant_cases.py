@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from equipoise_kernels.bench.bench import Bench, fp8_bytes, num_copies
-from equipoise_kernels.bench.checks import backend_faults, result_faults
-from equipoise_kernels.bench.report import Sample
 from equipoise_kernels.formats import QuantizedRows, ScaleFormat, ScaleLayout, empty_rows
-from equipoise_kernels.quant import group_quant, rms_norm_quant, silu_mul_quant
-from equipoise_kernels.testing.cases import spread_normal
+from equipoise_kernels.fp8.bench.bench import Bench, fp8_bytes, num_copies
+from equipoise_kernels.fp8.bench.checks import backend_faults, result_faults
+from equipoise_kernels.fp8.bench.report import Sample
+from equipoise_kernels.fp8.quant import group_quant, rms_norm_quant, silu_mul_quant
+from equipoise_kernels.fp8.testing.cases import spread_normal
 
 Quantize = Callable[[Tensor, QuantizedRows], None]
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise_kernels import configurations, selection
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import (
     GROUP,
@@ -28,16 +27,17 @@ from equipoise_kernels.formats import (
     require_same_device,
     require_shape,
 )
-from equipoise_kernels.gemm import libraries
-from equipoise_kernels.gemm.tile import (
+from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8.gemm import libraries
+from equipoise_kernels.fp8.gemm.tile import (
     OUTPUT_DTYPES,
     block_scaled_product,
     check_operands,
     store_tile,
     weight_descriptor,
 )
-from equipoise_kernels.jit import constant, jit, tl
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 # From here on libraries win: research on Hopper puts stock Triton at a third to a half of them.
 LARGE_ROWS = 256

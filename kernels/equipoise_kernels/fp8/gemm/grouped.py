@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise_kernels import configurations, selection
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import (
     GROUP,
@@ -42,8 +41,9 @@ from equipoise_kernels.formats import (
     require_same_device,
     require_shape,
 )
-from equipoise_kernels.gemm.dense import gemm_reference
-from equipoise_kernels.gemm.schedule import (
+from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8.gemm.dense import gemm_reference
+from equipoise_kernels.fp8.gemm.schedule import (
     GROUP_ALIGNMENT,
     ContiguousRows,
     MaskedRows,
@@ -53,15 +53,15 @@ from equipoise_kernels.gemm.schedule import (
     rows_by_group,
     tile_rows,
 )
-from equipoise_kernels.gemm.tile import (
+from equipoise_kernels.fp8.gemm.tile import (
     OUTPUT_DTYPES,
     block_scaled_product,
     check_operands,
     store_tile,
     weight_descriptor,
 )
-from equipoise_kernels.jit import constant, jit, tl
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 _GROUP = constant(GROUP)
 # Enough to walk several tiles each when the interpreter stands in for a device.

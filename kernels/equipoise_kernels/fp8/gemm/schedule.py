@@ -20,7 +20,7 @@ from equipoise_kernels.formats import (
     require_same_device,
     require_shape,
 )
-from equipoise_kernels.jit import constant, jit, tl
+from equipoise_kernels.fp8.jit import constant, jit, tl
 
 GROUP_ALIGNMENT = 128
 

@@ -19,7 +19,7 @@ import torch
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import GROUP, QuantizedRows, QuantizedWeight, require_dense_rows
-from equipoise_kernels.jit import TensorDescriptor, constant, jit, tl
+from equipoise_kernels.fp8.jit import TensorDescriptor, constant, jit, tl
 
 OUTPUT_DTYPES = (torch.bfloat16, torch.float32)
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise_kernels import configurations, selection
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import (
     QuantizedRows,
@@ -28,9 +27,10 @@ from equipoise_kernels.formats import (
     require_same_device,
     require_shape,
 )
-from equipoise_kernels.jit import jit, tl
-from equipoise_kernels.moe.row_order import RowOrder
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8.jit import jit, tl
+from equipoise_kernels.fp8.moe.row_order import RowOrder
+from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 _WORD_BYTES = 4
 

@@ -6,7 +6,7 @@ makes all of them different. What is largest then depends on no order of compari
 
 from __future__ import annotations
 
-from equipoise_kernels.jit import constant, jit, tl
+from equipoise_kernels.fp8.jit import constant, jit, tl
 
 # Below every number's key: what is taken already, or was never there.
 TAKEN = constant(-(1 << 31))

@@ -1,7 +1,7 @@
 """From router logits to physical slots, in one kernel: choice, replicas, weights, counts.
 
 Contract: logits [T, E] float32, neighbouring columns; T may be 0. A row's experts are those of
-`equipoise_kernels.route` on the logits' sigmoids: by falling biased score, the lower expert first
+`plain.route` on the logits' sigmoids: by falling biased score, the lower expert first
 among equals, a NaN after all numbers. Each expert's replica is that of `replica_choice`, bit by
 bit, and its slot is what the layout's table says. Tables lie in device memory, so that a captured
 CUDA graph follows a switch of layouts.
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise_kernels import configurations, selection
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import (
     require_contiguous,
@@ -30,9 +29,12 @@ from equipoise_kernels.formats import (
     require_same_device,
     require_shape,
 )
-from equipoise_kernels.jit import constant, jit, tl
-from equipoise_kernels.moe.ranking import LOWEST, TAKEN, best, in_best_groups, key, ranked
-from equipoise_kernels.moe.routes import Routes, RoutingRule, SlotTables, empty_routes
+from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.moe.ranking import LOWEST, TAKEN, best, in_best_groups, key, ranked
+from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables, empty_routes
+from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.plain.route import route
 from equipoise_kernels.replica_choice import (
     GOLDEN,
     MASK,
@@ -40,8 +42,6 @@ from equipoise_kernels.replica_choice import (
     SHARE_BITS,
     choose_replicas,
 )
-from equipoise_kernels.route import route
-from equipoise_kernels.specialization import Specialization, specialization
 
 _GOLDEN = constant(GOLDEN)
 _MASK = constant(MASK)

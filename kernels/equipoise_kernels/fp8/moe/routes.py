@@ -24,7 +24,7 @@ MAX_EXPERTS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """A model's numbers, as `equipoise_kernels.route` has them.
+    """A model's numbers, as `equipoise_kernels.plain.route` has them.
 
     Raises:
         KernelInputError: they contradict each other.

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise_kernels import configurations, selection
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import (
     require_contiguous,
@@ -24,8 +23,9 @@ from equipoise_kernels.formats import (
     require_same_device,
     require_shape,
 )
-from equipoise_kernels.jit import jit, tl
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8.jit import jit, tl
+from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 _MAX_ROWS = (1 << 31) - 1
 

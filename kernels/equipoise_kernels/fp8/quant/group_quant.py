@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise_kernels import configurations, selection
 from equipoise_kernels.formats import (
     AMAX_FLOOR,
     CODE_MAX,
@@ -31,8 +30,9 @@ from equipoise_kernels.formats import (
     require_shape,
     scales_of,
 )
-from equipoise_kernels.jit import constant, jit, tl
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise_kernels import configurations, selection
 from equipoise_kernels.formats import (
     GROUP,
     QuantizedRows,
@@ -26,10 +25,11 @@ from equipoise_kernels.formats import (
     require_same_device,
     require_shape,
 )
-from equipoise_kernels.jit import constant, jit, tl
-from equipoise_kernels.quant.group_quant import checked_out, quantized, write_quantized
-from equipoise_kernels.rms_norm import rms_norm
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.quant.group_quant import checked_out, quantized, write_quantized
+from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.plain.rms_norm import rms_norm
 
 _GROUP = constant(GROUP)
 

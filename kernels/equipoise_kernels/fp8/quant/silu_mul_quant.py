@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equipoise_kernels import configurations, selection
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import (
     GROUP,
@@ -29,9 +28,10 @@ from equipoise_kernels.formats import (
     require_same_device,
     require_shape,
 )
-from equipoise_kernels.jit import constant, jit, tl
-from equipoise_kernels.quant.group_quant import checked_out, quantized, write_quantized
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.quant.group_quant import checked_out, quantized, write_quantized
+from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 _GROUP = constant(GROUP)
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equipoise_kernels import selection
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import (
     CODE,
@@ -28,9 +27,10 @@ from equipoise_kernels.formats import (
     scales_of,
     weight_scale_shape,
 )
-from equipoise_kernels.jit import constant, jit, tl
-from equipoise_kernels.quant.group_quant import VALUE_DTYPES, scales_of_amax
-from equipoise_kernels.specialization import Specialization, specialization
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.quant.group_quant import VALUE_DTYPES, scales_of_amax
+from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 _GROUP = constant(GROUP)
 _NUM_WARPS = 8

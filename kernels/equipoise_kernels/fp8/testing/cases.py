@@ -18,8 +18,8 @@ from equipoise_kernels.formats import (
     empty_rows,
     weight_scale_shape,
 )
-from equipoise_kernels.quant.group_quant import write_quantized
-from equipoise_kernels.quant.weight_quant import quantize_weight_reference
+from equipoise_kernels.fp8.quant.group_quant import write_quantized
+from equipoise_kernels.fp8.quant.weight_quant import quantize_weight_reference
 
 _OUTLIER_SHARE = 0.001
 _OUTLIER_FACTOR = 30.0

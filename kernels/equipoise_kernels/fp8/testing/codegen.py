@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from equipoise_kernels.specialization import Specialization
+from equipoise_kernels.fp8.specialization import Specialization
 
 HOPPER = GPUTarget("cuda", 90, 32)
 REGISTERS_PER_SM = 65536

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from equipoise_kernels import configurations
-from equipoise_kernels.all_to_all import peer
-from equipoise_kernels.all_to_all.payload import Payload
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.attention import latent_write, mla_decode
-from equipoise_kernels.gemm import dense, grouped
-from equipoise_kernels.moe import permute, route, row_order
-from equipoise_kernels.moe.routes import RoutingRule
-from equipoise_kernels.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
-from equipoise_kernels.specialization import Specialization
+from equipoise_kernels.fp8 import configurations
+from equipoise_kernels.fp8.all_to_all import peer
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.attention import latent_write, mla_decode
+from equipoise_kernels.fp8.gemm import dense, grouped
+from equipoise_kernels.fp8.moe import permute, route, row_order
+from equipoise_kernels.fp8.moe.routes import RoutingRule
+from equipoise_kernels.fp8.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
+from equipoise_kernels.fp8.specialization import Specialization
 
 _HIDDEN = 7168
 _GROUPS = 32

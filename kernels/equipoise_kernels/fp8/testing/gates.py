@@ -1,6 +1,6 @@
 """What compiled kernels must look like, and a command that compiles and judges all of them.
 
-    python -m equipoise_kernels.testing.gates
+    python -m equipoise_kernels.fp8.testing.gates
 
 prints one JSON line per kernel, {"name", "violations", figures}, and fails if any has violations.
 It needs no GPU, and must run without TRITON_INTERPRET: a process either compiles or interprets.
@@ -12,9 +12,9 @@ import json
 import re
 import sys
 
-from equipoise_kernels.specialization import Specialization
-from equipoise_kernels.testing.codegen import SHARED_BYTES_PER_CTA, Code, compile_for_hopper
-from equipoise_kernels.testing.committed import committed_specializations
+from equipoise_kernels.fp8.specialization import Specialization
+from equipoise_kernels.fp8.testing.codegen import SHARED_BYTES_PER_CTA, Code, compile_for_hopper
+from equipoise_kernels.fp8.testing.committed import committed_specializations
 
 # Products on the older path of the tensor cores, without asynchronous warp groups.
 _OLD_PRODUCTS = ("HMMA", "IMMA", "QMMA", "DMMA")

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equipoise_kernels.all_to_all.buffer import EpBuffer
-from equipoise_kernels.all_to_all.order import RowLayout, weighted_sum
-from equipoise_kernels.all_to_all.peer import AllToAllConfig, PeerBackend
-from equipoise_kernels.all_to_all.shape import EpShape
-from equipoise_kernels.all_to_all.window import virtual_windows
+from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
+from equipoise_kernels.fp8.all_to_all.order import RowLayout, weighted_sum
+from equipoise_kernels.fp8.all_to_all.peer import AllToAllConfig, PeerBackend
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.window import virtual_windows
 
 _TIMEOUT_S = 30.0
 

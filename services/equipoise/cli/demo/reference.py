@@ -15,7 +15,7 @@ from equipoise.cli.demo.traffic import Prompt
 from equipoise.worker.core import ROW_BLOCK
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.generate import greedy
-from equipoise_model.transformer import Transformer
+from equipoise_model.plain.transformer import Transformer
 
 
 class ReferenceModel:
