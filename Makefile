@@ -19,18 +19,22 @@ help:  ## Show this list
 
 setup: $(STAMP) redis  ## Create .venv and install everything, once
 
+# PyPI's torch brings gigabytes of CUDA packages on Linux; TORCH=cpu takes PyTorch's CPU build instead.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
+  $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu)
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "equipoise needs Python >= 3.11; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,plots,dev]'
+	$(PIP_INSTALL) --quiet -e '.[worker,plots,dev]'
 	@echo 'compiling the planner, once'
 	$(BIN)/python -m equipoise.planning.warm_up
 	touch $@
 
 # Tests interpret and compile the GPU kernels; the demo does without Triton's 650 MB.
 $(KERNELS): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kernels]'
+	$(PIP_INSTALL) --quiet -e '.[kernels]'
 	touch $@
 
 # Whoever is not root is told, not asked.
@@ -65,13 +69,14 @@ test-fleets: $(STAMP) redis  ## Run the tests that start whole fleets of process
 test-cluster: $(STAMP)  ## Install, use, upgrade and uninstall the chart on a mini cluster (about 5 minutes)
 	@tests/cluster/run $(ARGS)
 
-lint: $(STAMP)  ## Style, types, borders between rooms, protos against their stubs
+lint: $(STAMP)  ## Style, types, imports between packages, protos against their stubs, dependencies
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell --skip '*.json,*.safetensors,constraints.txt,.venv,*_pb2*' --ignore-words-list 'te,ans,nd,intervall' .
 	$(BIN)/python protos/check.py
+	$(BIN)/uv pip compile --quiet --all-extras -c constraints.txt -o /dev/null pyproject.toml
 
 bench: $(STAMP)  ## Run the benchmarks and print their ratios
 	$(BIN)/python -m pytest -m benchmark -s $(ARGS)
