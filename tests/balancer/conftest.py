@@ -8,12 +8,12 @@ from redis import Redis
 from redis_server import RedisServer, require_redis
 from scripted_worker import MODEL, ScriptedWorker, make_hello
 
-from equipoise.balancer.planner.proposal import propose
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.effects import Propose, Send, WriteDecision
-from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.planning.policy import Policy
+from equipoise.planning.proposal import propose
+from equipoise.policy.book import PolicyBook
+from equipoise.pool.records import PoolMemory
 from equipoise.wire.messages import HeartbeatAck, Rejection
 from equipoise_api.v1 import status_pb2_grpc
 

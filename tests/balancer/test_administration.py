@@ -16,8 +16,8 @@ from equipoise.balancer.pool.admin_requests import (
 )
 from equipoise.balancer.pool.administration import MAX_POSTPONED
 from equipoise.balancer.pool.effects import WriteAudit, WriteProposed
-from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.planning.layout import contiguous_layout
+from equipoise.pool.records import PoolMemory
 
 
 class Operator:

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from equipoise.balancer.bounds import WRITE_TIMEOUT_S, Bounds
 from equipoise.balancer.service.status import pool_status
 from equipoise.planning.policy import Policy
+from equipoise.pool.counters import WRITE_TIMEOUT_S, Bounds
 from equipoise.wire.messages import WorkerBound
 
 

@@ -18,11 +18,11 @@ from raw_peer import RawPeer
 from redis_server import free_port
 from scale import balancing
 
-from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.pool.pools import MAX_POOLS
 from equipoise.balancer.service.status import loads_response, pool_status
 from equipoise.planning.counters import LoadReport
 from equipoise.planning.errors import InvalidReportError
+from equipoise.pool.records import RefusedWorkerError
 from equipoise.wire import checks
 from equipoise.wire.convert import from_worker, to_balancer
 from equipoise.wire.errors import InvalidMessageError

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from equipoise.balancer.planner import threads as threads_module
-from equipoise.balancer.planner.proposal import propose
-from equipoise.balancer.policy.book import PolicyBook
+from equipoise.planning.proposal import propose
+from equipoise.policy.book import PolicyBook
 from equipoise.balancer.pool import pools as pools_module
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.pools import Pools

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from equipoise.balancer.pool.loads import PoolLoads
-from equipoise.balancer.store.store import AverageRecord
 from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape
+from equipoise.pool.records import AverageRecord
 from equipoise.wire.messages import RankStats, Report
 
 MODEL = ModelShape(num_layers=2, num_experts=8, num_groups=1, expert_bytes=1)

@@ -14,10 +14,10 @@ from equipoise.balancer.planner import process as process_module
 from equipoise.balancer.planner import processes as processes_module
 from equipoise.balancer.planner.planning import PlannerDiedError, Planning, PlanTimeoutError
 from equipoise.balancer.planner.processes import NUM_AHEAD, PlannerProcesses
-from equipoise.balancer.planner.proposal import ProposalRequest, propose
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import Shift
 from equipoise.planning.policy import Policy
+from equipoise.planning.proposal import ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
 
 WAIT_S = 60.0

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from equipoise.balancer.policy.book import PolicyBook
-from equipoise.balancer.pool.memory import PoolMemory
+from equipoise.policy.book import PolicyBook
+from equipoise.pool.records import PoolMemory
 from equipoise.balancer.service.status import decision_to_proto, pool_status
-from equipoise.balancer.store.store import DecisionKind, DecisionRecord
+from equipoise.pool.records import DecisionKind, DecisionRecord
 from equipoise.planning.policy import Policy
 from equipoise.policy.digest import digest
 from equipoise.wire.messages import JoinEpoch

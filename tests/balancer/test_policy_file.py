@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from equipoise.balancer.policy import file as policy_file_module
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.policy.file import PolicyFile
 from equipoise.balancer.readiness import Readiness
 from equipoise.planning.policy import Policy
+from equipoise.policy.book import PolicyBook
 from equipoise.policy.reading import MAX_BYTES
 
 HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"

@@ -12,11 +12,11 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 
-from equipoise.balancer.planner.proposal import ProposalRequest, propose
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import Shift
 from equipoise.planning.placing.eplb import eplb
 from equipoise.planning.policy import Algorithm, Policy
+from equipoise.planning.proposal import ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.warm_up import warm_up
 

@@ -7,10 +7,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.balancer.policy import file as policy_file_module
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import READY, serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
+from equipoise.policy.book import PolicyBook
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.messages import JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2_grpc

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 from deaths import check, come, die, lost, names, notice, serve_all, with_spare_slots
 
-from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.pool.effects import WriteMembership
 from equipoise.balancer.pool.health import Health
-from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.planning.moves import RankSource
+from equipoise.pool.records import PoolMemory, RefusedWorkerError
 
 
 @pytest.fixture

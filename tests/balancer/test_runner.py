@@ -5,15 +5,15 @@ import asyncio
 import pytest
 
 from equipoise.balancer.errors import UnansweredError
-from equipoise.balancer.planner.proposal import propose
+from equipoise.planning.proposal import propose
 from equipoise.balancer.planner.threads import PlannerThreads
-from equipoise.balancer.policy.book import PolicyBook
+from equipoise.policy.book import PolicyBook
 from equipoise.balancer.pool import runner as runner_module
 from equipoise.balancer.pool.admin_requests import Pause
 from equipoise.balancer.pool.controller import PoolController
 from equipoise.balancer.pool.health import Health
 from equipoise.balancer.pool.mailbox import Mailbox
-from equipoise.balancer.pool.memory import PoolMemory
+from equipoise.pool.records import PoolMemory
 from equipoise.balancer.pool.runner import PoolRunner, steady_clock, tick_s
 from equipoise.balancer.pool.wave_turns import WaveTurns
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError

@@ -11,7 +11,6 @@ from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.register import SoleRegister
 from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.archive import Archive
 from equipoise.balancer.pool.runner import steady_clock
 from equipoise.balancer.readiness import Readiness
@@ -21,6 +20,7 @@ from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import StoreError, StoreFault
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
+from equipoise.policy.book import PolicyBook
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.messages import JoinEpoch
 from equipoise_api.v1 import worker_link_pb2_grpc

@@ -9,9 +9,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from equipoise.balancer.errors import BalancerError
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.policy.book import PolicyBook
 from equipoise.wire.messages import Stage
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 

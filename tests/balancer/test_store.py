@@ -11,7 +11,6 @@ import pytest
 from store_records import A_DECISION, AN_ORDER, ONES, layout_of, same, weighted
 
 from equipoise.balancer.store import redis_scripts
-from equipoise.balancer.store.hold import Hold
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.sqlite_file import SqliteFile
 from equipoise.balancer.store.sqlite_store import SqliteStore
@@ -19,12 +18,11 @@ from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
-    AverageRecord,
-    Membership,
     StoreConflictError,
     StoreFault,
     TermOverError,
 )
+from equipoise.pool.records import AverageRecord, Hold, Membership
 
 TERM = 1
 

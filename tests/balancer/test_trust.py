@@ -11,9 +11,9 @@ from balancer_links import POLICY, WAIT_S, opened
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.settings import Tls

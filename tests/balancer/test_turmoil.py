@@ -12,8 +12,8 @@ from equipoise.balancer.pool.effects import (
     WriteProposed,
 )
 from equipoise.balancer.pool.health import Health
-from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.planning.rollout import Persisted, Rollout
+from equipoise.pool.records import PoolMemory
 from equipoise.wire.messages import Stage
 
 ACTIONS = 100

@@ -16,13 +16,13 @@ import psutil
 import pytest
 from authority import Authority
 
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.cli.kubectl.plugin import Call, asks_a_balancer, following, parted
 from equipoise.cli.kubectl.port_forward import ForwardError, forwarded
 from equipoise.cli.main import app
 from equipoise.planning.policy import Policy
+from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
 
 BOUND_S = 120.0

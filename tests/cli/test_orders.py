@@ -9,7 +9,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from equipoise.balancer.bounds import order_bound_s
+from equipoise.pool.counters import order_bound_s
 from equipoise.cli.live import operations as orders
 from equipoise.cli.live.access import LEADER_METADATA, Access, BalancerRefusedError
 from equipoise.cli.live.ask_settings import InvalidSettingsError

@@ -5,10 +5,10 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
+from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Rejection

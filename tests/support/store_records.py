@@ -4,13 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from equipoise.balancer.store.store import (
-    AuditRecord,
-    AverageRecord,
-    DecisionRecord,
-)
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.shares import WHOLE
+from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord
 
 
 def layout_of(generation, *, shift=0):

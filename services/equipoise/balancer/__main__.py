@@ -21,13 +21,13 @@ from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
 from equipoise.balancer.leadership.standing import LeaseTiming
 from equipoise.balancer.planner.processes import PlannerProcesses
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.server import serving
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import Store, StoreError, StoreFault
 from equipoise.planning.warm_up import warm_up
+from equipoise.policy.book import PolicyBook
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.logs import configure_logs
 from equipoise.telemetry.tracing import tracing

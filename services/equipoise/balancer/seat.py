@@ -10,15 +10,15 @@ from contextlib import suppress
 
 from opentelemetry.trace import Tracer
 
-from equipoise.balancer.bounds import Bound
 from equipoise.balancer.leadership.elector import Elector, Tenure
 from equipoise.balancer.planner.planning import Planner
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.archive import Archive
 from equipoise.balancer.pool.pools import Pools
 from equipoise.balancer.pool.runner import Clock
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.store.store import Store, StoreError, TermOverError
+from equipoise.policy.book import PolicyBook
+from equipoise.pool.counters import Bound
 
 REFRESH_S = 2.0
 """Seconds between two looks of a follower into the store."""

@@ -19,7 +19,6 @@ from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, SoleRegister
 from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
 from equipoise.balancer.planner.planning import Planner
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.policy.file import PolicyFile
 from equipoise.balancer.pool.runner import Clock, steady_clock
 from equipoise.balancer.readiness import Readiness
@@ -29,6 +28,7 @@ from equipoise.balancer.service.status_service import StatusService
 from equipoise.balancer.service.worker_link import WorkerLinkService
 from equipoise.balancer.store.store import Store
 from equipoise.balancer.telemetry.http_ports import open_http
+from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights

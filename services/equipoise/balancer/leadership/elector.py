@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from equipoise.balancer.bounds import Bound
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
 from equipoise.balancer.leadership.standing import (
     Candidate,
@@ -30,6 +29,7 @@ from equipoise.balancer.leadership.standing import (
     Write,
     Wrote,
 )
+from equipoise.pool.counters import Bound
 
 _MAX_REQUESTS = 4
 """Requests of one round: a renewal that finds itself overtaken, a look, and a renewal again."""

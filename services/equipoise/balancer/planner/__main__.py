@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from equipoise.balancer.planner.frames import frame, read_frame
 from equipoise.balancer.planner.process import READY
-from equipoise.balancer.planner.proposal import ProposalRequest, propose
+from equipoise.planning.proposal import ProposalRequest, propose
 from equipoise.planning.warm_up import warm_up
 
 NICENESS = 5

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
+from equipoise.planning.proposal import Proposal, ProposalRequest
 
 
 class PlanTimeoutError(Exception):

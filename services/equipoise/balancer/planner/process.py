@@ -14,8 +14,8 @@ from typing import Any
 
 from equipoise.balancer.planner.frames import frame, receive_frame
 from equipoise.balancer.planner.planning import PlannerDiedError
-from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
 from equipoise.balancer.planner.turns import TURN_S
+from equipoise.planning.proposal import Proposal, ProposalRequest
 
 PROGRAM = "equipoise.balancer.planner"
 

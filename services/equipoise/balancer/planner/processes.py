@@ -13,8 +13,8 @@ from typing import Self
 
 from equipoise.balancer.planner.planning import PlannerDiedError
 from equipoise.balancer.planner.process import Asked, PlannerProcess
-from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
 from equipoise.balancer.planner.turns import MAX_AT_ONCE
+from equipoise.planning.proposal import Proposal, ProposalRequest
 
 MAX_PROCESSES = 2 * MAX_AT_ONCE
 """Processes at most: those whose plans take longer than a turn go on while others have theirs."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.planner.planning import PlanTimeoutError
-from equipoise.balancer.planner.proposal import Proposal, ProposalRequest, propose
 from equipoise.balancer.planner.turns import PlanningTurns
+from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 
 MAX_RUNNING = 4
 """Plans of a pool that run at once, at most: threads of those that were given up go on."""

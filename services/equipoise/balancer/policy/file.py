@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from equipoise.balancer.daemon_thread import in_daemon_thread
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.readiness import Readiness
+from equipoise.policy.book import PolicyBook
 from equipoise.policy.reading import MAX_BYTES
 
 POLL_S = 1.0

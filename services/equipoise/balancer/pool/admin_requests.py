@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from equipoise.balancer.planner.proposal import Proposal
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
+from equipoise.planning.proposal import Proposal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

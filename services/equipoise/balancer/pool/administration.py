@@ -5,7 +5,6 @@ Decides; a refusal is recorded like an order that is carried out, and both say w
 
 from dataclasses import replace
 
-from equipoise.balancer.planner.proposal import Proposal
 from equipoise.balancer.pool.admin_requests import (
     AdminRequest,
     Outcome,
@@ -21,10 +20,10 @@ from equipoise.balancer.pool.decisions import decide, proposal_request
 from equipoise.balancer.pool.effects import Chain, Effect, Propose, WriteAudit, WriteDecision
 from equipoise.balancer.pool.given import adopt_given
 from equipoise.balancer.pool.pool import Pool, Postponed
-from equipoise.balancer.store.hold import Hold
-from equipoise.balancer.store.store import AuditRecord
 from equipoise.planning.given import fits
 from equipoise.planning.policy import Policy
+from equipoise.planning.proposal import Proposal
+from equipoise.pool.records import AuditRecord, Hold
 
 MAX_POSTPONED = 8
 """Orders to plan that wait for the end of the plan under way, and are then looked at one by one."""

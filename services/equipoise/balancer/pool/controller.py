@@ -7,8 +7,6 @@ is what workers report: whatever it missed, it reconciles with the next word it 
 
 import math
 
-from equipoise.balancer.planner.proposal import Proposal
-from equipoise.balancer.policy.book import PolicyBook
 from equipoise.balancer.pool.admin_requests import AdminRequest, Preview
 from equipoise.balancer.pool.administration import (
     administer,
@@ -34,7 +32,6 @@ from equipoise.balancer.pool.effects import (
 )
 from equipoise.balancer.pool.epoch_log import Unwritten
 from equipoise.balancer.pool.hello_checks import check_numbers, check_running_layout
-from equipoise.balancer.pool.memory import PoolMemory
 from equipoise.balancer.pool.opening import (
     assign_returned,
     open_by_clock,
@@ -49,6 +46,7 @@ from equipoise.balancer.pool.settling import settle
 from equipoise.balancer.pool.silence import note_silence
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.policy import StoreDown
+from equipoise.planning.proposal import Proposal
 from equipoise.planning.rollout import (
     Persisted,
     RankLost,
@@ -57,6 +55,8 @@ from equipoise.planning.rollout import (
     RankSwitched,
     Ticked,
 )
+from equipoise.policy.book import PolicyBook
+from equipoise.pool.records import PoolMemory
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
     Abort,

@@ -1,15 +1,15 @@
 """From a closed window to a verdict: what is asked of the planner, and what becomes of it."""
 
-from equipoise.balancer.planner.proposal import Proposal, ProposalRequest
 from equipoise.balancer.pool.effects import Chain, Effect, Propose, WriteAverage, WriteDecision
 from equipoise.balancer.pool.loads import ClosedWindow, drop_old_tables
 from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.promises import judge_rollout, watch_rollout
 from equipoise.balancer.pool.slow_workers import note_pace
-from equipoise.balancer.store.store import DecisionRecord
 from equipoise.planning.policy import Policy
 from equipoise.planning.promise import too_soon_again
+from equipoise.planning.proposal import Proposal, ProposalRequest
 from equipoise.policy.digest import digest
+from equipoise.pool.records import DecisionRecord
 
 
 def close_due_window(pool: Pool, *, now: float) -> Chain:

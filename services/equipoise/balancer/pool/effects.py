@@ -6,11 +6,10 @@ happen; a write that fails cuts its chain, so whatever stands behind a write res
 
 from dataclasses import dataclass
 
-from equipoise.balancer.planner.proposal import ProposalRequest
 from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome
-from equipoise.balancer.store.hold import Hold
-from equipoise.balancer.store.store import AuditRecord, AverageRecord, DecisionRecord, Membership
 from equipoise.planning.layout import Layout
+from equipoise.planning.proposal import ProposalRequest
+from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, Hold, Membership
 from equipoise.wire.messages import BalancerMessage
 
 

@@ -2,9 +2,9 @@
 
 from equipoise.balancer.pool.effects import Chain, WriteDecision
 from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.store.store import DecisionRecord
 from equipoise.planning.given import propose_given
 from equipoise.planning.layout import Layout
+from equipoise.pool.records import DecisionRecord
 
 
 def adopt_given(pool: Pool, target: Layout, *, algorithm: str, reason: str, now: float) -> Chain:

@@ -1,7 +1,7 @@
 """What a worker says of itself when it comes, held against what the pool knows."""
 
-from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.pool.pool import Pool
+from equipoise.pool.records import RefusedWorkerError
 from equipoise.wire.messages import Hello
 
 MAX_LEAP = 2**32

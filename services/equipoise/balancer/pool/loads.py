@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from equipoise.balancer.pool.memory import FAST, SLOW, SLOW_SQUARES
-from equipoise.balancer.store.store import AverageRecord
 from equipoise.planning.balance import balancedness, balancedness_per_layer
 from equipoise.planning.counters import LoadCounters, Phase
 from equipoise.planning.errors import InvalidReportError
@@ -20,6 +18,7 @@ from equipoise.planning.realised import RealisedShares, realised_shares
 from equipoise.planning.slowness import Pace
 from equipoise.planning.steps import StepCounters
 from equipoise.planning.topology import ModelShape
+from equipoise.pool.records import FAST, SLOW, SLOW_SQUARES, AverageRecord
 from equipoise.wire.messages import Report
 
 REPORTS_MISSED = 3

@@ -13,9 +13,9 @@ from equipoise.balancer.pool.pool import Pool
 from equipoise.balancer.pool.roster import Member
 from equipoise.balancer.pool.silence import silent_workers
 from equipoise.balancer.pool.slow_workers import excluded_workers, need_excluded
-from equipoise.balancer.store.store import Membership
 from equipoise.planning.membership import Opening, next_epoch
 from equipoise.planning.recovery import recover, recovery_moves
+from equipoise.pool.records import Membership
 from equipoise.wire.messages import Hello
 
 FIRST_LOOK_S = 1.0

@@ -2,8 +2,8 @@
 
 from equipoise.balancer.pool.effects import Chain, WriteDecision
 from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.store.store import DecisionKind, DecisionRecord
 from equipoise.policy.digest import changes
+from equipoise.pool.records import DecisionKind, DecisionRecord
 
 
 def follow_policy(pool: Pool, *, now: float) -> Chain:

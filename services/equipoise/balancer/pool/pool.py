@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from equipoise.balancer.bounds import Bounds
-from equipoise.balancer.policy.book import PolicyBook, PolicyInForce
 from equipoise.balancer.pool.admin_requests import AdminRequest
 from equipoise.balancer.pool.checksums import ChecksumTable
 from equipoise.balancer.pool.effects import Chain, WriteDecision
@@ -16,14 +14,11 @@ from equipoise.balancer.pool.epoch_log import EpochLog, Unwritten
 from equipoise.balancer.pool.health import Diagnosis, Health, diagnose
 from equipoise.balancer.pool.layouts import PoolLayouts
 from equipoise.balancer.pool.loads import ClosedWindow, PoolLoads
-from equipoise.balancer.pool.memory import MAX_AUDIT, SLOW, PoolMemory
 from equipoise.balancer.pool.orders import orders
 from equipoise.balancer.pool.refusals import Refusals
 from equipoise.balancer.pool.rollouts import Rollouts
 from equipoise.balancer.pool.roster import Member, Roster
 from equipoise.balancer.pool.tally import Tally
-from equipoise.balancer.store.hold import Hold
-from equipoise.balancer.store.store import AuditRecord, AverageRecord, DecisionRecord
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load
 from equipoise.planning.membership import Opening
@@ -40,6 +35,17 @@ from equipoise.planning.rollout import (
 )
 from equipoise.planning.setbacks import Setbacks
 from equipoise.planning.slowness import Pace, SlowRank
+from equipoise.policy.book import PolicyBook, PolicyInForce
+from equipoise.pool.counters import Bounds
+from equipoise.pool.records import (
+    MAX_AUDIT,
+    SLOW,
+    AuditRecord,
+    AverageRecord,
+    DecisionRecord,
+    Hold,
+    PoolMemory,
+)
 from equipoise.wire.messages import Checksums, Report
 
 MAX_WINDOWS = 128

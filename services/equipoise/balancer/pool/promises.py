@@ -5,13 +5,13 @@ Whether it did is `planning/promise.py`'s decision; the way back is an ordinary 
 
 import logging
 
-from equipoise.balancer.planner.proposal import Proposal
 from equipoise.balancer.pool.effects import Chain
 from equipoise.balancer.pool.given import adopt_given
 from equipoise.balancer.pool.loads import ClosedWindow
 from equipoise.balancer.pool.pool import JudgedRollout, Pool, WatchedRollout
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.promise import Promise, Realised, Witness, judge_realised
+from equipoise.planning.proposal import Proposal
 from equipoise.telemetry.logs import about
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
-from equipoise.balancer.bounds import WRITE_TIMEOUT_S, order_bound_s
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.planner.planning import (
@@ -40,6 +39,7 @@ from equipoise.balancer.pool.store_writes import write_to
 from equipoise.balancer.pool.wave_turns import WaveTurns
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.planning.policy import Policy
+from equipoise.pool.counters import WRITE_TIMEOUT_S, order_bound_s
 from equipoise.telemetry.logs import about
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.messages import (

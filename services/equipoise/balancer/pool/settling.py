@@ -5,9 +5,9 @@ import logging
 from equipoise.balancer.pool.effects import Chain, WriteAdopted, WriteMembership
 from equipoise.balancer.pool.loads import PoolLoads
 from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.store.store import Membership
 from equipoise.planning.layout import Layout
 from equipoise.planning.reconcile import reconcile
+from equipoise.pool.records import Membership
 
 _log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from equipoise.balancer.errors import RefusedWorkerError
 from equipoise.balancer.pool.mailbox import Mailbox
 from equipoise.balancer.pool.pools import Pools
 from equipoise.balancer.pool.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.pace import Pace, message_pace
 from equipoise.planning.errors import InvalidReportError
+from equipoise.pool.records import RefusedWorkerError
 from equipoise.trust.identity import Caller
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError

@@ -2,36 +2,10 @@
 
 import base64
 import json
-from dataclasses import dataclass
 
-from equipoise.planning.layout import Layout
+from equipoise.pool.records import Hold
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto
 from equipoise_api.v1 import worker_link_pb2 as pb
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Hold:
-    """Nothing, unless told: the balancer then plans as its policy says.
-
-    `paused` and `pinned` say who wanted it and why; empty when it is not so. `pin` is the layout
-    whose placement is kept (its own number does not count), `pinned_generation` the committed one
-    that had it, 0 if it was given as a table.
-    """
-
-    paused: str = ""
-    pinned: str = ""
-    pin: Layout | None = None
-    pinned_generation: int = 0
-
-    def __post_init__(self) -> None:
-        assert bool(self.pinned) == (self.pin is not None), "a pin has a layout and a reason"
-
-    @property
-    def reason(self) -> str:
-        """Why the balancer adopts no plan of its own; empty when it may."""
-        words = [f"paused by {self.paused}"] if self.paused else []
-        words += [f"pinned by {self.pinned}"] if self.pinned else []
-        return ", ".join(words)
 
 
 def pack_hold(hold: Hold) -> str:

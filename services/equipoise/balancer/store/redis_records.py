@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.balancer.store.store import AverageRecord
 from equipoise.planning.layout import Layout
+from equipoise.pool.records import AverageRecord
 
 
 def pack_layout(layout: Layout) -> bytes:

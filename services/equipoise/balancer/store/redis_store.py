@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from equipoise.balancer.store import redis_scripts as scripts
-from equipoise.balancer.store.hold import Hold, pack_hold, unpack_hold
+from equipoise.balancer.store.hold import pack_hold, unpack_hold
 from equipoise.balancer.store.redis_link import RedisLink
 from equipoise.balancer.store.redis_records import (
     pack_average,
@@ -30,10 +30,6 @@ from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
-    AuditRecord,
-    AverageRecord,
-    DecisionRecord,
-    Membership,
     StoreConflictError,
     StoreError,
     StoreFault,
@@ -41,6 +37,7 @@ from equipoise.balancer.store.store import (
 )
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
+from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, Hold, Membership
 
 SCHEMA_VERSION = 3
 """Raised with every change of keys or records; other versions are refused, never guessed at."""

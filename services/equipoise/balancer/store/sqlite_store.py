@@ -11,19 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.balancer.store.hold import Hold, pack_hold, unpack_hold
+from equipoise.balancer.store.hold import pack_hold, unpack_hold
 from equipoise.balancer.store.sqlite_file import SqliteFile
 from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
-    AuditRecord,
-    AverageRecord,
-    DecisionRecord,
-    Membership,
     StoreConflictError,
 )
 from equipoise.planning.layout import Layout
+from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, Hold, Membership
 
 
 class SqliteStore:

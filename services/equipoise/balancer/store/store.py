@@ -7,13 +7,11 @@ balancer that writes: once a store saw a higher term, it refuses the lower one, 
 that lost its leadership cannot undo its successor.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from equipoise.balancer.store.hold import Hold
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load
+from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, Hold, Membership
 
 MAX_DECISIONS = 1000
 """Decisions kept for each pool; older ones are dropped."""
@@ -76,80 +74,6 @@ class TermOverError(StoreConflictError):
             f"{store}: term {term} is over, a balancer of term {highest_term} has taken over"
         )
         self.highest_term = highest_term
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """Who takes part in an epoch: worker names in rank order."""
-
-    epoch: int
-    workers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AverageRecord:
-    """A decayed sum as it was at a time.
-
-    `tokens` is float64 [layers, experts], decayed with `half_life_s`; `weight_s` are the seconds
-    it stands for, decayed alike; `time_unix_s` is when both were right.
-    """
-
-    half_life_s: float
-    time_unix_s: float
-    weight_s: float
-    tokens: Load
-
-
-class DecisionKind(StrEnum):
-    """What was decided about."""
-
-    PLAN = "plan"
-    """A plan, yes or no."""
-
-    POLICY = "policy"
-    """Another policy came into force."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionRecord:
-    """A decision with its reason. `sequence` is given by the store, from 1.
-
-    `policy_hash` names the policy that made it, or that came into force. What is of a plan has its
-    default where there was none.
-    """
-
-    sequence: int = 0
-    time_unix_s: float
-    accepted: bool
-    reason: str
-    base_generation: int
-    balancedness_current: float = 0.0
-    balancedness_proposed: float = 0.0
-    moves: int = 0
-    bytes: int = 0
-    algorithm: str = ""
-    plan_ms: float = 0.0
-    shift_detected: bool = False
-    kind: DecisionKind = DecisionKind.PLAN
-    policy_hash: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", DecisionKind(self.kind))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditRecord:
-    """An operator's order and what became of it. `sequence` is given by the store, from 1.
-
-    `who` is the caller as we know it, `what` the order with its arguments, `outcome` the answer.
-    """
-
-    sequence: int = 0
-    time_unix_s: float
-    who: str
-    what: str
-    accepted: bool
-    outcome: str
 
 
 class Store(Protocol):

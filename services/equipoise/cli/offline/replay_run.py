@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.balancer.planner.proposal import Proposal, ProposalRequest, propose
 from equipoise.formats.recording import Recording
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load, LoadAverage, Shift, detect_shift, tokens_per_layer
 from equipoise.planning.policy import Policy
+from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.balancer.planner.proposal import Proposal, ProposalRequest, propose
+from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.cli.display import bytes_words, console
 from equipoise.cli.live.access import explained
 from equipoise.cli.offline.inputs import pool_topology, read_case, read_current
