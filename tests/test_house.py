@@ -18,7 +18,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import pkgutil, importlib
 import equipoise.cli.main, equipoise.cli.live.status
-ROOMS = ("planning", "wire", "policy", "formats", "telemetry", "trust", "pool", "balancer", "gateway")
+ROOMS = "planning wire policy formats telemetry trust pool balancer gateway".split()
 for room in map(importlib.import_module, (f"equipoise.{name}" for name in ROOMS)):
     for module in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
         if not module.name.endswith("__main__"):

@@ -8,11 +8,11 @@ from redis import Redis
 from redis_server import RedisServer, require_redis
 from scripted_worker import MODEL, ScriptedWorker, make_hello
 
-from equipoise.balancer.pool.controller import PoolController
-from equipoise.balancer.pool.effects import Propose, Send, WriteDecision
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import propose
 from equipoise.policy.book import PolicyBook
+from equipoise.pool.controller import PoolController
+from equipoise.pool.effects import Log, Propose, Send, WriteDecision
 from equipoise.pool.records import PoolMemory
 from equipoise.wire.messages import HeartbeatAck, Rejection
 from equipoise_api.v1 import status_pb2_grpc
@@ -33,6 +33,7 @@ class Bench:
         self.disconnected = set()
         self.writes = []
         self.sent = []
+        self.logs = []
         self.step = 70
         self.workers = {}
         for number in range(num_ranks):
@@ -66,6 +67,8 @@ class Bench:
                     self.sent.append((effect.worker, effect.message))
                     if not isinstance(effect.message, HeartbeatAck | Rejection):
                         self.workers[effect.worker].take(effect.message)
+                case Log():
+                    self.logs.append(effect.text)
                 case Propose():
                     proposal = propose(effect.request)
                     self.perform(

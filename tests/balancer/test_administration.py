@@ -4,7 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.balancer.pool.admin_requests import (
+from equipoise.planning.layout import contiguous_layout
+from equipoise.pool.effects import WriteAudit, WriteProposed
+from equipoise.pool.operations import MAX_POSTPONED
+from equipoise.pool.records import PoolMemory
+from equipoise.pool.requests import (
     AdminRequest,
     Pause,
     Pin,
@@ -14,10 +18,6 @@ from equipoise.balancer.pool.admin_requests import (
     RollBack,
     Unpin,
 )
-from equipoise.balancer.pool.administration import MAX_POSTPONED
-from equipoise.balancer.pool.effects import WriteAudit, WriteProposed
-from equipoise.planning.layout import contiguous_layout
-from equipoise.pool.records import PoolMemory
 
 
 class Operator:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from deaths import die, notice, serve_all, with_spare_slots
 
-from equipoise.balancer.pool.health import Health
 from equipoise.planning.counters import LoadCounters
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.policy import Policy
+from equipoise.pool.health import Health
 from equipoise.wire.messages import Stage
 
 WINDOW_S = 10

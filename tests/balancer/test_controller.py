@@ -4,16 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.balancer.pool.effects import (
-    WriteAdopted,
-    WriteCommitted,
-    WriteMembership,
-    WriteProposed,
-)
-from equipoise.balancer.pool.health import Health
 from equipoise.balancer.service.status import pool_status
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
+from equipoise.pool.effects import WriteAdopted, WriteCommitted, WriteMembership, WriteProposed
+from equipoise.pool.health import Health
 from equipoise.wire.messages import Abort, JoinEpoch, Stage
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.balancer.pool.health import Health
+from equipoise.pool.health import Health
 from equipoise.wire.messages import GroupLost
 
 

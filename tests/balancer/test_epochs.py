@@ -5,9 +5,9 @@ import pytest
 from deaths import check, die, lost, names, notice, serve_all, with_spare_slots
 from store_records import A_DECISION
 
-from equipoise.balancer.pool.effects import WriteAdopted, WriteMembership
-from equipoise.balancer.pool.health import Health
 from equipoise.planning.moves import CheckpointSource
+from equipoise.pool.effects import WriteAdopted, WriteMembership
+from equipoise.pool.health import Health
 from equipoise.wire.messages import JoinEpoch, Leaving
 
 

@@ -18,7 +18,7 @@ from raw_peer import RawPeer
 from redis_server import free_port
 from scale import balancing
 
-from equipoise.balancer.pool.pools import MAX_POOLS
+from equipoise.balancer.pools import MAX_POOLS
 from equipoise.balancer.service.status import loads_response, pool_status
 from equipoise.planning.counters import LoadReport
 from equipoise.planning.errors import InvalidReportError

@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager, suppress
 import numpy as np
 import pytest
 
+from equipoise.balancer import pools as pools_module
+from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.planner import threads as threads_module
-from equipoise.planning.proposal import propose
-from equipoise.policy.book import PolicyBook
-from equipoise.balancer.pool import pools as pools_module
-from equipoise.balancer.pool.mailbox import Mailbox
-from equipoise.balancer.pool.pools import Pools
-from equipoise.balancer.pool.runner import steady_clock
+from equipoise.balancer.pools import Pools
+from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
+from equipoise.planning.proposal import propose
+from equipoise.policy.book import PolicyBook
 from equipoise.wire.messages import JoinEpoch
 
 WAIT_S = 60.0

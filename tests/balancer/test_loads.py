@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equipoise.balancer.pool.loads import PoolLoads
 from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape
+from equipoise.pool.loads import PoolLoads
 from equipoise.pool.records import AverageRecord
 from equipoise.wire.messages import RankStats, Report
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from equipoise.balancer.pool.mailbox import Mailbox
+from equipoise.balancer.mailbox import Mailbox
 from equipoise.wire.messages import Abort, HeartbeatAck, Rejection
 
 

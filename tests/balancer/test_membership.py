@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equipoise.balancer.pool.health import Health
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.topology import ModelShape
+from equipoise.pool.health import Health
 from equipoise.pool.records import RefusedWorkerError
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Leaving, Rejection

@@ -9,16 +9,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from scrapes import documented, ours, scrape, value_of
 
 from equipoise.balancer.leadership.standing import LeaseTiming
-from equipoise.balancer.pool.loads import PoolLoads
-from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.pool.refusals import MAX_KINDS
-from equipoise.balancer.pool.roster import Member
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.telemetry.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
 from equipoise.planning.topology import ModelShape
 from equipoise.policy.book import PolicyBook
+from equipoise.pool.loads import PoolLoads
+from equipoise.pool.members import Member
+from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
+from equipoise.pool.refusals import MAX_KINDS
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.histogram import Histogram
 from equipoise.wire.messages import Wait, WorkerBound

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from equipoise.policy.book import PolicyBook
-from equipoise.pool.records import PoolMemory
 from equipoise.balancer.service.status import decision_to_proto, pool_status
-from equipoise.pool.records import DecisionKind, DecisionRecord
 from equipoise.planning.policy import Policy
+from equipoise.policy.book import PolicyBook
 from equipoise.policy.digest import digest
+from equipoise.pool.records import DecisionKind, DecisionRecord, PoolMemory
 from equipoise.wire.messages import JoinEpoch
 
 HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.balancer.policy import file as policy_file_module
-from equipoise.balancer.policy.file import PolicyFile
+from equipoise.balancer import policy_file as policy_file_module
+from equipoise.balancer.policy_file import PolicyFile
 from equipoise.balancer.readiness import Readiness
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from equipoise.balancer.policy import file as policy_file_module
+from equipoise.balancer import policy_file as policy_file_module
 from equipoise.balancer.server import READY, serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy

@@ -2,7 +2,9 @@
 
 import pytest
 
-from equipoise.balancer.pool.effects import (
+from equipoise.balancer.persistence import recall
+from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.pool.effects import (
     WriteAdopted,
     WriteAverage,
     WriteCommitted,
@@ -10,9 +12,7 @@ from equipoise.balancer.pool.effects import (
     WriteMembership,
     WriteProposed,
 )
-from equipoise.balancer.pool.health import Health
-from equipoise.balancer.pool.memory import recall
-from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.pool.health import Health
 from equipoise.wire.messages import Abort, JoinEpoch, Stage
 
 

@@ -4,20 +4,20 @@ import asyncio
 
 import pytest
 
+from equipoise.balancer import runner as runner_module
 from equipoise.balancer.errors import UnansweredError
-from equipoise.planning.proposal import propose
+from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.planner.threads import PlannerThreads
-from equipoise.policy.book import PolicyBook
-from equipoise.balancer.pool import runner as runner_module
-from equipoise.balancer.pool.admin_requests import Pause
-from equipoise.balancer.pool.controller import PoolController
-from equipoise.balancer.pool.health import Health
-from equipoise.balancer.pool.mailbox import Mailbox
-from equipoise.pool.records import PoolMemory
-from equipoise.balancer.pool.runner import PoolRunner, steady_clock, tick_s
-from equipoise.balancer.pool.wave_turns import WaveTurns
+from equipoise.balancer.runner import PoolRunner, steady_clock, tick_s
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError
+from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.planning.policy import Policy
+from equipoise.planning.proposal import propose
+from equipoise.policy.book import PolicyBook
+from equipoise.pool.controller import PoolController
+from equipoise.pool.health import Health
+from equipoise.pool.records import PoolMemory
+from equipoise.pool.requests import Pause
 from equipoise.wire.messages import HeartbeatAck, JoinEpoch
 
 WAIT_S = 30.0

@@ -7,13 +7,13 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from equipoise.balancer.archive import Archive
 from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.register import SoleRegister
 from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
-from equipoise.balancer.pool.archive import Archive
-from equipoise.balancer.pool.runner import steady_clock
 from equipoise.balancer.readiness import Readiness
+from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore

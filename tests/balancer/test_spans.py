@@ -8,12 +8,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from equipoise.balancer.pool.rollouts import Rollouts
-from equipoise.balancer.pool.spans import PoolSpans
+from equipoise.balancer.spans import PoolSpans
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import Persisted, RankLost, RankStaged, RankSwitched
+from equipoise.pool.rollouts import Rollouts
 
 BASE = Layout(
     generation=7,

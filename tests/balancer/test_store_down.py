@@ -2,8 +2,8 @@
 
 import pytest
 
-from equipoise.balancer.pool.health import Health
 from equipoise.planning.policy import Policy
+from equipoise.pool.health import Health
 
 FAULT = "redis://store: no answer within 2 s"
 

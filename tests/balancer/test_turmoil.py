@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from equipoise.balancer.pool.effects import (
+from equipoise.planning.rollout import Persisted, Rollout
+from equipoise.pool.effects import (
     WriteAdopted,
     WriteCommitted,
     WriteDecision,
     WriteMembership,
     WriteProposed,
 )
-from equipoise.balancer.pool.health import Health
-from equipoise.planning.rollout import Persisted, Rollout
+from equipoise.pool.health import Health
 from equipoise.pool.records import PoolMemory
 from equipoise.wire.messages import Stage
 

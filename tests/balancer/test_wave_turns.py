@@ -2,8 +2,8 @@
 
 import asyncio
 
-from equipoise.balancer.pool import wave_turns as wave_turns_module
-from equipoise.balancer.pool.wave_turns import FIRST_LAG, LAG_S, WaveTurns
+from equipoise.balancer import wave_turns as wave_turns_module
+from equipoise.balancer.wave_turns import FIRST_LAG, LAG_S, WaveTurns
 from equipoise.planning.policy import Policy
 
 WAIT_S = 30.0

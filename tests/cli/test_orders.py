@@ -9,7 +9,6 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from equipoise.pool.counters import order_bound_s
 from equipoise.cli.live import operations as orders
 from equipoise.cli.live.access import LEADER_METADATA, Access, BalancerRefusedError
 from equipoise.cli.live.ask_settings import InvalidSettingsError
@@ -22,6 +21,7 @@ from equipoise.cli.live.operation_settings import (
 )
 from equipoise.cli.options import explanations
 from equipoise.planning.policy import Policy
+from equipoise.pool.counters import order_bound_s
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
 
 BOUND_S = 30.0

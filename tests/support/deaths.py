@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from equipoise.balancer.pool.effects import WriteMembership
+from equipoise.pool.effects import WriteMembership
 from equipoise.wire.messages import GroupLost
 
 

@@ -10,12 +10,12 @@ from contextlib import suppress
 
 from opentelemetry.trace import Tracer
 
+from equipoise.balancer.archive import Archive
 from equipoise.balancer.leadership.elector import Elector, Tenure
 from equipoise.balancer.planner.planning import Planner
-from equipoise.balancer.pool.archive import Archive
-from equipoise.balancer.pool.pools import Pools
-from equipoise.balancer.pool.runner import Clock
+from equipoise.balancer.pools import Pools
 from equipoise.balancer.readiness import Readiness
+from equipoise.balancer.runner import Clock
 from equipoise.balancer.store.store import Store, StoreError, TermOverError
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import Bound

@@ -19,9 +19,9 @@ from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, SoleRegister
 from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
 from equipoise.balancer.planner.planning import Planner
-from equipoise.balancer.policy.file import PolicyFile
-from equipoise.balancer.pool.runner import Clock, steady_clock
+from equipoise.balancer.policy_file import PolicyFile
 from equipoise.balancer.readiness import Readiness
+from equipoise.balancer.runner import Clock, steady_clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.admin_service import AdminService
 from equipoise.balancer.service.status_service import StatusService

@@ -11,7 +11,18 @@ from typing import Any
 import grpc
 
 from equipoise.balancer.errors import UnansweredError, UnknownPoolError
-from equipoise.balancer.pool.admin_requests import (
+from equipoise.balancer.pools import Pools
+from equipoise.balancer.runner import PoolRunner
+from equipoise.balancer.seat import Seat
+from equipoise.balancer.service.status import audit_to_proto, decision_to_proto
+from equipoise.balancer.service.status_service import LEADER_METADATA
+from equipoise.balancer.store.store import MAX_AUDIT_ENTRIES, MAX_DECISIONS, Store, StoreError
+from equipoise.planning.errors import InvalidPolicyError
+from equipoise.planning.layout import Layout
+from equipoise.planning.policy import RANGES, Policy
+from equipoise.planning.proposal import Proposal
+from equipoise.pool.records import DecisionRecord
+from equipoise.pool.requests import (
     Outcome,
     Pause,
     Pin,
@@ -22,17 +33,6 @@ from equipoise.balancer.pool.admin_requests import (
     Unpin,
     Wish,
 )
-from equipoise.balancer.pool.pools import Pools
-from equipoise.balancer.pool.runner import PoolRunner
-from equipoise.balancer.seat import Seat
-from equipoise.balancer.service.status import audit_to_proto, decision_to_proto
-from equipoise.balancer.service.status_service import LEADER_METADATA
-from equipoise.balancer.store.store import MAX_AUDIT_ENTRIES, MAX_DECISIONS, Store, StoreError
-from equipoise.planning.errors import InvalidPolicyError
-from equipoise.planning.layout import Layout
-from equipoise.planning.policy import RANGES, Policy
-from equipoise.planning.proposal import Proposal
-from equipoise.pool.records import DecisionRecord
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto

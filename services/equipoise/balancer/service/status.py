@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from equipoise.balancer.pool.health import Health
-from equipoise.balancer.pool.loads import ClosedWindow
-from equipoise.balancer.pool.pool import MAX_JUDGED, Pool
-from equipoise.balancer.pool.roster import Member
 from equipoise.planning.layout import Layout
 from equipoise.planning.promise import Promise, Realised
 from equipoise.planning.slowness import slowdowns
 from equipoise.pool.counters import Bound
+from equipoise.pool.health import Health
+from equipoise.pool.loads import ClosedWindow
+from equipoise.pool.members import Member
+from equipoise.pool.pool import MAX_JUDGED, Pool
 from equipoise.pool.records import AuditRecord, DecisionRecord
 from equipoise.wire.layouts import layout_to_proto
 from equipoise_api.v1 import status_pb2 as pb

@@ -6,9 +6,9 @@ from typing import Any, NoReturn
 
 import grpc
 
+from equipoise.balancer.archive import RememberedPool
 from equipoise.balancer.errors import UnknownPoolError
-from equipoise.balancer.pool.archive import RememberedPool
-from equipoise.balancer.pool.runner import Clock, PoolRunner
+from equipoise.balancer.runner import Clock, PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import (
     decision_to_proto,

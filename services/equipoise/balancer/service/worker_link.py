@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from equipoise.balancer.pool.mailbox import Mailbox
-from equipoise.balancer.pool.pools import Pools
-from equipoise.balancer.pool.runner import PoolRunner
+from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.pools import Pools
+from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.pace import Pace, message_pace
 from equipoise.planning.errors import InvalidReportError

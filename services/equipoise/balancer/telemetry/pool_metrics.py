@@ -15,12 +15,12 @@ from prometheus_client.core import (
     Metric,
 )
 
-from equipoise.balancer.pool.health import Health
-from equipoise.balancer.pool.pool import Pool
 from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.load import Load
 from equipoise.planning.promise import Outcome
 from equipoise.planning.slowness import slowdowns
+from equipoise.pool.health import Health
+from equipoise.pool.pool import Pool
 from equipoise.telemetry.histogram import Histogram
 
 MAX_RANKS_LISTED = 400

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.balancer.pool.archive import RememberedPool
-from equipoise.balancer.pool.loads import ClosedWindow
-from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.pool.runner import Clock, PoolRunner
+from equipoise.balancer.archive import RememberedPool
+from equipoise.balancer.runner import Clock, PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import decision_to_proto, pool_status, pool_summary
 from equipoise.balancer.store.store import Store, StoreError
+from equipoise.pool.loads import ClosedWindow
+from equipoise.pool.pool import Pool
 from equipoise.wire.plain import as_json
 
 MAX_COLUMNS = 512

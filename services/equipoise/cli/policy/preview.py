@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.cli.display import bytes_words, console
 from equipoise.cli.live.access import explained
 from equipoise.cli.offline.inputs import pool_topology, read_case, read_current
@@ -20,6 +19,7 @@ from equipoise.cli.policy.files import policies_by_pool, read_file
 from equipoise.planning.layout import Layout, contiguous_layout
 from equipoise.planning.load import Load, detect_shift, tokens_per_layer
 from equipoise.planning.policy import Policy
+from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.policy.digest import digest
 from equipoise.trust.credentials import Credentials

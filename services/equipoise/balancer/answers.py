@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from equipoise.balancer.errors import UnansweredError
-from equipoise.balancer.pool.admin_requests import Outcome
+from equipoise.pool.requests import Outcome
 
 
 class Answers:

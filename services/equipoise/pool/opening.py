@@ -4,26 +4,22 @@ When that is, `planning/membership.py` decides; which layout, `planning/recovery
 told before the store has it.
 """
 
-import logging
-
-from equipoise.balancer.pool.effects import Chain, Effect, Send, WriteAdopted, WriteMembership
-from equipoise.balancer.pool.epoch_log import EpochRecord, Unwritten
-from equipoise.balancer.pool.orders import join_epoch
-from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.pool.roster import Member
-from equipoise.balancer.pool.silence import silent_workers
-from equipoise.balancer.pool.slow_workers import excluded_workers, need_excluded
 from equipoise.planning.membership import Opening, next_epoch
 from equipoise.planning.recovery import recover, recovery_moves
+from equipoise.pool.commands import join_epoch
+from equipoise.pool.effects import Chain, Effect, Log, Send, WriteAdopted, WriteMembership
+from equipoise.pool.epoch_log import EpochRecord, Unwritten
+from equipoise.pool.members import Member
+from equipoise.pool.pool import Pool
 from equipoise.pool.records import Membership
+from equipoise.pool.silence import silent_workers
+from equipoise.pool.slow_workers import excluded_workers, need_excluded
 from equipoise.wire.messages import Hello
 
 FIRST_LOOK_S = 1.0
 """Seconds between two looks at a pool that waits for its first ranks. The last Hello that it waits
 for is seen at once; what comes by the clock is who is here so far, and the end of a wait of
 minutes."""
-
-_log = logging.getLogger(__name__)
 
 
 def open_if_due(pool: Pool, *, now: float) -> Chain:
@@ -47,12 +43,13 @@ def open_if_due(pool: Pool, *, now: float) -> Chain:
         policy=pool.policy,
         now=now,
     )
-    if opening.is_down:
-        need_excluded(pool)
+    effects = need_excluded(pool) if opening.is_down else ()
     if opening != pool.opening:
         pool.revision += 1
         pool.opening = opening
-    return _open(pool, opening, now=now) if opening.workers else ()
+    if opening.workers:
+        return (*effects, *_open(pool, opening, now=now))
+    return effects
 
 
 def open_by_hello(pool: Pool, hello: Hello, *, now: float) -> Chain:
@@ -118,7 +115,7 @@ def _open(pool: Pool, opening: Opening, *, now: float) -> Chain:
     if pool.verified is not None and any(table is not None for table in held):
         pool.moves = recovery_moves(held, target=layout, topology=topology, checksums=pool.verified)
     membership = Membership(epoch=roster.epoch, workers=tuple(member.name for member in seated))
-    _note(pool, opening, membership, now=now)
+    log = _note(pool, opening, membership, now=now)
     effects: list[Effect] = []
     if layout.generation != pool.layouts.stored_generation:
         effects.append(WriteAdopted(layout=layout))
@@ -126,17 +123,10 @@ def _open(pool: Pool, opening: Opening, *, now: float) -> Chain:
     effects.append(WriteMembership(membership=membership))
     effects += [_join_epoch(pool, member) for member in seated]
     pool.unwritten = Unwritten(chain=tuple(effects))
-    return pool.unwritten.chain
+    return (log, *pool.unwritten.chain)
 
 
-def _note(pool: Pool, opening: Opening, membership: Membership, *, now: float) -> None:
-    _log.info(
-        "%s: epoch %d opens with %d ranks: %s",
-        pool.name,
-        membership.epoch,
-        len(membership.workers),
-        opening.reason,
-    )
+def _note(pool: Pool, opening: Opening, membership: Membership, *, now: float) -> Log:
     if opening.bound:
         pool.bounds.note(opening.bound, opening.reason)
     pool.epochs.opened(
@@ -149,6 +139,11 @@ def _note(pool: Pool, opening: Opening, membership: Membership, *, now: float) -
     )
     pool.opening, pool.unheard = Opening(), frozenset()
     pool.revision += 1
+    return Log(
+        text=f"epoch {membership.epoch} opens with {len(membership.workers)} ranks: "
+        f"{opening.reason}",
+        epoch=membership.epoch,
+    )
 
 
 def _join_epoch(pool: Pool, member: Member) -> Send:

@@ -7,43 +7,6 @@ is what workers report: whatever it missed, it reconciles with the next word it 
 
 import math
 
-from equipoise.balancer.pool.admin_requests import AdminRequest, Preview
-from equipoise.balancer.pool.administration import (
-    administer,
-    held,
-    judged,
-    keep_to_pin,
-    not_planned,
-    resume_postponed,
-)
-from equipoise.balancer.pool.decisions import close_due_window, decide, late_decisions
-from equipoise.balancer.pool.effects import (
-    Chain,
-    Effect,
-    Propose,
-    Send,
-    Write,
-    WriteAdopted,
-    WriteAudit,
-    WriteCommitted,
-    WriteDecision,
-    WriteMembership,
-    WriteProposed,
-)
-from equipoise.balancer.pool.epoch_log import Unwritten
-from equipoise.balancer.pool.hello_checks import check_numbers, check_running_layout
-from equipoise.balancer.pool.opening import (
-    assign_returned,
-    open_by_clock,
-    open_by_hello,
-    open_if_due,
-    retry,
-)
-from equipoise.balancer.pool.policy_change import follow_policy
-from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.pool.roster import Member
-from equipoise.balancer.pool.settling import settle
-from equipoise.balancer.pool.silence import note_silence
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.policy import StoreDown
 from equipoise.planning.proposal import Proposal
@@ -56,7 +19,38 @@ from equipoise.planning.rollout import (
     Ticked,
 )
 from equipoise.policy.book import PolicyBook
+from equipoise.pool.decisions import close_due_window, decide, late_decisions
+from equipoise.pool.effects import (
+    Chain,
+    Effect,
+    Propose,
+    Send,
+    Write,
+    WriteAdopted,
+    WriteAudit,
+    WriteCommitted,
+    WriteDecision,
+    WriteMembership,
+    WriteProposed,
+)
+from equipoise.pool.epoch_log import Unwritten
+from equipoise.pool.hello_checks import check_numbers, check_running_layout
+from equipoise.pool.members import Member
+from equipoise.pool.opening import assign_returned, open_by_clock, open_by_hello, open_if_due, retry
+from equipoise.pool.operations import (
+    administer,
+    held,
+    judged,
+    keep_to_pin,
+    not_planned,
+    resume_postponed,
+)
+from equipoise.pool.policy_change import follow_policy
+from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
+from equipoise.pool.requests import AdminRequest, Preview
+from equipoise.pool.settling import settle
+from equipoise.pool.silence import note_silence
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
     Abort,

@@ -1,15 +1,15 @@
 """From a closed window to a verdict: what is asked of the planner, and what becomes of it."""
 
-from equipoise.balancer.pool.effects import Chain, Effect, Propose, WriteAverage, WriteDecision
-from equipoise.balancer.pool.loads import ClosedWindow, drop_old_tables
-from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.pool.promises import judge_rollout, watch_rollout
-from equipoise.balancer.pool.slow_workers import note_pace
 from equipoise.planning.policy import Policy
 from equipoise.planning.promise import too_soon_again
 from equipoise.planning.proposal import Proposal, ProposalRequest
 from equipoise.policy.digest import digest
+from equipoise.pool.effects import Chain, Effect, Propose, WriteAverage, WriteDecision
+from equipoise.pool.loads import ClosedWindow, drop_old_tables
+from equipoise.pool.pool import Pool
+from equipoise.pool.promises import judge_rollout, watch_rollout
 from equipoise.pool.records import DecisionRecord
+from equipoise.pool.slow_workers import note_pace
 
 
 def close_due_window(pool: Pool, *, now: float) -> Chain:
@@ -28,7 +28,7 @@ def close_due_window(pool: Pool, *, now: float) -> Chain:
     drop_old_tables(pool.windows)
     pool.tally.shifts += window.shift.detected
     effects: list[Effect] = [*judge_rollout(pool, window, now=now)]
-    note_pace(pool, window, now=now)
+    effects += note_pace(pool, window, now=now)
     if window.tokens and pool.can_think and not pool.is_proposing and not pool.hold.reason:
         if window.doubt:
             effects.append(_undecided(pool, window, now=now))

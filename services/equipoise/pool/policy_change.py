@@ -1,8 +1,8 @@
 """A pool follows its policy: what a change does to it, and its record."""
 
-from equipoise.balancer.pool.effects import Chain, WriteDecision
-from equipoise.balancer.pool.pool import Pool
 from equipoise.policy.digest import changes
+from equipoise.pool.effects import Chain, WriteDecision
+from equipoise.pool.pool import Pool
 from equipoise.pool.records import DecisionKind, DecisionRecord
 
 

@@ -6,9 +6,9 @@ ranks did meanwhile below them.
 
 from opentelemetry.trace import NoOpTracer, Span, Tracer, set_span_in_context
 
-from equipoise.balancer.pool.rollouts import Rollouts
 from equipoise.planning.proposal import Proposal
 from equipoise.planning.rollout import Rollout, State
+from equipoise.pool.rollouts import Rollouts
 from equipoise.telemetry.tracing import failed, traceparent_of
 
 

@@ -7,18 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from equipoise.balancer.pool.admin_requests import AdminRequest
-from equipoise.balancer.pool.checksums import ChecksumTable
-from equipoise.balancer.pool.effects import Chain, WriteDecision
-from equipoise.balancer.pool.epoch_log import EpochLog, Unwritten
-from equipoise.balancer.pool.health import Diagnosis, Health, diagnose
-from equipoise.balancer.pool.layouts import PoolLayouts
-from equipoise.balancer.pool.loads import ClosedWindow, PoolLoads
-from equipoise.balancer.pool.orders import orders
-from equipoise.balancer.pool.refusals import Refusals
-from equipoise.balancer.pool.rollouts import Rollouts
-from equipoise.balancer.pool.roster import Member, Roster
-from equipoise.balancer.pool.tally import Tally
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Load
 from equipoise.planning.membership import Opening
@@ -36,7 +24,15 @@ from equipoise.planning.rollout import (
 from equipoise.planning.setbacks import Setbacks
 from equipoise.planning.slowness import Pace, SlowRank
 from equipoise.policy.book import PolicyBook, PolicyInForce
+from equipoise.pool.checksums import ChecksumTable
+from equipoise.pool.commands import orders
 from equipoise.pool.counters import Bounds
+from equipoise.pool.effects import Chain, WriteDecision
+from equipoise.pool.epoch_log import EpochLog, Unwritten
+from equipoise.pool.health import Diagnosis, Health, diagnose
+from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.loads import ClosedWindow, PoolLoads
+from equipoise.pool.members import Member, Roster
 from equipoise.pool.records import (
     MAX_AUDIT,
     SLOW,
@@ -46,6 +42,10 @@ from equipoise.pool.records import (
     Hold,
     PoolMemory,
 )
+from equipoise.pool.refusals import Refusals
+from equipoise.pool.requests import AdminRequest
+from equipoise.pool.rollouts import Rollouts
+from equipoise.pool.tally import Tally
 from equipoise.wire.messages import Checksums, Report
 
 MAX_WINDOWS = 128

@@ -1,6 +1,6 @@
 """What a worker says of itself when it comes, held against what the pool knows."""
 
-from equipoise.balancer.pool.pool import Pool
+from equipoise.pool.pool import Pool
 from equipoise.pool.records import RefusedWorkerError
 from equipoise.wire.messages import Hello
 

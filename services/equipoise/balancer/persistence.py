@@ -1,9 +1,10 @@
-"""`write_to`: what a pool wants written, to the store, and a line in the log for people."""
+"""Reads a pool from the store, and writes what the pool wants recorded."""
 
 import logging
 from dataclasses import replace
 
-from equipoise.balancer.pool.effects import (
+from equipoise.balancer.store.store import Store
+from equipoise.pool.effects import (
     Write,
     WriteAdopted,
     WriteAudit,
@@ -13,10 +14,30 @@ from equipoise.balancer.pool.effects import (
     WriteMembership,
     WriteProposed,
 )
-from equipoise.balancer.store.store import Store
+from equipoise.pool.records import FAST, MAX_AUDIT, SLOW, SLOW_SQUARES, PoolMemory
 from equipoise.telemetry.logs import about
 
 _log = logging.getLogger(__name__)
+
+
+async def recall(store: Store, pool: str) -> PoolMemory:
+    """Read a pool; one that the store does not know gives an empty memory.
+
+    Raises:
+        StoreError: the store cannot be used.
+    """
+    averages = {name: await store.average(pool, name) for name in (FAST, SLOW, SLOW_SQUARES)}
+    decisions = await store.decisions(pool, limit=1)
+    return PoolMemory(
+        committed=await store.committed(pool),
+        proposed=await store.proposed(pool),
+        next_generation=await store.next_generation(pool),
+        membership=await store.membership(pool),
+        averages={name: record for name, record in averages.items() if record is not None},
+        last_decision=decisions[0] if decisions else None,
+        hold=await store.hold(pool),
+        audit=await store.audit(pool, limit=MAX_AUDIT),
+    )
 
 
 async def write_to(store: Store, write: Write, *, pool: str, term: int) -> Write:

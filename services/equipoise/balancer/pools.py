@@ -10,15 +10,15 @@ from opentelemetry.trace import Tracer
 
 from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership.elector import Tenure
+from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.persistence import recall
 from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.planner.threads import PlannerThreads
-from equipoise.balancer.pool.controller import PoolController
-from equipoise.balancer.pool.mailbox import Mailbox
-from equipoise.balancer.pool.memory import recall
-from equipoise.balancer.pool.runner import Clock, PoolRunner
-from equipoise.balancer.pool.wave_turns import WaveTurns
+from equipoise.balancer.runner import Clock, PoolRunner
 from equipoise.balancer.store.store import Store
+from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.policy.book import PolicyBook
+from equipoise.pool.controller import PoolController
 from equipoise.pool.records import PoolMemory, RefusedWorkerError
 from equipoise.wire.messages import Hello
 

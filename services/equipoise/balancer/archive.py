@@ -5,11 +5,11 @@ It answers reads; it has no ranks, no loads and no say.
 
 import asyncio
 
-from equipoise.balancer.pool.memory import recall
-from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.pool.pools import pick
+from equipoise.balancer.persistence import recall
+from equipoise.balancer.pools import pick
 from equipoise.balancer.store.store import Store
 from equipoise.policy.book import PolicyBook
+from equipoise.pool.pool import Pool
 
 
 class RememberedPool:

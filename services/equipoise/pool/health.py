@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from equipoise.balancer.pool.roster import Member, Roster
 from equipoise.planning.membership import Opening
+from equipoise.pool.members import Member, Roster
 
 
 class Health(StrEnum):

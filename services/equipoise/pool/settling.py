@@ -1,15 +1,11 @@
 """Making our books agree with what the ranks run. The ranks are right."""
 
-import logging
-
-from equipoise.balancer.pool.effects import Chain, WriteAdopted, WriteMembership
-from equipoise.balancer.pool.loads import PoolLoads
-from equipoise.balancer.pool.pool import Pool
 from equipoise.planning.layout import Layout
 from equipoise.planning.reconcile import reconcile
+from equipoise.pool.effects import Chain, Log, WriteAdopted, WriteMembership
+from equipoise.pool.loads import PoolLoads
+from equipoise.pool.pool import Pool
 from equipoise.pool.records import Membership
-
-_log = logging.getLogger(__name__)
 
 _CONTRADICTION = "generations of ranks"
 
@@ -40,9 +36,10 @@ def _adopt(pool: Pool, layout: Layout) -> Chain:
         pool.revision += 1
     if layout.generation in {pool.layouts.stored_generation, pool.adopting}:
         return ()
-    _log.info("%s: all ranks run generation %d: committed", pool.name, layout.generation)
     pool.adopting = layout.generation
-    return (WriteAdopted(layout=layout),)
+    generation = layout.generation
+    log = Log(text=f"all ranks run generation {generation}: committed", generation=generation)
+    return (log, WriteAdopted(layout=layout))
 
 
 def _reconcile(pool: Pool, *, now: float) -> Chain:
@@ -70,12 +67,12 @@ def _reconcile(pool: Pool, *, now: float) -> Chain:
         # Perhaps a word is still on its way; until then nothing is planned.
         pool.faults[_CONTRADICTION] = result.reason
         return ()
-    _log.info("%s: %s", pool.name, result.reason)
     pool.faults.pop(_CONTRADICTION, None)
     pool.must_reconcile = False
     if result.rollout is not None:
         pool.rollouts.resume(result.rollout, now=now)
-    return (*pool.obey(result.commands), WriteMembership(membership=epoch))
+    log = Log(text=result.reason, epoch=pool.roster.epoch, generation=result.generation)
+    return (log, *pool.obey(result.commands), WriteMembership(membership=epoch))
 
 
 def _open_loads(pool: Pool, layout: Layout, *, now: float) -> PoolLoads:

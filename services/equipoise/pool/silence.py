@@ -1,9 +1,9 @@
 """Workers whose stream is open and who say nothing: noting them, and what a rollout loses by it."""
 
-from equipoise.balancer.pool.effects import Chain, Effect
-from equipoise.balancer.pool.pool import Pool
 from equipoise.planning.liveness import alive
 from equipoise.planning.rollout import RankLost
+from equipoise.pool.effects import Chain, Effect
+from equipoise.pool.pool import Pool
 
 
 def silent_workers(pool: Pool, *, now: float) -> frozenset[str]:

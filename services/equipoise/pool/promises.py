@@ -3,18 +3,13 @@
 Whether it did is `planning/promise.py`'s decision; the way back is an ordinary rollout.
 """
 
-import logging
-
-from equipoise.balancer.pool.effects import Chain
-from equipoise.balancer.pool.given import adopt_given
-from equipoise.balancer.pool.loads import ClosedWindow
-from equipoise.balancer.pool.pool import JudgedRollout, Pool, WatchedRollout
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.promise import Promise, Realised, Witness, judge_realised
 from equipoise.planning.proposal import Proposal
-from equipoise.telemetry.logs import about
-
-_log = logging.getLogger(__name__)
+from equipoise.pool.effects import Chain, Log
+from equipoise.pool.given import adopt_given
+from equipoise.pool.loads import ClosedWindow
+from equipoise.pool.pool import JudgedRollout, Pool, WatchedRollout
 
 
 def watch_rollout(pool: Pool, proposal: Proposal) -> None:
@@ -64,12 +59,12 @@ def _conclude(pool: Pool, realised: Realised, *, now: float) -> Chain:
     pool.watched = None
     pool.tally.promises[realised.outcome] += 1
     pool.judged.appendleft(JudgedRollout(promise=watched.promise, realised=realised, judged_s=now))
-    fields = about(pool=pool.name, generation=watched.promise.generation)
-    _log.info("%s: %s", pool.name, realised.reason, extra=fields)
+    log = Log(text=realised.reason, generation=watched.promise.generation)
     if not realised.goes_back:
-        return ()
+        return (log,)
     pool.rolled_back_s = now
     pool.tally.rolled_back += 1
-    return adopt_given(
+    back = adopt_given(
         pool, watched.promise.before, algorithm="rollback", reason=realised.reason, now=now
     )
+    return (log, *back)

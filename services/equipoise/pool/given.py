@@ -1,9 +1,9 @@
 """Rolling out a placement that no planner chose: an operator's, or one to go back to."""
 
-from equipoise.balancer.pool.effects import Chain, WriteDecision
-from equipoise.balancer.pool.pool import Pool
 from equipoise.planning.given import propose_given
 from equipoise.planning.layout import Layout
+from equipoise.pool.effects import Chain, WriteDecision
+from equipoise.pool.pool import Pool
 from equipoise.pool.records import DecisionRecord
 
 

@@ -4,28 +4,33 @@ Which are slow is `planning/slowness.py`'s decision, when an epoch opens without
 `planning/membership.py`'s.
 """
 
-import logging
 from collections.abc import Mapping
 
-from equipoise.balancer.pool.loads import ClosedWindow
-from equipoise.balancer.pool.pool import Exclusion, Pool
 from equipoise.planning.policy import SlowWorkerAction
 from equipoise.planning.slowness import find_slow
-from equipoise.telemetry.logs import about
+from equipoise.pool.effects import Chain, Log
+from equipoise.pool.loads import ClosedWindow
+from equipoise.pool.pool import Exclusion, Pool
 
-_log = logging.getLogger(__name__)
 
-
-def note_pace(pool: Pool, window: ClosedWindow, *, now: float) -> None:
+def note_pace(pool: Pool, window: ClosedWindow, *, now: float) -> Chain:
     """A window has closed: see who is slow now."""
     if window.pace is not None:
         pool.paces.append(window.pace)
+    logs: list[Log] = []
     before, pool.slow = pool.slow, find_slow(pool.paces, policy=pool.policy)
     for rank, slow in pool.slow.items():
         member = pool.roster.member_at(rank)
         if rank not in before:
-            fields = about(pool=pool.name, rank=rank, epoch=pool.roster.epoch, worker=member.name)
-            _log.warning("%s: %s (%s)", pool.name, slow.reason, member.name, extra=fields)
+            logs.append(
+                Log(
+                    text=f"{slow.reason} ({member.name})",
+                    is_warning=True,
+                    rank=rank,
+                    epoch=pool.roster.epoch,
+                    worker=member.name,
+                )
+            )
             pool.tally.slow_found += 1
     for member in pool.roster.seated():
         # Of those that serve, only who is slow now is to go.
@@ -34,6 +39,7 @@ def note_pace(pool: Pool, window: ClosedWindow, *, now: float) -> None:
         if found and pool.policy.slow_worker_action is SlowWorkerAction.EXCLUDE:
             until_s = now + pool.policy.slow_worker_probation_s
             pool.excluded[member.name] = Exclusion(until_s=until_s, reason=found.reason)
+    return tuple(logs)
 
 
 def excluded_workers(pool: Pool, *, now: float) -> Mapping[str, str]:
@@ -44,8 +50,9 @@ def excluded_workers(pool: Pool, *, now: float) -> Mapping[str, str]:
     return {name: exclusion.reason for name, exclusion in pool.excluded.items()}
 
 
-def need_excluded(pool: Pool) -> None:
+def need_excluded(pool: Pool) -> Chain:
     """Too few are left without them: slow is better than down."""
-    if pool.excluded:
-        _log.warning("%s: excluded workers are needed after all", pool.name)
-        pool.excluded.clear()
+    if not pool.excluded:
+        return ()
+    pool.excluded.clear()
+    return (Log(text="excluded workers are needed after all", is_warning=True),)

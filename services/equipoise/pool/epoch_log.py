@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from equipoise.balancer.pool.effects import Chain
+from equipoise.pool.effects import Chain
 
 MAX_EPOCHS = 16
 """Changes of membership kept for people to read."""

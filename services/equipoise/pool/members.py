@@ -7,10 +7,10 @@ Owns membership only: it neither sends nor stores. When ranks are dealt anew is 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from equipoise.balancer.pool.kernels import unshared
 from equipoise.planning.layout import ExpertTable, Layout
 from equipoise.planning.membership import Candidate, Standing
 from equipoise.planning.topology import Topology
+from equipoise.pool.kernels import unshared
 from equipoise.pool.records import RefusedWorkerError
 from equipoise.wire.messages import GroupLost, Hello, Peer, RankStats, RunningState
 

@@ -5,7 +5,15 @@ Decides; a refusal is recorded like an order that is carried out, and both say w
 
 from dataclasses import replace
 
-from equipoise.balancer.pool.admin_requests import (
+from equipoise.planning.given import fits
+from equipoise.planning.policy import Policy
+from equipoise.planning.proposal import Proposal
+from equipoise.pool.decisions import decide, proposal_request
+from equipoise.pool.effects import Chain, Effect, Propose, WriteAudit, WriteDecision
+from equipoise.pool.given import adopt_given
+from equipoise.pool.pool import Pool, Postponed
+from equipoise.pool.records import AuditRecord, Hold
+from equipoise.pool.requests import (
     AdminRequest,
     Outcome,
     Pause,
@@ -16,14 +24,6 @@ from equipoise.balancer.pool.admin_requests import (
     RollBack,
     Unpin,
 )
-from equipoise.balancer.pool.decisions import decide, proposal_request
-from equipoise.balancer.pool.effects import Chain, Effect, Propose, WriteAudit, WriteDecision
-from equipoise.balancer.pool.given import adopt_given
-from equipoise.balancer.pool.pool import Pool, Postponed
-from equipoise.planning.given import fits
-from equipoise.planning.policy import Policy
-from equipoise.planning.proposal import Proposal
-from equipoise.pool.records import AuditRecord, Hold
 
 MAX_POSTPONED = 8
 """Orders to plan that wait for the end of the plan under way, and are then looked at one by one."""

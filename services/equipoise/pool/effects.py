@@ -6,10 +6,10 @@ happen; a write that fails cuts its chain, so whatever stands behind a write res
 
 from dataclasses import dataclass
 
-from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome
 from equipoise.planning.layout import Layout
 from equipoise.planning.proposal import ProposalRequest
 from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, Hold, Membership
+from equipoise.pool.requests import AdminRequest, Outcome
 from equipoise.wire.messages import BalancerMessage
 
 
@@ -86,6 +86,21 @@ class Propose:
     asked: AdminRequest | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """Write a line to the log, at once: it waits for nothing before it in its chain.
+
+    `rank`, `epoch`, `generation` and `worker` are fields of the line where they apply.
+    """
+
+    text: str
+    is_warning: bool = False
+    rank: int | None = None
+    epoch: int | None = None
+    generation: int | None = None
+    worker: str | None = None
+
+
 Write = (
     WriteProposed
     | WriteCommitted
@@ -95,5 +110,5 @@ Write = (
     | WriteDecision
     | WriteAudit
 )
-Effect = Send | Propose | Write
+Effect = Send | Propose | Log | Write
 Chain = tuple[Effect, ...]

@@ -12,34 +12,35 @@ from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
+from equipoise.balancer.answers import Answers
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.leadership.elector import Tenure
+from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.persistence import write_to
 from equipoise.balancer.planner.planning import (
     Planner,
     PlannerDiedError,
     Planning,
     PlanTimeoutError,
 )
-from equipoise.balancer.pool.admin_requests import AdminRequest, Outcome, Rebalance, Wish
-from equipoise.balancer.pool.answers import Answers
-from equipoise.balancer.pool.controller import PoolController
-from equipoise.balancer.pool.effects import (
+from equipoise.balancer.spans import PoolSpans
+from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
+from equipoise.balancer.wave_turns import WaveTurns
+from equipoise.planning.policy import Policy
+from equipoise.pool.controller import PoolController
+from equipoise.pool.counters import WRITE_TIMEOUT_S, order_bound_s
+from equipoise.pool.effects import (
     Chain,
     Effect,
+    Log,
     Propose,
     Send,
     Write,
     WriteAudit,
     WriteProposed,
 )
-from equipoise.balancer.pool.mailbox import Mailbox
-from equipoise.balancer.pool.pool import Pool
-from equipoise.balancer.pool.spans import PoolSpans
-from equipoise.balancer.pool.store_writes import write_to
-from equipoise.balancer.pool.wave_turns import WaveTurns
-from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
-from equipoise.planning.policy import Policy
-from equipoise.pool.counters import WRITE_TIMEOUT_S, order_bound_s
+from equipoise.pool.pool import Pool
+from equipoise.pool.requests import AdminRequest, Outcome, Rebalance, Wish
 from equipoise.telemetry.logs import about
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.messages import (
@@ -210,13 +211,26 @@ class PoolRunner:
         self._spans.follow(self.pool.rollouts)
         rest: list[Effect] = []
         for effect in chain:
-            if isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck):
+            if isinstance(effect, Log):
+                self._write_log(effect)
+            elif isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck):
                 self._post(effect)
             else:
                 rest.append(effect)
         if rest:
             self._chains.put_nowait(tuple(rest))
         self._notify()
+
+    def _write_log(self, line: Log) -> None:
+        level = logging.WARNING if line.is_warning else logging.INFO
+        fields = about(
+            pool=self.pool.name,
+            rank=line.rank,
+            epoch=line.epoch,
+            generation=line.generation,
+            worker=line.worker,
+        )
+        _log.log(level, "%s: %s", self.pool.name, line.text, extra=fields)
 
     def _notify(self) -> None:
         """Wake whoever watches; mostly nobody does."""
@@ -238,6 +252,8 @@ class PoolRunner:
                     self._post(effect)
                 case Propose():
                     tasks.create_task(self._propose(effect))
+                case Log():
+                    pass  # It was written when the chain was queued.
                 case _:
                     if not await self._write(effect, behind=chain[place + 1 :]):
                         return

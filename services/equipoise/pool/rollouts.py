@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from equipoise.balancer.pool.tally import Tally
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import Commands, Event, Rollout, State
+from equipoise.pool.tally import Tally
 from equipoise.wire.messages import Switched
 
 MAX_SWITCHES = 32

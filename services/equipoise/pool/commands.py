@@ -1,9 +1,5 @@
 """Commands of the rollout table as effects: what the store writes and each rank is sent."""
 
-from equipoise.balancer.pool.checksums import ChecksumTable
-from equipoise.balancer.pool.effects import Chain, Effect, Send, WriteCommitted, WriteProposed
-from equipoise.balancer.pool.layouts import PoolLayouts
-from equipoise.balancer.pool.roster import Member, Roster
 from equipoise.planning.moves import Move, diff
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import (
@@ -13,6 +9,10 @@ from equipoise.planning.rollout import (
     SendAbort,
     SendStage,
 )
+from equipoise.pool.checksums import ChecksumTable
+from equipoise.pool.effects import Chain, Effect, Send, WriteCommitted, WriteProposed
+from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.members import Member, Roster
 from equipoise.wire.messages import Abort, JoinEpoch, Stage
 
 

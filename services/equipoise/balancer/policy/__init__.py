@@ -1,1 +1,0 @@
-"""The policy in force for every pool, and the file that it is read from again and again."""

@@ -1,1 +1,0 @@
-"""One pool's life: who is in it, what it carries, what is planned, rolled out, ordered, undone."""
