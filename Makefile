@@ -86,7 +86,7 @@ fuzz: $(STAMP)  ## Fuzz the worker link and the status port with a million messa
 	  $(BIN)/python -m pytest -s tests/balancer/test_fuzz.py $(ARGS)
 
 chaos: $(STAMP) redis  ## Let seeded faults befall a real fleet and check what must hold (ARGS="--runs 200")
-	PYTHONPATH=tests/support $(BIN)/python -m chaos $(ARGS)
+	$(BIN)/python -m tests.support.chaos $(ARGS)
 
 bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write JSON
 	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.fp8.bench $(ARGS); status=$$?; \

@@ -3,10 +3,7 @@
 import grpc
 import numpy as np
 import pytest
-from balancer_links import opened
 from redis import Redis
-from redis_server import RedisServer, require_redis
-from scripted_worker import MODEL, ScriptedWorker, make_hello
 
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import propose
@@ -16,6 +13,9 @@ from equipoise.pool.effects import Log, Propose, Send, WriteDecision
 from equipoise.pool.records import PoolMemory
 from equipoise.wire.messages import HeartbeatAck, Rejection
 from equipoise_api.v1 import status_pb2_grpc
+from tests.support.balancer_links import opened
+from tests.support.redis_server import RedisServer, require_redis
+from tests.support.scripted_worker import MODEL, ScriptedWorker, make_hello
 
 POLICY = Policy(interval_s=10.0, min_tokens=100.0)
 

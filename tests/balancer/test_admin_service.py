@@ -4,11 +4,11 @@ import asyncio
 
 import grpc
 import pytest
-from balancer_links import is_serving, opened, reporting, served, until
 
 from equipoise.planning.layout import contiguous_layout
 from equipoise.wire.messages import Stage
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_grpc, worker_link_pb2
+from tests.support.balancer_links import is_serving, opened, reporting, served, until
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from deaths import die, notice, serve_all, with_spare_slots
 
 from equipoise.planning.counters import LoadCounters
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.policy import Policy
 from equipoise.pool.health import Health
 from equipoise.wire.messages import Stage
+from tests.support.deaths import die, notice, serve_all, with_spare_slots
 
 WINDOW_S = 10
 

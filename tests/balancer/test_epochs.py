@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from deaths import check, die, lost, names, notice, serve_all, with_spare_slots
-from store_records import A_DECISION
 
 from equipoise.planning.moves import CheckpointSource
 from equipoise.pool.effects import WriteAdopted, WriteMembership
 from equipoise.pool.health import Health
 from equipoise.wire.messages import JoinEpoch, Leaving
+from tests.support.deaths import check, die, lost, names, notice, serve_all, with_spare_slots
+from tests.support.store_records import A_DECISION
 
 
 @pytest.fixture

@@ -13,10 +13,6 @@ from dataclasses import fields, is_dataclass, replace
 import grpc
 import numpy as np
 import pytest
-from mutations import Mutator
-from raw_peer import RawPeer
-from redis_server import free_port
-from scale import balancing
 
 from equipoise.balancer.pools import MAX_POOLS
 from equipoise.balancer.service.status import loads_response, pool_status
@@ -29,6 +25,10 @@ from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import GroupLost, Hello, Leaving, Refused, Report
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from equipoise_api.v1 import worker_link_pb2 as pb
+from tests.support.mutations import Mutator
+from tests.support.raw_peer import RawPeer
+from tests.support.redis_server import free_port
+from tests.support.scale import balancing
 
 NUM_DECODED = int(os.environ.get("EQUIPOISE_FUZZ_DECODED", "5000"))
 NUM_HEARD = int(os.environ.get("EQUIPOISE_FUZZ_HEARD", "2000"))

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from redis_server import free_port
+
+from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.benchmark
 

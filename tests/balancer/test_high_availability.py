@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from agent_ranks import ranks_of, staged_by_all, switch, traffic
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from redis_server import free_port
 
 from equipoise.balancer.service.status_service import LEADER_METADATA
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
+from tests.support.agent_ranks import ranks_of, staged_by_all, switch, traffic
+from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.e2e
 

@@ -7,13 +7,13 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client
 from redis import Redis
-from redis_server import free_port
 
 from equipoise.balancer.leadership.kubernetes_register import KubernetesRegister
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import RegisterError, SoleRegister
 from equipoise.balancer.leadership.standing import LeaseRecord
 from equipoise.balancer.store.redis_store import HASH_TAG
+from tests.support.redis_server import free_port
 
 PATIENT_S = 20.0
 RECORD = LeaseRecord(holder="a", address="a:7070", term=4, renewals=0, duration_s=3.0)

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from redis_server import RedisServer, free_port, require_redis
 
 from equipoise.balancer.__main__ import run
 from equipoise.balancer.leadership.standing import LeaseTiming
 from equipoise.balancer.settings import BalancerSettings, InvalidSettingsError, LeaseKind
 from equipoise.trust.settings import Tls
+from tests.support.redis_server import RedisServer, free_port, require_redis
 
 START = """
 import sys

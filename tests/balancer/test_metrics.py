@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from scrapes import documented, ours, scrape, value_of
 
 from equipoise.balancer.leadership.standing import LeaseTiming
 from equipoise.balancer.server import serving
@@ -22,6 +21,7 @@ from equipoise.pool.refusals import MAX_KINDS
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.histogram import Histogram
 from equipoise.wire.messages import Wait, WorkerBound
+from tests.support.scrapes import documented, ours, scrape, value_of
 
 
 class OnePool:

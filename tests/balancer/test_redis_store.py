@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from redis import Redis
 from redis.crc import key_slot
-from redis_server import RedisServer, free_port, require_redis
 
 from equipoise.balancer.store.redis_store import HASH_TAG, RedisStore
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault
 from equipoise.planning.layout import contiguous_layout
 from equipoise.pool.records import AverageRecord
+from tests.support.redis_server import RedisServer, free_port, require_redis
 
 PATIENT_S = 20.0
 HASTY_S = 0.3

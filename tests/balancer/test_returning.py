@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from deaths import check, come, die, lost, names, notice, serve_all, with_spare_slots
 
 from equipoise.planning.moves import RankSource
 from equipoise.pool.effects import WriteMembership
 from equipoise.pool.health import Health
 from equipoise.pool.records import PoolMemory, RefusedWorkerError
+from tests.support.deaths import check, come, die, lost, names, notice, serve_all, with_spare_slots
 
 
 @pytest.fixture

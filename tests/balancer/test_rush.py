@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-from grpc_streams import GrpcConnection
 
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise_api.v1 import worker_link_pb2
+from tests.support.grpc_streams import GrpcConnection
 
 NUM_STREAMS = 2000
 STREAMS_A_CONNECTION = 50

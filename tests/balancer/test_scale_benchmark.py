@@ -16,8 +16,9 @@ import time
 
 import grpc
 import pytest
-from redis_server import free_port
-from scale import Operator, balancing, fleet, measured
+
+from tests.support.redis_server import free_port
+from tests.support.scale import Operator, balancing, fleet, measured
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(900)]
 

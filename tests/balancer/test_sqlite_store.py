@@ -6,12 +6,12 @@ import threading
 
 import numpy as np
 import pytest
-from store_records import AN_ORDER, ONES, layout_of, same, weighted
 
 from equipoise.balancer.store.sqlite_file import SCHEMA_VERSION, SqliteFile
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError
 from equipoise.pool.records import Hold
+from tests.support.store_records import AN_ORDER, ONES, layout_of, same, weighted
 
 TERM = 1
 

@@ -4,9 +4,9 @@ import asyncio
 
 import grpc
 import pytest
-from balancer_links import WAIT_S, is_serving, linked, served, until
 
 from equipoise_api.v1 import status_pb2
+from tests.support.balancer_links import WAIT_S, is_serving, linked, served, until
 
 
 async def test_a_question_for_an_unknown_pool_names_those_there_are(channel, status, bench):

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from store_records import A_DECISION, AN_ORDER, ONES, layout_of, same, weighted
 
 from equipoise.balancer.store import redis_scripts
 from equipoise.balancer.store.redis_store import RedisStore
@@ -23,6 +22,7 @@ from equipoise.balancer.store.store import (
     TermOverError,
 )
 from equipoise.pool.records import AverageRecord, Hold, Membership
+from tests.support.store_records import A_DECISION, AN_ORDER, ONES, layout_of, same, weighted
 
 TERM = 1
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from authority import Authority, write_token
-from balancer_links import POLICY, WAIT_S, opened
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -26,6 +24,8 @@ from equipoise_api.v1 import (
     worker_link_pb2,
     worker_link_pb2_grpc,
 )
+from tests.support.authority import Authority, write_token
+from tests.support.balancer_links import POLICY, WAIT_S, opened
 
 TOKENS = {
     "worker/tiny/worker-0": "token-of-worker-zero",

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from browser import browsing, require_chromium
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -18,6 +17,7 @@ from equipoise.balancer.web.server import HEADERS, page_routes, serving_page
 from equipoise.balancer.web.state import MAX_COLUMNS, MAX_RANKS, PageState, heat_of
 from equipoise.balancer.web.stream import EventStreams
 from equipoise.trust.settings import Tls
+from tests.support.browser import browsing, require_chromium
 
 WAIT_S = 30.0
 

@@ -1,11 +1,11 @@
 """A short campaign: a real fleet survives one run on each ground; `make chaos` has many."""
 
 import pytest
-from chaos.campaign import results, undisturbed_answers
-from chaos.plan import Ground
-from redis_server import require_redis
 
 from equipoise.planning.warm_up import warm_up
+from tests.support.chaos.campaign import results, undisturbed_answers
+from tests.support.chaos.plan import Ground
+from tests.support.redis_server import require_redis
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from chaos.checks import CHECKS, violations
-from chaos.history import Answer, History, StepSeen
+
+from tests.support.chaos.checks import CHECKS, violations
+from tests.support.chaos.history import Answer, History, StepSeen
 
 WHOLE = Answer(prompt="code: def", tokens=(7, 8, 9), expected=(7, 8, 9), took_s=1.0)
 

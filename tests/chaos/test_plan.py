@@ -3,8 +3,9 @@
 from collections import Counter
 
 import pytest
-from chaos.faults import SUFFER
-from chaos.plan import Ground, Kind, kinds_of, plan_run
+
+from tests.support.chaos.faults import SUFFER
+from tests.support.chaos.plan import Ground, Kind, kinds_of, plan_run
 
 
 def test_a_seed_means_one_run():

@@ -5,11 +5,11 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from chaos.relay import Relay
 
 from equipoise.cli.demo.fleet import free_address
 from equipoise_api.v1 import worker_link_pb2 as link
 from equipoise_api.v1 import worker_link_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.support.chaos.relay import Relay
 
 WAIT_S = 20.0
 

@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from chaos import with_clock
-from chaos.__main__ import clock_library
+
+from tests.support.chaos import with_clock
+from tests.support.chaos.__main__ import clock_library
 
 PROGRAM = """
 import sys, threading, time

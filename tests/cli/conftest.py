@@ -4,10 +4,10 @@ import asyncio
 import json
 
 import pytest_asyncio
-from scripted_ranks import BOUND_S, END_TOKEN, VOCAB_SIZE, FakeRank, listening
 
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
+from tests.support.scripted_ranks import BOUND_S, END_TOKEN, VOCAB_SIZE, FakeRank, listening
 
 
 class Server:

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from scripted_ranks import Fault
 
 from equipoise.cli.bench.clients import Served
 from equipoise.cli.bench.report import report
@@ -13,6 +12,7 @@ from equipoise.cli.bench.requests import AskedRequest, asked_requests
 from equipoise.cli.bench.serve import run
 from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.offline.settings import ToolInputError
+from tests.support.scripted_ranks import Fault
 
 
 def settings(**changes):

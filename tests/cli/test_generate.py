@@ -4,7 +4,6 @@ import asyncio
 import io
 
 import pytest
-from scripted_ranks import Fault, undisturbed
 
 from equipoise.cli.demo.reference import ReferenceModel
 from equipoise.cli.demo.traffic import Prompt
@@ -12,6 +11,7 @@ from equipoise.cli.generate.run import run
 from equipoise.cli.generate.settings import GenerateSettings
 from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.packaged import packaged_checkpoint
+from tests.support.scripted_ranks import Fault, undisturbed
 
 PROMPT = "def balance("
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from authority import Authority
 
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
@@ -24,6 +23,7 @@ from equipoise.cli.main import app
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
+from tests.support.authority import Authority
 
 BOUND_S = 120.0
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-from authority import Authority
-from clusters import NAMESPACE, ROOT, cluster_at_hand, until
-from http_traffic import HttpTraffic
-from installed_release import (
+
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.settings import Tls
+from equipoise_model.train.data import heldout_prompts
+from tests.support.authority import Authority
+from tests.support.clusters import NAMESPACE, ROOT, cluster_at_hand, until
+from tests.support.http_traffic import HttpTraffic
+from tests.support.installed_release import (
     BALANCER_NAME,
     BOUND_S,
     WORKER_NAME,
@@ -27,10 +31,6 @@ from installed_release import (
     named,
     secrets_of,
 )
-
-from equipoise.trust.credentials import Credentials
-from equipoise.trust.settings import Tls
-from equipoise_model.train.data import heldout_prompts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import grpc
 import psutil
 import pytest
-from collector import Collector
 
 from equipoise.cli.demo.fleet import Fleet, free_address
 from equipoise.cli.live.status_feed import StatusFeed
 from equipoise_api.v1 import status_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.collector import Collector
 
 pytestmark = pytest.mark.e2e
 

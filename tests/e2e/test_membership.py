@@ -10,9 +10,9 @@ import time
 
 import pytest
 import pytest_asyncio
-from real_pool import check_tokens, pool_of, under_load, undisturbed_tokens
 
 from equipoise_api.v1 import status_pb2
+from tests.support.real_pool import check_tokens, pool_of, under_load, undisturbed_tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 

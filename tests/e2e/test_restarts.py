@@ -5,16 +5,16 @@ import signal
 import statistics
 from contextlib import asynccontextmanager
 
-import doomed
 import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
-from real_pool import BOUND_S, check_tokens, pool_of, under_load, undisturbed_tokens
 
 from equipoise.cli.demo.fleet import FleetError
 from equipoise.planning.rollout import State
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_grpc
+from tests.support import doomed
+from tests.support.real_pool import BOUND_S, check_tokens, pool_of, under_load, undisturbed_tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 

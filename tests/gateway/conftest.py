@@ -7,10 +7,18 @@ from contextlib import asynccontextmanager
 import httpx2
 import pytest
 import pytest_asyncio
-from scripted_ranks import BOUND_S, END_TOKEN, VOCAB_SIZE, FakeRank, Fleet, Gateway, listening
 
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
+from tests.support.scripted_ranks import (
+    BOUND_S,
+    END_TOKEN,
+    VOCAB_SIZE,
+    FakeRank,
+    Fleet,
+    Gateway,
+    listening,
+)
 
 TEMPLATE = """\
 {%- for message in messages %}

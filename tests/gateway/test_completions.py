@@ -5,7 +5,9 @@ import json
 
 import grpc
 import pytest
-from scripted_ranks import (
+
+from equipoise_api.v1 import worker_pb2 as pb
+from tests.support.scripted_ranks import (
     BOUND_S,
     END_TOKEN,
     Fault,
@@ -14,8 +16,6 @@ from scripted_ranks import (
     tokens_of,
     undisturbed,
 )
-
-from equipoise_api.v1 import worker_pb2 as pb
 
 PROMPT = "def balance("
 TOKENS = tuple(PROMPT.encode())

@@ -4,13 +4,13 @@ from contextlib import aclosing
 from itertools import count
 
 import pytest
-from scrapes import documented, ours, scrape, value_of
 
 from equipoise.gateway.attempt import Made
 from equipoise.gateway.errors import NoRankError
 from equipoise.gateway.metrics import GatewayCollector, RequestTally
 from equipoise.gateway.ranks import Ranks
 from equipoise.telemetry.exposition import metrics_at
+from tests.support.scrapes import documented, ours, scrape, value_of
 
 
 async def two_parts(error=None):

@@ -5,9 +5,9 @@ import asyncio
 import openai
 import pytest
 import pytest_asyncio
-from scripted_ranks import BOUND_S, Fault, undisturbed
 
 from equipoise_api.v1 import worker_pb2 as pb
+from tests.support.scripted_ranks import BOUND_S, Fault, undisturbed
 
 PROMPT = "def balance("
 

@@ -7,7 +7,13 @@ from contextlib import AsyncExitStack, aclosing
 
 import grpc
 import pytest
-from scripted_ranks import (
+
+from equipoise.gateway.attempt import Bounds, TokenRequest
+from equipoise.gateway.ranks import Ranks, ToldRank
+from equipoise.gateway.relay import Relay, RelayPolicy
+from equipoise.gateway.routing import Standing
+from equipoise_api.v1 import worker_pb2 as pb
+from tests.support.scripted_ranks import (
     BOUND_S,
     END_TOKEN,
     VOCAB_SIZE,
@@ -18,12 +24,6 @@ from scripted_ranks import (
     tokens_of,
     undisturbed,
 )
-
-from equipoise.gateway.attempt import Bounds, TokenRequest
-from equipoise.gateway.ranks import Ranks, ToldRank
-from equipoise.gateway.relay import Relay, RelayPolicy
-from equipoise.gateway.routing import Standing
-from equipoise_api.v1 import worker_pb2 as pb
 
 PROMPT = (3, 1, 4, 1, 5)
 MAX_TOKENS = 12

@@ -6,12 +6,12 @@ import socket
 
 import httpx2
 import pytest
-from scripted_ranks import BOUND_S, Fault, all_events, events, tokens_of, undisturbed
 
 from equipoise.gateway.errors import GatewayError, InvalidSettingsError
 from equipoise.gateway.http_server import MAX_HEADER_BYTES
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
+from tests.support.scripted_ranks import BOUND_S, Fault, all_events, events, tokens_of, undisturbed
 
 PROMPT = (7, 8, 9)
 

@@ -7,9 +7,8 @@ import socket
 from contextlib import closing
 from urllib.parse import urlsplit
 
-from scripted_ranks import BOUND_S, FakeRank, all_events, listening, tokens_of
-
 from equipoise_api.v1 import worker_pb2 as pb
+from tests.support.scripted_ranks import BOUND_S, FakeRank, all_events, listening, tokens_of
 
 MANY_TOKENS = 80_000
 TOKENS_A_MESSAGE = 40

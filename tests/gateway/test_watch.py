@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from scripted_ranks import BOUND_S
 
 from equipoise.gateway import watch
 from equipoise.gateway.ranks import Ranks
@@ -13,6 +12,7 @@ from equipoise.gateway.routing import Standing
 from equipoise.gateway.watch import follow, told_ranks
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
+from tests.support.scripted_ranks import BOUND_S
 
 
 class FakeBalancer(status_pb2_grpc.StatusServicer):

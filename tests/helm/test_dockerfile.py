@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helm_chart import CHART, ROOT, containers, render
+
+from tests.support.helm_chart import CHART, ROOT, containers, render
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

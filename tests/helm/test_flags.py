@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from helm_chart import FULL, TLS, containers, render
+
+from tests.support.helm_chart import FULL, TLS, containers, render
 
 VARIANTS = [
     {},

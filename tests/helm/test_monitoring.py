@@ -6,7 +6,8 @@ import re
 import promql_parser
 import pytest
 import yaml
-from helm_chart import CHART, ROOT, one_of, render
+
+from tests.support.helm_chart import CHART, ROOT, one_of, render
 
 MONITORED = {
     "metrics": {

@@ -5,7 +5,18 @@ import subprocess
 
 import kubernetes_validate
 import pytest
-from helm_chart import CHART, FULL, TLS, RenderError, containers, helm, one_of, pod_specs, render
+
+from tests.support.helm_chart import (
+    CHART,
+    FULL,
+    TLS,
+    RenderError,
+    containers,
+    helm,
+    one_of,
+    pod_specs,
+    render,
+)
 
 KUBERNETES = "1.35"
 VARIANTS = {

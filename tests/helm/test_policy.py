@@ -1,8 +1,7 @@
 """The policy that the chart mounts is one that the balancer reads, and edits of it can reach it."""
 
-from helm_chart import FULL, one_of, pod_specs, render
-
 from equipoise.policy.reading import read_policy
+from tests.support.helm_chart import FULL, one_of, pod_specs, render
 
 CHOSEN = {
     "policy": {

@@ -1,9 +1,9 @@
 """Who shows and asks for what: the certificates, tokens and probes that the chart wires up."""
 
 import pytest
-from helm_chart import FULL, TLS, containers, pod_specs, render
 
 from equipoise.trust.identity import Identity, Role, certified
+from tests.support.helm_chart import FULL, TLS, containers, pod_specs, render
 
 POD_OF = {
     "balancer": "Deployment/eq-equipoise-balancer",

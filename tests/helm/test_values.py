@@ -7,7 +7,8 @@ import re
 
 import pytest
 import yaml
-from helm_chart import CHART, ROOT, RenderError, render
+
+from tests.support.helm_chart import CHART, ROOT, RenderError, render
 
 VALUES = (CHART / "values.yaml").read_text()
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from small_models import SMALL
 
 from equipoise_model.config import RopeConfig
 from equipoise_model.plain.transformer import Transformer
+from tests.support.small_models import SMALL
 
 PLAIN = dataclasses.replace(SMALL, n_group=1, topk_group=1, num_nextn_predict_layers=1)
 YARN = dataclasses.replace(

@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import numpy as np
 import torch
-from small_models import MOE_LAYERS as CONFIG
 from torch import distributed as dist
 
 from equipoise_model.dispatch import ExpertParallel
@@ -17,6 +16,7 @@ from equipoise_model.exchange import ExchangeError
 from equipoise_model.experts import StagedExperts
 from equipoise_model.placement import Placement
 from equipoise_model.plain.moe import MoE
+from tests.support.small_models import MOE_LAYERS as CONFIG
 
 NUM_SLOTS = 24
 NUM_ROWS = 26

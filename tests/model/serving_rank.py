@@ -8,12 +8,12 @@ import sys
 from datetime import timedelta
 
 import torch
-from serving_paths import GROUP_SIZES, served_logits
 from torch import distributed as dist
 
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.placement import Placement
 from equipoise_model.plain.transformer import Transformer
+from tests.support.serving_paths import GROUP_SIZES, served_logits
 
 
 def part_of(case, *, rank, num_ranks, row_block):

@@ -1,13 +1,13 @@
 import dataclasses
 
 import torch
-from fp8_models import NARROW
 
 from equipoise_kernels.fp8 import selection
 from equipoise_kernels.fp8.bench.timing import Timing
 from equipoise_model.bench.__main__ import as_text, main
 from equipoise_model.bench.layer import LayerTiming, time_layer
 from equipoise_model.config import Fp8Config
+from tests.support.fp8_models import NARROW
 
 
 class CallingTimer:

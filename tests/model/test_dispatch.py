@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from small_models import MOE_LAYERS as CONFIG
 
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import StagedExperts
 from equipoise_model.placement import Placement
 from equipoise_model.plain.experts import ExpertSlots
 from equipoise_model.plain.router import Routing
+from tests.support.small_models import MOE_LAYERS as CONFIG
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 16, 4
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_ranks
+
+from tests.support.rank_processes import run_ranks
 
 PROGRAM = Path(__file__).with_name("expert_parallel_rank.py")
 GROUP_SIZES = (2, 4)

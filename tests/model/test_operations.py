@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from fp8_models import NARROW, WIDE
 
 from equipoise_kernels.fp8 import selection
 from equipoise_model.config import Fp8Config
 from equipoise_model.fp8.transformer import obstacle
 from equipoise_model.operations import Operations, OperationsError
+from tests.support.fp8_models import NARROW, WIDE
 
 CPU = torch.device("cpu")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_ranks
-from serving_paths import GROUP_SIZES, served_logits, texts
-from small_models import SMALL
 
 from equipoise_model.config import RopeConfig
 from equipoise_model.dispatch import ExpertParallel
+from tests.support.rank_processes import run_ranks
+from tests.support.serving_paths import GROUP_SIZES, served_logits, texts
+from tests.support.small_models import SMALL
 
 PROGRAM = Path(__file__).with_name("serving_rank.py")
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_peers import published
 
 from equipoise.planning.layout import count_replicas
 from equipoise.planning.placing.eplb import eplb
+from tests.support.planner_peers import published
 
 CASES = json.loads((Path(__file__).parent / "data" / "eplb_golden.json").read_text())["cases"]
 

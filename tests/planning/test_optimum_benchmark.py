@@ -9,8 +9,6 @@ import statistics
 
 import numpy as np
 import pytest
-from chain_bound import is_out_of_reach
-from planner_loads import as_recorded, loads_to_measure
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
@@ -21,6 +19,8 @@ from equipoise.planning.placing.weighted import place_weighted
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
+from tests.support.chain_bound import is_out_of_reach
+from tests.support.planner_loads import as_recorded, loads_to_measure
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(7200)]
 NUM_RANKS, NUM_SLOTS, NUM_EXPERTS = 5, 10, 8

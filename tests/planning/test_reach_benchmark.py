@@ -15,8 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner_loads import as_recorded, loads_to_measure
-from planner_peers import published, sglang_planner
 
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.layout import Layout
@@ -31,6 +29,8 @@ from equipoise.planning.shared_expert import (
 )
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.warm_up import warm_up
+from tests.support.planner_loads import as_recorded, loads_to_measure
+from tests.support.planner_peers import published, sglang_planner
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1800)]
 REPEATS = 15

@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from planner_loads import RECORDED, loads_to_measure
 
 from equipoise.formats.files import read_recording
 from equipoise.planning.balance import balancedness, rank_loads
@@ -18,6 +17,7 @@ from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm, Weighting
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.warm_up import warm_up
+from tests.support.planner_loads import RECORDED, loads_to_measure
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1200)]
 

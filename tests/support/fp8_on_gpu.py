@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-from fp8_models import NARROW
 
 from equipoise_kernels.fp8 import selection
 from equipoise_kernels.numerics import difference
@@ -23,6 +22,7 @@ from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import Placement
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.step import StepBatch
+from tests.support.fp8_models import NARROW
 
 CUDA = torch.device("cuda")
 CONFIG = dataclasses.replace(NARROW, num_hidden_layers=3, n_routed_experts=8, num_attention_heads=4)

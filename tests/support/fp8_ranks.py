@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from fp8_models import NARROW
 
 from equipoise_kernels.formats import QuantizedRows
 from equipoise_kernels.fp8.gemm import dense, grouped
@@ -13,6 +12,7 @@ from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import Placement
 from equipoise_model.step import StepBatch
+from tests.support.fp8_models import NARROW
 
 SLOTS_PER_RANK = 3
 ROOM = 4

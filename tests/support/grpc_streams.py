@@ -9,7 +9,7 @@ import asyncio
 import struct
 from collections.abc import Callable
 
-from raw_peer import (
+from tests.support.raw_peer import (
     DATA,
     END_HEADERS,
     END_STREAM,

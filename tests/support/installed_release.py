@@ -4,11 +4,11 @@ import base64
 from pathlib import Path
 
 import grpc
-import reflected
-from clusters import until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.trust.credentials import Credentials
+from tests.support import reflected
+from tests.support.clusters import until
 
 BALANCER_NAME = "eq-equipoise-balancer.moe.svc"
 WORKER_NAME = "eq-equipoise-worker.moe.svc"

@@ -8,7 +8,7 @@ from pathlib import Path
 TIMEOUT_S = 120
 
 _ROOT = Path(__file__).parents[2]
-_FOLDERS = [_ROOT / folder for folder in ("model", "kernels", "tests/support")]
+_FOLDERS = [_ROOT / folder for folder in ("model", "kernels", ".")]
 
 
 def run_ranks(program, arguments_of_ranks, *, timeout_s=TIMEOUT_S, **settings):

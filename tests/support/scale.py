@@ -12,9 +12,9 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from simulated_fleet import FleetSettings
 
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc
+from tests.support.simulated_fleet import FleetSettings
 
 FLEET = Path(__file__).with_name("simulated_fleet.py")
 MAX_WAIT_S = 240.0

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from grpc_streams import GrpcConnection, GrpcStream
 
 from equipoise.wire.messages import PROTOCOL_VERSION
 from equipoise_api.v1 import worker_link_pb2 as pb
+from tests.support.grpc_streams import GrpcConnection, GrpcStream
 
 CONNECT = "/equipoise_api.v1.WorkerLink/Connect"
 STREAMS_A_CONNECTION = 50

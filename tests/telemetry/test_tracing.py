@@ -4,11 +4,11 @@ import logging
 import sys
 
 import pytest
-from collector import Collector
 
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.spans_settings import ENDPOINT_VARIABLE, check_endpoint
 from equipoise.telemetry.tracing import failed, parent_of, traceparent_of, tracing
+from tests.support.collector import Collector
 
 
 def test_a_collector_hears_of_a_span_and_of_its_child_in_another_process(monkeypatch):

@@ -4,13 +4,13 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from authority import Authority, write_token
 
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.identity import Identity, Role
 from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import AcceptedTokens
+from tests.support.authority import Authority, write_token
 
 TOKEN = "a-token-of-the-test"
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from small_models import SMALL as CONFIG
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
@@ -23,6 +22,7 @@ from equipoise_model.checkpoint import Checkpoint, save
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.generate import greedy
 from equipoise_model.plain.transformer import Transformer
+from tests.support.small_models import SMALL as CONFIG
 
 BOUND_S = 60.0
 

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fp8_models import NARROW
-from pretended_device import CUDA, DeviceMixError, OnDevice, pretended_device
 
 from equipoise.planning.layout import Layout
 from equipoise.worker.alone import engine_alone
@@ -29,6 +27,8 @@ from equipoise_model.experts import checksum
 from equipoise_model.fp8 import graphs
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.sampling_params import SamplingParams
+from tests.support.fp8_models import NARROW
+from tests.support.pretended_device import CUDA, DeviceMixError, OnDevice, pretended_device
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a true device: tests/model/fp8/test_gpu.py has it"

@@ -5,12 +5,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-from lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 from torch.distributed import DistBackendError
 
 from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_WAIT_S
 from equipoise.worker.errors import GroupError, QueueFullError, WorkerError
 from equipoise.worker.sequence import FinishReason, Request
+from tests.support.lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 
 
 def test_many_requests_at_once_get_their_solo_tokens(rank_of_one, solo):

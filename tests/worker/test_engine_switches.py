@@ -1,11 +1,11 @@
 """What ranks agree on before a step: when they switch to a generation, which changes no token."""
 
 import pytest
-from lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 
 from equipoise.worker.errors import GroupError
 from equipoise.worker.group import RankGroup
 from equipoise.worker.header import StepHeader
+from tests.support.lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 
 
 def test_switching_in_every_other_step_changes_no_token(

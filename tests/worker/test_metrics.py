@@ -2,7 +2,6 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from scrapes import documented, ours, scrape, value_of
 
 from equipoise.telemetry.exposition import metrics_at
 from equipoise.wire.messages import Wait
@@ -13,6 +12,7 @@ from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.timings import Timings
 from equipoise.worker.waits import Waits
+from tests.support.scrapes import documented, ours, scrape, value_of
 
 
 def collector(rank=None):

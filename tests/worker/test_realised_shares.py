@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import torch
-from small_models import MOE_LAYERS
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.realised import realised_shares
@@ -13,6 +12,7 @@ from equipoise.worker.applier import placement_of
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.plain.experts import ExpertSlots
 from equipoise_model.plain.router import Routing
+from tests.support.small_models import MOE_LAYERS
 
 CONFIG = dataclasses.replace(
     MOE_LAYERS,

@@ -2,7 +2,6 @@
 
 import grpc
 import pytest
-from authority import Authority, write_token
 
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.trust.credentials import Credentials
@@ -14,6 +13,7 @@ from equipoise.worker.transfer import ExpertPuller, ExpertTransferService
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_model.experts import checksum
+from tests.support.authority import Authority, write_token
 
 WORKER_NAME = "worker.of.the.fleet"
 TOKEN = "token-of-the-gateway"

@@ -12,7 +12,6 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from fp8_models import NARROW
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
@@ -29,6 +28,7 @@ from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from equipoise_model.experts import checksum
 from equipoise_model.plain.transformer import Transformer
+from tests.support.fp8_models import NARROW
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8, 2, 8))
 FAILED = 3

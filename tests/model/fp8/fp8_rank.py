@@ -11,8 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from fp8_models import NARROW
-from fp8_ranks import ROOM, SLOTS_PER_RANK, Part, compute_rows_one_by_one, placement_of
 from torch import distributed as dist
 
 from equipoise_kernels.fp8 import selection
@@ -23,6 +21,14 @@ from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
 from equipoise_model.fp8.slot_exchange import SlotExchange
+from tests.support.fp8_models import NARROW
+from tests.support.fp8_ranks import (
+    ROOM,
+    SLOTS_PER_RANK,
+    Part,
+    compute_rows_one_by_one,
+    placement_of,
+)
 
 PATIENCE_S = 60
 IMPATIENCE_S = 2.0

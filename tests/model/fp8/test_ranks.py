@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp8_models import NARROW
-from fp8_ranks import CHUNKS, SWITCH_BEFORE, compute_rows_one_by_one, served_alone
-from rank_processes import run_ranks
 
 from equipoise_kernels.fp8 import selection
 from equipoise_kernels.fp8.gemm import grouped
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
+from tests.support.fp8_models import NARROW
+from tests.support.fp8_ranks import CHUNKS, SWITCH_BEFORE, compute_rows_one_by_one, served_alone
+from tests.support.rank_processes import run_ranks
 
 pytest.importorskip("triton", reason="kernels need the extra `kernels`")
 

@@ -6,7 +6,6 @@ from itertools import chain
 
 import pytest
 import torch
-from fp8_models import NARROW, WIDE
 
 from equipoise_kernels.fp8 import selection
 from equipoise_kernels.numerics import difference
@@ -20,6 +19,7 @@ from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import Placement
 from equipoise_model.step import StepBatch
+from tests.support.fp8_models import NARROW, WIDE
 
 FIRST, SECOND = [[0, 1, 2, 3, 0]], [[2, 1, 0, 3, 1]]
 NUM_SLOTS, NUM_SPARE = 5, 2

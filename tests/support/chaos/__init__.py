@@ -2,5 +2,5 @@
 
 `plan` makes runs from seeds (pure), `arena` is the fleet, `relay` the network between its parts,
 `faults` does what a plan says, `checks` judges the history of a run (pure), `campaign` does many.
-`python -m chaos --help` with this folder's parent on the path, or `make chaos`.
+`python -m tests.support.chaos --help`, or `make chaos`.
 """

@@ -1,4 +1,4 @@
-"""`python -m chaos`: runs by the hundred, shown while they go, and a table of what was survived."""
+"""`make chaos`: runs by the hundred, shown while they go, and a table of what was survived."""
 
 import argparse
 import asyncio
@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from chaos.campaign import Result, results, undisturbed_answers
-from chaos.checks import Violation
-from chaos.plan import Fault, Ground, Kind, Run, kinds_of
 from equipoise.planning.warm_up import warm_up
+from tests.support.chaos.campaign import Result, results, undisturbed_answers
+from tests.support.chaos.checks import Violation
+from tests.support.chaos.plan import Fault, Ground, Kind, Run, kinds_of
 
 _CLOCK_LIBRARIES = (
     "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",

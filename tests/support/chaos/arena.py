@@ -18,13 +18,7 @@ from typing import Self
 import grpc
 import numpy as np
 import psutil
-from redis_server import RedisServer
 
-from chaos import with_clock
-from chaos.clients import Clients
-from chaos.history import History, StepSeen
-from chaos.plan import NUM_WORKERS, Ground
-from chaos.relay import PROMPT, Relay, forwarding
 from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
 from equipoise.cli.demo.traffic import Prompt
 from equipoise.formats.packaged import packaged_checkpoint
@@ -39,6 +33,12 @@ from equipoise_api.v1 import (
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.experts import checksum
+from tests.support.chaos import with_clock
+from tests.support.chaos.clients import Clients
+from tests.support.chaos.history import History, StepSeen
+from tests.support.chaos.plan import NUM_WORKERS, Ground
+from tests.support.chaos.relay import PROMPT, Relay, forwarding
+from tests.support.redis_server import RedisServer
 
 WORKERS = tuple(f"worker-{number}" for number in range(NUM_WORKERS))
 SLOTS_PER_RANK = 12

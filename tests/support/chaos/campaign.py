@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.arena import NUM_CLIENTS, Arena, Condition, FleetError, whole
-from chaos.checks import Violation, violations
-from chaos.faults import suffer
-from chaos.history import History
-from chaos.plan import DOMAINS, Fault, Ground, Kind, Run, plan_run
 from equipoise.cli.demo.reference import ReferenceModel
 from equipoise.cli.demo.traffic import Prompt, prompts_of
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_model.train.data import heldout_prompts
+from tests.support.chaos.arena import NUM_CLIENTS, Arena, Condition, FleetError, whole
+from tests.support.chaos.checks import Violation, violations
+from tests.support.chaos.faults import suffer
+from tests.support.chaos.history import History
+from tests.support.chaos.plan import DOMAINS, Fault, Ground, Kind, Run, plan_run
 
 WHOLE_BOUND_S = 60.0
 """All workers serve again this long after the last fault, restarted processes included."""

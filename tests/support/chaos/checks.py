@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from chaos.history import History
+from tests.support.chaos.history import History
 
 LONGEST_ANSWER_S = 90.0
 """A client waits no longer: the gateway's and the workers' own bounds add up to less."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import httpx2
 
-from chaos.history import Answer, History
 from equipoise.cli.demo.traffic import Prompt
+from tests.support.chaos.history import Answer, History
 
 _TURNED_AWAY = {429, 503}
 

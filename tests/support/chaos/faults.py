@@ -11,10 +11,10 @@ import grpc
 import psutil
 import redis.asyncio
 
-from chaos.arena import WORKERS, Arena
-from chaos.plan import Fault, Kind
 from equipoise.balancer.planner.process import PROGRAM
 from equipoise_api.v1 import worker_link_pb2, worker_link_pb2_grpc
+from tests.support.chaos.arena import WORKERS, Arena
+from tests.support.chaos.plan import Fault, Kind
 
 _HOUR_S = 3600
 _LIMIT_BOUND_S = 60.0
