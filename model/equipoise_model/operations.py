@@ -24,6 +24,7 @@ from equipoise_kernels.fp8.attention.libraries import (
     misfit,
 )
 from equipoise_kernels.fp8.jit import is_interpreting
+from equipoise_kernels.fp8.self_test import start_process
 from equipoise_model.config import Fp8Config, ModelConfig
 from equipoise_model.device import use
 from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
@@ -111,7 +112,7 @@ class Operations:
             return _TORCH
         if _always_twins(self.device):
             return ", ".join([selection.REFERENCE, *self._kind_of_latents])
-        backends = selection.Process.selection().backends
+        backends = selection.current().backends
         names = sorted(backends.values())
         common = max(names, key=names.count)
         others = (f"{operation}={name}" for operation, name in backends.items() if name != common)
@@ -124,7 +125,7 @@ class Operations:
             return (f"model={_TORCH}",)
         if _always_twins(self.device):
             return (f"model={selection.REFERENCE}", *self._kind_of_latents)
-        possible = selection.Process.resolved().possible
+        possible = selection.own().possible
         told = (f"{operation}={'|'.join(names)}" for operation, names in possible.items())
         return (*told, *self._kind_of_latents)
 
@@ -133,7 +134,7 @@ class Operations:
         """What the ranks of a pool tell each other when they meet."""
         if self.fp8 is None or _always_twins(self.device):
             return self.kernels
-        own = asdict(selection.Process.resolved())
+        own = asdict(selection.own())
         return json.dumps(own | {"latents": self._kind_of_latents}, sort_keys=True)
 
     def hear(self, told: Sequence[str]) -> None:
@@ -158,7 +159,7 @@ class Operations:
                 "some ranks keep latents in FP8 and some do not: give all of them the same latents"
             )
         try:
-            selection.Process.adopt(selection.agreed([_selection(word) for word in sorted(words)]))
+            selection.adopt(selection.agree([_selection(word) for word in sorted(words)]))
         except KernelsUnavailableError as error:
             raise OperationsError(str(error)) from error
 
@@ -275,7 +276,7 @@ def _weights(
     try:
         if wanted == FP8 or (wanted == AUTO and not reason and _pays(config, device)):
             if not _always_twins(device):
-                selection.Process.selection()
+                _start_kernels()
             return config.quantization_config or Fp8Config()
     except KernelsUnavailableError as error:
         raise OperationsError(str(error)) from error
@@ -294,19 +295,25 @@ def _fit_attention(config: ModelConfig, *, block_tokens: int, quantized: bool) -
         )
         return misfit(backend, shape)
 
-    possible = selection.Process.resolved().possible[_ATTENTION]
+    possible = selection.own().possible[_ATTENTION]
     if not block_tokens:
         takes_over = FLASH_MLA in possible and reason(FLASH_MLA, FLASH_MLA_BLOCK) is None
         block_tokens = FLASH_MLA_BLOCK if takes_over else BLOCK_TOKENS
     reasons = {f"{_ATTENTION}={name}": reason(name, block_tokens) for name in possible}
-    selection.Process.leave_out({what: why for what, why in reasons.items() if why})
+    selection.exclude({what: why for what, why in reasons.items() if why})
     return block_tokens
+
+
+def _start_kernels() -> None:
+    if not selection.is_started():
+        start_process()
 
 
 def _pays(config: ModelConfig, device: torch.device) -> bool:
     """Whether weights are in FP8 already, and the device's kernels are not the torch twins."""
     if config.quantization_config is None or device.type != "cuda":
         return False
+    _start_kernels()
     return selection.backend(_CORE, device) != selection.REFERENCE
 
 

@@ -5,6 +5,8 @@ import warnings
 import pytest
 import torch
 
+from tests.support.kernel_backends import use_backends
+
 
 @pytest.fixture
 def interpreted():
@@ -28,7 +30,4 @@ def generator():
 @pytest.fixture(autouse=True)
 def reference_selected(monkeypatch):
     """Public functions use the torch twins; tests of kernels launch them by name."""
-    from equipoise_kernels.fp8 import selection
-
-    chosen = selection.resolve("reference", lambda operation, backend: None)
-    monkeypatch.setattr(selection.Process, "_selection", chosen)
+    use_backends(monkeypatch, "reference")

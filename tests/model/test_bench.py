@@ -2,12 +2,12 @@ import dataclasses
 
 import torch
 
-from equipoise_kernels.fp8 import selection
 from equipoise_kernels.fp8.bench.timing import Timing
 from equipoise_model.bench.__main__ import as_text, main
 from equipoise_model.bench.layer import LayerTiming, time_layer
 from equipoise_model.config import Fp8Config
 from tests.support.fp8_models import NARROW
+from tests.support.kernel_backends import use_backends
 
 
 class CallingTimer:
@@ -22,8 +22,7 @@ class CallingTimer:
 
 
 def test_a_layer_is_timed_for_each_phase_on_rows_that_reach_experts(monkeypatch):
-    twins = selection.resolve("reference", lambda operation, backend: None)
-    monkeypatch.setattr(selection.Process, "_selection", twins)
+    use_backends(monkeypatch, "reference")
     timer = CallingTimer()
     timings = time_layer(
         dataclasses.replace(NARROW, quantization_config=Fp8Config()),

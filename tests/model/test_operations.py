@@ -10,6 +10,7 @@ from equipoise_model.config import Fp8Config
 from equipoise_model.fp8.transformer import obstacle
 from equipoise_model.operations import Operations, OperationsError
 from tests.support.fp8_models import NARROW, WIDE
+from tests.support.kernel_backends import use_backends
 
 CPU = torch.device("cpu")
 
@@ -17,8 +18,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def twins(monkeypatch):
     """The suite's torch twins, though a process of tests interprets."""
-    chosen = selection.resolve("reference", lambda operation, name: None)
-    monkeypatch.setattr(selection.Process, "_selection", chosen)
+    use_backends(monkeypatch, "reference")
 
 
 def test_what_computes_is_chosen_by_name_or_by_what_pays():
@@ -51,8 +51,7 @@ def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
     in_fp8, by_torch = (Operations(device=CPU, fp8=fp8) for fp8 in (Fp8Config(), None))
 
     def told_by(chosen):
-        monkeypatch.setattr(selection.Process, "_selection", chosen)
-        monkeypatch.setattr(selection.Process, "_resolved", chosen)
+        use_backends(monkeypatch, chosen)
         return in_fp8.told
 
     richer = told_by(without("deep_ep"))
@@ -100,8 +99,7 @@ def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
         choose(NARROW)
     monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)
     everything = selection.resolve("auto", lambda _operation, _name: None)
-    for name in ("_selection", "_resolved"):
-        monkeypatch.setattr(selection.Process, name, everything)
+    use_backends(monkeypatch, everything)
     plain = dataclasses.replace(chosen, fp8_latents=False)
     assert chosen.backends[-1] == "latents=fp8"
     with pytest.raises(OperationsError, match="some ranks keep latents in FP8 and some do not"):
@@ -114,18 +112,17 @@ def test_blocks_are_as_large_as_flash_mla_takes_them_where_it_attends(monkeypatc
 
     def chosen(setting="auto", config=deepseek, *, missing=(), **more):
         can = selection.resolve(setting, lambda _operation, name: name in missing and "missing")
-        for name in ("_selection", "_resolved"):
-            monkeypatch.setattr(selection.Process, name, can)
+        use_backends(monkeypatch, can)
         operations = Operations.choose(
             "fp8", config=config, device=CPU, batch_invariant=False, **more
         )
-        return operations.block_tokens, selection.Process.selection().backends["mla_decode"]
+        return operations.block_tokens, selection.current().backends["mla_decode"]
 
     assert chosen() == (64, "flash_mla")
     assert chosen("auto,mla_decode=flash_mla") == (64, "flash_mla")
     assert chosen(missing=("flash_mla",)) == (16, "triton")
     assert chosen(latents="fp8") == (16, "triton")
-    assert "no latents in FP8" in selection.Process.selection().obstacles["mla_decode=flash_mla"]
+    assert "no latents in FP8" in selection.current().obstacles["mla_decode=flash_mla"]
     assert chosen(config=NARROW) == (16, "triton")
     assert chosen(block_tokens=32) == (32, "triton")
     assert chosen("auto,mla_decode=flashinfer") == (16, "flashinfer")

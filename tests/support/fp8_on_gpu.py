@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.self_test import start_process
 from equipoise_kernels.numerics import difference
 from equipoise_model.checkpoint import Checkpoint, save
 from equipoise_model.config import Fp8Config
@@ -48,13 +49,14 @@ def main(folder):
         if tensor.ndim > 1:
             tensor.normal_(std=0.1)
     save(model, folder / "fp8", fp8=Fp8Config())
+    start_process()
     checkpoint = Checkpoint.open(folder / "fp8", keep_fp8=True)
     graphs = DecodeGraphs(max_rows=4)
     eager, eager_loads = run(checkpoint, switches=True)
     captured, captured_loads = run(checkpoint, switches=True, graphs=graphs)
     unswitched, _ = run(checkpoint, switches=False)
     twins = selection.resolve("reference", lambda operation, backend: None)
-    selection.Process.adopt(twins)
+    selection.adopt(twins)
     by_twins, _ = run(checkpoint, switches=True)
     print(
         json.dumps(

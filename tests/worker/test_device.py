@@ -19,7 +19,6 @@ from equipoise.worker.rank import _expert_parallel
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import Pulled
-from equipoise_kernels.fp8 import selection
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from equipoise_model.device import DeviceError, choose_device
@@ -28,6 +27,7 @@ from equipoise_model.fp8 import graphs
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.sampling_params import SamplingParams
 from tests.support.fp8_models import NARROW
+from tests.support.kernel_backends import use_backends
 from tests.support.pretended_device import CUDA, DeviceMixError, OnDevice, pretended_device
 
 pytestmark = pytest.mark.skipif(
@@ -116,8 +116,7 @@ def served_in_fp8(tmp_path, settings, staged_from_checkpoint, monkeypatch):
         if tensor.ndim > 1:
             tensor.normal_(std=0.2)
     save(model, tmp_path / "fp8", fp8=Fp8Config())
-    twins = selection.resolve("reference", lambda operation, name: None)
-    monkeypatch.setattr(selection.Process, "_selection", twins)
+    use_backends(monkeypatch, "reference")
     # Without a GPU a captured step is the same work on the same memory, done again.
     monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda work: work)
 

@@ -23,12 +23,12 @@ from equipoise.worker.errors import WorkerError
 from equipoise.worker.sequence import Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
-from equipoise_kernels.fp8 import selection
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from equipoise_model.experts import checksum
 from equipoise_model.plain.transformer import Transformer
 from tests.support.fp8_models import NARROW
+from tests.support.kernel_backends import use_backends
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8, 2, 8))
 FAILED = 3
@@ -265,8 +265,7 @@ def in_fp8(tmp_path, monkeypatch):
     save(model, tmp_path / "fp8", fp8=Fp8Config())
     # Processes of tests interpret kernels; a worker's do not.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    twins = selection.resolve("reference", lambda _operation, _name: None)
-    monkeypatch.setattr(selection.Process, "_selection", twins)
+    use_backends(monkeypatch, "reference")
     return {
         "checkpoint": tmp_path / "fp8",
         "weights": "fp8",

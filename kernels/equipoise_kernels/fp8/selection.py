@@ -1,23 +1,23 @@
-"""Which backend computes each operation: resolved once per process, logged, queryable.
+"""Which backend computes each operation: decided once per process, at start-up.
 
-Owns the choice, not the backends. EQUIPOISE_KERNELS says what is wanted:
+EQUIPOISE_KERNELS states what is wanted:
 
     auto                        the best backend that can run here (the default)
-    triton | reference | ...    that backend for every operation that has it
+    triton | reference | ...    that backend, for every operation that has it
     auto,gemm=reference         exceptions for single operations
 
-A backend can run here if its library is installed, the device is one it was written for, and it
-agrees with the reference on one small problem (`self_test`). What was asked for by name and cannot
-run is an error; `auto` passes it over and keeps the reason. Ranks of a pool must choose alike, or
-their results differ in the last bits: `agreed` chooses from what all of them could run.
+A start-up calls `start(resolve(setting, obstacle))`. The caller supplies the obstacle: `self_test`
+has the real one, which requires the library, the device the backend was written for, and agreement
+with the reference on a small problem. A backend named in the setting that cannot run is an error;
+`auto` skips it and keeps the reason. Ranks of a pool must select alike, or their results differ in
+the last bits: `agree` selects from what all of them can run.
 
-Tensors on the CPU are computed by the reference whatever was chosen, unless Triton interprets.
+CPU tensors always use the reference, unless kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,8 +31,8 @@ VARIABLE = "EQUIPOISE_KERNELS"
 AUTO = "auto"
 REFERENCE = "reference"
 
-# Backends of each operation, best first. Libraries win large dense products, Triton nearly all the
-# rest. FlashInfer plans every step on the host, so it is for who asks for it.
+# Best first. Libraries are fastest at large dense products, Triton at nearly everything else.
+# FlashInfer plans every step on the host, so `auto` never selects it.
 OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "group_quant": ("triton", REFERENCE),
@@ -60,31 +60,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The choice of a process.
-
-    Attributes:
-        backends: by operation.
-        possible: by operation, every backend that can run here, best first.
-        obstacles: why others cannot, by "operation=backend".
-    """
+    """The backends of a process."""
 
     backends: Mapping[str, str]
+    """The selected backend of each operation."""
     possible: Mapping[str, tuple[str, ...]]
+    """Every backend that can run here, best first, by operation."""
     obstacles: Mapping[str, str]
+    """Why the other backends cannot run, by "operation=backend"."""
 
     def __str__(self) -> str:
         return ", ".join(f"{operation}={name}" for operation, name in self.backends.items())
 
 
 def resolve(setting: str, obstacle: Obstacle) -> Selection:
-    """Choose a backend for every operation.
+    """Select a backend for every operation.
 
     Args:
-        setting: as EQUIPOISE_KERNELS has it.
-        obstacle: why a backend cannot compute an operation here, or None.
+        setting: the value of EQUIPOISE_KERNELS.
+        obstacle: returns why a backend cannot compute an operation here, or None.
 
     Raises:
-        KernelsUnavailableError: the setting names what does not exist or cannot run here.
+        KernelsUnavailableError: the setting names a backend or an operation that does not exist, or
+            a backend that cannot run here.
     """
     wanted = _wanted(setting)
     backends: dict[str, str] = {}
@@ -92,7 +90,7 @@ def resolve(setting: str, obstacle: Obstacle) -> Selection:
     obstacles: dict[str, str] = {}
     for operation, names in OPERATIONS.items():
         name = wanted[operation]
-        # Asked for by name, a backend is tried alone: nobody waits for self-tests of the others.
+        # A backend named in the setting is the only one tried: self-tests of the others take time.
         tried = names if name == AUTO else (name,)
         reasons = {tried_name: obstacle(operation, tried_name) for tried_name in tried}
         obstacles |= {f"{operation}={n}": reason for n, reason in reasons.items() if reason}
@@ -100,18 +98,18 @@ def resolve(setting: str, obstacle: Obstacle) -> Selection:
         if not possible[operation]:
             raise KernelsUnavailableError(
                 f"{VARIABLE}={setting}: {operation} cannot run on {name}, because {reasons[name]}; "
-                f"set {VARIABLE}={AUTO} to use what can"
+                f"set {VARIABLE}={AUTO} to select another"
             )
         backends[operation] = possible[operation][0]
     return Selection(backends=backends, possible=possible, obstacles=obstacles)
 
 
-def agreed(selections: Sequence[Selection]) -> Selection:
-    """The choice that every rank makes, given those of all ranks in any order.
+def agree(selections: Sequence[Selection]) -> Selection:
+    """Select from what all ranks can run, given their selections in any order.
 
     Raises:
-        KernelsUnavailableError: ranks share no backend for an operation, which happens only where
-            backends were asked for by name.
+        KernelsUnavailableError: ranks share no backend for an operation; possible only if their
+            settings name backends.
     """
     first = selections[0]
     possible = {}
@@ -121,7 +119,7 @@ def agreed(selections: Sequence[Selection]) -> Selection:
             each = sorted({str(other.possible[operation]) for other in selections})
             raise KernelsUnavailableError(
                 f"ranks share no backend for {operation} ({'; '.join(each)}): "
-                f"give all of them the same {VARIABLE}"
+                f"set the same {VARIABLE} on all of them"
             )
         possible[operation] = tuple(shared)
     obstacles: dict[str, str] = {}
@@ -135,11 +133,10 @@ def agreed(selections: Sequence[Selection]) -> Selection:
 
 
 def without(selection: Selection, reasons: Mapping[str, str]) -> Selection:
-    """The choice if some backends are left out: reasons by "operation=backend".
+    """Select again without some backends, given the reasons by "operation=backend".
 
     Raises:
-        KernelsUnavailableError: nothing is left for an operation, as its only backend was asked for
-            by name.
+        KernelsUnavailableError: no backend is left for an operation whose setting names one.
     """
     possible = {
         operation: tuple(name for name in names if f"{operation}={name}" not in reasons)
@@ -150,7 +147,7 @@ def without(selection: Selection, reasons: Mapping[str, str]) -> Selection:
             (lost,) = selection.possible[operation]
             raise KernelsUnavailableError(
                 f"{operation} cannot run on {lost}, because {reasons[f'{operation}={lost}']}; set "
-                f"{VARIABLE}={AUTO} to use what can"
+                f"{VARIABLE}={AUTO} to select another"
             )
     return Selection(
         backends={operation: names[0] for operation, names in possible.items()},
@@ -159,72 +156,86 @@ def without(selection: Selection, reasons: Mapping[str, str]) -> Selection:
     )
 
 
-class Process:
-    """The choice of this process: made at the first use, or given by `adopt`."""
+@dataclass(slots=True)
+class _Process:
+    own: Selection | None = None
+    """What this process can run by itself."""
+    current: Selection | None = None
+    """The selection in use: the process's own, or the one all ranks agreed on."""
 
-    _selection: Selection | None = None
-    _resolved: Selection | None = None
 
-    @classmethod
-    def selection(cls) -> Selection:
-        """The choice; the first call resolves EQUIPOISE_KERNELS and logs the outcome.
+_process = _Process()
 
-        That call compiles kernels and waits for the device: make it at start-up, never while a
-        CUDA graph is captured.
-        """
-        if cls._selection is None:
-            # Self-tests run the operations, which ask this module.
-            from equipoise_kernels.fp8.self_test import obstacle  # noqa: PLC0415
 
-            cls._resolved = resolve(os.environ.get(VARIABLE, AUTO), obstacle)
-            cls.adopt(cls._resolved)
-        assert cls._selection is not None
-        return cls._selection
+def start(selection: Selection) -> None:
+    """Use a selection in this process; call once, at start-up.
 
-    @classmethod
-    def resolved(cls) -> Selection:
-        """What this process can run by itself, whatever was adopted since: to agree from anew."""
-        return cls._resolved or cls.selection()
+    The self-tests behind it compile kernels and wait for the device, so resolve it before serving
+    and never during a CUDA graph capture.
+    """
+    _process.own = selection
+    adopt(selection)
 
-    @classmethod
-    def leave_out(cls, reasons: Mapping[str, str]) -> None:
-        """Never use some backends here, because of what is computed: see `without`.
 
-        To be called before ranks agree.
+def is_started() -> bool:
+    """Whether this process has a selection."""
+    return _process.current is not None
 
-        Raises:
-            KernelsUnavailableError: one of them was asked for by name.
-        """
-        chosen = without(cls.selection(), reasons)
-        cls._resolved = without(cls.resolved(), reasons)
-        cls.adopt(chosen)
 
-    @classmethod
-    def in_use(cls) -> str:
-        """The choice in words; empty before there is one."""
-        backends = cls._selection.backends if cls._selection else {}
-        return ", ".join(f"{operation}={backends[operation]}" for operation in sorted(backends))
+def adopt(selection: Selection) -> None:
+    """Use the selection that all ranks agreed on, from now on."""
+    if _process.current == selection:
+        return
+    _process.current = selection
+    _log.info("kernels: %s", selection)
+    for name, reason in selection.obstacles.items():
+        _log.info("kernels: not %s: %s", name, reason)
 
-    @classmethod
-    def adopt(cls, selection: Selection) -> None:
-        """Use a choice from now on: that which all ranks agreed on."""
-        if cls._selection == selection:
-            return
-        cls._selection = selection
-        _log.info("kernels: %s", selection)
-        for what, reason in selection.obstacles.items():
-            _log.info("kernels: not %s: %s", what, reason)
+
+def exclude(reasons: Mapping[str, str]) -> None:
+    """Stop using some backends because of the model at hand; see `without`.
+
+    Call it before ranks agree.
+
+    Raises:
+        KernelsUnavailableError: the setting names one of them.
+    """
+    chosen = without(current(), reasons)
+    _process.own = without(own(), reasons)
+    adopt(chosen)
+
+
+def own() -> Selection:
+    """What this process can run by itself; ranks that meet again agree from this."""
+    assert _process.own is not None, "no backends are selected: call selection.start() at start-up"
+    return _process.own
+
+
+def current() -> Selection:
+    """The selection in use."""
+    current = _process.current
+    assert current is not None, "no backends are selected: call selection.start() at start-up"
+    return current
+
+
+def summary() -> str:
+    """The selection in use, one line in a fixed order; empty before `start`."""
+    backends = _process.current.backends if _process.current else {}
+    return ", ".join(f"{operation}={backends[operation]}" for operation in sorted(backends))
 
 
 def backend(operation: str, device: torch.device) -> str:
-    """Name of the backend that computes an operation on tensors of a device."""
-    if device.type == "cpu" and not is_interpreting():
+    """Name of the backend that computes an operation on a device's tensors.
+
+    Before `start`, the reference on a CPU.
+    """
+    if device.type == "cpu" and (_process.current is None or not is_interpreting()):
         return REFERENCE
-    return Process.selection().backends[operation]
+    return current().backends[operation]
 
 
 def _wanted(setting: str) -> dict[str, str]:
-    """Backend or `auto` of every operation."""
+    """The setting for each operation: a backend or `auto`."""
     default, exceptions = AUTO, {}
     for item in filter(None, (part.strip() for part in setting.split(","))):
         operation, equals, name = item.partition("=")
@@ -233,10 +244,10 @@ def _wanted(setting: str) -> dict[str, str]:
         elif operation in OPERATIONS and name in {AUTO, *OPERATIONS[operation]}:
             exceptions[operation] = name
         else:
-            raise KernelsUnavailableError(f"{VARIABLE}: {item!r} is none of {_choices()}")
+            raise KernelsUnavailableError(f"{VARIABLE}: {item!r} is not one of {_choices()}")
     if default != AUTO and not any(default in names for names in OPERATIONS.values()):
         raise KernelsUnavailableError(
-            f"{VARIABLE}: {default!r} is none of {AUTO}, {', '.join(_all_backends())}"
+            f"{VARIABLE}: {default!r} is not one of {AUTO}, {', '.join(_all_backends())}"
         )
     return {
         operation: exceptions.get(operation, default if default in names else AUTO)

@@ -6,6 +6,7 @@ it: a library that imports is not yet one that works.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from equipoise_kernels.formats import (
     empty_rows,
     weight_scale_shape,
 )
+from equipoise_kernels.fp8 import selection
 from equipoise_kernels.fp8.all_to_all import deep_ep, peer
 from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
 from equipoise_kernels.fp8.all_to_all.payload import Payload
@@ -48,6 +50,17 @@ _LIBRARIES: Mapping[str, Callable[[], str | None]] = {
     "flash_mla": attention_libraries.flash_mla_obstacle,
     "flashinfer": attention_libraries.flashinfer_obstacle,
 }
+
+
+def start_process() -> selection.Selection:
+    """Select this process's backends by EQUIPOISE_KERNELS and the self-tests, and start them.
+
+    Raises:
+        KernelsUnavailableError: the setting names a backend that does not exist or cannot run.
+    """
+    chosen = selection.resolve(os.environ.get(selection.VARIABLE, selection.AUTO), obstacle)
+    selection.start(chosen)
+    return chosen
 
 
 def obstacle(operation: str, backend: str) -> str | None:

@@ -24,6 +24,7 @@ from equipoise_kernels.fp8.bench.__main__ import NO_DEVICE, versions, why_not_he
 from equipoise_kernels.fp8.bench.timing import Call, GraphTimer, Timer
 from equipoise_kernels.fp8.configurations import Entry
 from equipoise_kernels.fp8.jit import triton_version
+from equipoise_kernels.fp8.self_test import start_process
 from equipoise_kernels.fp8.testing.committed import TUNABLES
 from equipoise_kernels.fp8.tune_plans import PLANS, Plan, Shape
 
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason:
         sys.stderr.write(f"tune: {reason}; the committed configurations stay as they are\n")
         return NO_DEVICE
+    start_process()
     generator = torch.Generator(device="cuda").manual_seed(int.from_bytes(os.urandom(4)))
     for operation in options.only:
         candidates = sound_configs(operation)

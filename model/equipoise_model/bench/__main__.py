@@ -17,7 +17,7 @@ import torch
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.bench.__main__ import NO_DEVICE, versions, why_not_here
 from equipoise_kernels.fp8.bench.timing import GraphTimer
-from equipoise_kernels.fp8.selection import Process
+from equipoise_kernels.fp8.self_test import start_process
 from equipoise_model.bench.layer import DECODE_ROWS, PREFILL_ROWS, LayerTiming, time_layer
 from equipoise_model.config import Fp8Config
 from equipoise_model.presets import DEEPSEEK_V3
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run() -> dict[str, Any]:
     """Measure on the current GPU."""
+    selection = start_process()
     timings = time_layer(
         replace(DEEPSEEK_V3, quantization_config=Fp8Config()),
         timer=GraphTimer(),
@@ -52,7 +53,7 @@ def run() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": configurations.device_name(),
         "layer": "DeepSeek-V3 MoE, 256 experts of 7168 x 2048, top 8, FP8, all on one device",
-        "selection": dict(Process.selection().backends),
+        "selection": dict(selection.backends),
         "versions": versions(),
         "timings": [_row(timing) for timing in timings],
     }

@@ -47,7 +47,7 @@ def capture_obstacle(exchange: SlotExchange | None) -> str | None:
 
     The one place that decides it.
     """
-    if _ATTENTION_OF_HOST in selection.Process.in_use():
+    if _ATTENTION_OF_HOST in selection.summary():
         return "flashinfer plans attention on the host"
     return None if exchange is None else exchange.capture_obstacle
 
@@ -86,7 +86,7 @@ class DecodeGraphs:
         memory = self._memory
         memory.overwrite(rows, step)
         size = next(size for size in self._sizes if size >= max(step.tokens_by_rank))
-        key = (size, step.placement.share_ends is not None, selection.Process.in_use())
+        key = (size, step.placement.share_ends is not None, selection.summary())
         if key not in self._graphs:
             views = memory.rows.first(size)
             self._graphs[key] = self._capture(

@@ -57,7 +57,7 @@ def opened_by_name(shape):
     """A buffer of each backend that can be selected here."""
     buffers = {}
     for name in ("reference", "triton"):
-        selection.Process.adopt(selection.resolve(name, lambda operation, backend: None))
+        selection.start(selection.resolve(name, lambda operation, backend: None))
         opened = open_buffer(shape, group=dist.group.WORLD, device="cpu", timeout_s=PATIENCE_S)
         assert (opened.backend, opened.passed_over) == (name, {})
         buffers[name] = opened.buffer

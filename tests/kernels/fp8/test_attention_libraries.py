@@ -10,12 +10,13 @@ import torch
 
 from equipoise_kernels.errors import KernelInputError, KernelsUnavailableError
 from equipoise_kernels.formats import CODE
-from equipoise_kernels.fp8 import self_test
+from equipoise_kernels.fp8 import selection, self_test
 from equipoise_kernels.fp8.attention import libraries
 from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
 from equipoise_kernels.fp8.attention.libraries import LatentShape, misfit
 from equipoise_kernels.fp8.attention.mla_decode import BACKENDS, Attended
-from equipoise_kernels.fp8.selection import Process, resolve, without
+from equipoise_kernels.fp8.selection import resolve, without
+from tests.support.kernel_backends import use_backends
 
 RANK, ROTARY = 512, 64
 
@@ -277,10 +278,9 @@ def test_a_process_leaves_out_what_cannot_compute_its_model(monkeypatch):
     fewer = without(everything, reasons)
     assert fewer.backends["mla_decode"] == "triton"
     assert fewer.obstacles["mla_decode=flash_mla"] == reasons["mla_decode=flash_mla"]
-    monkeypatch.setattr(Process, "_selection", everything)
-    monkeypatch.setattr(Process, "_resolved", everything)
-    Process.leave_out(reasons)
-    assert Process.resolved() == Process.selection() == fewer
+    use_backends(monkeypatch, everything)
+    selection.exclude(reasons)
+    assert selection.own() == selection.current() == fewer
     named = resolve("auto,mla_decode=flash_mla", lambda _operation, _name: None)
     with pytest.raises(KernelsUnavailableError, match="it takes blocks of 64 positions, not 16"):
         without(named, reasons)

@@ -10,6 +10,7 @@ from equipoise_kernels.fp8.all_to_all import opening
 from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from tests.support.kernel_backends import use_backends
 
 SHAPE = EpShape(
     rank=0, num_ranks=1, slots_per_rank=3, top_k=2, dim=128, max_tokens=3, payload=Payload.FP8
@@ -50,7 +51,7 @@ def opened(group, monkeypatch):
             possible={**everything.possible, "all_to_all": possible},
             obstacles={},
         )
-        monkeypatch.setattr(selection.Process, "_selection", chosen)
+        use_backends(monkeypatch, chosen)
         monkeypatch.setitem(__import__("sys").modules, "deep_ep", None)
         return opening.open_buffer(SHAPE, group=group, device="cpu", timeout_s=5.0)
 

@@ -4,13 +4,10 @@ import pytest
 import torch
 
 from equipoise_kernels.errors import KernelsUnavailableError
-from equipoise_kernels.fp8 import self_test
+from equipoise_kernels.fp8 import selection, self_test
 from equipoise_kernels.fp8.gemm import dense, libraries
-from equipoise_kernels.fp8.selection import OPERATIONS, Process, agreed, backend, resolve
-
-
-def works(operation, name):
-    return None
+from equipoise_kernels.fp8.selection import OPERATIONS, agree, backend, resolve
+from tests.support.kernel_backends import use_backends, works
 
 
 def only(*names):
@@ -25,24 +22,24 @@ def test_auto_takes_the_best_that_works():
 
 
 def test_auto_keeps_the_reason_why_it_passed_a_backend_over():
-    selection = resolve("auto", only("triton", "reference"))
-    assert selection.obstacles["gemm_large=deep_gemm"] == "deep_gemm is not here"
-    assert "gemm=triton" not in selection.obstacles
+    chosen = resolve("auto", only("triton", "reference"))
+    assert chosen.obstacles["gemm_large=deep_gemm"] == "deep_gemm is not here"
+    assert "gemm=triton" not in chosen.obstacles
 
 
 def test_a_name_is_for_every_operation_that_has_it():
-    selection = resolve("scaled_mm", works)
-    assert selection.backends["gemm_large"] == "scaled_mm"
-    assert selection.backends["gemm"] == "triton"
+    chosen = resolve("scaled_mm", works)
+    assert chosen.backends["gemm_large"] == "scaled_mm"
+    assert chosen.backends["gemm"] == "triton"
     assert set(resolve("reference", works).backends.values()) == {"reference"}
 
 
 def test_single_operations_may_be_exceptions():
-    selection = resolve(" auto, gemm=reference ,gemm_large=scaled_mm", works)
-    assert selection.backends["gemm"] == "reference"
-    assert selection.backends["gemm_large"] == "scaled_mm"
-    assert selection.backends["grouped_gemm"] == "triton"
-    assert "gemm=reference" in str(selection)
+    chosen = resolve(" auto, gemm=reference ,gemm_large=scaled_mm", works)
+    assert chosen.backends["gemm"] == "reference"
+    assert chosen.backends["gemm_large"] == "scaled_mm"
+    assert chosen.backends["grouped_gemm"] == "triton"
+    assert "gemm=reference" in str(chosen)
 
 
 def test_a_backend_that_was_asked_for_is_the_only_one_that_is_tried():
@@ -65,34 +62,50 @@ def test_a_setting_that_names_nothing_is_an_error_with_the_choices(setting):
 def test_ranks_agree_on_what_all_of_them_can_run():
     able, unable = resolve("auto", works), resolve("auto", only("triton", "reference"))
     for order in ([able, unable], [unable, able]):
-        shared = agreed(order)
+        shared = agree(order)
         assert shared.backends["gemm_large"] == "triton"
         assert "gemm_large=deep_gemm" in shared.obstacles
-    assert agreed([able]) == able
+    assert agree([able]) == able
 
 
 def test_ranks_without_a_common_backend_are_told_to_use_one_setting():
     with pytest.raises(KernelsUnavailableError, match="the same EQUIPOISE_KERNELS"):
-        agreed([resolve("reference", works), resolve("gemm=triton", works)])
+        agree([resolve("reference", works), resolve("gemm=triton", works)])
 
 
-def test_the_process_resolves_its_variable_once_and_logs_the_choice(monkeypatch, caplog):
-    monkeypatch.setattr(Process, "_selection", None)
-    monkeypatch.setattr(Process, "_resolved", None)
+@pytest.fixture
+def unstarted(monkeypatch):
+    monkeypatch.setattr(selection, "_process", selection._Process())
+
+
+def test_a_process_starts_with_what_its_variable_selects_and_logs_it(
+    unstarted, monkeypatch, caplog
+):
     monkeypatch.setenv("EQUIPOISE_KERNELS", "reference")
-    assert Process.in_use() == ""
+    assert selection.summary() == ""
     with caplog.at_level(logging.INFO, logger="equipoise_kernels.fp8.selection"):
-        first = Process.selection()
-        monkeypatch.setenv("EQUIPOISE_KERNELS", "nonsense")
-        assert Process.selection() is first
+        first = self_test.start_process()
     assert [record.message for record in caplog.records] == [f"kernels: {first}"]
-    Process.adopt(resolve("triton", works))
-    assert "gemm=triton" in Process.in_use()
-    assert Process.resolved() is first
+    assert selection.current() is selection.own() is first
+
+
+def test_a_process_keeps_its_own_selection_when_it_adopts_that_of_all_ranks(monkeypatch):
+    use_backends(monkeypatch, "reference")
+    first = selection.own()
+    selection.adopt(resolve("triton", works))
+    assert "gemm=triton" in selection.summary()
+    assert selection.own() is first
+
+
+def test_before_a_start_the_cpu_uses_the_reference_and_other_devices_raise(unstarted):
+    assert not selection.is_started()
+    assert backend("gemm", torch.device("cpu")) == "reference"
+    with pytest.raises(AssertionError, match=r"call selection.start\(\) at start-up"):
+        backend("gemm", torch.device("cuda"))
 
 
 def test_tensors_on_the_cpu_are_the_references_unless_triton_interprets(monkeypatch):
-    monkeypatch.setattr(Process, "_selection", resolve("auto", works))
+    use_backends(monkeypatch, "auto")
     cpu = torch.device("cpu")
     monkeypatch.setattr("equipoise_kernels.fp8.selection.is_interpreting", lambda: False)
     assert backend("gemm", cpu) == "reference"
@@ -125,9 +138,9 @@ def test_without_a_gpu_libraries_are_passed_over_and_say_why():
 
 def test_without_triton_nothing_breaks_and_the_reason_names_the_extra(monkeypatch):
     monkeypatch.setattr(self_test, "triton_version", lambda: None)
-    selection = resolve("auto", self_test.obstacle)
-    assert set(selection.backends.values()) == {"reference"}
-    assert "extra `kernels`" in selection.obstacles["gemm=triton"]
+    chosen = resolve("auto", self_test.obstacle)
+    assert set(chosen.backends.values()) == {"reference"}
+    assert "extra `kernels`" in chosen.obstacles["gemm=triton"]
 
 
 def test_cublas_gets_columns_of_scales_without_gaps_and_padded_weight_scales(
@@ -196,7 +209,7 @@ def test_an_experts_network_runs_on_the_selected_kernels_from_end_to_end(
     schedule = MaskedRows(rows_of_group=counts)
     results = []
     for setting in ("reference", "triton"):
-        monkeypatch.setattr(Process, "_selection", resolve(setting, works))
+        use_backends(monkeypatch, setting)
         rows = group_quant(x)
         packed = type(rows)(codes=rows.codes.view(2, 3, 128), scales=rows.scales.view(2, 3, 1))
         hidden = grouped_gemm(packed, gate_up, slots, schedule=schedule)

@@ -127,7 +127,7 @@ def main():
     torch.set_num_threads(1)
     compute_rows_one_by_one()
     setting = f"reference,all_to_all={backend}"
-    selection.Process.adopt(selection.resolve(setting, lambda _operation, _name: None))
+    selection.start(selection.resolve(setting, lambda _operation, _name: None))
     met(folder, rank, num_ranks, epoch=1)
     seen = {"together": served_together(checkpoint, rank, num_ranks)}
     part = Part(checkpoint, rank=rank, num_ranks=num_ranks)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from equipoise_kernels.fp8 import selection
 from equipoise_kernels.fp8.gemm import grouped
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from tests.support.fp8_models import NARROW
 from tests.support.fp8_ranks import CHUNKS, SWITCH_BEFORE, compute_rows_one_by_one, served_alone
+from tests.support.kernel_backends import use_backends
 from tests.support.rank_processes import run_ranks
 
 pytest.importorskip("triton", reason="kernels need the extra `kernels`")
@@ -26,8 +26,7 @@ NUM_RANKS = {"reference": 4, "triton": 3}
 def twins():
     """The suite's torch twins, though a process of tests interprets, and rows one by one."""
     with pytest.MonkeyPatch.context() as patch:
-        chosen = selection.resolve("reference", lambda _operation, _name: None)
-        patch.setattr(selection.Process, "_selection", chosen)
+        use_backends(patch, "reference")
         patch.setattr(grouped, "gemm_reference", grouped.gemm_reference)
         compute_rows_one_by_one()
         yield

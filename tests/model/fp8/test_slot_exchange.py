@@ -6,7 +6,6 @@ from torch import distributed as dist
 
 from equipoise_kernels.errors import GenerationMismatchError, PeerMissingError
 from equipoise_kernels.formats import ScaleFormat
-from equipoise_kernels.fp8 import selection
 from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
 from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
 from equipoise_kernels.fp8.all_to_all.opening import OpenedBuffer
@@ -17,14 +16,14 @@ from equipoise_kernels.fp8.quant.weight_quant import quantize_weight
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.fp8.experts import Fp8ExpertSlots
 from equipoise_model.fp8.slot_exchange import SlotExchange
+from tests.support.kernel_backends import use_backends
 
 NUM_SLOTS, TOP_K, DIM, ROOM = 4, 2, 256, 3
 
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch):
-    chosen = selection.resolve("reference", lambda _operation, _name: None)
-    monkeypatch.setattr(selection.Process, "_selection", chosen)
+    use_backends(monkeypatch, "reference")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from itertools import chain
 import pytest
 import torch
 
-from equipoise_kernels.fp8 import selection
 from equipoise_kernels.numerics import difference
 from equipoise_model.checkpoint import Checkpoint, save
 from equipoise_model.checkpoint_convert import convert
@@ -20,6 +19,7 @@ from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import Placement
 from equipoise_model.step import StepBatch
 from tests.support.fp8_models import NARROW, WIDE
+from tests.support.kernel_backends import use_backends
 
 FIRST, SECOND = [[0, 1, 2, 3, 0]], [[2, 1, 0, 3, 1]]
 NUM_SLOTS, NUM_SPARE = 5, 2
@@ -55,8 +55,7 @@ def interpreted():
 
 
 def select(monkeypatch, backend):
-    chosen = selection.resolve(backend, lambda operation, name: None)
-    monkeypatch.setattr(selection.Process, "_selection", chosen)
+    use_backends(monkeypatch, backend)
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def _candidates(device: torch.device) -> Sequence[str]:
     first = selection.backend(_OPERATION, device)
     if first == selection.REFERENCE:
         return (first,)
-    possible = selection.Process.selection().possible[_OPERATION]
+    possible = selection.current().possible[_OPERATION]
     return possible[possible.index(first) :]
 
 

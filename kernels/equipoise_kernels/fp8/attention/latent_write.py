@@ -323,16 +323,37 @@ def specializations(
     config: LatentWriteConfig, *, rank: int, rotary: int, block_tokens: int
 ) -> list[Specialization]:
     """What a configuration compiles to: both kinds of latents."""
-    inputs = "*bf16 *bf16 *i64 *bf16 *fp32 *fp32"
-    numbers = "fp32 i32 i32 i32:16 i32:16 i32:16 i32:16 i32:16 i32:16 i32:16"
-    kinds = {False: ("*bf16 *bf16", "i32:16 i32:16"), True: ("*fp8e4nv *fp32", "i32 i32")}
+    scale_strides = ("scale_block_stride", "scale_token_stride")
     return [
         specialization(
             latent_write_kernel,
             name=f"latent_write {config} quantized={quantized}",
-            arguments=(
-                f"{inputs} {pointers} *bf16 *bf16 {numbers} {scale_strides} "
-                "i32:16 i32:16 i32:16 i32:16"
+            types={
+                "raw_ptr": "*bf16",
+                "query_ptr": "*bf16",
+                "places_ptr": "*i64",
+                "weight_ptr": "*bf16",
+                "cos_ptr": "*fp32",
+                "sin_ptr": "*fp32",
+                "compressed_ptr": "*fp8e4nv" if quantized else "*bf16",
+                "scales_ptr": "*fp32" if quantized else "*bf16",
+                "rotary_ptr": "*bf16",
+                "out_ptr": "*bf16",
+                "eps": "fp32",
+            },
+            multiples_of_16=(
+                "raw_stride",
+                "query_stride",
+                "head_stride",
+                "cos_stride",
+                "sin_stride",
+                "block_stride",
+                "token_stride",
+                *(() if quantized else scale_strides),
+                "rotary_block_stride",
+                "rotary_token_stride",
+                "out_stride",
+                "out_head_stride",
             ),
             constants={
                 "QUANTIZED": quantized,
@@ -344,7 +365,7 @@ def specializations(
             num_warps=config.num_warps,
             fuses_products=False,
         )
-        for quantized, (pointers, scale_strides) in kinds.items()
+        for quantized in (False, True)
     ]
 
 

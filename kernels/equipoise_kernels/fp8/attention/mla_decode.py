@@ -351,16 +351,32 @@ def specializations(
     config: MlaDecodeConfig, *, rank: int, rotary: int, block_tokens: int
 ) -> list[Specialization]:
     """What a configuration compiles to: both kinds of latents, several splits, and the merge."""
-    numbers = "fp32 i32 i32 i32 i32:16 i32:16 i32:16 i32:16 i32:16"
+    scale_strides = ("scale_block_stride", "scale_token_stride")
     decode = [
         specialization(
             mla_decode_kernel,
             name=f"mla_decode {config.heads}x{config.tokens} warps={config.num_warps} "
             f"stages={config.num_stages} quantized={quantized}",
-            arguments=(
-                f"*bf16 {'*fp8e4nv *fp32' if quantized else '*bf16 *bf16'} *bf16 *i32 *i32 "
-                f"*fp32 *fp32 {numbers} {'i32 i32' if quantized else 'i32:16 i32:16'} "
-                "i32:16 i32:16"
+            types={
+                "query_ptr": "*bf16",
+                "compressed_ptr": "*fp8e4nv" if quantized else "*bf16",
+                "scales_ptr": "*fp32" if quantized else "*bf16",
+                "rotary_ptr": "*bf16",
+                "tables_ptr": "*i32",
+                "lengths_ptr": "*i32",
+                "out_ptr": "*fp32",
+                "lse_ptr": "*fp32",
+                "scale": "fp32",
+            },
+            multiples_of_16=(
+                "tokens_per_split",
+                "query_stride",
+                "head_stride",
+                "block_stride",
+                "token_stride",
+                *(() if quantized else scale_strides),
+                "rotary_block_stride",
+                "rotary_token_stride",
             ),
             constants={
                 "QUANTIZED": quantized,

@@ -82,7 +82,12 @@ def merge_specialization(rank: int) -> Specialization:
     return specialization(
         mla_merge_kernel,
         name=f"mla_merge rank={rank}",
-        arguments="*fp32 *fp32 *bf16 *fp32 i32 i32",
+        types={
+            "partial_ptr": "*fp32",
+            "partial_lse_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "lse_ptr": "*fp32",
+        },
         constants={"RANK": rank},
         num_warps=_NUM_WARPS,
     )

@@ -93,7 +93,7 @@ def main() -> None:
         timeout=timedelta(seconds=_FORMING_S),
     )
     # Every rank would solve every operation's small problem first; the exchanges tell more.
-    selection.Process.adopt(selection.resolve("triton", _no_obstacle))
+    selection.start(selection.resolve("triton", _no_obstacle))
     with _right_casts():
         seen = _exchanges(rank, arguments)
     sys.stdout.write(json.dumps(asdict(seen)) + "\n")

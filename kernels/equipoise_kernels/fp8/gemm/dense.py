@@ -313,8 +313,14 @@ def specializations(config: GemmConfig) -> list[Specialization]:
         specialization(
             gemm_kernel,
             name=f"gemm {config}",
-            arguments=f"*fp8e4nv *fp32 tensordesc<fp8e4nv[1,{config.block_n},{GROUP}]> *fp32 "
-            f"*{dtype} i32 i32:16 i32 i32:16 i32 i32 i32:16 i32:16",
+            types={
+                "a_ptr": "*fp8e4nv",
+                "a_scale_ptr": "*fp32",
+                "weight": f"tensordesc<fp8e4nv[1,{config.block_n},{GROUP}]>",
+                "weight_scale_ptr": "*fp32",
+                "out_ptr": f"*{dtype}",
+            },
+            multiples_of_16=("num_columns", "a_stride", "out_stride", "part_stride"),
             constants=_constants(config),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -327,7 +333,8 @@ def specializations(config: GemmConfig) -> list[Specialization]:
             specialization(
                 add_parts_kernel,
                 name=f"add_parts split_k={config.split_k}",
-                arguments="*fp32 *bf16 i32 i32:16 i32:16",
+                types={"parts_ptr": "*fp32", "out_ptr": "*bf16"},
+                multiples_of_16=("num_columns", "out_stride"),
                 constants={"SPLIT_K": config.split_k, "BLOCK": _SUM_BLOCK},
                 num_warps=4,
             )

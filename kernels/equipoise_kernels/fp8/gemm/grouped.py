@@ -339,8 +339,22 @@ def specializations(config: GroupedGemmConfig, *, num_groups: int) -> list[Speci
         specialization(
             grouped_gemm_kernel,
             name=f"grouped_gemm {schedule.__name__} {config}",
-            arguments=f"*fp8e4nv *fp32 tensordesc<fp8e4nv[1,{config.block_n},{GROUP}]> *fp32 "
-            "*bf16 *i32 *i32 i32 i32:16 i32 i32 i32 i32:16 i32:16 i32 i32 i32 i32:16 i32:16",
+            types={
+                "a_ptr": "*fp8e4nv",
+                "a_scale_ptr": "*fp32",
+                "weight": f"tensordesc<fp8e4nv[1,{config.block_n},{GROUP}]>",
+                "weight_scale_ptr": "*fp32",
+                "out_ptr": "*bf16",
+                "slot_of_group_ptr": "*i32",
+                "groups_ptr": "*i32",
+            },
+            multiples_of_16=(
+                "num_columns",
+                "a_outer_stride",
+                "a_stride",
+                "out_outer_stride",
+                "out_stride",
+            ),
             constants={
                 "SCHEDULE": schedule.number,
                 "PADDED_GROUPS": _next_power_of_two(num_groups),

@@ -246,14 +246,20 @@ def permute_specializations(config: PermuteConfig) -> list[Specialization]:
         specialization(
             permute_kernel,
             name=f"permute {config} {name}",
-            arguments=f"{kind} *i32 {kind} i32 i32 {strides}",
+            types={"x_ptr": kind, "pairs_ptr": "*i32", "out_ptr": kind},
+            multiples_of_16=multiples,
             constants={"COLUMNS": config.columns} | constants,
             num_warps=config.num_warps,
         )
         # A stride of 1 is a constant to Triton.
-        for name, kind, strides, constants in (
-            ("words", "*i32", "i32:16 i32:16", {"x_column_stride": 1, "out_column_stride": 1}),
-            ("scales", "*fp32", "i32 i32 i32 i32", {}),
+        for name, kind, multiples, constants in (
+            (
+                "words",
+                "*i32",
+                ("x_row_stride", "out_row_stride"),
+                {"x_column_stride": 1, "out_column_stride": 1},
+            ),
+            ("scales", "*fp32", (), {}),
         )
     ]
 
@@ -264,7 +270,13 @@ def combine_specializations(config: PermuteConfig, *, top_k: int) -> list[Specia
         specialization(
             combine_kernel,
             name=f"combine {config} top_k={top_k}",
-            arguments="*bf16 *i32 *fp32 *bf16 i32:16 i32:16 i32:16",
+            types={
+                "rows_ptr": "*bf16",
+                "places_ptr": "*i32",
+                "weights_ptr": "*fp32",
+                "out_ptr": "*bf16",
+            },
+            multiples_of_16=("dim", "rows_stride", "out_stride"),
             constants={"TOP_K": top_k, "COLUMNS": config.columns},
             num_warps=config.num_warps,
         )

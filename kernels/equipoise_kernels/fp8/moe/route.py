@@ -352,12 +352,25 @@ def specializations(
     config: RouteConfig, rule: RoutingRule, *, max_replicas: int
 ) -> list[Specialization]:
     """What a configuration compiles to: with and without shares."""
-    pointers = "*fp32 *fp32 *i64 *i64 *i64 *i64 *i64 *i32 *i64 *i64 *fp32"
     return [
         specialization(
             route_kernel,
             name=f"route {config} shares={has_shares}",
-            arguments=f"{pointers} fp32 i32 i32 i32 i32:16 i32 i32 i32 i32 i32",
+            types={
+                "logits_ptr": "*fp32",
+                "bias_ptr": "*fp32",
+                "token_ids_ptr": "*i64",
+                "slots_of_expert_ptr": "*i64",
+                "replica_count_ptr": "*i64",
+                "share_ends_ptr": "*i64",
+                "rows_ptr": "*i64",
+                "num_valid_ptr": "*i32",
+                "expert_ids_ptr": "*i64",
+                "slots_ptr": "*i64",
+                "weights_ptr": "*fp32",
+                "scale": "fp32",
+            },
+            multiples_of_16=("logits_stride",),
             constants=_constants(
                 rule, max_replicas=max_replicas, has_shares=has_shares, has_padding=True
             ),

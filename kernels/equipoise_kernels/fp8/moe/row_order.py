@@ -227,14 +227,20 @@ def specializations(config: RowOrderConfig, *, num_slots: int) -> list[Specializ
         specialization(
             row_count_kernel,
             name=f"row_count {config}",
-            arguments="*i64 *i32 i32",
+            types={"slots_ptr": "*i64", "counts_ptr": "*i32"},
             constants={"PAIRS": config.pairs},
             num_warps=config.num_warps,
         ),
         specialization(
             row_order_kernel,
             name=f"row_order {config} slots={num_slots}",
-            arguments="*i64 *i32 *i32 *i32 *i32 i32 i32 i32 i32",
+            types={
+                "slots_ptr": "*i64",
+                "counts_ptr": "*i32",
+                "places_ptr": "*i32",
+                "pairs_ptr": "*i32",
+                "ends_ptr": "*i32",
+            },
             constants={"PADDED_SLOTS": _next_power_of_two(num_slots), "PAIRS": config.pairs},
             num_warps=config.num_warps,
         ),

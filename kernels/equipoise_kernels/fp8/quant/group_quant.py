@@ -204,7 +204,8 @@ def specializations(config: GroupQuantConfig) -> list[Specialization]:
         specialization(
             group_quant_kernel,
             name=f"group_quant {config} {scale_format.value}",
-            arguments="*bf16 *fp8e4nv *fp32 i32 i32 i32:16 i32:16 i32 i32",
+            types={"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
+            multiples_of_16=("x_stride", "code_stride"),
             constants={
                 "UE8M0": scale_format is ScaleFormat.UE8M0,
                 "ROWS": config.rows,

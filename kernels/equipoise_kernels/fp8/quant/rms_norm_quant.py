@@ -193,7 +193,15 @@ def specializations(config: RmsNormQuantConfig, dim: int) -> list[Specialization
         specialization(
             rms_norm_quant_kernel,
             name=f"rms_norm_quant {config} dim={dim} residual={residual}",
-            arguments="*bf16 *bf16 *bf16 *fp8e4nv *fp32 fp32 i32:16 i32:16 i32:16 i32 i32",
+            types={
+                "x_ptr": "*bf16",
+                "residual_ptr": "*bf16",
+                "weight_ptr": "*bf16",
+                "codes_ptr": "*fp8e4nv",
+                "scales_ptr": "*fp32",
+                "eps": "fp32",
+            },
+            multiples_of_16=("x_stride", "residual_stride", "code_stride"),
             constants={
                 "UE8M0": False,
                 "ADD_RESIDUAL": residual,

@@ -203,8 +203,19 @@ def specializations(config: SiluMulQuantConfig) -> list[Specialization]:
         specialization(
             silu_mul_quant_kernel,
             name=f"silu_mul_quant {config} masked={masked}",
-            arguments="*bf16 *i32 *fp8e4nv *fp32 i32 i32:16 i32:16 i32:16 i32:16 i32:16 "
-            "i32 i32 i32",
+            types={
+                "x_ptr": "*bf16",
+                "rows_per_group_ptr": "*i32",
+                "codes_ptr": "*fp8e4nv",
+                "scales_ptr": "*fp32",
+            },
+            multiples_of_16=(
+                "num_groups",
+                "x_outer_stride",
+                "x_stride",
+                "code_outer_stride",
+                "code_stride",
+            ),
             constants={
                 "UE8M0": False,
                 "MASKED": masked,

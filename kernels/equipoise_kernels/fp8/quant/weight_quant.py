@@ -179,14 +179,16 @@ def specializations() -> list[Specialization]:
         specialization(
             quantize_weight_kernel,
             name="quantize_weight",
-            arguments="*bf16 *fp8e4nv *fp32 i32 i32:16",
+            types={"weight_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
+            multiples_of_16=("num_columns",),
             constants={"UE8M0": False},
             num_warps=_NUM_WARPS,
         ),
         specialization(
             dequantize_weight_kernel,
             name="dequantize_weight",
-            arguments="*fp8e4nv *fp32 *bf16 i32 i32:16",
+            types={"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*bf16"},
+            multiples_of_16=("num_columns",),
             constants={},
             num_warps=_NUM_WARPS,
         ),
