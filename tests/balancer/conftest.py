@@ -17,7 +17,7 @@ from tests.support.balancer_links import opened
 from tests.support.redis_server import RedisServer, require_redis
 from tests.support.scripted_worker import MODEL, ScriptedWorker, make_hello
 
-POLICY = Policy(interval_s=10.0, min_tokens=100.0)
+POLICY = Policy(interval_s=10.0, min_assignments=100.0)
 
 
 class Bench:
@@ -121,7 +121,7 @@ class Bench:
             self.say(worker, worker.answer_staged())
 
     def run_traffic(self, tokens_per_s, *, seconds, carry_out=True) -> None:
-        """Serve [layers, experts] tokens a second; all ranks report each second."""
+        """Serve [layers, experts] assignments per second; all ranks report each second."""
         for _ in range(seconds):
             self.now += 1.0
             for worker in self.ranks:
@@ -132,11 +132,11 @@ class Bench:
                 self.carry_out_rollout()
 
 
-def skewed_load(seed: int, *, tokens_per_layer=10_000.0):
+def skewed_load(seed: int, *, assignments_per_layer=10_000.0):
     """A load in which a few experts get most, other ones for each seed, [layers, experts]."""
     generator = np.random.default_rng(seed)
     load = generator.gamma(0.5, size=(MODEL.num_layers, MODEL.num_experts))
-    return load / load.sum(axis=1, keepdims=True) * tokens_per_layer
+    return load / load.sum(axis=1, keepdims=True) * assignments_per_layer
 
 
 @pytest.fixture

@@ -37,13 +37,17 @@ def test_nothing_is_planned_while_a_ranks_load_is_not_told(serving_bench, skewed
     # Its counters are cumulative: what was not told comes with the next report.
     told = 3 * 10_000 * WINDOW_S
     bench.run_traffic(skewed(1), seconds=WINDOW_S)
-    assert sum(window.tokens for window in bench.pool.windows) == pytest.approx(4 * told, rel=0.01)
+    assert sum(window.assignments for window in bench.pool.windows) == pytest.approx(
+        4 * told, rel=0.01
+    )
     bench.run_traffic(skewed(1), seconds=2 * WINDOW_S)
     assert bench.pool.rollouts.completed >= 1
 
 
 def test_reports_that_come_more_seldom_than_windows_may_miss_some(make_bench, skewed):
-    bench = make_bench(policy=Policy(interval_s=10.0, min_tokens=100.0, report_interval_s=10.0))
+    bench = make_bench(
+        policy=Policy(interval_s=10.0, min_assignments=100.0, report_interval_s=10.0)
+    )
     bench.serve()
     run_without(bench, skewed(1), seconds=2 * WINDOW_S, rank=2)
     assert not any(window.unheard for window in bench.pool.windows)
@@ -51,21 +55,21 @@ def test_reports_that_come_more_seldom_than_windows_may_miss_some(make_bench, sk
     assert bench.pool.windows[-1].unheard == (2,)
 
 
-@pytest.mark.parametrize("tokens", [2**53, 10**12])
+@pytest.mark.parametrize("assignments", [2**53, 10**12])
 def test_a_rank_that_counts_what_no_slot_can_receive_is_refused_and_named(
-    serving_bench, skewed, tokens
+    serving_bench, skewed, assignments
 ):
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=WINDOW_S - 1)
     liar = bench.ranks[3]
     lie = liar.report()
-    counters = lie.load.tokens.copy()
-    counters[1, 4] += np.uint64(tokens)
+    counters = lie.load.assignments.copy()
+    counters[1, 4] += np.uint64(assignments)
     with pytest.raises(InvalidReportError, match="rank 3 says that layer 1, own slot 4") as caught:
-        bench.say(liar, replace(lie, load=replace(lie.load, tokens=counters)))
+        bench.say(liar, replace(lie, load=replace(lie.load, assignments=counters)))
     assert caught.value.kind == "report_implausible"
     bench.run_traffic(skewed(1), seconds=1)
-    assert bench.pool.windows[-1].tokens == pytest.approx(3 * 10 * 10_000, rel=0.01)
+    assert bench.pool.windows[-1].assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
 
 
 def test_a_lie_that_could_be_true_costs_balance_for_some_windows_and_nothing_else(
@@ -76,7 +80,7 @@ def test_a_lie_that_could_be_true_costs_balance_for_some_windows_and_nothing_els
     settled = bench.pool.windows[-1].balancedness
     liar = bench.ranks[3]
     # A thousand times the pool's real load; afterwards it counts on from there.
-    liar.tokens[:, 0] += np.uint64(100_000_000)
+    liar.assignments[:, 0] += np.uint64(100_000_000)
     bench.run_traffic(skewed(1), seconds=4 * WINDOW_S)
     for write in bench.decisions():
         assert np.isfinite([write.balancedness_current, write.balancedness_proposed]).all()
@@ -94,10 +98,10 @@ def test_a_lie_about_one_layer_is_seen_and_not_averaged(serving_bench, skewed, t
     bench.run_traffic(skewed(1), seconds=5 * WINDOW_S)
     before, known = bench.pool.windows[-1], bench.pool.loads.slow.per_second()
     liar = bench.ranks[3]
-    liar.tokens[1, 4] += np.uint64(100_000_000)
+    liar.assignments[1, 4] += np.uint64(100_000_000)
     bench.run_traffic(skewed(1), seconds=1)
     if takes_back:
-        liar.tokens[1, 4] -= np.uint64(100_000_000)
+        liar.assignments[1, 4] -= np.uint64(100_000_000)
     bench.run_traffic(skewed(1), seconds=WINDOW_S)
     doubtful = bench.pool.windows[-1]
     assert doubtful.doubt.startswith("layer 1 counted 100")
@@ -107,7 +111,7 @@ def test_a_lie_about_one_layer_is_seen_and_not_averaged(serving_bench, skewed, t
     bench.run_traffic(skewed(1), seconds=3 * WINDOW_S)
     after = bench.pool.windows[-1]
     assert not after.doubt
-    assert after.tokens == pytest.approx(before.tokens, rel=0.05)
+    assert after.assignments == pytest.approx(before.assignments, rel=0.05)
     assert after.balancedness > before.balancedness - 0.05
 
 
@@ -144,7 +148,7 @@ def test_counters_that_count_a_repeated_report_again_would_be_noticed(
     make_bench, skewed, monkeypatch
 ):
     def forget(_counters, report, _known):
-        return np.zeros_like(report.tokens)
+        return np.zeros_like(report.assignments)
 
     monkeypatch.setattr(LoadCounters, "_previous", forget)
     with pytest.raises(AssertionError, match="Not equal"):
@@ -210,4 +214,4 @@ def test_a_report_of_a_generation_with_other_ranks_is_refused_and_harms_no_other
     windows = bench.pool.windows_closed
     bench.run_traffic(skewed(1), seconds=WINDOW_S)
     assert bench.pool.windows_closed == windows + 1
-    assert bench.pool.windows[-1].tokens > 0
+    assert bench.pool.windows[-1].assignments > 0

@@ -86,8 +86,8 @@ def test_the_balance_of_a_window_is_what_receivers_measured(serving_bench, skewe
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=10)
     before = bench.pool.windows[-1]
-    load_of_rank = before.load_of_rank
-    expected = (load_of_rank.mean(axis=1) / load_of_rank.max(axis=1)).mean()
+    rank_load = before.rank_load
+    expected = (rank_load.mean(axis=1) / rank_load.max(axis=1)).mean()
     assert before.balancedness == pytest.approx(expected)
     bench.run_traffic(skewed(1), seconds=10)
     after = bench.pool.windows[-1]
@@ -141,7 +141,7 @@ def test_balanced_traffic_is_left_alone_with_a_reason(serving_bench):
 
 def test_a_plan_of_many_layers_goes_out_in_waves_one_at_a_time(make_bench, skewed):
     # Less than any layer needs: each goes out in a wave of its own, at whatever cost.
-    policy = Policy(interval_s=10.0, min_tokens=100.0, max_wave_bytes=1, payback_s=86_400.0)
+    policy = Policy(interval_s=10.0, min_assignments=100.0, max_wave_bytes=1, payback_s=86_400.0)
     bench = make_bench(policy=policy)
     bench.serve()
     bench.run_traffic(skewed(1), seconds=10, carry_out=False)

@@ -262,7 +262,7 @@ def test_averages_survive_a_change_of_ranks_and_planning_goes_on(serving_bench, 
     np.testing.assert_allclose(bench.pool.load(), before)
     bench.run_traffic(skewed(1), seconds=20)
     assert bench.pool.refusals.all() == ()
-    assert bench.pool.windows[-1].load_of_rank.shape == (3, 4 - 1)
+    assert bench.pool.windows[-1].rank_load.shape == (3, 4 - 1)
     check(bench)
 
 

@@ -195,11 +195,11 @@ class FuzzedPool:
             assert set(row.tolist()) == set(range(layout.num_experts))
         if pool.loads is not None:
             for average in (pool.loads.fast, pool.loads.slow):
-                assert np.isfinite(average.decayed_tokens).all()
-                assert (average.decayed_tokens >= 0).all()
+                assert np.isfinite(average.decayed_load).all()
+                assert (average.decayed_load >= 0).all()
             assert loads_response(pool).SerializeToString()
         for window in pool.windows:
-            assert 0.0 < window.balancedness <= 1.0 or window.tokens == 0
+            assert 0.0 < window.balancedness <= 1.0 or window.assignments == 0
         status = pool_status(pool, now=now)
         assert len(status.SerializeToString()) < 2**20
 
@@ -215,9 +215,9 @@ def assert_sane(value, hello):
     if hasattr(value, "checksums"):
         assert value.checksums.shape == (*own, 16)
     if isinstance(value, LoadReport):
-        assert value.tokens.shape == own
-        assert value.tokens.dtype == np.uint64
-        assert value.tokens.max() <= 2**53
+        assert value.assignments.shape == own
+        assert value.assignments.dtype == np.uint64
+        assert value.assignments.max() <= 2**53
     if isinstance(value, Report):
         assert value.load.boot_id == hello.boot_id
     if isinstance(value, GroupLost) and value.expert_of_slot is not None:
@@ -241,7 +241,7 @@ def _assert_sane_part(part, hello):
 
 
 def test_no_fuzzed_message_is_decoded_to_nonsense(make_bench, skewed, capsys):
-    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, tokens_per_layer=1_000.0))
+    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, assignments_per_layer=1_000.0))
     for begun in range(0, NUM_DECODED, 50_000):
         pool.decode(min(50_000, NUM_DECODED - begun))
     _tell(capsys, f"decoded: {dict(pool.outcomes)}")
@@ -250,13 +250,13 @@ def test_no_fuzzed_message_is_decoded_to_nonsense(make_bench, skewed, capsys):
 
 def test_a_decoding_that_takes_any_number_would_be_noticed(make_bench, skewed, monkeypatch):
     monkeypatch.setattr(checks, "MAX_COUNT", 2**64)
-    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, tokens_per_layer=1_000.0))
+    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, assignments_per_layer=1_000.0))
     with pytest.raises(AssertionError):
         pool.decode(5000)
 
 
 def test_no_fuzzed_message_breaks_a_pool_or_passes_as_nonsense(make_bench, skewed, capsys):
-    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, tokens_per_layer=1_000.0))
+    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, assignments_per_layer=1_000.0))
     for _ in range(NUM_HEARD // ROUND):
         pool.round(ROUND)
     _tell(capsys, f"heard by a pool: {dict(pool.outcomes)}")
@@ -323,7 +323,7 @@ def _payloads(hello):
         status_pb2.GetLayoutRequest(pool="tiny", generation=7),
         status_pb2.ListDecisionsRequest(pool="tiny", limit=10),
         pb.ConnectRequest(heartbeat=pb.Heartbeat(sequence=1)),
-        pb.ConnectRequest(load_report=pb.LoadReport(epoch=1, tokens=bytes(240))),
+        pb.ConnectRequest(load_report=pb.LoadReport(epoch=1, assignments=bytes(240))),
     ]
     requests += [to_balancer(replace(hello, num_ranks=ranks)) for ranks in (4, 5, 6)]
     payloads = [b"", bytes(100)]

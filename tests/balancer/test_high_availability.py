@@ -33,7 +33,7 @@ class Process:
             "listen": self.address,
             "store": store,
             "interval-s": "0.3",
-            "min-tokens": "100",
+            "min-assignments": "100",
             "report-interval-s": "0.1",
             "cooldown-s": "0.1",
             "log-level": "info",

@@ -24,7 +24,7 @@ apiVersion: equipoise.dev/v1alpha1
 kind: BalancePolicy
 defaults:
   interval: 100ms
-  judging: {minTokens: 1}
+  judging: {minAssignments: 1}
 pools:
   stuck: {timeouts: {plan: 50ms}}
   broken: {judging: {cooldown: 77s}}

@@ -39,21 +39,21 @@ class Ranks:
         self.loads = loads
         self.phase = phase
         self.layout = layout
-        self.tokens = np.zeros((2, 8))
+        self.assignments = np.zeros((2, 8))
         self.steps = 0
 
-    def receive(self, tokens, *, ranks=(0, 1), steps=10):
-        self.tokens = self.tokens + tokens
+    def receive(self, assignments, *, ranks=(0, 1), steps=10):
+        self.assignments = self.assignments + assignments
         self.steps += steps
         for rank in ranks:
-            own = self.tokens[:, 4 * rank : 4 * rank + 4]
+            own = self.assignments[:, 4 * rank : 4 * rank + 4]
             load = LoadReport(
                 boot_id="boot",
                 epoch=1,
                 rank=rank,
                 generation=1,
                 phase=self.phase,
-                tokens=own.astype(np.uint64),
+                assignments=own.astype(np.uint64),
             )
             stats = RankStats(
                 steps=self.steps,
@@ -111,7 +111,7 @@ def test_a_window_holds_what_came_in_it_and_no_more():
     assert np.array_equal(second.load, SECOND_HALF)
     assert first.balancedness == pytest.approx(0.5), "one of two ranks had it all"
     assert first.max_over_mean == pytest.approx(2.0)
-    assert first.tokens == 8000
+    assert first.assignments == 8000
     assert not first.switched
 
 
@@ -120,11 +120,11 @@ def test_a_window_tells_how_far_slots_were_from_their_shares():
     layout = contiguous_layout(num_layers=2, num_experts=6, num_ranks=2, slots_per_rank=4)
     assert layout.slots_of_expert(layer=0, expert=0) == (0, 6)
     ranks = Ranks(loads, layout=layout)
-    tokens = np.full((2, 8), 500.0)
-    tokens[1, [1, 7]] = [600.0, 400.0]
-    ranks.receive(tokens)
+    assignments = np.full((2, 8), 500.0)
+    assignments[1, [1, 7]] = [600.0, 400.0]
+    ranks.receive(assignments)
     told = close(loads, now=10.0).shares
-    assert (told.layer, told.expert, told.planned, told.tokens) == (1, 1, 0.5, 1000.0)
+    assert (told.layer, told.expert, told.planned, told.assignments) == (1, 1, 0.5, 1000.0)
     assert abs(told.realised - 0.5) == pytest.approx(0.1)
     assert told.misplaced == pytest.approx(100 / 4000)
     assert close(loads, number=2, now=20.0).shares is None
@@ -137,7 +137,7 @@ def test_ranks_that_reported_for_different_spans_are_compared_by_the_step():
     ranks.receive(even)
     ranks.receive(even, ranks=(0,))
     window = close(loads, now=10.0)
-    assert window.load_of_rank[0] == pytest.approx([600.0, 600.0])
+    assert window.rank_load[0] == pytest.approx([600.0, 600.0])
     assert window.balancedness == pytest.approx(1.0)
 
 
@@ -197,7 +197,7 @@ def test_averages_go_on_after_a_restart_if_they_fit():
     resumed = make_loads(remembered=records, now=500.0)
     assert resumed.slow.per_second() == pytest.approx(FIRST_HALF / 10.0)
     other_shape = AverageRecord(
-        half_life_s=60.0, time_unix_s=0.0, weight_s=1.0, tokens=np.ones((2, 9))
+        half_life_s=60.0, time_unix_s=0.0, weight_s=1.0, decayed_load=np.ones((2, 9))
     )
     fresh = make_loads(remembered={"slow": other_shape})
     assert not fresh.slow.per_second().any()
@@ -205,7 +205,7 @@ def test_averages_go_on_after_a_restart_if_they_fit():
 
 def test_a_half_life_that_changed_keeps_what_is_remembered():
     record = AverageRecord(
-        half_life_s=61.0, time_unix_s=0.0, weight_s=2.0, tokens=np.full((2, 8), 6.0)
+        half_life_s=61.0, time_unix_s=0.0, weight_s=2.0, decayed_load=np.full((2, 8), 6.0)
     )
     resumed = make_loads(remembered={"slow": record})
     assert resumed.slow.half_life_s == POLICY.slow_half_life_s
@@ -242,7 +242,7 @@ def test_a_pool_keeps_the_tables_that_are_asked_for_and_the_figures_of_many_wind
         serving_bench.tick(10.0)
     windows = list(serving_bench.pool.windows)
     assert len(windows) > 8
-    busy = [window for window in windows if window.tokens]
+    busy = [window for window in windows if window.assignments]
     with_tables = [window.number for window in windows if window.load.size]
     assert with_tables == [*(window.number for window in busy[-4:]), windows[-1].number]
     assert all(window.balancedness > 0 for window in busy)

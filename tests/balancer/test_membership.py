@@ -237,8 +237,8 @@ def test_answers_for_another_epoch_rank_or_future_are_refused(serving_bench, ske
         ("report_wrong_epoch", {"epoch": 2}),
         ("report_unknown_rank", {"rank": 3}),
         ("report_future_generation", {"generation": 99}),
-        ("report_shrinking_counter", {"tokens": np.zeros((3, 10), dtype=np.uint64)}),
-        ("report_shape", {"tokens": np.zeros((3, 11), dtype=np.uint64)}),
+        ("report_shrinking_counter", {"assignments": np.zeros((3, 10), dtype=np.uint64)}),
+        ("report_shape", {"assignments": np.zeros((3, 11), dtype=np.uint64)}),
     ],
 )
 def test_reports_that_cannot_be_true_are_refused_and_the_load_stays(
@@ -252,7 +252,7 @@ def test_reports_that_cannot_be_true_are_refused_and_the_load_stays(
         bench.say(worker, replace(bad, load=replace(bad.load, **changes)))
     assert caught.value.kind == kind
     bench.run_traffic(skewed(1), seconds=1)
-    assert bench.pool.windows[-1].tokens == pytest.approx(3 * 10 * 10_000, rel=0.01)
+    assert bench.pool.windows[-1].assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
 
 
 def test_a_refused_message_is_counted_and_its_sender_told(serving_bench):
@@ -270,7 +270,7 @@ def test_a_repeated_report_counts_once(serving_bench, skewed):
     for worker in bench.ranks:
         bench.say(worker, worker.report())
     bench.tick(seconds=1.0)
-    assert bench.pool.windows[-1].tokens == pytest.approx(3 * 9 * 10_000, rel=0.01)
+    assert bench.pool.windows[-1].assignments == pytest.approx(3 * 9 * 10_000, rel=0.01)
 
 
 def test_ranks_that_hold_different_bytes_of_one_expert_stop_all_planning(bench, skewed):

@@ -47,7 +47,7 @@ def test_a_pool_tells_its_balance_as_receivers_measured_it(serving_bench, skewed
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=10)
     told, window = told_of(bench.pool, now=bench.now), bench.pool.windows[-1]
-    per_layer = window.load_of_rank.mean(axis=1) / window.load_of_rank.max(axis=1)
+    per_layer = window.rank_load.mean(axis=1) / window.rank_load.max(axis=1)
     labels = {"pool": "tiny", "phase": "mixed"}
     assert value_of(told, "equipoise_balancedness", **labels) == pytest.approx(per_layer.mean())
     worst = value_of(told, "equipoise_balancedness_worst_layer", **labels)
@@ -209,8 +209,8 @@ def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
         now=0.0,
     )
     window = loads.close_window(number=1, generation=1, now=10.0)
-    load_of_rank = np.random.default_rng(0).gamma(9.0, size=(num_layers, num_ranks))
-    pool.windows.append(replace(window, load_of_rank=load_of_rank, tokens=load_of_rank.sum()))
+    rank_load = np.random.default_rng(0).gamma(9.0, size=(num_layers, num_ranks))
+    pool.windows.append(replace(window, rank_load=rank_load, assignments=rank_load.sum()))
     for kind in range(2 * MAX_KINDS):
         pool.refusals.count(f"kind_{kind}", "text")
     return sum(len(family.samples) for family in told_of(pool, now=10.0).values())

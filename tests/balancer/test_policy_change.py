@@ -66,7 +66,7 @@ def test_other_pools_overrides_and_comments_change_nothing(make_bench):
     bench.serve()
     bench.tick()
     before = pool_hash(bench)
-    values = "judging: {minTokens: 100}"
+    values = "judging: {minAssignments: 100}"
     assert offer(bench, f"# why\ndefaults: {{{values}}}\npools: {{other: {{pause: true}}}}")
     assert pool_hash(bench) == before
     assert bench.decisions() == []
@@ -97,13 +97,13 @@ def test_a_shorter_interval_closes_the_open_window_sooner(make_bench, hot):
 def test_a_pause_keeps_everything_in_place_and_says_so(make_bench, hot):
     bench = make_bench()
     bench.serve()
-    offer(bench, "defaults: {pause: true, judging: {minTokens: 100}}")
+    offer(bench, "defaults: {pause: true, judging: {minAssignments: 100}}")
     bench.run_traffic(hot, seconds=11)
     decision = bench.decisions()[-1]
     assert not decision.accepted
     assert "pause" in decision.reason
     assert bench.pool.rollouts.current is None
-    offer(bench, "defaults: {judging: {minTokens: 100}}")
+    offer(bench, "defaults: {judging: {minAssignments: 100}}")
     bench.run_traffic(hot, seconds=10)
     assert any(one.accepted and one.kind is DecisionKind.PLAN for one in bench.decisions())
 
@@ -131,7 +131,7 @@ def test_a_policy_that_changes_every_second_moves_things_no_more_often(make_benc
     bench.serve()
     load = hot * 10
     for second in range(40):
-        offer(bench, f"defaults: {{judging: {{minTokens: {100 + second % 2}}}}}")
+        offer(bench, f"defaults: {{judging: {{minAssignments: {100 + second % 2}}}}}")
         bench.run_traffic(load if second < 20 else load[:, ::-1], seconds=1)
     plans = [one for one in bench.decisions() if one.kind is DecisionKind.PLAN]
     assert bench.pool.windows_closed == len(plans) == 4

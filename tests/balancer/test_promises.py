@@ -8,7 +8,9 @@ from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.policy import Policy
 from equipoise.planning.promise import Outcome
 
-POLICY = Policy(interval_s=10.0, min_tokens=100.0, rollback_windows=2, rollback_cooldown_s=100.0)
+POLICY = Policy(
+    interval_s=10.0, min_assignments=100.0, rollback_windows=2, rollback_cooldown_s=100.0
+)
 
 
 @pytest.fixture

@@ -25,7 +25,9 @@ MODEL = ModelShape(num_layers=58, num_experts=256, num_groups=8, expert_bytes=44
 TOPOLOGY = Topology(node_of_rank=tuple(f"n{rank // 8}" for rank in range(32)), slots_per_rank=9)
 UNIFORM = contiguous_layout(num_layers=58, num_experts=256, num_ranks=32, slots_per_rank=9)
 # What an order to rebalance makes of a policy: whatever gains is done.
-POLICY = Policy(algorithm=Algorithm.HIERARCHICAL, min_tokens=0.0, min_gain=0.0, payback_s=86_400.0)
+POLICY = Policy(
+    algorithm=Algorithm.HIERARCHICAL, min_assignments=0.0, min_gain=0.0, payback_s=86_400.0
+)
 NO_SHIFT = Shift(detected=False, distance=0.0, noise=0.0, reason="no shift")
 NUM_PROPOSALS = 200
 MOST_TIMES_THE_GREEDY = 7.0
@@ -86,7 +88,7 @@ def request(load, current):
 
 
 def drifting(num_loads):
-    """Tokens per second, [layers, experts]: as skewed as recorded ones, others each time."""
+    """Assignments per second, [layers, experts]: as skewed as recorded ones, others each time."""
     random = np.random.default_rng(0)
     load = random.gamma(0.7, size=(58, 256))
     for _ in range(num_loads):

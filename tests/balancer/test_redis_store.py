@@ -267,7 +267,9 @@ async def test_a_senseless_layout_is_never_given_out(redis_url, open_at, key, fi
 )
 async def test_a_senseless_average_is_never_given_out(redis_url, open_at, damage):
     store = open_at(redis_url)
-    ones = AverageRecord(half_life_s=5.0, time_unix_s=9.0, weight_s=1.0, tokens=np.ones((2, 6)))
+    ones = AverageRecord(
+        half_life_s=5.0, time_unix_s=9.0, weight_s=1.0, decayed_load=np.ones((2, 6))
+    )
     await store.put_average("p", "slow", ones, term=1)
     with Redis.from_url(redis_url) as operator:
         operator.hset(f"{HASH_TAG}:pool:p:averages", "slow", damage)

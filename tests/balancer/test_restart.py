@@ -79,7 +79,7 @@ async def test_averages_and_the_last_decision_survive(serving_bench, skewed, res
     assert bench.pool.loads.slow.per_second() == pytest.approx(known)
 
 
-async def test_tokens_counted_before_the_restart_are_no_load_of_the_first_window(
+async def test_assignments_counted_before_the_restart_are_no_load_of_the_first_window(
     serving_bench, skewed, restart
 ):
     serving_bench.run_traffic(skewed(1), seconds=30)
@@ -87,7 +87,7 @@ async def test_tokens_counted_before_the_restart_are_no_load_of_the_first_window
     reconnect(bench)
     bench.run_traffic(skewed(1), seconds=10)
     # The first report of each rank is the baseline, so nine seconds of ten are measured.
-    assert bench.pool.windows[-1].tokens == pytest.approx(3 * 9 * 10_000, rel=0.01)
+    assert bench.pool.windows[-1].assignments == pytest.approx(3 * 9 * 10_000, rel=0.01)
 
 
 async def test_last_counters_of_a_generation_before_the_restart_are_no_fault(
@@ -102,7 +102,7 @@ async def test_last_counters_of_a_generation_before_the_restart_are_no_fault(
         assert report.load.generation < worker.layout.generation
         bench.say(worker, report)
     bench.run_traffic(skewed(1), seconds=10)
-    assert bench.pool.windows[-1].tokens == pytest.approx(3 * 9 * 10_000, rel=0.01)
+    assert bench.pool.windows[-1].assignments == pytest.approx(3 * 9 * 10_000, rel=0.01)
 
 
 async def test_staging_that_was_cut_short_is_aborted(serving_bench, skewed, restart):

@@ -10,7 +10,7 @@ WINDOW_S = 10
 
 @pytest.fixture
 def bench(make_bench):
-    policy = Policy(interval_s=WINDOW_S, min_tokens=100.0, rollback_cooldown_s=80.0)
+    policy = Policy(interval_s=WINDOW_S, min_assignments=100.0, rollback_cooldown_s=80.0)
     bench = make_bench(policy=policy)
     bench.serve()
     return bench

@@ -12,7 +12,7 @@ def policy_of():
     def policy(action, **values):
         return Policy(
             interval_s=10.0,
-            min_tokens=100.0,
+            min_assignments=100.0,
             slow_worker_windows=3,
             slow_worker_action=action,
             slow_worker_probation_s=60.0,

@@ -77,7 +77,7 @@ def test_another_programs_database_is_left_alone(tmp_path):
 async def test_another_schema_version_is_refused_with_the_remedy(tmp_path):
     await SqliteStore(tmp_path / "state").close()
     poke(tmp_path / "state", f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    with pytest.raises(StoreError, match="has schema version 4, this release reads 3: use the"):
+    with pytest.raises(StoreError, match="has schema version 5, this release reads 4: use the"):
         SqliteStore(tmp_path / "state")
 
 
@@ -92,6 +92,7 @@ async def test_a_file_of_the_first_version_is_read_as_it_was_meant_and_goes_on(t
         "ALTER TABLE pools DROP COLUMN hold",
         "DROP TABLE audit",
         "DROP TABLE commits",
+        "ALTER TABLE averages RENAME COLUMN decayed_load TO tokens",
         "PRAGMA user_version = 1",
     ):
         poke(path, statement)
@@ -146,11 +147,11 @@ async def test_a_senseless_layout_is_never_given_out(tmp_path, damage):
 @pytest.mark.parametrize(
     "damage",
     [
-        "UPDATE averages SET tokens = x'0011223344556677'",
+        "UPDATE averages SET decayed_load = x'0011223344556677'",
         "UPDATE averages SET num_experts = 5",
         "UPDATE averages SET half_life_s = 0",
         "UPDATE averages SET half_life_s = 'long'",
-        f"UPDATE averages SET tokens = x'{np.full(12, np.nan).tobytes().hex()}'",
+        f"UPDATE averages SET decayed_load = x'{np.full(12, np.nan).tobytes().hex()}'",
     ],
 )
 async def test_a_senseless_average_is_never_given_out(tmp_path, damage):

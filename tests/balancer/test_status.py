@@ -31,7 +31,7 @@ def test_ranks_show_what_they_reported(serving_bench, skewed):
     assert (first.active_requests, first.queued_requests) == (3, 1)
     assert (first.device, first.kernels) == ("cuda:0 (NVIDIA H200)", "triton, gemm_large=deep_gemm")
     assert (first.cache_token_bytes, first.steps) == (70_272, "captured; rows by deep_ep")
-    measured = bench.pool.windows[-1].load_of_rank.sum(axis=0)
+    measured = bench.pool.windows[-1].rank_load.sum(axis=0)
     shares = [rank.load_share for rank in ranks]
     assert shares == pytest.approx(list(measured / measured.sum()))
 
@@ -66,7 +66,7 @@ def test_windows_are_listed_oldest_first_with_the_generation_they_closed_in(serv
     assert status.windows_closed == 3
     assert status.balancedness == status.windows[-1].balancedness
     assert status.balancedness_min_layer <= status.balancedness
-    assert status.window_tokens == pytest.approx(3 * 10 * 10_000, rel=0.01)
+    assert status.window_assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
 
 
 def test_gone_and_silent_ranks_are_told_apart(serving_bench):
@@ -91,12 +91,12 @@ def test_the_revision_grows_with_every_change(serving_bench):
 
 def test_loads_tell_what_each_rank_received_in_each_layer(serving_bench, skewed):
     bench = serving_bench
-    assert not loads_response(bench.pool).window_rank_tokens
+    assert not loads_response(bench.pool).window_rank_assignments
     bench.run_traffic(skewed(1), seconds=10)
     loads, window = loads_response(bench.pool), bench.pool.windows[-1]
-    table = np.frombuffer(loads.window_rank_tokens, dtype="<f8").reshape(
+    table = np.frombuffer(loads.window_rank_assignments, dtype="<f8").reshape(
         loads.num_layers, loads.num_ranks
     )
-    assert np.array_equal(table, window.load_of_rank)
+    assert np.array_equal(table, window.rank_load)
     assert loads.window_generation == window.generation
     assert table.sum() == pytest.approx(window.load.sum(), rel=0.01)

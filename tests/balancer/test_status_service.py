@@ -45,7 +45,7 @@ async def test_layouts_loads_and_decisions_can_be_read(channel, status, bench):
         assert layout.layout.generation == 1
         assert list(layout.node_of_rank) == ["node-0", "node-0", "node-1", "node-1"]
         loads = await status.GetLoads(status_pb2.GetLoadsRequest(), timeout=WAIT_S)
-        assert len(loads.slow_tokens_per_s) == 3 * 32 * 8
+        assert len(loads.slow_assignments_per_s) == 3 * 32 * 8
         listed = await status.ListDecisions(status_pb2.ListDecisionsRequest(), timeout=WAIT_S)
         assert list(listed.decisions) == []
         with pytest.raises(grpc.aio.AioRpcError, match="no generation 77; its next is 2"):

@@ -58,7 +58,10 @@ async def test_everything_put_is_there_after_a_restart(open_store):
     first = open_store()
     layout = layout_of(1, shift=2)
     record = AverageRecord(
-        half_life_s=60.0, time_unix_s=1.5e9, weight_s=3.25, tokens=np.arange(12.0).reshape(2, 6) / 7
+        half_life_s=60.0,
+        time_unix_s=1.5e9,
+        weight_s=3.25,
+        decayed_load=np.arange(12.0).reshape(2, 6) / 7,
     )
     await first.put_proposed("p", layout, term=TERM)
     await first.commit("p", 1, previous=None, term=TERM)
@@ -75,14 +78,14 @@ async def test_everything_put_is_there_after_a_restart(open_store):
     assert await second.membership("p") == Membership(epoch=4, workers=("w-1", "w-0"))
     average = await second.average("p", "slow")
     assert (average.half_life_s, average.time_unix_s, average.weight_s) == (60.0, 1.5e9, 3.25)
-    np.testing.assert_array_equal(average.tokens, record.tokens)
-    assert average.tokens.dtype == np.float64
+    np.testing.assert_array_equal(average.decayed_load, record.decayed_load)
+    assert average.decayed_load.dtype == np.float64
     assert await second.decisions("p", limit=9) == (replace(A_DECISION, sequence=1),)
     assert await second.next_generation("p") == 3
     await second.close()
 
 
-async def test_shares_are_kept_to_the_last_token(open_store):
+async def test_shares_are_kept_to_the_last_unit(open_store):
     first = open_store()
     await first.adopt("p", weighted(layout_of(1)), term=TERM)
     await first.put_proposed("p", layout_of(2), term=TERM)

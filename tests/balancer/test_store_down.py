@@ -11,7 +11,9 @@ FAULT = "redis://store: no answer within 2 s"
 @pytest.fixture
 def bench_of(make_bench):
     def bench(store_down):
-        made = make_bench(policy=Policy(interval_s=10.0, min_tokens=100.0, store_down=store_down))
+        made = make_bench(
+            policy=Policy(interval_s=10.0, min_assignments=100.0, store_down=store_down)
+        )
         made.serve()
         return made
 

@@ -37,7 +37,7 @@ class Balancer:
 async def balancer_on(url, *, store_down):
     policy = Policy(
         interval_s=0.5,
-        min_tokens=100.0,
+        min_assignments=100.0,
         report_interval_s=0.1,
         cooldown_s=0.1,
         store_down=store_down,

@@ -111,7 +111,7 @@ def test_the_state_tells_the_fleet_one_pool_and_how_its_load_fell(busy):
         (one.generation for one in busy.rollouts.switches), reverse=True
     )
     percent = np.array(told["heat"]["percent"])
-    assert percent.shape == window.load_of_rank.shape
+    assert percent.shape == window.rank_load.shape
     assert percent.mean(axis=1) == pytest.approx(100, abs=1)
 
 
@@ -132,7 +132,7 @@ def test_a_follower_names_the_balancer_that_leads(busy):
 def test_of_very_many_ranks_columns_show_the_busiest(busy):
     load = np.ones((3, 3 * MAX_COLUMNS + 1))
     load[1, 7] = 100.0
-    heat = heat_of(replace(busy.windows[-1], load_of_rank=load))
+    heat = heat_of(replace(busy.windows[-1], rank_load=load))
     assert heat["ranks_per_column"] == 4
     assert len(heat["percent"][0]) <= MAX_COLUMNS
     assert np.argmax(heat["percent"][1]) == 1

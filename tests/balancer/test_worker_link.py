@@ -45,7 +45,7 @@ async def test_a_bad_report_is_answered_and_counted_and_the_stream_lives_on(chan
         link = links[2]
         report = link.worker.report()
         counters = np.ones((7, 10), dtype=np.uint64)
-        await link.send(replace(report, load=replace(report.load, tokens=counters)))
+        await link.send(replace(report, load=replace(report.load, assignments=counters)))
         rejection = await link.receive_until(Rejection)
         assert not rejection.fatal
         assert link.worker.hello.worker in rejection.reason

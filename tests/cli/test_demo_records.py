@@ -7,12 +7,12 @@ from equipoise_api.v1 import status_pb2
 def test_windows_come_in_the_order_they_closed_and_empty_ones_are_left_out():
     told = [
         status_pb2.WindowStatus(
-            closed_unix_s=8.0, balancedness=0.5, max_over_mean=2.1, tokens=10, generation=2
+            closed_unix_s=8.0, balancedness=0.5, max_over_mean=2.1, assignments=10, generation=2
         ),
         status_pb2.WindowStatus(
-            closed_unix_s=4.0, balancedness=0.9, max_over_mean=1.1, tokens=10, generation=1
+            closed_unix_s=4.0, balancedness=0.9, max_over_mean=1.1, assignments=10, generation=1
         ),
-        status_pb2.WindowStatus(closed_unix_s=1.0, balancedness=1.0, tokens=0),
+        status_pb2.WindowStatus(closed_unix_s=1.0, balancedness=1.0, assignments=0),
     ]
     assert [tuple(w) for w in windows_of(told)] == [
         (4.0, 0.9, 1.1, 1),

@@ -99,9 +99,9 @@ def address(balancer):
 
 def a_window(balancer):
     of_rank = np.array([[40.0, 20, 20, 20], [25, 25, 25, 25], [10, 10, 10, 70]])
-    balancer.loads.window_tokens = np.ones((NUM_LAYERS, NUM_EXPERTS)).tobytes()
+    balancer.loads.window_assignments = np.ones((NUM_LAYERS, NUM_EXPERTS)).tobytes()
     balancer.loads.num_ranks = NUM_RANKS
-    balancer.loads.window_rank_tokens = of_rank.tobytes()
+    balancer.loads.window_rank_assignments = of_rank.tobytes()
     balancer.loads.window_generation = 2
     return of_rank
 
@@ -170,7 +170,7 @@ def test_loads_are_told_by_layer_and_rank(address, balancer, capsys):
     assert loads.run(LoadsSettings(address=address, json=True)) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["pool"], told["generation"]) == ("decode", 2)
-    assert told["tokens_of_rank"] == of_rank.tolist()
+    assert told["rank_load"] == of_rank.tolist()
     assert told["balancedness_of_layer"] == pytest.approx([25 / 40, 1.0, 25 / 70])
     assert loads.run(LoadsSettings(address=address)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -145,7 +145,7 @@ def test_a_preview_of_recorded_loads_needs_no_balancer(write, tmp_path, capsys):
     loads = tmp_path / "loads.json"
     loads.write_text(json.dumps({"logical_count": counts.tolist()}))
     status = preview_recorded(
-        write("defaults: {judging: {minTokens: 10}}"),
+        write("defaults: {judging: {minAssignments: 10}}"),
         pool="",
         source=LoadsSettings(loads=(str(loads),)),
         seats=PoolSettings(ranks=4, slots=12),

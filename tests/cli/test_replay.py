@@ -38,11 +38,11 @@ def replayed(*arguments):
     return {policy["name"]: policy for policy in document["policies"]}
 
 
-def skewed(hot, *, tokens=100_000.0):
-    """A window [2, 8] in which two experts get half of the tokens."""
+def skewed(hot, *, assignments=100_000.0):
+    """A window [2, 8] in which two experts get half of the assignments."""
     shares = np.full((2, 8), 0.5 / 6)
     shares[:, list(hot)] = 0.25
-    return shares * tokens
+    return shares * assignments
 
 
 def run(windows, policy, *, window_s=10.0):
@@ -111,8 +111,8 @@ def test_a_shift_of_traffic_is_noticed_and_answered():
     assert steps[4].next_taken > steps[4].next_kept
 
 
-def test_too_few_tokens_are_refused_with_that_reason():
-    (step, _) = run([skewed((0, 1), tokens=100.0)] * 2, Policy()).steps
+def test_too_few_assignments_are_refused_with_that_reason():
+    (step, _) = run([skewed((0, 1), assignments=100.0)] * 2, Policy()).steps
     assert step.accepted is False
     assert "100 expert assignments per layer, a decision needs 2000" in step.reason
 
@@ -176,7 +176,7 @@ def test_a_person_is_told_what_happened_in_each_window_and_in_all(columns):
 def test_reasons_are_shown_when_asked_for():
     assert "the least gain" not in equipoise(*POOL, columns="200")
     assert "expert assignments per layer" in " ".join(
-        equipoise(*POOL, "--reasons", "--policy", "x=min_tokens=1e9", columns="200").split()
+        equipoise(*POOL, "--reasons", "--policy", "x=min_assignments=1e9", columns="200").split()
     )
 
 

@@ -32,7 +32,7 @@ def a_pool():
         generation=7,
         balancedness=0.934,
         balancedness_min_layer=0.881,
-        window_tokens=43_210,
+        window_assignments=43_210,
         windows_closed=12,
         interval_s=4,
         rollouts_completed=3,
@@ -52,8 +52,8 @@ def a_pool():
             active_requests=8,
             queued_requests=rank,
         )
-    for balancedness, tokens in ((0.95, 9), (1.0, 0), (0.6, 9), (0.94, 9)):
-        status.windows.add(balancedness=balancedness, tokens=tokens, generation=7)
+    for balancedness, assignments in ((0.95, 9), (1.0, 0), (0.6, 9), (0.94, 9)):
+        status.windows.add(balancedness=balancedness, assignments=assignments, generation=7)
     return status
 
 
@@ -79,13 +79,15 @@ def test_a_pool_shows_its_health_balance_and_ranks():
 def test_uneven_shares_are_shown_beside_what_became_of_them():
     status = a_pool()
     shares = pb.ShareStatus(
-        layer=2, slot=17, expert=9, planned=0.4, realised=0.4125, misplaced=0.004, tokens=900
+        layer=2, slot=17, expert=9, planned=0.4, realised=0.4125, misplaced=0.004, assignments=900
     )
     status.shares.CopyFrom(shares)
     assert "uneven shares" not in printed(pool_view(status))
     status.shares.uneven_layers = 3
     text = " ".join(printed(pool_view(status), width=200).split())
-    assert "uneven shares in 3 layers: 0.4% of replicated experts' tokens went elsewhere" in text
+    assert (
+        "uneven shares in 3 layers: 0.4% of replicated experts' assignments went elsewhere" in text
+    )
     assert "layer 2, slot 17 with 0.412 of expert 9 for 0.400" in text
 
 
@@ -172,10 +174,10 @@ def test_one_line_says_what_a_log_needs():
         "pool decode · serving · generation 7 · window 12: balancedness 0.934 on 43,210 assignments"
     )
     status.rollout.generation, status.rollout.state = 8, "staged"
-    status.last_decision.CopyFrom(pb.Decision(sequence=4, reason="too few tokens: 12"))
+    status.last_decision.CopyFrom(pb.Decision(sequence=4, reason="too few assignments: 12"))
     status.health_reason = "rank 1 left"
     assert status_line(status).endswith(
-        "generation 8 staged · rank 1 left · decision 4 no: too few tokens: 12"
+        "generation 8 staged · rank 1 left · decision 4 no: too few assignments: 12"
     )
 
 

@@ -51,7 +51,7 @@ async def average(pool):
         loads = await status.GetLoads(
             status_pb2.GetLoadsRequest(), timeout=BOUND_S, wait_for_ready=True
         )
-    return np.frombuffer(loads.slow_tokens_per_s, "<f8")
+    return np.frombuffer(loads.slow_assignments_per_s, "<f8")
 
 
 async def death(pool):

@@ -20,9 +20,9 @@ def test_no_load_is_lost_on_the_way_to_the_ranks():
 
 
 def test_balancedness_is_mean_over_max_and_averages_layers_with_traffic():
-    load_of_rank = np.array([[1.0, 3.0], [2.0, 2.0], [0.0, 0.0]])
-    np.testing.assert_allclose(balancedness_per_layer(load_of_rank), [2 / 3, 1.0, 1.0])
-    assert balancedness(load_of_rank) == (2 / 3 + 1.0) / 2
+    rank_load = np.array([[1.0, 3.0], [2.0, 2.0], [0.0, 0.0]])
+    np.testing.assert_allclose(balancedness_per_layer(rank_load), [2 / 3, 1.0, 1.0])
+    assert balancedness(rank_load) == (2 / 3 + 1.0) / 2
 
 
 def test_no_traffic_at_all_is_balanced():

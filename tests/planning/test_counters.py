@@ -1,4 +1,4 @@
-"""What ranks report as differences: each token once, whatever becomes of reports on the way."""
+"""Cumulative reports as differences: each assignment counts once, even if reports are lost."""
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ LAYOUT = Layout(
 )
 
 
-def report(tokens, *, rank=1, generation=3, epoch=5, boot_id="boot", phase=Phase.MIXED):
+def report(assignments, *, rank=1, generation=3, epoch=5, boot_id="boot", phase=Phase.MIXED):
     return LoadReport(
         boot_id=boot_id,
         epoch=epoch,
         rank=rank,
         generation=generation,
         phase=phase,
-        tokens=np.array(tokens, dtype=np.uint64),
+        assignments=np.array(assignments, dtype=np.uint64),
     )
 
 
@@ -37,8 +37,8 @@ def refused_kind(counters, late, layout=LAYOUT, num_steps=None):
 
 def test_own_slots_become_logical_experts():
     delta = LoadCounters(epoch=5).accept(report([[7, 2], [1, 4]]), LAYOUT)
-    np.testing.assert_array_equal(delta.tokens_of_expert, [[2, 0, 7], [4, 0, 1]])
-    np.testing.assert_array_equal(delta.tokens_of_slot.sum(axis=1), [9, 5])
+    np.testing.assert_array_equal(delta.expert_load, [[2, 0, 7], [4, 0, 1]])
+    np.testing.assert_array_equal(delta.slot_load.sum(axis=1), [9, 5])
     assert delta.rank == 1
 
 
@@ -46,7 +46,7 @@ def test_a_second_report_adds_the_difference():
     counters = LoadCounters(epoch=5)
     counters.accept(report([[7, 2], [1, 4]]), LAYOUT)
     delta = counters.accept(report([[7, 3], [2, 4]]), LAYOUT)
-    np.testing.assert_array_equal(delta.tokens_of_expert, [[1, 0, 0], [0, 0, 1]])
+    np.testing.assert_array_equal(delta.expert_load, [[1, 0, 0], [0, 0, 1]])
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=20), st.randoms(use_true_random=False))
@@ -61,7 +61,7 @@ def test_lost_repeated_and_late_reports_change_nothing_in_the_sum(steps, random)
         except InvalidReportError as late:
             assert late.kind == "report_shrinking_counter"  # noqa: PT017 - lateness is the point
         else:
-            added += delta.tokens_of_slot.sum(axis=1)[0]
+            added += delta.slot_load.sum(axis=1)[0]
     assert added == totals[-1]
 
 
@@ -75,7 +75,7 @@ def test_counters_of_another_boot_generation_or_phase_are_not_compared():
         (report([[1, 0], [0, 0]], boot_id="reboot", generation=4), later),
     ]
     for other, layout in others:
-        counted = counters.accept(other, layout).tokens_of_slot
+        counted = counters.accept(other, layout).slot_load
         np.testing.assert_array_equal(counted, [[1, 0], [0, 0]])
 
 
@@ -83,8 +83,8 @@ def test_a_generation_that_began_unheard_gives_a_baseline_first():
     counters = LoadCounters(epoch=5, counted_from=4)
     first = counters.accept(report([[1000, 2], [1, 4]]), LAYOUT)
     second = counters.accept(report([[1001, 2], [1, 4]]), LAYOUT)
-    assert first.tokens_of_expert.sum() == 0
-    assert second.tokens_of_expert.sum() == 1
+    assert first.expert_load.sum() == 0
+    assert second.expert_load.sum() == 1
 
 
 def test_a_shrinking_counter_is_refused_and_forgotten():
@@ -92,7 +92,7 @@ def test_a_shrinking_counter_is_refused_and_forgotten():
     counters.accept(report([[7, 2], [1, 4]]), LAYOUT)
     assert refused_kind(counters, report([[9, 1], [1, 4]])) == "report_shrinking_counter"
     delta = counters.accept(report([[8, 2], [1, 4]]), LAYOUT)
-    np.testing.assert_array_equal(delta.tokens_of_slot.sum(axis=1), [1, 0])
+    np.testing.assert_array_equal(delta.slot_load.sum(axis=1), [1, 0])
 
 
 def test_a_report_of_later_steps_is_believed_against_one_that_was_above_it():
@@ -101,9 +101,9 @@ def test_a_report_of_later_steps_is_believed_against_one_that_was_above_it():
     late = report([[6, 2], [1, 3]])
     assert refused_kind(counters, late, num_steps=0) == "report_shrinking_counter"
     true = counters.accept(report([[9, 3], [1, 4]]), LAYOUT, num_steps=1)
-    assert true.tokens_of_slot.sum() == 0
+    assert true.slot_load.sum() == 0
     delta = counters.accept(report([[10, 3], [1, 5]]), LAYOUT, num_steps=1)
-    np.testing.assert_array_equal(delta.tokens_of_slot.sum(axis=1), [1, 1])
+    np.testing.assert_array_equal(delta.slot_load.sum(axis=1), [1, 1])
 
 
 @pytest.mark.parametrize(
@@ -135,5 +135,5 @@ def test_only_a_few_generations_are_remembered_and_a_forgotten_one_does_not_coun
     for generation in range(3, 40):
         layout = LAYOUT.with_placement(LAYOUT.expert_of_slot, generation=generation)
         counters.accept(report([[5, 5], [5, 5]], generation=generation), layout)
-    assert len(counters._ranks[1].tokens) <= 4
+    assert len(counters._ranks[1].assignments) <= 4
     assert refused_kind(counters, report([[5, 5], [5, 5]])) == "report_old_generation"

@@ -16,7 +16,7 @@ def make_window():
     return LoadWindow(num_layers=2, num_experts=3, num_ranks=2, opened_s=10.0)
 
 
-def delta(tokens, *, rank, generation=1, experts=(0, 1, 2, 0)):
+def delta(load, *, rank, generation=1, experts=(0, 1, 2, 0)):
     """Of two ranks that hold experts 0 and 1, and 2 and 0."""
     layout = Layout(
         generation=generation,
@@ -24,7 +24,7 @@ def delta(tokens, *, rank, generation=1, experts=(0, 1, 2, 0)):
         num_ranks=2,
         expert_of_slot=np.tile(np.array(experts, dtype=np.int32), (2, 1)),
     )
-    return LoadDelta(rank=rank, layout=layout, tokens_of_slot=np.array(tokens, dtype=np.float64))
+    return LoadDelta(rank=rank, layout=layout, slot_load=np.array(load, dtype=np.float64))
 
 
 def test_a_window_holds_what_came_since_the_last_close():
@@ -32,12 +32,12 @@ def test_a_window_holds_what_came_since_the_last_close():
     window.add(delta([[7, 2], [1, 4]], rank=0))
     window.add(delta([[1, 1], [0, 0]], rank=1))
     closed = window.close(now=12.5)
-    np.testing.assert_array_equal(closed.tokens_of_expert, [[8, 2, 1], [1, 4, 0]])
-    np.testing.assert_array_equal(closed.tokens_of_rank, [[9, 2], [5, 0]])
+    np.testing.assert_array_equal(closed.expert_load, [[8, 2, 1], [1, 4, 0]])
+    np.testing.assert_array_equal(closed.rank_load, [[9, 2], [5, 0]])
     assert closed.duration_s == 2.5
-    assert closed.tokens_per_layer == 8.0
-    assert window.close(now=13.0).tokens_of_expert.sum() == 0
-    assert closed.tokens_of_expert.sum() == 16
+    assert closed.assignments_per_layer == 8.0
+    assert window.close(now=13.0).expert_load.sum() == 0
+    assert closed.expert_load.sum() == 16
 
 
 def test_a_window_counts_each_generation_by_its_own_layout_however_late_it_comes():
@@ -46,15 +46,15 @@ def test_a_window_counts_each_generation_by_its_own_layout_however_late_it_comes
     window.add(delta([[1, 1], [0, 0]], rank=1, generation=2, experts=(1, 0, 0, 2)))
     window.add(delta([[5, 0], [0, 0]], rank=1))
     closed = window.close(now=12.5)
-    np.testing.assert_array_equal(closed.tokens_of_expert, [[8, 2, 6], [1, 4, 0]])
-    np.testing.assert_array_equal(closed.tokens_of_rank, [[9, 7], [5, 0]])
+    np.testing.assert_array_equal(closed.expert_load, [[8, 2, 6], [1, 4, 0]])
+    np.testing.assert_array_equal(closed.rank_load, [[9, 7], [5, 0]])
     assert closed.layout is None
     window.add(delta([[1, 1], [0, 3]], rank=0, generation=2, experts=(1, 0, 0, 2)))
     window.add(delta([[0, 0], [0, 0]], rank=1))
     closed = window.close(now=13.5)
     assert closed.layout.generation == 2
-    np.testing.assert_array_equal(closed.tokens_of_slot, [[1, 1, 0, 0], [0, 3, 0, 0]])
-    np.testing.assert_array_equal(closed.tokens_of_expert, [[1, 1, 0], [3, 0, 0]])
+    np.testing.assert_array_equal(closed.slot_load, [[1, 1, 0, 0], [0, 3, 0, 0]])
+    np.testing.assert_array_equal(closed.expert_load, [[1, 1, 0], [3, 0, 0]])
     assert window.close(now=14.0).layout is None
 
 
@@ -82,7 +82,7 @@ def test_a_steady_stream_has_its_exact_rate_even_when_young():
 def test_after_one_half_life_without_traffic_the_old_sum_weighs_half():
     busy = average().fold(np.array([[1.0, 0.0]]), now=1.0)
     idle = busy.fold(np.zeros((1, 2)), now=11.0)
-    np.testing.assert_allclose(idle.decayed_tokens, busy.decayed_tokens / 2, rtol=1e-12)
+    np.testing.assert_allclose(idle.decayed_load, busy.decayed_load / 2, rtol=1e-12)
 
 
 @given(st.lists(st.floats(0.01, 20.0), min_size=1, max_size=20))
@@ -92,7 +92,7 @@ def test_how_time_is_cut_into_folds_does_not_matter(steps_s):
         now += step_s
         cut = cut.fold(np.array([[3.0, 1.0]]) * step_s, now=now)
     whole = average().fold(np.array([[3.0, 1.0]]) * now, now=now)
-    np.testing.assert_allclose(cut.decayed_tokens, whole.decayed_tokens, rtol=1e-9)
+    np.testing.assert_allclose(cut.decayed_load, whole.decayed_load, rtol=1e-9)
     np.testing.assert_allclose(cut.per_second(), [[3.0, 1.0]], rtol=1e-9)
 
 
@@ -105,7 +105,7 @@ def test_a_long_past_is_forgotten():
 def test_two_folds_at_one_time_add_up():
     once = average().fold(np.array([[4.0, 4.0]]), now=2.0)
     twice = once.fold(np.array([[1.0, 0.0]]), now=2.0)
-    np.testing.assert_allclose(twice.decayed_tokens - once.decayed_tokens, [[1.0, 0.0]])
+    np.testing.assert_allclose(twice.decayed_load - once.decayed_load, [[1.0, 0.0]])
     assert math.isclose(twice.decayed_duration_s, once.decayed_duration_s)
 
 
@@ -113,7 +113,7 @@ def test_an_average_that_saw_no_time_is_zero():
     np.testing.assert_array_equal(average().per_second(), [[0.0, 0.0]])
 
 
-def test_a_restarted_average_knows_the_given_tokens_only():
+def test_a_restarted_average_knows_the_given_load_only():
     old = average().fold(np.array([[1000.0, 0.0]]), now=100.0)
     fresh = old.restarted(np.array([[0.0, 20.0]]), duration_s=10.0, now=110.0)
     np.testing.assert_allclose(fresh.per_second(), [[0.0, 2.0]], rtol=1e-12)
@@ -121,11 +121,11 @@ def test_a_restarted_average_knows_the_given_tokens_only():
 
 
 def alternating(num_folds):
-    """Expert 0 brings 4 or 0 tokens a second in turn, expert 1 always 2."""
+    """Expert 0 brings 4 or 0 assignments a second in turn, expert 1 always 2."""
     folded = average(half_life_s=1e6)
     for index in range(num_folds):
-        tokens = np.array([[4.0 * (index % 2), 2.0]]) * 0.5
-        folded = folded.fold(tokens, now=0.5 * (index + 1))
+        load = np.array([[4.0 * (index % 2), 2.0]]) * 0.5
+        folded = folded.fold(load, now=0.5 * (index + 1))
     return folded
 
 
@@ -161,21 +161,21 @@ def test_an_average_survives_the_store_and_another_clock():
     restored = LoadAverage(
         half_life_s=kept.half_life_s,
         folded_s=9000.0,
-        decayed_tokens=np.frombuffer(kept.decayed_tokens.tobytes()).reshape(1, 2),
+        decayed_load=np.frombuffer(kept.decayed_load.tobytes()).reshape(1, 2),
         decayed_duration_s=kept.decayed_duration_s,
     )
     after = restored.fold(np.array([[3.0, 1.0]]), now=9001.0)
     np.testing.assert_allclose(after.per_second(), [[3.0, 1.0]], rtol=1e-12)
 
 
-@pytest.mark.parametrize("tokens", [50, 500, 50_000])
-def test_sampling_noise_alone_is_never_a_shift(tokens):
+@pytest.mark.parametrize("assignments", [50, 500, 50_000])
+def test_sampling_noise_alone_is_never_a_shift(assignments):
     rng = np.random.default_rng(7)
     true_shares = rng.dirichlet(np.full(32, 0.5), size=4)
     slow = true_shares * 1e9
     for _ in range(200):
-        sampled = np.array([rng.multinomial(tokens, row) for row in true_shares], dtype=float)
-        shift = detect_shift(sampled, slow, tokens=tokens, threshold=0.05)
+        sampled = np.array([rng.multinomial(assignments, row) for row in true_shares], dtype=float)
+        shift = detect_shift(sampled, slow, assignments=assignments, threshold=0.05)
         assert not shift.detected, shift.reason
 
 
@@ -186,7 +186,7 @@ def test_the_noise_bound_is_above_the_mean_distance_of_samples():
         detect_shift(
             rng.multinomial(400, shares[0])[None, :].astype(float),
             shares * 1e9,
-            tokens=400,
+            assignments=400,
             threshold=0.1,
         )
         for _ in range(300)
@@ -199,24 +199,24 @@ def test_the_noise_bound_is_above_the_mean_distance_of_samples():
 def test_traffic_that_goes_elsewhere_is_a_shift_and_the_reason_has_the_numbers():
     slow = np.array([[100.0, 100.0, 0.0, 0.0]])
     fast = np.array([[0.0, 0.0, 10.0, 10.0]])
-    shift = detect_shift(fast, slow, tokens=10_000, threshold=0.15)
+    shift = detect_shift(fast, slow, assignments=10_000, threshold=0.15)
     assert shift.detected
     assert shift.distance == 1.0
-    assert "100.0% of the tokens" in shift.reason
+    assert "100.0% of the load" in shift.reason
 
 
-def test_few_tokens_are_no_witness_of_a_shift():
+def test_few_assignments_are_no_witness_of_a_shift():
     slow = np.ones((1, 256))
     fast = np.zeros((1, 256))
     fast[0, :4] = 1.0
-    assert not detect_shift(fast, slow, tokens=4, threshold=0.15).detected
+    assert not detect_shift(fast, slow, assignments=4, threshold=0.15).detected
 
 
 @pytest.mark.parametrize(
-    ("fast", "slow", "tokens"),
+    ("fast", "slow", "assignments"),
     [(np.zeros((1, 2)), np.ones((1, 2)), 10), (np.ones((1, 2)), np.ones((1, 2)), 0)],
 )
-def test_without_traffic_there_is_no_shift(fast, slow, tokens):
-    shift = detect_shift(fast, slow, tokens=tokens, threshold=0.0)
+def test_without_traffic_there_is_no_shift(fast, slow, assignments):
+    shift = detect_shift(fast, slow, assignments=assignments, threshold=0.0)
     assert not shift.detected
     assert "no traffic" in shift.reason

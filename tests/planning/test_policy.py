@@ -19,7 +19,7 @@ def test_the_defaults_are_valid_and_move_few_experts():
         ("slow_half_life_s", float("inf")),
         ("fast_half_life_s", 0.0),
         ("shift_threshold", 1.5),
-        ("min_tokens", -1.0),
+        ("min_assignments", -1.0),
         ("min_gain", 2.0),
         ("cooldown_s", -0.1),
         ("max_wave_bytes", 0),

@@ -8,7 +8,7 @@ from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.promise import Promise, Witness, judge_realised, too_soon_again
 
-POLICY = Policy(rollback_tolerance=0.05, rollback_windows=2, min_tokens=100.0)
+POLICY = Policy(rollback_tolerance=0.05, rollback_windows=2, min_assignments=100.0)
 # Ranks hold experts 0 and 1, and 2 and 3.
 OLD = contiguous_layout(num_layers=1, num_experts=4, num_ranks=2, slots_per_rank=2)
 BAD_FOR_OLD = np.array([[400.0, 400.0, 100.0, 100.0]])
@@ -63,7 +63,7 @@ def test_the_old_layout_is_not_believed_to_do_better_than_it_did():
     assert not judged(*windows, optimism=0.2).goes_back
 
 
-def test_windows_with_too_few_tokens_say_nothing():
+def test_windows_with_too_few_assignments_say_nothing():
     assert judged((BAD_FOR_OLD, 0.5)) is None
     assert judged((BAD_FOR_OLD, 0.5), (BAD_FOR_OLD / 100, 0.5)) is None
     assert judged((BAD_FOR_OLD, 0.5), (BAD_FOR_OLD / 100, 1.0), (BAD_FOR_OLD, 0.5)).goes_back

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from equipoise.planning.layout import Layout
-from equipoise.planning.realised import LEAST_TOKENS, realised_shares
+from equipoise.planning.realised import MIN_ASSIGNMENTS, realised_shares
 from equipoise.planning.shares import WHOLE
 
 QUARTER = WHOLE // 4
@@ -20,7 +20,7 @@ def layout_of(generation=1, shares=(QUARTER, WHOLE, WHOLE, 3 * QUARTER)):
 
 def test_what_slots_served_is_held_against_what_they_should():
     told = realised_shares(np.array([[300.0, 50.0, 9.0, 700.0]]), layout_of(generation=4))
-    assert (told.generation, told.layer, told.expert, told.tokens) == (4, 0, 0, 1000.0)
+    assert (told.generation, told.layer, told.expert, told.assignments) == (4, 0, 0, 1000.0)
     assert told.slot in {0, 3}
     assert abs(told.realised - told.planned) == pytest.approx(0.05)
     assert told.misplaced == pytest.approx(0.05)
@@ -33,6 +33,6 @@ def test_even_splits_are_measured_too():
     assert told.misplaced == pytest.approx(0.05)
 
 
-def test_too_few_tokens_say_nothing():
-    few = np.array([[LEAST_TOKENS - 1, 1e6, 1e6, 0.0]])
+def test_too_few_assignments_say_nothing():
+    few = np.array([[MIN_ASSIGNMENTS - 1, 1e6, 1e6, 0.0]])
     assert realised_shares(few, layout_of()) is None

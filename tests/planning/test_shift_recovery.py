@@ -5,7 +5,7 @@ import numpy as np
 from equipoise.planning.balance import balancedness, rank_loads
 from equipoise.planning.comparison import compare
 from equipoise.planning.layout import contiguous_layout
-from equipoise.planning.load import LoadAverage, detect_shift, tokens_per_layer
+from equipoise.planning.load import LoadAverage, assignments_per_layer, detect_shift
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape, Topology
@@ -36,7 +36,7 @@ def windows_until_recovered(policy):
         shift = detect_shift(
             fast.per_second(),
             slow.per_second(),
-            tokens=tokens_per_layer(window),
+            assignments=assignments_per_layer(window),
             threshold=policy.shift_threshold,
         )
         if shift.detected:

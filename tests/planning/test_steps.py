@@ -25,7 +25,7 @@ class Ranks:
             rank=rank,
             generation=generation,
             phase=Phase.MIXED,
-            tokens=np.zeros((1, 1), dtype=np.uint64),
+            assignments=np.zeros((1, 1), dtype=np.uint64),
         )
         busy_us = steps * 10_000 if busy_us is None else busy_us
         self.counters.since_told(rank, steps, busy_us=busy_us, now=self.now)
@@ -48,7 +48,7 @@ class Ranks:
 HONEST = ([1.0, 1.0], [10_000.0, 10_000.0])
 
 
-def test_tokens_of_ranks_that_told_of_more_steps_count_less():
+def test_loads_of_ranks_that_told_of_more_steps_count_less():
     ranks = Ranks()
     ranks.run(seconds=1)
     ranks.run(seconds=2, ranks=(1,))
@@ -108,7 +108,7 @@ def test_a_false_count_is_taken_back_in_the_next_generation_too():
 @pytest.mark.parametrize(
     ("generation", "has_grown"),
     [(2, False), (1, True), (1, False)],
-    ids=["no new tokens", "of the generation before", "both"],
+    ids=["no new assignments", "of the generation before", "both"],
 )
 def test_a_report_that_comes_late_takes_nothing_back(generation, has_grown):
     ranks = Ranks()

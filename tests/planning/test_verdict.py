@@ -23,7 +23,7 @@ MODEL = ModelShape(num_layers=1, num_experts=4, num_groups=1, expert_bytes=2**20
 HOT_PAIR = np.array([[900.0, 900.0, 100.0, 100.0]])
 NO_SHIFT = Shift(detected=False, distance=0.01, noise=0.02, reason="no shift: steady")
 POLICY = Policy(
-    min_tokens=1000,
+    min_assignments=1000,
     min_gain=0.05,
     cooldown_s=30.0,
     bandwidth_bytes_per_s=2**20,
@@ -73,7 +73,7 @@ def test_even_shares_that_follow_from_replicas_are_not_spoken_of():
     assert (verdict.moves, verdict.reshared) == (1, 0)
 
 
-def test_too_few_tokens_decide_nothing():
+def test_too_few_assignments_decide_nothing():
     verdict = verdict_on(window=HOT_PAIR / 10)
     assert not verdict.accepted
     assert verdict.reason == (

@@ -15,7 +15,7 @@ from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, worker_link_pb2_grpc
 
 WAIT_S = 30.0
-POLICY = Policy(interval_s=0.3, min_tokens=100.0, report_interval_s=0.1)
+POLICY = Policy(interval_s=0.3, min_assignments=100.0, report_interval_s=0.1)
 
 
 @asynccontextmanager

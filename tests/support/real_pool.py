@@ -105,7 +105,7 @@ class Pool:
                 f"--listen={self.address}",
                 f"--store={state}",
                 "--interval-s=2",
-                "--min-tokens=100",
+                "--min-assignments=100",
             ],
             program=program,
         )

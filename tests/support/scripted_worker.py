@@ -57,7 +57,7 @@ class ScriptedWorker:
         self.join_epoch: JoinEpoch | None = None
         self.layout = None
         self.staged: Stage | None = None
-        self.tokens = None
+        self.assignments = None
         self.steps = 0
         self.busy_us = 0
         self.busy_us_a_step = 100
@@ -86,7 +86,7 @@ class ScriptedWorker:
     def run(self, layout) -> None:
         self.layout = layout
         self.staged = None
-        self.tokens = np.zeros((layout.num_layers, layout.slots_per_rank), dtype=np.uint64)
+        self.assignments = np.zeros((layout.num_layers, layout.slots_per_rank), dtype=np.uint64)
 
     def own(self, table):
         first = self.rank * self.layout.slots_per_rank
@@ -108,13 +108,13 @@ class ScriptedWorker:
             steps="captured; rows by deep_ep",
         )
 
-    def serve_traffic(self, tokens_of_expert) -> None:
-        """Receive this rank's part of [layers, experts] tokens; replicas serve their shares."""
+    def serve_traffic(self, expert_load) -> None:
+        """Receive this rank's share of [layers, experts] assignments, as replicas serve them."""
         table = self.layout.expert_of_slot
-        share = tokens_of_expert / self.layout.replica_counts()
+        share = expert_load / self.layout.replica_counts()
         per_slot = np.take_along_axis(share, table, axis=1)
         if self.layout.share_of_slot is not None:
-            per_slot = np.take_along_axis(tokens_of_expert, table, axis=1)
+            per_slot = np.take_along_axis(expert_load, table, axis=1)
             per_slot = per_slot * self.layout.share_of_slot / WHOLE
         if self.is_lopsided:
             # The first replica gets all, whatever the layout was made for.
@@ -124,8 +124,8 @@ class ScriptedWorker:
                     for row in table
                 ]
             )
-            per_slot = np.take_along_axis(tokens_of_expert, table, axis=1) * first
-        self.tokens = self.tokens + self.own(per_slot).round().astype(np.uint64)
+            per_slot = np.take_along_axis(expert_load, table, axis=1) * first
+        self.assignments = self.assignments + self.own(per_slot).round().astype(np.uint64)
         self.steps += 10
         self.busy_us += 10 * self.busy_us_a_step
 
@@ -137,7 +137,7 @@ class ScriptedWorker:
                 rank=self.rank,
                 generation=self.layout.generation,
                 phase=Phase.MIXED,
-                tokens=self.tokens.copy(),
+                assignments=self.assignments.copy(),
             ),
             stats=RankStats(
                 steps=self.steps,

@@ -42,7 +42,7 @@ class FleetSettings:
     num_layers: int = 58
     num_experts: int = 256
     slots_per_rank: int = 9
-    tokens_per_s: float = 3_000.0
+    assignments_per_s: float = 3_000.0
     """Expert assignments of a layer and a rank."""
 
 
@@ -50,12 +50,12 @@ class FleetSettings:
 class Running:
     """What a pool runs in one generation: tables over all its slots, made once for all ranks.
 
-    `experts` is int32 [layers, slots], `tokens_per_s` float64 of the same shape; `checksums` is
-    uint8 [layers, slots, 16].
+    `experts` is int32 [layers, slots], `assignments_per_s` float64 of the same shape; `checksums`
+    is uint8 [layers, slots, 16].
     """
 
     experts: np.ndarray
-    tokens_per_s: np.ndarray
+    assignments_per_s: np.ndarray
     checksums: np.ndarray
 
 
@@ -69,8 +69,8 @@ class SimulatedPool:
         shape = (settings.num_layers, settings.num_experts)
         self._checksums = random.integers(0, 256, (*shape, 16), dtype=np.uint8)
         load = random.gamma(0.7, size=shape)
-        scale = settings.tokens_per_s * settings.num_ranks
-        self._tokens_per_s = load / load.sum(axis=1, keepdims=True) * scale
+        scale = settings.assignments_per_s * settings.num_ranks
+        self._assignments_per_s = load / load.sum(axis=1, keepdims=True) * scale
         self.running: dict[int, Running] = {}
         """By generation, the latest two; all ranks of the pool share them."""
         self._staged: dict[int, list[Callable[[], None]]] = {}
@@ -105,10 +105,10 @@ class SimulatedPool:
         if generation in self.running:
             return
         keys = experts + np.arange(len(experts))[:, None] * self.settings.num_experts
-        replicas = np.bincount(keys.ravel(), minlength=self._tokens_per_s.size)
+        replicas = np.bincount(keys.ravel(), minlength=self._assignments_per_s.size)
         running = Running(
             experts=experts,
-            tokens_per_s=self._tokens_per_s.ravel()[keys] / replicas[keys],
+            assignments_per_s=self._assignments_per_s.ravel()[keys] / replicas[keys],
             checksums=self._checksums.reshape(-1, 16)[keys],
         )
         self.running = {**dict(list(self.running.items())[-1:]), generation: running}
@@ -267,14 +267,14 @@ class SimulatedRank:
     def _counters(self) -> pb.LoadReport:
         now_s = time.monotonic()
         steps = int((now_s - self._first_step_s) * 1e6 / STEP_US)
-        rates = self._own(self._pool.running[self._generation].tokens_per_s)
-        tokens = (rates * (now_s - self._began_s)).astype("<u8")
+        rates = self._own(self._pool.running[self._generation].assignments_per_s)
+        assignments = (rates * (now_s - self._began_s)).astype("<u8")
         return pb.LoadReport(
             epoch=self._epoch,
             rank=self._rank,
             generation=self._generation,
             phase=pb.PHASE_DECODE,
-            tokens=tokens.tobytes(),
+            assignments=assignments.tobytes(),
             steps=steps,
             tokens_processed=steps,
             median_step_us=STEP_US,

@@ -33,7 +33,7 @@ def same(a, b):
 A_DECISION = DecisionRecord(
     time_unix_s=1.5e9,
     accepted=True,
-    reason="balance grows from 0.61 to 0.93 on 12,000 tokens",
+    reason="balance grows from 0.61 to 0.93 on 12,000 assignments",
     base_generation=3,
     balancedness_current=0.61,
     balancedness_proposed=0.93,
@@ -44,7 +44,7 @@ A_DECISION = DecisionRecord(
     shift_detected=False,
 )
 
-ONES = AverageRecord(half_life_s=5.0, time_unix_s=9.0, weight_s=1.0, tokens=np.ones((2, 6)))
+ONES = AverageRecord(half_life_s=5.0, time_unix_s=9.0, weight_s=1.0, decayed_load=np.ones((2, 6)))
 
 AN_ORDER = AuditRecord(
     time_unix_s=1.5e9, who="ann", what="pause (for the night)", accepted=True, outcome="paused"

@@ -71,7 +71,7 @@ REPORT = Report(
         rank=1,
         generation=4,
         phase=Phase.MIXED,
-        tokens=np.arange(15, dtype=np.uint64).reshape(3, 5),
+        assignments=np.arange(15, dtype=np.uint64).reshape(3, 5),
     ),
     stats=STATS,
 )

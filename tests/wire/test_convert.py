@@ -58,8 +58,8 @@ def test_any_layout_and_any_counters_arrive_as_they_were_sent(
 
     cells = num_layers * slots_per_rank
     counters = data.draw(st.lists(st.integers(0, MAX_COUNT), min_size=cells, max_size=cells))
-    tokens = np.array(counters, dtype=np.uint64).reshape(num_layers, slots_per_rank)
-    report = replace(good.report, load=replace(good.report.load, rank=0, tokens=tokens))
+    assignments = np.array(counters, dtype=np.uint64).reshape(num_layers, slots_per_rank)
+    report = replace(good.report, load=replace(good.report.load, rank=0, assignments=assignments))
     assert_same(from_worker(to_balancer(report), hello=hello), report)
 
 
@@ -67,7 +67,7 @@ def test_arrays_from_the_wire_cannot_be_written_to(good):
     serving = good.received_by_balancer(to_balancer(good.serving))
     report = good.received_by_balancer(to_balancer(good.report))
     assert not serving.checksums.flags.writeable
-    assert not report.load.tokens.flags.writeable
+    assert not report.load.assignments.flags.writeable
 
 
 def test_a_trace_that_makes_no_sense_is_none_and_refuses_no_stage(good):

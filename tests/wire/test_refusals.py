@@ -115,12 +115,12 @@ HELLO_FAULTS = [
     ),
 ]
 REPORT_FAULTS = [
-    (dict(tokens=b"\0" * 119), "report_shape", r"<u8 of shape \[3, 5\] = 120 bytes, not 119"),
-    (dict(tokens=b""), "report_shape", "not 0 bytes"),
-    (dict(tokens=floats(3, 5)), "report_range", "above 2\\^53: counters are whole numbers"),
-    (dict(tokens=floats(3, 5, value=1.0)), "report_range", "layer 0, own slot 0"),
-    (dict(tokens=floats(3, 5, value=-np.inf)), "report_range", "above 2\\^53"),
-    (dict(tokens=np.full(15, -1, "<i8").tobytes()), "report_range", "18446744073709551615"),
+    (dict(assignments=b"\0" * 119), "report_shape", r"<u8 of shape \[3, 5\] = 120 bytes, not 119"),
+    (dict(assignments=b""), "report_shape", "not 0 bytes"),
+    (dict(assignments=floats(3, 5)), "report_range", "above 2\\^53: counters are whole numbers"),
+    (dict(assignments=floats(3, 5, value=1.0)), "report_range", "layer 0, own slot 0"),
+    (dict(assignments=floats(3, 5, value=-np.inf)), "report_range", "above 2\\^53"),
+    (dict(assignments=np.full(15, -1, "<i8").tobytes()), "report_range", "18446744073709551615"),
     (dict(rank=2**16), "report_rank", "ranks 0 to 65535, not 65536"),
     (dict(epoch=0), "report_range", "epoch must be from 1"),
     (dict(generation=0), "report_range", "generation must be from 1"),

@@ -70,7 +70,7 @@ def test_slots_serve_the_shares_of_the_layout_within_chance():
     for shares, uneven_layers in ((None, 0), (uneven_shares(), 2)):
         layout = layout_with(shares)
         told = realised_shares(served(layout), layout)
-        chance = np.sqrt(told.planned * (1 - told.planned) / told.tokens)
+        chance = np.sqrt(told.planned * (1 - told.planned) / told.assignments)
         assert abs(told.realised - told.planned) < 4 * chance
         assert told.misplaced < 0.03
         assert told.uneven_layers == uneven_layers

@@ -53,8 +53,8 @@ def test_a_report_says_whose_counters_of_which_generation_they_are():
     load = report.load
     assert (load.boot_id, load.epoch, load.rank, load.generation) == ("b", 4, 2, 7)
     assert load.phase is Phase.MIXED
-    assert load.tokens.dtype == np.uint64
-    np.testing.assert_array_equal(load.tokens, np.full((2, 3), 7))
+    assert load.assignments.dtype == np.uint64
+    np.testing.assert_array_equal(load.assignments, np.full((2, 3), 7))
 
 
 def test_final_counters_are_told_a_few_times_before_those_that_grow_and_then_no_more():

@@ -130,7 +130,7 @@ def _record(
         "settings": asdict(settings),
         "config": TINY.to_dict(),
         "heldout_loss": {name: round(loss, 4) for name, loss in heldout.loss_of.items()},
-        "heldout_tokens": trace.window_tokens * len(trace.tokens_of["code"]),
+        "heldout_tokens": trace.window_tokens * len(trace.assignments_of["code"]),
         "experts": {
             "figure": "most loaded expert / mean, per MoE layer, on held-out text",
             **{name: _per_layer(trace.max_over_mean(name)) for name in DOMAINS},

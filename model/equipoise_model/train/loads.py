@@ -18,21 +18,21 @@ from equipoise_model.train.bias import expert_load
 from equipoise_model.train.data import DOMAINS, Domain, text
 from equipoise_model.train.losses import next_token_loss
 
-Tokens = npt.NDArray[np.int64]
+Assignments = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadTrace:
     """Recorded loads on held-out text.
 
-    `tokens_of` maps a domain to int64 [windows, layers, experts]: how many tokens of each window
-    chose each logical expert. Windows are disjoint and hold `window_tokens` tokens each, so a row
+    `assignments_of` maps a domain to int64 [windows, layers, experts]: each window's assignments
+    to each logical expert. Windows are disjoint and hold `window_tokens` tokens each, so a row
     sums to window_tokens * top_k.
     """
 
     window_tokens: int
     top_k: int
-    tokens_of: dict[Domain, Tokens]
+    assignments_of: dict[Domain, Assignments]
 
     def max_over_mean(self, domain: Domain | None = None) -> npt.NDArray[np.float64]:
         """Most loaded expert against the mean per layer, [layers]; all domains mixed if None."""
@@ -49,14 +49,14 @@ class LoadTrace:
 
     def load(self, domain: Domain) -> npt.NDArray[np.float64]:
         """Share of a domain's choices that each expert gets, [layers, experts]; rows sum to 1."""
-        load_LE = self.tokens_of[domain].sum(axis=0).astype(np.float64)
+        load_LE = self.assignments_of[domain].sum(axis=0).astype(np.float64)
         return np.asarray(load_LE / load_LE.sum(axis=1, keepdims=True))
 
     def write(self, path: Path) -> None:
         """Write as JSON, a line per layer."""
         domains = ",\n".join(
-            f"{json.dumps(name)}: [{','.join(_window_json(window) for window in tokens)}\n]"
-            for name, tokens in self.tokens_of.items()
+            f"{json.dumps(name)}: [{','.join(_window_json(window) for window in windows)}\n]"
+            for name, windows in self.assignments_of.items()
         )
         path.write_text(
             f'{{"window_tokens": {self.window_tokens}, "top_k": {self.top_k}, '
@@ -71,8 +71,9 @@ class LoadTrace:
         return cls(
             window_tokens=values["window_tokens"],
             top_k=values["top_k"],
-            tokens_of={
-                name: np.array(tokens, dtype=np.int64) for name, tokens in values["domains"].items()
+            assignments_of={
+                name: np.array(windows, dtype=np.int64)
+                for name, windows in values["domains"].items()
             },
         )
 
@@ -100,7 +101,7 @@ def measure(
         CorpusError: this Python installation carries too little text.
     """
     loss_of: dict[Domain, float] = {}
-    tokens_of: dict[Domain, Tokens] = {}
+    assignments_of: dict[Domain, Assignments] = {}
     for domain in DOMAINS:
         losses, windows = [], []
         sequences = _disjoint_sequences(
@@ -116,11 +117,11 @@ def measure(
                 ]
             )
         loss_of[domain] = float(np.mean(losses))
-        tokens_of[domain] = np.array(windows, dtype=np.int64)
+        assignments_of[domain] = np.array(windows, dtype=np.int64)
     trace = LoadTrace(
         window_tokens=window_sequences * sequence_tokens,
         top_k=model.config.num_experts_per_tok,
-        tokens_of=tokens_of,
+        assignments_of=assignments_of,
     )
     return Heldout(loss_of=loss_of, trace=trace)
 
@@ -135,6 +136,6 @@ def _disjoint_sequences(domain: Domain, *, num: int, num_tokens: int, seed: int)
     )
 
 
-def _window_json(window_LE: Tokens) -> str:
+def _window_json(window_LE: Assignments) -> str:
     rows = ",\n".join(json.dumps(row.tolist(), separators=(",", ":")) for row in window_LE)
     return f"\n[{rows}]"

@@ -467,7 +467,7 @@ class PoolStatus(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     BALANCEDNESS_FIELD_NUMBER: _builtins.int
     BALANCEDNESS_MIN_LAYER_FIELD_NUMBER: _builtins.int
-    WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
+    WINDOW_ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     WINDOWS_CLOSED_FIELD_NUMBER: _builtins.int
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
@@ -499,8 +499,8 @@ class PoolStatus(_message.Message):
     """Mean over layers of mean/max rank load in the latest closed window, 0 to 1."""
     balancedness_min_layer: _builtins.float
     """Worst layer of the same."""
-    window_tokens: _builtins.int
-    """Tokens (expert assignments) the latest window rests on."""
+    window_assignments: _builtins.int
+    """Assignments (token-expert pairs) in the latest window, all layers."""
     windows_closed: _builtins.int
     """Windows closed since start; a window is one planning interval."""
     interval_s: _builtins.float
@@ -581,7 +581,7 @@ class PoolStatus(_message.Message):
         ranks: _abc.Iterable[Global___RankStatus] | None = ...,
         balancedness: _builtins.float = ...,
         balancedness_min_layer: _builtins.float = ...,
-        window_tokens: _builtins.int = ...,
+        window_assignments: _builtins.int = ...,
         windows_closed: _builtins.int = ...,
         interval_s: _builtins.float = ...,
         rollout: Global___RolloutStatus | None = ...,
@@ -602,7 +602,7 @@ class PoolStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "promises", b"promises", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "window_tokens", b"window_tokens", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "promises", b"promises", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
     _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015
@@ -691,7 +691,7 @@ class ShareStatus(_message.Message):
     EXPERT_FIELD_NUMBER: _builtins.int
     PLANNED_FIELD_NUMBER: _builtins.int
     REALISED_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
+    ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     MISPLACED_FIELD_NUMBER: _builtins.int
     UNEVEN_LAYERS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
@@ -703,13 +703,13 @@ class ShareStatus(_message.Message):
     expert: _builtins.int
     """Logical expert in it."""
     planned: _builtins.float
-    """Part of the expert's tokens that the slot was to serve, 0 to 1."""
+    """Planned share of the expert's assignments for the slot, 0 to 1."""
     realised: _builtins.float
-    """Part that it served, 0 to 1."""
-    tokens: _builtins.float
-    """Tokens of the expert in the window, which say how much chance there is in that."""
+    """Share that it served, 0 to 1."""
+    assignments: _builtins.float
+    """Assignments to the expert in the window: the sample size of the realised share."""
     misplaced: _builtins.float
-    """Part of the tokens of all experts with several replicas that other slots served than planned."""
+    """Fraction of the assignments to replicated experts that a slot other than planned served."""
     uneven_layers: _builtins.int
     """Layers whose experts are not all split evenly over their slots."""
     def __init__(
@@ -721,13 +721,13 @@ class ShareStatus(_message.Message):
         expert: _builtins.int = ...,
         planned: _builtins.float = ...,
         realised: _builtins.float = ...,
-        tokens: _builtins.float = ...,
+        assignments: _builtins.float = ...,
         misplaced: _builtins.float = ...,
         uneven_layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert", b"expert", "generation", b"generation", "layer", b"layer", "misplaced", b"misplaced", "planned", b"planned", "realised", b"realised", "slot", b"slot", "tokens", b"tokens", "uneven_layers", b"uneven_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "expert", b"expert", "generation", b"generation", "layer", b"layer", "misplaced", b"misplaced", "planned", b"planned", "realised", b"realised", "slot", b"slot", "uneven_layers", b"uneven_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -818,7 +818,7 @@ class WindowStatus(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     CLOSED_UNIX_S_FIELD_NUMBER: _builtins.int
     BALANCEDNESS_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
+    ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     SHIFT_DETECTED_FIELD_NUMBER: _builtins.int
     MAX_OVER_MEAN_FIELD_NUMBER: _builtins.int
@@ -828,8 +828,8 @@ class WindowStatus(_message.Message):
     """Unix time at which it closed, seconds."""
     balancedness: _builtins.float
     """Mean over layers of mean/max rank load, 0 to 1; the loads fell on the layouts that ran."""
-    tokens: _builtins.int
-    """Tokens (expert assignments) in it."""
+    assignments: _builtins.int
+    """Assignments (token-expert pairs) in it, all layers."""
     generation: _builtins.int
     """Generation in use when it closed."""
     shift_detected: _builtins.bool
@@ -842,14 +842,14 @@ class WindowStatus(_message.Message):
         window: _builtins.int = ...,
         closed_unix_s: _builtins.float = ...,
         balancedness: _builtins.float = ...,
-        tokens: _builtins.int = ...,
+        assignments: _builtins.int = ...,
         generation: _builtins.int = ...,
         shift_detected: _builtins.bool = ...,
         max_over_mean: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness", b"balancedness", "closed_unix_s", b"closed_unix_s", "generation", b"generation", "max_over_mean", b"max_over_mean", "shift_detected", b"shift_detected", "tokens", b"tokens", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "balancedness", b"balancedness", "closed_unix_s", b"closed_unix_s", "generation", b"generation", "max_over_mean", b"max_over_mean", "shift_detected", b"shift_detected", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1198,33 +1198,35 @@ class GetLoadsResponse(_message.Message):
 
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     NUM_EXPERTS_FIELD_NUMBER: _builtins.int
-    SLOW_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
-    FAST_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
-    WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
+    SLOW_ASSIGNMENTS_PER_S_FIELD_NUMBER: _builtins.int
+    FAST_ASSIGNMENTS_PER_S_FIELD_NUMBER: _builtins.int
+    WINDOW_ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     SLOW_HALF_LIFE_S_FIELD_NUMBER: _builtins.int
     FAST_HALF_LIFE_S_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
-    WINDOW_RANK_TOKENS_FIELD_NUMBER: _builtins.int
+    WINDOW_RANK_ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     WINDOW_GENERATION_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     """MoE layers (rows)."""
     num_experts: _builtins.int
     """Logical experts (columns)."""
-    slow_tokens_per_s: _builtins.bytes
-    """float64 little-endian [num_layers, num_experts]: slow moving average, tokens per second."""
-    fast_tokens_per_s: _builtins.bytes
+    slow_assignments_per_s: _builtins.bytes
+    """float64 little-endian [num_layers, num_experts]: slow moving average,
+    assignments per second.
+    """
+    fast_assignments_per_s: _builtins.bytes
     """The same, fast moving average."""
-    window_tokens: _builtins.bytes
-    """The same shape, tokens of the latest closed window."""
+    window_assignments: _builtins.bytes
+    """The same shape, assignments of the latest closed window."""
     slow_half_life_s: _builtins.float
     """Half-life of the slow average, seconds."""
     fast_half_life_s: _builtins.float
     """Half-life of the fast average, seconds."""
     num_ranks: _builtins.int
-    """Ranks (columns of window_rank_tokens); 0 before a window closed."""
-    window_rank_tokens: _builtins.bytes
-    """float64 little-endian [num_layers, num_ranks]: tokens that each rank received in the latest
-    closed window, brought to the same number of steps for all.
+    """Ranks (columns of window_rank_assignments); 0 before a window closed."""
+    window_rank_assignments: _builtins.bytes
+    """float64 little-endian [num_layers, num_ranks]: assignments that each rank received in the
+    latest closed window, brought to the same number of steps for all.
     """
     window_generation: _builtins.int
     """Generation in use when that window closed."""
@@ -1233,18 +1235,18 @@ class GetLoadsResponse(_message.Message):
         *,
         num_layers: _builtins.int = ...,
         num_experts: _builtins.int = ...,
-        slow_tokens_per_s: _builtins.bytes = ...,
-        fast_tokens_per_s: _builtins.bytes = ...,
-        window_tokens: _builtins.bytes = ...,
+        slow_assignments_per_s: _builtins.bytes = ...,
+        fast_assignments_per_s: _builtins.bytes = ...,
+        window_assignments: _builtins.bytes = ...,
         slow_half_life_s: _builtins.float = ...,
         fast_half_life_s: _builtins.float = ...,
         num_ranks: _builtins.int = ...,
-        window_rank_tokens: _builtins.bytes = ...,
+        window_rank_assignments: _builtins.bytes = ...,
         window_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fast_half_life_s", b"fast_half_life_s", "fast_tokens_per_s", b"fast_tokens_per_s", "num_experts", b"num_experts", "num_layers", b"num_layers", "num_ranks", b"num_ranks", "slow_half_life_s", b"slow_half_life_s", "slow_tokens_per_s", b"slow_tokens_per_s", "window_generation", b"window_generation", "window_rank_tokens", b"window_rank_tokens", "window_tokens", b"window_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fast_assignments_per_s", b"fast_assignments_per_s", "fast_half_life_s", b"fast_half_life_s", "num_experts", b"num_experts", "num_layers", b"num_layers", "num_ranks", b"num_ranks", "slow_assignments_per_s", b"slow_assignments_per_s", "slow_half_life_s", b"slow_half_life_s", "window_assignments", b"window_assignments", "window_generation", b"window_generation", "window_rank_assignments", b"window_rank_assignments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

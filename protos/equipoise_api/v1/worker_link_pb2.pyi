@@ -80,7 +80,7 @@ class ConnectRequest(_message.Message):
 
     @_builtins.property
     def load_report(self) -> Global___LoadReport:
-        """Cumulative token counters, sent every report interval."""
+        """Cumulative assignment counters, sent every report interval."""
 
     @_builtins.property
     def staged(self) -> Global___Staged:
@@ -406,8 +406,8 @@ class Layout(_message.Message):
     expert_of_slot: _builtins.bytes
     """int32 little-endian [num_layers, num_slots], row-major: logical expert of each slot."""
     share_of_slot: _builtins.bytes
-    """uint16 little-endian, same shape: part of its expert's tokens that each slot serves, in
-    1/32768ths; an expert's parts sum to 32768, so that all ranks divide alike to the last token.
+    """uint16 little-endian, same shape: share of its expert's assignments that each slot serves, in
+    1/32768ths; an expert's parts sum to 32768, so that all ranks divide alike to the last one.
     Absent when every expert is split evenly over its slots.
     """
     def __init__(
@@ -586,7 +586,7 @@ class LoadReport(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
+    ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     TOKENS_PROCESSED_FIELD_NUMBER: _builtins.int
     MEDIAN_STEP_US_FIELD_NUMBER: _builtins.int
@@ -604,16 +604,17 @@ class LoadReport(_message.Message):
     DRAFTS_ACCEPTED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch the tokens were counted in."""
+    """Epoch the assignments were counted in."""
     rank: _builtins.int
-    """Rank that received the tokens."""
+    """Rank that received the assignments."""
     generation: _builtins.int
-    """Generation the tokens were routed by."""
+    """Generation the assignments were routed by."""
     phase: Global___Phase.ValueType
-    """Phase the tokens belong to."""
-    tokens: _builtins.bytes
-    """uint64 little-endian [num_layers, slots_per_rank]: tokens received per slot since this
-    generation began on this boot. Padding and dummy tokens do not count.
+    """Phase the assignments belong to."""
+    assignments: _builtins.bytes
+    """uint64 little-endian [num_layers, slots_per_rank]: assignments (token-expert pairs)
+    received per slot since this generation began on this boot. Padding and dummy tokens do not
+    count.
     """
     steps: _builtins.int
     """Forward steps taken by this rank in this epoch."""
@@ -662,7 +663,7 @@ class LoadReport(_message.Message):
         rank: _builtins.int = ...,
         generation: _builtins.int = ...,
         phase: Global___Phase.ValueType = ...,
-        tokens: _builtins.bytes = ...,
+        assignments: _builtins.bytes = ...,
         steps: _builtins.int = ...,
         tokens_processed: _builtins.int = ...,
         median_step_us: _builtins.int = ...,
@@ -682,7 +683,7 @@ class LoadReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "bounds", b"bounds", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "heartbeat", b"heartbeat", "median_step_us", b"median_step_us", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_paused", b"requests_paused", "steps", b"steps", "tokens", b"tokens", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "assignments", b"assignments", "bounds", b"bounds", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "heartbeat", b"heartbeat", "median_step_us", b"median_step_us", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_paused", b"requests_paused", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ domains, {"windows": {name: [layers][experts]}}; and "first_moe_layer" and "top_
 known. Windows are in order of time.
 Layouts: {"num_experts", "num_ranks", "first_moe_layer", "expert_of_slot": [layers][slots]}, and
 "share_of_slot", of the same shape, where experts are not split evenly over their slots: the part of
-its expert's tokens that each slot serves, in 1/32768ths.
+its expert's load that each slot serves, in 1/32768ths.
 """
 
 import json

@@ -12,7 +12,7 @@ from equipoise.planning.load import Load
 
 Windows = npt.NDArray[np.float64]
 
-_MOST_TOKENS = 2.0**53  # beyond this a float64 does not hold every whole number
+_MAX_ASSIGNMENTS = 2.0**53  # beyond this a float64 does not hold every whole number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -158,7 +158,7 @@ def _check_values(recording: Recording) -> None:
     if not windows.size:
         raise FormatError(f"nothing was recorded: loads are of shape {list(windows.shape)}")
     with np.errstate(invalid="ignore"):
-        good = (windows >= 0) & (windows <= _MOST_TOKENS)
+        good = (windows >= 0) & (windows <= _MAX_ASSIGNMENTS)
     if not good.all():
         window, row, expert = (int(index) for index in np.argwhere(~good)[0])
         layer = row + (recording.first_moe_layer or 0)

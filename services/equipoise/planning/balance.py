@@ -48,20 +48,20 @@ def layout_loads(layout: Layout, load: Load) -> Load:
     )
 
 
-def balancedness_per_layer(load_of_rank: Load) -> Load:
+def balancedness_per_layer(rank_load: Load) -> Load:
     """Mean / max rank load of each layer, [..., layers]; 1.0 for a layer without traffic."""
-    busiest = load_of_rank.max(axis=-1)
+    busiest = rank_load.max(axis=-1)
     idle = busiest <= 0
-    per_layer: Load = np.where(idle, 1.0, load_of_rank.mean(axis=-1) / np.where(idle, 1.0, busiest))
+    per_layer: Load = np.where(idle, 1.0, rank_load.mean(axis=-1) / np.where(idle, 1.0, busiest))
     return per_layer
 
 
-def balancedness(load_of_rank: Load) -> float:
+def balancedness(rank_load: Load) -> float:
     """Mean / max rank load, mean over the layers with traffic; 1.0 is perfect, or no traffic.
 
     1 / balancedness is about how much longer a step takes than it would with even ranks.
     """
-    return mean_if_busy(balancedness_per_layer(load_of_rank), is_busy=load_of_rank.max(axis=1) > 0)
+    return mean_if_busy(balancedness_per_layer(rank_load), is_busy=rank_load.max(axis=1) > 0)
 
 
 def mean_if_busy(per_layer: Load, *, is_busy: npt.NDArray[np.bool_]) -> float:

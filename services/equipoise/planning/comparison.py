@@ -25,17 +25,15 @@ class Comparison:
 def compare(current: Layout, target: Layout, *loads: Load) -> tuple[Comparison, ...]:
     """What each load, [layers, experts] in any unit, gains by going from `current` to `target`."""
     stacked = np.stack(loads, dtype=np.float64)
-    load_of_rank = np.stack(
-        [_layout_loads(layout, stacked) for layout in (current, target)], axis=1
-    )
-    is_busy = load_of_rank.max(axis=-1) > 0
+    rank_load = np.stack([_layout_loads(layout, stacked) for layout in (current, target)], axis=1)
+    is_busy = rank_load.max(axis=-1) > 0
     return tuple(
         Comparison(
             before=mean_if_busy(per_layer[0], is_busy=busy[0]),
             after=mean_if_busy(per_layer[1], is_busy=busy[1]),
             gain_of_layer=per_layer[1] - per_layer[0],
         )
-        for per_layer, busy in zip(balancedness_per_layer(load_of_rank), is_busy, strict=True)
+        for per_layer, busy in zip(balancedness_per_layer(rank_load), is_busy, strict=True)
     )
 
 

@@ -14,10 +14,10 @@ from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import LoadDelta
 
-TokenCounts = npt.NDArray[np.uint64]
+AssignmentCounts = npt.NDArray[np.uint64]
 
-MAX_TOKENS_A_STEP = 2**24
-"""More than a slot can receive in a step: a thousand ranks read 16,384 tokens each, all for it."""
+MAX_ASSIGNMENTS_PER_STEP = 2**24
+"""More than a slot can receive in a step: 1,024 ranks of 16,384 tokens each, all assigned to it."""
 
 
 class Phase(StrEnum):
@@ -32,7 +32,7 @@ class Phase(StrEnum):
 class LoadReport:
     """Cumulative counters of one rank.
 
-    `tokens` is uint64 [layers, slots_per_rank]: tokens received per own slot since `generation`
+    `assignments` is uint64 [layers, slots_per_rank], received per own slot since `generation`
     began on this `boot_id`. They only grow, so a lost, repeated or late report is harmless.
     """
 
@@ -41,7 +41,7 @@ class LoadReport:
     rank: int
     generation: int
     phase: Phase
-    tokens: TokenCounts
+    assignments: AssignmentCounts
 
 
 class LoadCounters:
@@ -51,7 +51,7 @@ class LoadCounters:
 
     Counters of generations from `counted_from` on start at zero while this object listens. Older
     generations began before (the balancer was restarted), so the first report of one is the
-    baseline for the next and adds nothing itself: its tokens came over an unknown time.
+    baseline for the next and adds nothing itself: its assignments came over an unknown time.
     """
 
     def __init__(self, *, epoch: int, counted_from: int = 1) -> None:
@@ -62,7 +62,7 @@ class LoadCounters:
     def accept(
         self, report: LoadReport, layout: Layout, *, num_steps: int | None = None
     ) -> LoadDelta:
-        """The tokens a report adds to what its rank reported before.
+        """The assignments that a report adds to what its rank reported before.
 
         `layout` is that of the report's generation, or the newest layout there is if the report's
         generation is not known. `num_steps` is in how many steps they came, None if not known. One
@@ -88,47 +88,50 @@ class LoadCounters:
         added = self._added(report, known, num_steps=num_steps)
         known.remember(report)
         self._ranks[report.rank] = known
-        return LoadDelta(rank=report.rank, layout=layout, tokens_of_slot=added.astype(np.float64))
+        return LoadDelta(rank=report.rank, layout=layout, slot_load=added.astype(np.float64))
 
     def _added(
         self, report: LoadReport, known: "_RankCounters", *, num_steps: int | None
-    ) -> TokenCounts:
+    ) -> AssignmentCounts:
         previous = self._previous(report, known)
-        added = report.tokens - previous
+        added = report.assignments - previous
         # Two generations' counters may tell of the same moment, the later ones then of no step.
-        most = _MOST if num_steps is None else min(_MOST, MAX_TOKENS_A_STEP * max(1, num_steps))
+        most = (
+            _MOST if num_steps is None else min(_MOST, MAX_ASSIGNMENTS_PER_STEP * max(1, num_steps))
+        )
         if int(added.max()) <= most:
             return added  # The usual case.
-        below = report.tokens < previous
+        below = report.assignments < previous
         if below.any() and num_steps is not None and num_steps > 0:
-            return np.zeros_like(report.tokens)
+            return np.zeros_like(report.assignments)
         if below.any():
             layer, slot = (int(index) for index in np.argwhere(below)[0])
             raise InvalidReportError(
                 "report_shrinking_counter",
-                f"rank {report.rank} counted {int(report.tokens[layer, slot])} tokens in layer "
-                f"{layer}, own slot {slot}, after {int(previous[layer, slot])} before, in "
+                f"rank {report.rank} counted {int(report.assignments[layer, slot])} assignments in "
+                f"layer {layer}, own slot {slot}, after {int(previous[layer, slot])} before, in "
                 f"generation {report.generation}",
             )
         layer, slot = (int(index) for index in np.argwhere(added > most)[0])
         raise InvalidReportError(
             "report_implausible",
             f"rank {report.rank} says that layer {layer}, own slot {slot} received "
-            f"{int(added[layer, slot])} tokens in {num_steps} steps, more than {most}: restart it",
+            f"{int(added[layer, slot])} assignments in {num_steps} steps, more than "
+            f"{most}: restart it",
         )
 
-    def _previous(self, report: LoadReport, known: "_RankCounters") -> TokenCounts:
+    def _previous(self, report: LoadReport, known: "_RankCounters") -> AssignmentCounts:
         if report.generation <= known.forgotten_generation:
             raise InvalidReportError(
                 "report_old_generation",
                 f"rank {report.rank} reports for generation {report.generation}, "
                 f"which is not compared any more",
             )
-        previous = known.tokens.get((report.generation, report.phase))
+        previous = known.assignments.get((report.generation, report.phase))
         if previous is not None:
             return previous
         began_unheard = report.generation < self._counted_from
-        return report.tokens if began_unheard else np.zeros_like(report.tokens)
+        return report.assignments if began_unheard else np.zeros_like(report.assignments)
 
 
 _MOST = 2**63
@@ -144,7 +147,7 @@ class _RankCounters:
 
     boot_id: str
     retired_boots: deque[str] = field(default_factory=lambda: deque(maxlen=_BOOTS_KEPT))
-    tokens: dict[tuple[int, Phase], TokenCounts] = field(default_factory=dict)
+    assignments: dict[tuple[int, Phase], AssignmentCounts] = field(default_factory=dict)
     forgotten_generation: int = 0
 
     def succeeded_by(self, boot_id: str) -> "_RankCounters":
@@ -152,15 +155,15 @@ class _RankCounters:
         return _RankCounters(boot_id=boot_id, retired_boots=retired)
 
     def remember(self, report: LoadReport) -> None:
-        is_new = (report.generation, report.phase) not in self.tokens
-        self.tokens[report.generation, report.phase] = report.tokens.copy()
+        is_new = (report.generation, report.phase) not in self.assignments
+        self.assignments[report.generation, report.phase] = report.assignments.copy()
         if not is_new:
             return
-        generations = sorted({generation for generation, _ in self.tokens})
+        generations = sorted({generation for generation, _ in self.assignments})
         for generation in generations[:-_GENERATIONS_KEPT]:
             self.forgotten_generation = generation
             for phase in Phase:
-                self.tokens.pop((generation, phase), None)
+                self.assignments.pop((generation, phase), None)
 
 
 def _check(report: LoadReport, layout: Layout, *, epoch: int) -> None:
@@ -182,9 +185,9 @@ def _check(report: LoadReport, layout: Layout, *, epoch: int) -> None:
             f"{'known' if is_future else 'kept'}; the newest is {layout.generation}",
         )
     expected = (layout.num_layers, layout.slots_per_rank)
-    if report.tokens.shape != expected:
+    if report.assignments.shape != expected:
         raise InvalidReportError(
             "report_shape",
-            f"rank {report.rank} reports counters of shape {report.tokens.shape}, but [layers, "
-            f"slots_per_rank] is {expected}",
+            f"rank {report.rank} reports counters of shape {report.assignments.shape}, but "
+            f"[layers, slots_per_rank] is {expected}",
         )

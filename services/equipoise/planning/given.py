@@ -43,8 +43,8 @@ def propose_given(
     """Place experts as `target` does, from `current`, in generations from `first_generation` on.
 
     The generation of `target` does not count: numbers are never used again. `window` is the
-    latest load, [layers, experts] in tokens, or None if there is none; it judges nothing, because
-    somebody has judged already.
+    latest load, [layers, experts] in assignments, or None if there is none; it judges
+    nothing, because somebody has judged already.
     """
     assert fits(target, current), "layouts of one pool"
     moves = int(np.count_nonzero(current.expert_of_slot != target.expert_of_slot))

@@ -25,7 +25,7 @@ class Layout:
     each rank has; rank r owns the columns from first_slot[r] to first_slot[r + 1]. `generation`
     numbers the layouts of a pool from 1; it grows and is never reused.
 
-    `share_of_slot` is int32 [layers, slots]: the part of its expert's tokens that each slot serves,
+    `share_of_slot` is int32 [layers, slots]: the part of its expert's load that each slot serves,
     in parts of `shares.WHOLE`; 0 is allowed, so that a replica may wait in reserve. It is made
     read-only. None is the even split, and a table that says the same becomes None: equal layouts
     look equal.

@@ -21,28 +21,28 @@ MAX_LAYER_SURPLUS = 1000.0
 class LoadDelta:
     """What one rank received between two of its reports.
 
-    `tokens_of_slot` is [layers, slots_per_rank], of the rank's own slots in `layout`.
+    `slot_load` is [layers, slots_per_rank], of the rank's own slots in `layout`.
     """
 
     rank: int
     layout: Layout
-    tokens_of_slot: Load
+    slot_load: Load
 
     @property
-    def tokens_of_expert(self) -> Load:
+    def expert_load(self) -> Load:
         """By logical expert, [layers, experts]."""
-        tokens = np.zeros((self.layout.num_layers, self.layout.num_slots))
-        self.add_to(tokens)
-        return tokens_of_expert(tokens, self.layout)
+        slot_load = np.zeros((self.layout.num_layers, self.layout.num_slots))
+        self.add_to(slot_load)
+        return expert_load_of(slot_load, self.layout)
 
-    def add_to(self, tokens_of_slot: Load) -> None:
+    def add_to(self, slot_load: Load) -> None:
         """Count it in a table of all slots, [layers, slots]."""
         first, last = self.layout.first_slot[self.rank : self.rank + 2]
-        tokens_of_slot[:, first:last] += self.tokens_of_slot
+        slot_load[:, first:last] += self.slot_load
 
 
 class LoadWindow:
-    """Tokens since the last close.
+    """Assignments since the last close.
 
     Those of the newest generation are kept by slot; whose they are is looked up once for all
     reports.
@@ -51,10 +51,10 @@ class LoadWindow:
     def __init__(
         self, *, num_layers: int, num_experts: int, num_ranks: int, opened_s: float
     ) -> None:
-        self._tokens_of_expert = np.zeros((num_layers, num_experts))
-        self._tokens_of_rank = np.zeros((num_layers, num_ranks))
+        self._expert_load = np.zeros((num_layers, num_experts))
+        self._rank_load = np.zeros((num_layers, num_ranks))
         self._layout: Layout | None = None
-        self._tokens_of_slot = np.zeros((num_layers, 0))
+        self._slot_load = np.zeros((num_layers, 0))
         self._num_generations = 0
         self._opened_s = opened_s
 
@@ -64,62 +64,60 @@ class LoadWindow:
         if self._layout is None or layout.generation > self._layout.generation:
             self._look_up()
             self._layout = layout
-            self._tokens_of_slot = np.zeros((layout.num_layers, layout.num_slots))
+            self._slot_load = np.zeros((layout.num_layers, layout.num_slots))
         if layout.generation == self._layout.generation:
-            delta.add_to(self._tokens_of_slot)
-        elif delta.tokens_of_slot.any():  # The last words of a generation before.
-            self._tokens_of_expert += delta.tokens_of_expert
-            self._tokens_of_rank[:, delta.rank] += delta.tokens_of_slot.sum(axis=1)
+            delta.add_to(self._slot_load)
+        elif delta.slot_load.any():  # The last words of a generation before.
+            self._expert_load += delta.expert_load
+            self._rank_load[:, delta.rank] += delta.slot_load.sum(axis=1)
             self._num_generations += 1
 
     def close(self, *, now: float) -> "WindowLoad":
         """What came since the last close; the next window opens `now`."""
-        layout, tokens_of_slot = self._layout, self._tokens_of_slot
+        layout, slot_load = self._layout, self._slot_load
         is_newest_alone = self._look_up() and self._num_generations == 1
         closed = WindowLoad(
             duration_s=max(0.0, now - self._opened_s),
-            tokens_of_expert=self._tokens_of_expert,
-            tokens_of_rank=self._tokens_of_rank,
+            expert_load=self._expert_load,
+            rank_load=self._rank_load,
             layout=layout if is_newest_alone else None,
-            tokens_of_slot=tokens_of_slot,
+            slot_load=slot_load,
         )
-        self._tokens_of_expert = np.zeros_like(self._tokens_of_expert)
-        self._tokens_of_rank = np.zeros_like(self._tokens_of_rank)
-        self._tokens_of_slot = np.zeros_like(tokens_of_slot)
+        self._expert_load = np.zeros_like(self._expert_load)
+        self._rank_load = np.zeros_like(self._rank_load)
+        self._slot_load = np.zeros_like(slot_load)
         self._num_generations = 0
         self._opened_s = now
         return closed
 
     def _look_up(self) -> bool:
-        """Whose tokens those of slots are; False if there are none."""
+        """Which experts the slots' load belongs to; False if there are none."""
         layout = self._layout
-        if layout is None or not self._tokens_of_slot.any():
+        if layout is None or not self._slot_load.any():
             return False
-        self._tokens_of_expert += tokens_of_expert(self._tokens_of_slot, layout)
-        self._tokens_of_rank += np.add.reduceat(
-            self._tokens_of_slot, layout.first_slot[:-1], axis=1
-        )
+        self._expert_load += expert_load_of(self._slot_load, layout)
+        self._rank_load += np.add.reduceat(self._slot_load, layout.first_slot[:-1], axis=1)
         self._num_generations += 1
         return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WindowLoad:
-    """One closed window: tokens, [layers, experts] by logical and [layers, ranks] as measured.
+    """One closed window: assignments, [layers, experts] by logical and [layers, ranks] as measured.
 
-    `tokens_of_slot` is [layers, slots] of `layout`, if nothing else ran; else `layout` is None.
+    `slot_load` is [layers, slots] of `layout`, if nothing else ran; else `layout` is None.
     """
 
     duration_s: float
-    tokens_of_expert: Load
-    tokens_of_rank: Load
+    expert_load: Load
+    rank_load: Load
     layout: Layout | None
-    tokens_of_slot: Load
+    slot_load: Load
 
     @property
-    def tokens_per_layer(self) -> float:
+    def assignments_per_layer(self) -> float:
         """Expert assignments per layer, mean over layers."""
-        return tokens_per_layer(self.tokens_of_expert)
+        return assignments_per_layer(self.expert_load)
 
     @property
     def contradiction(self) -> str:
@@ -128,12 +126,12 @@ class WindowLoad:
         Every token goes through every layer, and to as many experts of each, so that all layers of
         a group count alike. A rank that counts wrongly does not do so in all of them.
         """
-        totals = self.tokens_of_expert.sum(axis=1)
+        totals = self.expert_load.sum(axis=1)
         usual = float(np.sort(totals)[(len(totals) - 1) // 2])
         layer = int(totals.argmax())
         if totals[layer] <= MAX_LAYER_RATIO * usual + MAX_LAYER_SURPLUS:
             return ""
-        rank = int(self.tokens_of_rank[layer].argmax())
+        rank = int(self.rank_load[layer].argmax())
         return (
             f"layer {layer} counted {totals[layer]:.0f} expert assignments, most of them on rank "
             f"{rank}, where half of the layers have at most {usual:.0f}"
@@ -142,12 +140,12 @@ class WindowLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadAverage:
-    """An exponentially decayed average of tokens per second, [layers, experts].
+    """An exponentially decayed average of assignments per second, [layers, experts].
 
     Its fields are its whole state, so that a store can keep them. Whoever continues one after a
     restart puts `folded_s` on his own clock: those of two processes do not compare.
 
-    A token that came t seconds ago weighs 2^(-t / half_life_s). The tokens of a fold are taken to
+    An assignment of t seconds ago weighs 2^(-t / half_life_s). Those of a fold are taken to
     have come evenly since the fold before, so a steady stream gives the same average however its
     time is cut into folds. The sum is divided by the decayed time, not by its limit, so a young
     average of a steady stream is already exact.
@@ -159,10 +157,10 @@ class LoadAverage:
     half_life_s: float
     folded_s: float
     """Time of the last fold."""
-    decayed_tokens: Load
+    decayed_load: Load
     decayed_duration_s: float
     decayed_squares: Load | None = None
-    """Of tokens per second, weighted like the time they came in; None if not known."""
+    """Of assignments per second, weighted like the time they came in; None if not known."""
 
     @classmethod
     def start(
@@ -172,22 +170,22 @@ class LoadAverage:
         return cls(
             half_life_s=half_life_s,
             folded_s=now,
-            decayed_tokens=np.zeros((num_layers, num_experts)),
+            decayed_load=np.zeros((num_layers, num_experts)),
             decayed_duration_s=0.0,
         )
 
-    def fold(self, tokens: Load, *, now: float) -> "LoadAverage":
-        """The average after `tokens` [layers, experts] came between the last fold and `now`."""
+    def fold(self, load: Load, *, now: float) -> "LoadAverage":
+        """The average after `load` [layers, experts] came between the last fold and `now`."""
         elapsed_s = max(0.0, now - self.folded_s)
         kept = 2.0 ** (-elapsed_s / self.half_life_s)
         # The integral of 2^(-t / half_life_s) over the elapsed time: its decayed length.
         duration_s = (1.0 - kept) * self.half_life_s / math.log(2.0)
         weight = duration_s / elapsed_s if elapsed_s > 0.0 else 1.0
-        rate = tokens / elapsed_s if elapsed_s > 0.0 else np.zeros_like(tokens)
+        rate = load / elapsed_s if elapsed_s > 0.0 else np.zeros_like(load)
         return replace(
             self,
             folded_s=max(now, self.folded_s),
-            decayed_tokens=kept * self.decayed_tokens + weight * tokens,
+            decayed_load=kept * self.decayed_load + weight * load,
             decayed_duration_s=kept * self.decayed_duration_s + duration_s,
             decayed_squares=kept * self._squares() + duration_s * rate**2,
         )
@@ -196,35 +194,35 @@ class LoadAverage:
         """The average as it was, although time passed: nobody knows what came in it."""
         return replace(self, folded_s=max(now, self.folded_s))
 
-    def restarted(self, tokens: Load, *, duration_s: float, now: float) -> "LoadAverage":
-        """An average that knows only `tokens` of the last `duration_s`: what was is forgotten."""
+    def restarted(self, load: Load, *, duration_s: float, now: float) -> "LoadAverage":
+        """An average that knows only `load` of the last `duration_s`: what was is forgotten."""
         empty = replace(
             self,
             folded_s=now - duration_s,
-            decayed_tokens=np.zeros_like(self.decayed_tokens),
+            decayed_load=np.zeros_like(self.decayed_load),
             decayed_duration_s=0.0,
             decayed_squares=None,
         )
-        return empty.fold(tokens, now=now)
+        return empty.fold(load, now=now)
 
     def per_second(self) -> Load:
-        """Tokens per second, [layers, experts]; zeros as long as no time has passed."""
+        """Assignments per second, [layers, experts]; zeros as long as no time has passed."""
         if self.decayed_duration_s <= 0.0:
-            return np.zeros_like(self.decayed_tokens)
-        return self.decayed_tokens / self.decayed_duration_s
+            return np.zeros_like(self.decayed_load)
+        return self.decayed_load / self.decayed_duration_s
 
     def variance(self) -> Load:
-        """Variance of tokens per second over folds, [layers, experts]; 0 if nothing is known.
+        """Variance of assignments per second over folds, [layers, experts]; 0 if nothing is known.
 
         Includes what chance does to a fold, so it never falls to 0 in practice.
         """
         if self.decayed_duration_s <= 0.0:
-            return np.zeros_like(self.decayed_tokens)
+            return np.zeros_like(self.decayed_load)
         mean_square = self._squares() / self.decayed_duration_s
         return np.maximum(mean_square - self.per_second() ** 2, 0.0)
 
     def at_risk(self, z: float) -> Load:
-        """Tokens per second `z` standard deviations above the mean, [layers, experts].
+        """Assignments per second `z` standard deviations above the mean, [layers, experts].
 
         What to plan for where a rank must not be overrun when one of its experts is: even ranks of
         mean load can differ much in how far they swing.
@@ -241,8 +239,8 @@ class LoadAverage:
 class Shift:
     """Whether traffic goes elsewhere than it did.
 
-    `distance` is the part of the tokens that go elsewhere now, 0 to 1; `noise` the part that chance
-    alone explains.
+    `distance` is the part of the assignments that go to other experts now, 0 to 1; `noise` the
+    part that chance alone explains.
     """
 
     detected: bool
@@ -251,46 +249,46 @@ class Shift:
     reason: str
 
 
-def detect_shift(fast: Load, slow: Load, *, tokens: float, threshold: float) -> Shift:
+def detect_shift(fast: Load, slow: Load, *, assignments: float, threshold: float) -> Shift:
     """Compare the recent load with the longer one, both [layers, experts] in any unit.
 
     The distance of a layer is the total variation between its normalised rows p (slow) and
     q (fast), sum |p - q| / 2. If q were n samples of p, then for each expert
     E|q - p| <= sqrt(p (1 - p) / n), so chance alone makes a distance of at most
-    sum sqrt(p (1 - p) / n) / 2 in the mean, with n = `tokens`, the expert assignments per layer
+    sum sqrt(p (1 - p) / n) / 2 in the mean, with n = `assignments` per layer
     behind `fast`. Both are averaged over the layers with traffic in both, and there is a shift if
     the distance exceeds that noise by more than `threshold`.
     """
     both = (fast.sum(axis=1) > 0) & (slow.sum(axis=1) > 0)
-    if tokens <= 0 or not both.any():
+    if assignments <= 0 or not both.any():
         return Shift(detected=False, distance=0.0, noise=0.0, reason="no shift: no traffic yet")
     recent = _shares(fast[both])
     usual = _shares(slow[both])
     # The mixture of both, because experts that `slow` never saw are noisy too.
     expected = (recent + usual) / 2
     distance = float(np.abs(recent - usual).sum(axis=1).mean() / 2)
-    noise = float(np.sqrt(expected * (1 - expected) / tokens).sum(axis=1).mean() / 2)
+    noise = float(np.sqrt(expected * (1 - expected) / assignments).sum(axis=1).mean() / 2)
     detected = distance - noise > threshold
     return Shift(
         detected=detected,
         distance=distance,
         noise=noise,
         reason=(
-            f"{'shift' if detected else 'no shift'}: {distance:.1%} of the tokens go elsewhere "
-            f"than before, chance explains {noise:.1%}, a shift is {threshold:.1%} beyond that"
+            f"{'shift' if detected else 'no shift'}: {distance:.1%} of the load goes to other "
+            f"experts than before; chance explains {noise:.1%}, a shift is {threshold:.1%} more"
         ),
     )
 
 
-def tokens_of_expert(tokens_of_slot: Load, layout: Layout) -> Load:
+def expert_load_of(slot_load: Load, layout: Layout) -> Load:
     """From [layers, slots] to [layers, experts]."""
     shape = (layout.num_layers, layout.num_experts)
     cells = layout.expert_of_slot + np.arange(layout.num_layers)[:, None] * layout.num_experts
-    tokens = np.bincount(cells.ravel(), tokens_of_slot.ravel(), minlength=math.prod(shape))
-    return tokens.astype(np.float64, copy=False).reshape(shape)
+    load = np.bincount(cells.ravel(), slot_load.ravel(), minlength=math.prod(shape))
+    return load.astype(np.float64, copy=False).reshape(shape)
 
 
-def tokens_per_layer(load: Load) -> float:
+def assignments_per_layer(load: Load) -> float:
     """Expert assignments per layer, mean over the layers."""
     return float(load.sum(axis=1).mean())
 

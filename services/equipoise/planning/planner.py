@@ -270,8 +270,8 @@ def _share_words(problem: Problem, placed: Placed) -> str:
 
 def _summary(problem: Problem, placed: Placed, algorithm: Algorithm) -> Plan:
     """A plan with all its numbers, for all ranks of the problem and still without a reason."""
-    busy, load_of_rank = problem.is_busy, problem.rank_loads(*placed)
-    per_layer = balancedness_per_layer(load_of_rank)
+    busy, rank_load = problem.is_busy, problem.rank_loads(*placed)
+    per_layer = balancedness_per_layer(rank_load)
     bounds = upper_bounds(
         problem.load,
         num_slots=problem.topology.num_slots,
@@ -282,7 +282,7 @@ def _summary(problem: Problem, placed: Placed, algorithm: Algorithm) -> Plan:
         share_of_slot=placed.shares,
         ranks=tuple(range(problem.topology.num_ranks)),
         algorithm=algorithm,
-        balancedness=mean_if_busy(per_layer, is_busy=load_of_rank.max(axis=1) > 0),
+        balancedness=mean_if_busy(per_layer, is_busy=rank_load.max(axis=1) > 0),
         balancedness_of_layer=per_layer,
         bound=float(bounds[busy].mean()) if busy.any() else 1.0,
         moves=int(np.count_nonzero(placed.table != problem.held)),

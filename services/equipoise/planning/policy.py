@@ -49,7 +49,7 @@ class Algorithm(StrEnum):
 
 
 class Weighting(StrEnum):
-    """Whether an expert's replicas may serve unequal shares of its tokens."""
+    """Whether an expert's replicas may serve unequal shares of its load."""
 
     OFF = "off"
     """Plans split evenly; a layer that has shares keeps them until it is better off without."""
@@ -84,17 +84,17 @@ class Policy:
     """Seconds between a worker's signs of life when it has nothing else to say."""
 
     slow_half_life_s: float = 60.0
-    """Seconds after which a token weighs half in the average that plans rest on. Half-lives are
+    """Seconds after which load weighs half in the average that plans rest on. Half-lives are
     in seconds, not steps, so that they do not depend on traffic."""
 
     fast_half_life_s: float = 5.0
-    """Seconds after which a token weighs half in the average that notices a shift of traffic."""
+    """Seconds after which load weighs half in the average that notices a shift of traffic."""
 
     shift_threshold: float = 0.15
     """Total variation distance between fast and slow average, mean over layers, beyond sampling
-    noise, that counts as a shift: 0.15 means that 15 % of the tokens go elsewhere now."""
+    noise, that counts as a shift: 0.15 means that 15 % of the load goes to other experts."""
 
-    min_tokens: float = 2000.0
+    min_assignments: float = 2000.0
     """Expert assignments per layer that a window needs before anything is decided on it. Fewer
     than some dozens per expert are mostly noise."""
 
@@ -160,7 +160,8 @@ class Policy:
     been better, until it is rolled back. More than windows differ by chance."""
 
     rollback_windows: int = 2
-    """Windows with enough tokens that a rollout is judged by, so that one odd one is outweighed."""
+    """Windows with enough assignments that a rollout is judged by, so that one odd one is
+    outweighed."""
 
     rollback_cooldown_s: float = 600.0
     """Seconds after a rollback in which no other plan is tried, unless traffic shifts."""
@@ -247,7 +248,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "slow_half_life_s": (0.01, 24 * _HOUR_S),
     "fast_half_life_s": (0.001, _HOUR_S),
     "shift_threshold": (0.0, 1.0),
-    "min_tokens": (0.0, 1e15),
+    "min_assignments": (0.0, 1e15),
     "min_gain": (0.0, 1.0),
     "cooldown_s": (0.0, 24 * _HOUR_S),
     "max_wave_bytes": (1, 2**50),

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load, tokens_per_layer
+from equipoise.planning.load import Load, assignments_per_layer
 from equipoise.planning.policy import Policy
 
 
@@ -40,7 +40,7 @@ class Promise:
 class Witness:
     """A window that was wholly in the new layout.
 
-    `load` is [layers, experts] in tokens, `balancedness` what receivers measured.
+    `load` is [layers, experts] in assignments, `balancedness` what receivers measured.
     """
 
     load: Load
@@ -83,7 +83,7 @@ def judge_realised(
     promise: Promise, witnesses: Sequence[Witness], *, policy: Policy
 ) -> Realised | None:
     """Judge a rollout by the windows that followed it; None as long as too few had traffic."""
-    heard = [one for one in witnesses if tokens_per_layer(one.load) >= policy.min_tokens]
+    heard = [one for one in witnesses if assignments_per_layer(one.load) >= policy.min_assignments]
     if len(heard) < policy.rollback_windows:
         return None
     heard = heard[: policy.rollback_windows]

@@ -18,8 +18,8 @@ from equipoise.planning.verdict import Verdict, judge
 class ProposalRequest:
     """All that a proposal rests on, frozen at the tick.
 
-    `average` is float64 [layers, experts] in tokens per second, what the plan is made for;
-    `window` is the same shape in tokens, what the plan is judged on; `balancedness` is what
+    `average` is float64 [layers, experts] in assignments per second, what the plan is made for;
+    `window` is the same shape in assignments, what the plan is judged on; `balancedness` is what
     receivers measured in it, None where nobody did. `policy_hash` names the policy in the decision.
     `first_generation` numbers the first wave of an accepted plan. `now` and `last_switch_s` are
     seconds; the latter is None when there was no switch yet.

@@ -1,4 +1,4 @@
-"""Shares: which part of its expert's tokens each slot serves, in whole numbers.
+"""Shares: which part of its expert's load each slot serves, in whole numbers.
 
 A share counts 1/32768ths, so that shares are equal or not, sum up exactly and survive every file.
 `None` instead of a table stands for even splits. What shares a load asks for is not decided here.
@@ -11,7 +11,7 @@ ShareTable = npt.NDArray[np.int32]
 """Shares of slots, [layers, slots]; those of an expert sum to WHOLE."""
 
 WHOLE = 1 << 15
-"""All of an expert's tokens. What fits two bytes a slot is far finer than loads are known."""
+"""All of an expert's load. What fits two bytes a slot is far finer than loads are known."""
 
 _Table = npt.NDArray[np.int32]
 _Indices = npt.NDArray[np.int64]

@@ -23,7 +23,7 @@ MIN_STEPS = 10
 class Pace:
     """One window of a pool, by rank.
 
-    `busy_us` is float64 [ranks], computing time a step, `load` [ranks] the tokens received.
+    `busy_us` is float64 [ranks], computing time a step, `load` [ranks] the assignments received.
     `steps` are those of the rank that told of fewest.
     """
 

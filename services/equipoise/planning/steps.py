@@ -1,7 +1,8 @@
 """`StepCounters`: the steps that ranks told of, and how long they computed in them.
 
-Ranks step together, so by their steps the tokens of ranks that report at different moments can be
-compared. Like tokens these are cumulative, and a report of them may be lost, late, repeated, false.
+Ranks step together, so their step counts make the loads of ranks that report at different moments
+comparable. Like assignments, step counts are cumulative; a report of them may be lost, late,
+repeated or false.
 """
 
 import numpy as np
@@ -71,22 +72,22 @@ class StepCounters:
     ) -> None:
         """Remember what came with a report, if it is the latest of its rank.
 
-        More steps make it that, and so does a newer generation, and more tokens, if it `has_grown`
-        them: tokens are checked by themselves, and no report that comes late has more. Then the
-        steps that were known are what was false.
+        More steps make it the latest, and so does a newer generation, or more assignments
+        (`has_grown`): assignments are checked by themselves, and a late report never has more. Then
+        the steps known before were wrong.
         """
         rank, told_in = report.rank, (report.generation, report.phase)
         if np.isnan(self._told_s[rank]) and not self._is_heard_from_start:
             self._steps_at_open[rank], self._busy_us_at_open[rank] = steps, busy_us
         known, known_in = int(self._steps[rank]), self._told_in[rank]
-        # Tokens of another generation or phase may be late, and more than was known of that one.
+        # Counts of another generation or phase may be late, and more than was known of that one.
         is_next = told_in == known_in and (has_grown or steps == known)
         if steps > known or report.generation > known_in[0] or is_next:
             self._steps[rank], self._busy_us[rank] = steps, busy_us
             self._told_s[rank], self._told_in[rank] = now, told_in
 
     def to_common_steps(self) -> Load:
-        """Factors, [ranks], that bring each rank's tokens to the same number of steps.
+        """Factors, [ranks], that bring each rank's load to the same number of steps.
 
         Without this, a window that caught one report more of a rank would call it overloaded.
         """
@@ -96,16 +97,16 @@ class StepCounters:
         factors: Load = steps.mean() / steps
         return factors
 
-    def pace(self, load_of_rank: Load) -> Pace | None:
+    def pace(self, rank_load: Load) -> Pace | None:
         """How long each rank computed for a step; None if one of them made none or did not tell.
 
-        `load_of_rank` is what each received, [layers, ranks] in tokens.
+        `rank_load` is what each received, [layers, ranks] in assignments.
         """
         steps = self._in_window()
         busy_us = (self._busy_us - self._busy_us_at_open).astype(np.float64)
         if (steps <= 0).any() or (busy_us <= 0).any():
             return None
-        return Pace(busy_us=busy_us / steps, load=load_of_rank.sum(axis=0), steps=int(steps.min()))
+        return Pace(busy_us=busy_us / steps, load=rank_load.sum(axis=0), steps=int(steps.min()))
 
     def open_next(self) -> None:
         """What is told from now on is of the next window."""

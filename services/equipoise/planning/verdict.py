@@ -7,7 +7,7 @@ import numpy as np
 
 from equipoise.planning.comparison import Comparison
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load, Shift, tokens_per_layer
+from equipoise.planning.load import Load, Shift, assignments_per_layer
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape
 
@@ -53,7 +53,7 @@ def judge(
     """Weigh what `target`, a plan's layout, gains on the latest window against what it costs.
 
     Both layouts are compared on the load that the plan was made for, `on_average`, and
-    `on_window`: on the tokens of the latest window, which `window` has, [layers, experts].
+    `on_window`: on the load of the latest window, which `window` has, [layers, experts].
     A plan follows the average; the window is the newer witness,
     so a plan that is worse on it is refused however good it looks on the average. What a plan saves
     is estimated as if the experts of the busiest rank were the whole of a step: the best case.
@@ -62,7 +62,7 @@ def judge(
     cost = _cost(current, target, model=model, policy=policy, speedup=1.0 - before / after)
     refusal = (
         _paused(policy)
-        or _too_few_tokens(window, policy)
+        or _too_few_assignments(window, policy)
         or _cooling_down(policy, shift, now=now, last_switch_s=last_switch_s)
         or _balanced_enough(before, policy)
         or _nothing_to_change(cost, before)
@@ -134,13 +134,13 @@ def _paused(policy: Policy) -> str | None:
     return "the policy says pause: nothing is moved" if policy.pause else None
 
 
-def _too_few_tokens(window: Load, policy: Policy) -> str | None:
-    tokens = tokens_per_layer(window)
-    if tokens >= policy.min_tokens:
+def _too_few_assignments(window: Load, policy: Policy) -> str | None:
+    assignments = assignments_per_layer(window)
+    if assignments >= policy.min_assignments:
         return None
     return (
-        f"the latest window has {tokens:.0f} expert assignments per layer, "
-        f"a decision needs {policy.min_tokens:.0f}"
+        f"the latest window has {assignments:.0f} assignments per layer, "
+        f"a decision needs {policy.min_assignments:.0f}"
     )
 
 

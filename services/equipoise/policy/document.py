@@ -50,14 +50,14 @@ class Averages(Section):
     """What the pool remembers of its loads, and when it believes that they changed."""
 
     slow_half_life: Annotated[float, seconds("slow_half_life_s")] = DEFAULTS.slow_half_life_s
-    """Age at which a token weighs half in the average that plans rest on. Longer where load is
+    """Age at which load weighs half in the average that plans rest on. Longer where load is
     steady and noisy, shorter where it changes within minutes."""
 
     fast_half_life: Annotated[float, seconds("fast_half_life_s")] = DEFAULTS.fast_half_life_s
     """The same for the average that notices a shift; below `slowHalfLife`."""
 
     shift_threshold: Annotated[float, number("shift_threshold", "share")] = DEFAULTS.shift_threshold
-    """Share of the tokens that must go elsewhere, beyond chance, to count as a shift of traffic:
+    """Share of the load that must go to other experts, beyond chance, to count as a shift:
     then averages start anew and no cooldown holds. Higher if shifts are seen where there
     are none."""
 
@@ -96,7 +96,9 @@ class Planning(Section):
 class Judging(Section):
     """What a plan must be worth, and what it is taken to cost."""
 
-    min_tokens: Annotated[float, number("min_tokens", "assignments")] = DEFAULTS.min_tokens
+    min_assignments: Annotated[float, number("min_assignments", "assignments")] = (
+        DEFAULTS.min_assignments
+    )
     """Expert assignments per layer that a window needs before anything is decided on it. Some
     dozens per expert, or noise is followed."""
 
@@ -140,7 +142,7 @@ class Rollback(Section):
     have been better on the same windows. Higher where windows differ much; 1 never goes back."""
 
     windows: Annotated[int, count("rollback_windows", "windows")] = DEFAULTS.rollback_windows
-    """Windows with enough tokens that a rollout is judged by. More for noisy traffic."""
+    """Windows with enough assignments that a rollout is judged by. More for noisy traffic."""
 
     cooldown: Annotated[float, seconds("rollback_cooldown_s")] = DEFAULTS.rollback_cooldown_s
     """Time after a rollback in which no other plan is tried, unless traffic shifts."""
@@ -203,7 +205,7 @@ class PoolPolicy(Section):
 
     interval: Annotated[float, seconds("interval_s")] = DEFAULTS.interval_s
     """Time between decisions. Shorter to follow traffic sooner, longer for windows with more
-    tokens."""
+    assignments."""
 
     report_interval: Annotated[float, seconds("report_interval_s")] = DEFAULTS.report_interval_s
     """Time between a worker's load reports; told to workers with their next rank."""

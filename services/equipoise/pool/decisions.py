@@ -29,7 +29,7 @@ def close_due_window(pool: Pool, *, now: float) -> Chain:
     pool.tally.shifts += window.shift.detected
     effects: list[Effect] = [*judge_rollout(pool, window, now=now)]
     effects += note_pace(pool, window, now=now)
-    if window.tokens and pool.can_think and not pool.is_proposing and not pool.hold.reason:
+    if window.assignments and pool.can_think and not pool.is_proposing and not pool.hold.reason:
         if window.doubt:
             effects.append(_undecided(pool, window, now=now))
         else:

@@ -33,7 +33,7 @@ MAX_TABLES = 4
 class ClosedWindow:
     """One planning interval as it was measured.
 
-    `load` is float64 [layers, experts] in tokens, `load_of_rank` [layers, ranks] by receiver, so
+    `load` is float64 [layers, experts] in assignments, `rank_load` [layers, ranks] by receiver, so
     `balancedness` is what happened and not what a plan promised. `generation` is the one in use
     when the window closed; `switched` says that another was in use when it opened. `shares` is what
     became of planned shares, None if that cannot be told of this window; `pace` is how long ranks
@@ -46,11 +46,11 @@ class ClosedWindow:
     number: int
     closed_s: float
     load: Load
-    load_of_rank: Load
+    rank_load: Load
     balancedness: float
     balancedness_min_layer: float
     max_over_mean: float
-    tokens: float
+    assignments: float
     generation: int
     switched: bool
     shift: Shift
@@ -72,7 +72,7 @@ class ClosedWindow:
     def without_tables(self) -> "ClosedWindow":
         """Its figures alone; the tables take a thousand times as much memory."""
         nothing = np.zeros((0, 0))
-        return replace(self, load=nothing, load_of_rank=nothing)
+        return replace(self, load=nothing, rank_load=nothing)
 
 
 def drop_old_tables(windows: MutableSequence[ClosedWindow]) -> None:
@@ -80,7 +80,7 @@ def drop_old_tables(windows: MutableSequence[ClosedWindow]) -> None:
 
     `windows`, one at least, are in the order in which they closed.
     """
-    busy = [window.number for window in windows if window.tokens]
+    busy = [window.number for window in windows if window.assignments]
     kept = {*busy[-MAX_TABLES:], windows[-1].number}
     for place, window in enumerate(windows):
         if window.load.size and window.number not in kept:
@@ -158,7 +158,7 @@ class PoolLoads:
             load,
             steps=stats.steps,
             busy_us=stats.busy_us,
-            has_grown=bool(delta.tokens_of_slot.any()),
+            has_grown=bool(delta.slot_load.any()),
             now=now,
         )
         self._phases.add(load.phase)
@@ -188,18 +188,18 @@ class PoolLoads:
         return closed
 
     def _fold(self, load: WindowLoad, *, now: float) -> Shift:
-        self.fast = self.fast.fold(load.tokens_of_expert, now=now)
-        self.slow = self.slow.fold(load.tokens_of_expert, now=now)
+        self.fast = self.fast.fold(load.expert_load, now=now)
+        self.slow = self.slow.fold(load.expert_load, now=now)
         shift = detect_shift(
             self.fast.per_second(),
             self.slow.per_second(),
-            tokens=load.tokens_per_layer,
+            assignments=load.assignments_per_layer,
             threshold=self._policy.shift_threshold,
         )
         forgetting = shift.detected or self._shifted_before
-        if forgetting and load.tokens_per_layer:
+        if forgetting and load.assignments_per_layer:
             self.fast, self.slow = (
-                average.restarted(load.tokens_of_expert, duration_s=load.duration_s, now=now)
+                average.restarted(load.expert_load, duration_s=load.duration_s, now=now)
                 for average in (self.fast, self.slow)
             )
             forgetting = shift.detected
@@ -213,34 +213,34 @@ class PoolLoads:
                 half_life_s=average.half_life_s,
                 time_unix_s=now,
                 weight_s=average.decayed_duration_s,
-                tokens=average.decayed_tokens,
+                decayed_load=average.decayed_load,
             )
             for name, average in ((FAST, self.fast), (SLOW, self.slow))
         }
         if self._policy.risk_z and self.slow.decayed_squares is not None:
-            records[SLOW_SQUARES] = replace(records[SLOW], tokens=self.slow.decayed_squares)
+            records[SLOW_SQUARES] = replace(records[SLOW], decayed_load=self.slow.decayed_squares)
         return records
 
     def _closed(
         self, load: WindowLoad, shift: Shift, *, number: int, generation: int, now: float
     ) -> ClosedWindow:
         factor_of_rank = self._steps.to_common_steps()
-        load_of_rank = load.tokens_of_rank * factor_of_rank
-        per_layer = balancedness_per_layer(load_of_rank)
+        rank_load = load.rank_load * factor_of_rank
+        per_layer = balancedness_per_layer(rank_load)
         return ClosedWindow(
             number=number,
             closed_s=now,
-            load=load.tokens_of_expert,
-            load_of_rank=load_of_rank,
-            balancedness=balancedness(load_of_rank),
+            load=load.expert_load,
+            rank_load=rank_load,
+            balancedness=balancedness(rank_load),
             balancedness_min_layer=float(per_layer.min()),
             max_over_mean=float((1 / per_layer).mean()),
-            tokens=float(load.tokens_of_expert.sum()),
+            assignments=float(load.expert_load.sum()),
             generation=generation,
             switched=self._generation_at_open not in {0, generation},
             shift=shift,
             shares=_realised(load, factor_of_rank),
-            pace=self._steps.pace(load_of_rank),
+            pace=self._steps.pace(rank_load),
             phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
             unheard=self._unheard(),
             contradiction=load.contradiction,
@@ -269,12 +269,12 @@ class PoolLoads:
             half_life_s=half_life_s,
             now=now,
         )
-        if record is None or record.tokens.shape != fresh.decayed_tokens.shape:
+        if record is None or record.decayed_load.shape != fresh.decayed_load.shape:
             return fresh
         return LoadAverage(
             half_life_s=half_life_s,
             folded_s=now,
-            decayed_tokens=record.tokens,
+            decayed_load=record.decayed_load,
             decayed_duration_s=record.weight_s,
         )
 
@@ -285,7 +285,7 @@ def _realised(load: WindowLoad, factor_of_rank: Load) -> RealisedShares | None:
     if layout is None:
         return None
     factors = np.repeat(factor_of_rank, layout.slots_of_rank)
-    return realised_shares(load.tokens_of_slot * factors, layout)
+    return realised_shares(load.slot_load * factors, layout)
 
 
 def _squares(average: AverageRecord | None, squares: AverageRecord | None) -> Load | None:
@@ -294,7 +294,7 @@ def _squares(average: AverageRecord | None, squares: AverageRecord | None) -> Lo
         average is None
         or squares is None
         or (squares.time_unix_s, squares.weight_s) != (average.time_unix_s, average.weight_s)
-        or squares.tokens.shape != average.tokens.shape
+        or squares.decayed_load.shape != average.decayed_load.shape
     ):
         return None
-    return squares.tokens
+    return squares.decayed_load

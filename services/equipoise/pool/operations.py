@@ -201,7 +201,7 @@ def _rebalance(pool: Pool, request: AdminRequest, wish: Rebalance, *, now: float
         return _refused(request, f"nothing can be rolled out now: {_trouble(pool)}", now=now)
     policy = replace(pool.policy, cooldown_s=0.0, plan_below=1.0)
     if wish.force:
-        policy = replace(policy, min_tokens=0.0, min_gain=0.0, payback_s=_A_DAY_S)
+        policy = replace(policy, min_assignments=0.0, min_gain=0.0, payback_s=_A_DAY_S)
     chain = _plan(pool, request, policy=policy, now=now)
     pool.is_proposing = any(isinstance(effect, Propose) for effect in chain)
     return chain
@@ -217,7 +217,7 @@ def _postponed(pool: Pool, request: AdminRequest, *, now: float) -> Chain:
 
 def _plan(pool: Pool, request: AdminRequest, *, policy: Policy, now: float) -> Chain:
     """Have a plan made on the latest window that had traffic."""
-    window = next((one for one in reversed(pool.windows) if one.tokens), None)
+    window = next((one for one in reversed(pool.windows) if one.assignments), None)
     if window is None or pool.loads is None or pool.layouts.current is None:
         words = f"no window with traffic has closed yet: {_trouble(pool)}"
         return _refused(request, words, now=now)

@@ -287,16 +287,16 @@ class Pool:
         self.must_reconcile = not opened_here
 
     def load(self) -> Load:
-        """What the slow average says now, float64 [layers, experts] in tokens per second."""
+        """What the slow average says now, float64 [layers, experts] in assignments per second."""
         if self.loads is not None:
             return self.loads.slow.per_second()
         shape = self.roster.shape
         assert shape is not None, "loads are of a model"
         wanted = (shape.model.num_layers, shape.model.num_experts)
         record = self.averages.get(SLOW)
-        if record is None or record.tokens.shape != wanted or record.weight_s <= 0:
+        if record is None or record.decayed_load.shape != wanted or record.weight_s <= 0:
             return np.zeros(wanted)
-        return record.tokens / record.weight_s
+        return record.decayed_load / record.weight_s
 
     def merge_checksums(self, member: Member, layout: Layout | None, told: Checksums) -> None:
         """Believe what a rank says it holds, unless another rank said otherwise."""

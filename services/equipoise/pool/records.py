@@ -38,14 +38,14 @@ class Membership:
 class AverageRecord:
     """A decayed sum as it was at a time.
 
-    `tokens` is float64 [layers, experts], decayed with `half_life_s`; `weight_s` are the seconds
-    it stands for, decayed alike; `time_unix_s` is when both were right.
+    `decayed_load` is float64 [layers, experts], decayed with `half_life_s`; `weight_s` are the
+    seconds it stands for, decayed alike; `time_unix_s` is when both were right.
     """
 
     half_life_s: float
     time_unix_s: float
     weight_s: float
-    tokens: Load
+    decayed_load: Load
 
 
 class DecisionKind(StrEnum):

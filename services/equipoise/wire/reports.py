@@ -23,13 +23,13 @@ _PHASE_NUMBERS = {phase: number for number, phase in _PHASES.items()}
 def report_to_proto(report: Report) -> pb.LoadReport:
     """The message of cumulative counters."""
     load, stats = report.load, report.stats
-    assert load.tokens.ndim == 2, load.tokens.shape
+    assert load.assignments.ndim == 2, load.assignments.shape
     return pb.LoadReport(
         epoch=load.epoch,
         rank=load.rank,
         generation=load.generation,
         phase=_PHASE_NUMBERS[load.phase],
-        tokens=load.tokens.astype("<u8", copy=False).tobytes(),
+        assignments=load.assignments.astype("<u8", copy=False).tobytes(),
         steps=stats.steps,
         tokens_processed=stats.tokens_processed,
         tokens_generated=stats.tokens_generated,
@@ -67,15 +67,20 @@ def report_from_proto(
         raise InvalidMessageError(
             "report_phase", f"report: phase {message.phase} is none of prefill, decode and mixed"
         )
-    tokens = checks.table(
-        "report", "tokens", message.tokens, dtype="<u8", shape=(model.num_layers, slots_per_rank)
+    assignments = checks.table(
+        "report",
+        "assignments",
+        message.assignments,
+        dtype="<u8",
+        shape=(model.num_layers, slots_per_rank),
     ).astype(np.uint64, copy=False)
-    if tokens.max() > checks.MAX_COUNT:
-        layer, slot = (int(index) for index in np.argwhere(tokens > checks.MAX_COUNT)[0])
+    if assignments.max() > checks.MAX_COUNT:
+        layer, slot = (int(index) for index in np.argwhere(assignments > checks.MAX_COUNT)[0])
         raise InvalidMessageError(
             "report_range",
-            f"report: the counter of layer {layer}, own slot {slot} is {int(tokens[layer, slot])}, "
-            "above 2^53: counters are whole numbers, little-endian",
+            f"report: the counter of layer {layer}, own slot {slot} is "
+            f"{int(assignments[layer, slot])}, above 2^53: counters are whole numbers, "
+            "little-endian",
         )
     load = LoadReport(
         boot_id=boot_id,
@@ -83,7 +88,7 @@ def report_from_proto(
         rank=checks.rank("report", message.rank),
         generation=checks.count("report", "generation", message.generation, least=1),
         phase=_PHASES[message.phase],
-        tokens=tokens,
+        assignments=assignments,
     )
     beat = heartbeat_from_proto(message.heartbeat) if message.HasField("heartbeat") else None
     return Report(load=load, stats=_stats_from_proto(message), heartbeat=beat)

@@ -74,7 +74,7 @@ class Reporter:
                     generation=load.generation,
                     # Prompts and generated tokens share steps here, so their loads are one.
                     phase=Phase.MIXED,
-                    tokens=load.rows_LS.astype(np.uint64),
+                    assignments=load.rows_LS.astype(np.uint64),
                 ),
                 stats=stats,
             )

@@ -14,7 +14,7 @@ def _trace(code, english, arithmetic):
     return LoadTrace(
         window_tokens=8,
         top_k=1,
-        tokens_of={name: np.array(value, dtype=np.int64) for name, value in tokens.items()},
+        assignments_of={name: np.array(value, dtype=np.int64) for name, value in tokens.items()},
     )
 
 
@@ -46,8 +46,8 @@ def test_a_trace_reads_back_as_it_was_written(trace, tmp_path):
     trace.write(tmp_path / "loads.json")
     again = LoadTrace.read(tmp_path / "loads.json")
     assert (again.window_tokens, again.top_k) == (8, 1)
-    assert {name: tokens.tolist() for name, tokens in again.tokens_of.items()} == {
-        name: tokens.tolist() for name, tokens in trace.tokens_of.items()
+    assert {name: tokens.tolist() for name, tokens in again.assignments_of.items()} == {
+        name: tokens.tolist() for name, tokens in trace.assignments_of.items()
     }
     assert set(json.loads((tmp_path / "loads.json").read_text())) == {
         "window_tokens",
@@ -71,7 +71,7 @@ def test_every_token_of_every_window_chooses_top_k_experts(monkeypatch, small_co
     heldout = measure(model, seed=0, num_windows=2, window_sequences=3, sequence_tokens=16)
     assert heldout.trace.window_tokens == 48
     for domain in DOMAINS:
-        tokens_WLE = heldout.trace.tokens_of[domain]
+        tokens_WLE = heldout.trace.assignments_of[domain]
         assert tokens_WLE.shape == (2, small_config.num_moe_layers, small_config.n_routed_experts)
         assert (tokens_WLE.sum(axis=2) == 48 * small_config.num_experts_per_tok).all()
         assert heldout.loss_of[domain] == pytest.approx(np.log(256), rel=0.05)

@@ -73,14 +73,14 @@ def test_the_router_is_specialised_and_even_over_the_mix(trace):
 
 @pytest.mark.parametrize(("before", "after", "least"), SHIFTS)
 def test_a_shift_of_traffic_puts_a_fitting_layout_out_of_balance(trace, before, after, least):
-    layouts = [_planned(window) for window in trace.tokens_of[before]]
-    load = trace.tokens_of[after].sum(axis=0)
+    layouts = [_planned(window) for window in trace.assignments_of[before]]
+    load = trace.assignments_of[after].sum(axis=0)
     assert np.mean([_max_over_mean(layout, load) for layout in layouts]) >= least
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_a_layout_for_one_window_fits_the_next_of_the_same_domain(trace, domain):
-    windows = trace.tokens_of[domain]
+    windows = trace.assignments_of[domain]
     for seen, unseen in itertools.pairwise(windows):
         assert _max_over_mean(_planned(seen), unseen) <= 1.15
 

@@ -272,7 +272,7 @@ class Arena:
             store = self.redis.url if self.redis else str(self._folder / "state.sqlite")
             return [
                 "balancer", f"--listen={self._near(name)}", f"--advertise={self._far(name)}",
-                f"--store={store}", "--interval-s=2", "--min-tokens=100",
+                f"--store={store}", "--interval-s=2", "--min-assignments=100",
             ]  # fmt: skip
         if name in WORKERS:
             return [

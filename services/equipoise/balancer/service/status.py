@@ -75,7 +75,7 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb
         window = pool.windows[-1]
         status.balancedness = window.balancedness
         status.balancedness_min_layer = window.balancedness_min_layer
-        status.window_tokens = round(window.tokens)
+        status.window_assignments = round(window.assignments)
         if window.shares is not None:
             status.shares.CopyFrom(pb.ShareStatus(**asdict(window.shares)))
     rollout = _rollout_status(pool, now=now)
@@ -143,16 +143,16 @@ def loads_response(pool: Pool) -> pb.GetLoadsResponse | None:
     response = pb.GetLoadsResponse(
         num_layers=model.num_layers,
         num_experts=model.num_experts,
-        slow_tokens_per_s=pool.loads.slow.per_second().astype("<f8").tobytes(),
-        fast_tokens_per_s=pool.loads.fast.per_second().astype("<f8").tobytes(),
+        slow_assignments_per_s=pool.loads.slow.per_second().astype("<f8").tobytes(),
+        fast_assignments_per_s=pool.loads.fast.per_second().astype("<f8").tobytes(),
         slow_half_life_s=pool.policy.slow_half_life_s,
         fast_half_life_s=pool.policy.fast_half_life_s,
     )
     if pool.windows and pool.windows[-1].load.shape == (model.num_layers, model.num_experts):
         latest = pool.windows[-1]
-        response.window_tokens = latest.load.astype("<f8").tobytes()
-        response.num_ranks = latest.load_of_rank.shape[1]
-        response.window_rank_tokens = latest.load_of_rank.astype("<f8").tobytes()
+        response.window_assignments = latest.load.astype("<f8").tobytes()
+        response.num_ranks = latest.rank_load.shape[1]
+        response.window_rank_assignments = latest.rank_load.astype("<f8").tobytes()
         response.window_generation = latest.generation
     return response
 
@@ -179,11 +179,11 @@ class _LatestWindow:
         if not pool.windows:
             return cls()
         window = pool.windows[-1]
-        load_of_rank = window.load_of_rank.sum(axis=0)
-        total = float(load_of_rank.sum())
+        rank_load = window.rank_load.sum(axis=0)
+        total = float(rank_load.sum())
         factors = None if window.pace is None else slowdowns(window.pace)
         return cls(
-            load_shares=(load_of_rank / total).tolist() if total > 0 else (),
+            load_shares=(rank_load / total).tolist() if total > 0 else (),
             busy_step_us=() if window.pace is None else window.pace.busy_us.tolist(),
             slowdowns=() if factors is None else [float(factor) for factor in factors],
         )
@@ -336,7 +336,7 @@ def _window_status(window: ClosedWindow) -> pb.WindowStatus:
         closed_unix_s=window.closed_s,
         balancedness=window.balancedness,
         max_over_mean=window.max_over_mean,
-        tokens=round(window.tokens),
+        assignments=round(window.assignments),
         generation=window.generation,
         shift_detected=window.shift.detected,
     )

@@ -46,7 +46,7 @@ def unpack_layout(generation: int, packed: bytes) -> Layout:
 
 def pack_average(record: AverageRecord) -> bytes:
     """An average with its table."""
-    num_layers, num_experts = record.tokens.shape
+    num_layers, num_experts = record.decayed_load.shape
     header = {
         "half_life_s": record.half_life_s,
         "time_unix_s": record.time_unix_s,
@@ -54,7 +54,7 @@ def pack_average(record: AverageRecord) -> bytes:
         "num_layers": num_layers,
         "num_experts": num_experts,
     }
-    return _pack(header, record.tokens.astype("<f8", copy=False).tobytes())
+    return _pack(header, record.decayed_load.astype("<f8", copy=False).tobytes())
 
 
 def unpack_average(packed: bytes) -> AverageRecord:
@@ -69,7 +69,7 @@ def unpack_average(packed: bytes) -> AverageRecord:
         half_life_s=half_life_s,
         time_unix_s=time_unix_s,
         weight_s=weight_s,
-        tokens=table.reshape(header["num_layers"], header["num_experts"]).astype(np.float64),
+        decayed_load=table.reshape(header["num_layers"], header["num_experts"]).astype(np.float64),
     )
 
 

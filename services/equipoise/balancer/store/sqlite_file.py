@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError
 from equipoise.planning.errors import InvalidLayoutError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Raised with every change of the tables below; versions without an upgrade are refused, never
 guessed at."""
 
@@ -71,7 +71,7 @@ CREATE TABLE averages (
     weight_s REAL NOT NULL,
     num_layers INTEGER NOT NULL,
     num_experts INTEGER NOT NULL,
-    tokens BLOB NOT NULL,                  -- float64 little-endian [layers, experts]
+    decayed_load BLOB NOT NULL,            -- float64 little-endian [layers, experts]
     PRIMARY KEY (pool, name)
 ) WITHOUT ROWID;
 CREATE TABLE decisions (
@@ -89,6 +89,7 @@ ALTER TABLE pools ADD COLUMN num_audit INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE pools ADD COLUMN hold TEXT;
 INSERT INTO commits SELECT pool, committed FROM pools WHERE committed IS NOT NULL;
 """,  # noqa: S608 - all of it is ours
+    3: "ALTER TABLE averages RENAME COLUMN tokens TO decayed_load;",
 }
 """What brings a file of an older version to the next one."""
 

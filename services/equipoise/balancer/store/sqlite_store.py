@@ -158,15 +158,15 @@ class SqliteStore:
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
         """Remember a moving average by its name."""
-        num_layers, num_experts = record.tokens.shape
-        tokens = record.tokens.astype("<f8", copy=False).tobytes()
+        num_layers, num_experts = record.decayed_load.shape
+        decayed_load = record.decayed_load.astype("<f8", copy=False).tobytes()
         numbers = (record.half_life_s, record.time_unix_s, record.weight_s)
 
         def write() -> None:
             self._know(pool)
             self._db.execute(
                 "INSERT OR REPLACE INTO averages VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (pool, name, *numbers, num_layers, num_experts, tokens),
+                (pool, name, *numbers, num_layers, num_experts, decayed_load),
             )
 
         await self._file.write(write, term=term)
@@ -176,7 +176,7 @@ class SqliteStore:
 
         def read() -> AverageRecord | None:
             row = self._db.execute(
-                "SELECT half_life_s, time_unix_s, weight_s, num_layers, num_experts, tokens"
+                "SELECT half_life_s, time_unix_s, weight_s, num_layers, num_experts, decayed_load"
                 " FROM averages WHERE pool = ? AND name = ?",
                 (pool, name),
             ).fetchone()
@@ -359,14 +359,14 @@ class SqliteStore:
         )
 
     def _average(self, what: str, row: tuple[Any, ...]) -> AverageRecord:
-        *numbers, num_layers, num_experts, tokens = row
+        *numbers, num_layers, num_experts, decayed_load = row
         half_life_s, time_unix_s, weight_s = numbers
-        table = np.frombuffer(tokens, dtype="<f8").reshape(num_layers, num_experts)
+        table = np.frombuffer(decayed_load, dtype="<f8").reshape(num_layers, num_experts)
         if not (np.isfinite(table).all() and all(map(math.isfinite, numbers)) and half_life_s > 0):
             raise self._file.damaged(f"{what} is not finite")
         return AverageRecord(
             half_life_s=half_life_s,
             time_unix_s=time_unix_s,
             weight_s=weight_s,
-            tokens=table.astype(np.float64),
+            decayed_load=table.astype(np.float64),
         )

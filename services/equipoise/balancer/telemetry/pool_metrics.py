@@ -40,7 +40,7 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "balancedness_p5_layer": (_PHASE, "The same of the layer that 5 % of the layers are below."),
     "balancedness_worst_layer": (_PHASE, "The same of the worst layer."),
     "rank_load_max_over_mean": (_PHASE, "Mean over layers of max / mean rank load."),
-    "window_tokens": (_P, "Expert assignments in the latest window."),
+    "window_assignments": (_P, "Assignments in the latest window, all layers."),
     "predicted_gain": (_P, "Balancedness that the latest judged rollout promised to gain."),
     "realised_gain": (_P, "Balancedness that the latest judged rollout gained."),
     "report_age_max_seconds": (
@@ -154,23 +154,23 @@ class PoolMetrics:
         self._gauge("report_age_max_seconds", pool, max(ages_s, default=0.0))
 
     def _add_balance(self, pool: Pool) -> None:
-        if not pool.windows or not pool.windows[-1].tokens:
+        if not pool.windows or not pool.windows[-1].assignments:
             return
         window = pool.windows[-1]
-        self._gauge("window_tokens", pool, window.tokens)
-        self._add_phase(pool, window.phase.value, window.load_of_rank)
+        self._gauge("window_assignments", pool, window.assignments)
+        self._add_phase(pool, window.phase.value, window.rank_load)
         factors = None if window.pace is None else slowdowns(window.pace)
         if factors is not None and len(factors) <= MAX_RANKS_LISTED:
             for rank, factor in enumerate(factors):
                 self._gauge("rank_slowdown_ratio", pool, factor, str(rank))
-        load_of_rank = window.load_of_rank.sum(axis=0)
-        if len(load_of_rank) <= MAX_RANKS_LISTED:
-            for rank, ratio in enumerate(load_of_rank / load_of_rank.mean()):
+        rank_load = window.rank_load.sum(axis=0)
+        if len(rank_load) <= MAX_RANKS_LISTED:
+            for rank, ratio in enumerate(rank_load / rank_load.mean()):
                 self._gauge("rank_load_ratio", pool, ratio, str(rank))
 
-    def _add_phase(self, pool: Pool, phase: str, load_of_rank: Load) -> None:
-        busy = load_of_rank.max(axis=1) > 0
-        per_layer = balancedness_per_layer(load_of_rank[busy])
+    def _add_phase(self, pool: Pool, phase: str, rank_load: Load) -> None:
+        busy = rank_load.max(axis=1) > 0
+        per_layer = balancedness_per_layer(rank_load[busy])
         self._gauge("balancedness", pool, per_layer.mean(), phase)
         self._gauge("balancedness_p5_layer", pool, float(np.percentile(per_layer, 5)), phase)
         self._gauge("balancedness_worst_layer", pool, per_layer.min(), phase)

@@ -106,7 +106,7 @@ const CHART = { left: 38, right: 12, top: 18, bottom: 22, height: 200 };
 
 function drawChart(pointed = null) {
   const pool = shown.pool;
-  const windows = pool?.windows.filter((window) => window.tokens) ?? [];
+  const windows = pool?.windows.filter((window) => window.assignments) ?? [];
   const place = byId("chart");
   if (!windows.length) {
     place.replaceChildren(make("p", { class: "soft" }, "No window with traffic has closed yet."));
@@ -147,7 +147,7 @@ function drawChart(pointed = null) {
   }
   const read = pointed ?? windows.at(-1);
   svg.append(make("svg:circle", { class: "dot", cx: x(read.closed_unix_s), cy: y(read.balancedness), r: 4.5 }));
-  setText(byId("balance-read"), `${clock(read.closed_unix_s)} · ${read.balancedness.toFixed(3)} · max/mean ${read.max_over_mean.toFixed(2)} · generation ${read.generation} · ${read.tokens.toLocaleString("en")} assignments`);
+  setText(byId("balance-read"), `${clock(read.closed_unix_s)} · ${read.balancedness.toFixed(3)} · max/mean ${read.max_over_mean.toFixed(2)} · generation ${read.generation} · ${read.assignments.toLocaleString("en")} assignments`);
   svg.addEventListener("pointermove", (event) => {
     const at = from + (event.offsetX * width / place.clientWidth - left) / (width - left - right) * (to - from);
     const near = windows.reduce((a, b) => Math.abs(b.closed_unix_s - at) < Math.abs(a.closed_unix_s - at) ? b : a);

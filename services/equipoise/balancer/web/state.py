@@ -111,7 +111,7 @@ class PageState:
 
 def heat_of(window: ClosedWindow) -> dict[str, Any]:
     """How the load fell: percent of the layer's mean, `[layers][columns]`."""
-    load = window.load_of_rank
+    load = window.rank_load
     mean = load.mean(axis=1, keepdims=True)
     percent = np.divide(100.0 * load, mean, out=np.zeros_like(load), where=mean > 0)
     num_ranks = load.shape[1]

@@ -18,7 +18,7 @@ def windows_of(told: Iterable[status_pb2.WindowStatus]) -> tuple[Window, ...]:
             generation=window.generation,
         )
         for window in sorted(told, key=lambda window: window.closed_unix_s)
-        if window.tokens
+        if window.assignments
     )
 
 

@@ -26,7 +26,7 @@ _ROOM_FOR_NUMBER = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Heat:
-    """The latest window: `of_rank` is [layers, ranks], `of_expert` [layers, experts], in tokens."""
+    """The latest window: `of_rank` is [layers, ranks], `of_expert` [layers, experts]."""
 
     pool: str
     generation: int
@@ -94,8 +94,8 @@ def heat_view(heat: Heat, *, width: int, top: int) -> RenderableType:
 
 
 def _heat(pool: str, loads: pb.GetLoadsResponse) -> Heat:
-    of_rank = _table(loads.window_rank_tokens, (loads.num_layers, loads.num_ranks))
-    of_expert = _table(loads.window_tokens, (loads.num_layers, loads.num_experts))
+    of_rank = _table(loads.window_rank_assignments, (loads.num_layers, loads.num_ranks))
+    of_expert = _table(loads.window_assignments, (loads.num_layers, loads.num_experts))
     return Heat(pool=pool, generation=loads.window_generation, of_rank=of_rank, of_expert=of_expert)
 
 
@@ -133,7 +133,7 @@ def _legend(per_cell: int) -> Text:
 
 
 def _busiest(heat: Heat, top: int) -> list[Text]:
-    lines = [Text("busiest experts, and their part of the layer's tokens", style="dim")]
+    lines = [Text("busiest experts, and their share of the layer's assignments", style="dim")]
     for layer, row in enumerate(heat.of_expert):
         total = row.sum()
         if total <= 0:
@@ -150,6 +150,6 @@ def _document(heat: Heat) -> dict[str, object]:
         "generation": heat.generation,
         "balancedness": balancedness(heat.of_rank),
         "balancedness_of_layer": balancedness_per_layer(heat.of_rank).tolist(),
-        "tokens_of_rank": heat.of_rank.tolist(),
-        "tokens_of_expert": heat.of_expert.tolist(),
+        "rank_load": heat.of_rank.tolist(),
+        "expert_load": heat.of_expert.tolist(),
     }

@@ -91,7 +91,7 @@ def status_line(status: status_pb2.PoolStatus) -> str:
     if status.windows_closed:
         words.append(
             f"window {status.windows_closed}: balancedness {status.balancedness:.3f} "
-            f"on {status.window_tokens:,} assignments"
+            f"on {status.window_assignments:,} assignments"
         )
     if status.HasField("rollout"):
         words.append(f"generation {status.rollout.generation} {status.rollout.state}")
@@ -121,12 +121,12 @@ def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
     if not status.windows_closed:
         return Text("no window has closed yet", style="dim")
     windows = status.windows[-_NUM_WINDOWS:]
-    picture = sparkline([window.balancedness if window.tokens else None for window in windows])
+    picture = sparkline([window.balancedness if window.assignments else None for window in windows])
     facts = Text.assemble(
         ("balancedness ", "dim"),
         (f"{status.balancedness:.3f}", f"bold {tone(status.balancedness)}"),
         (f"  worst layer {status.balancedness_min_layer:.3f}", "dim"),
-        (f"  window {status.windows_closed}: {status.window_tokens:,} assignments", "dim"),
+        (f"  window {status.windows_closed}: {status.window_assignments:,} assignments", "dim"),
         (f" in {status.interval_s:g} s", "dim"),
     )
     views: list[RenderableType] = [facts, picture, window_marks(windows)]
@@ -139,8 +139,8 @@ def shares_words(shares: status_pb2.ShareStatus) -> str:
     """Whether slots served the shares that they were to serve, for layouts with uneven ones."""
     return (
         f"uneven shares in {shares.uneven_layers} layers: {shares.misplaced:.1%} of replicated "
-        f"experts' tokens went elsewhere; worst is layer {shares.layer}, slot {shares.slot} with "
-        f"{shares.realised:.3f} of expert {shares.expert} for {shares.planned:.3f}"
+        f"experts' assignments went elsewhere; worst is layer {shares.layer}, slot {shares.slot} "
+        f"with {shares.realised:.3f} of expert {shares.expert} for {shares.planned:.3f}"
     )
 
 

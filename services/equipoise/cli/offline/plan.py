@@ -29,7 +29,7 @@ from equipoise.formats.placement import Placement
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import Load, tokens_per_layer
+from equipoise.planning.load import Load, assignments_per_layer
 from equipoise.planning.planner import Plan, plan
 from equipoise.planning.policy import Weighting
 from equipoise.planning.shared_expert import plan_with_shared_ranks
@@ -175,7 +175,7 @@ def _make(settings: PlanSettings) -> _Outcome:
 
 def _samples(load: Load) -> float | None:
     """Expert assignments per layer if loads are counts: then chance moves nothing."""
-    return tokens_per_layer(load) if (load == np.trunc(load)).all() else None
+    return assignments_per_layer(load) if (load == np.trunc(load)).all() else None
 
 
 def _excluded(settings: PlanSettings, topology: Topology) -> frozenset[int]:

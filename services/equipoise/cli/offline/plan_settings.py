@@ -36,7 +36,7 @@ class PlanSettings:
     """Stop as soon as this is reached, with the fewest moves."""
 
     weighted: bool = False
-    """Let an expert's replicas serve unequal shares of its tokens where that relieves the busiest
+    """Let an expert's replicas serve unequal shares of its load where that relieves the busiest
     rank; only this project's own format and workers know shares."""
 
     shared_ranks: int | None = None

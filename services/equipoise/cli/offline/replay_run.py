@@ -12,7 +12,7 @@ import numpy as np
 from equipoise.formats.recording import Recording
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load, LoadAverage, Shift, detect_shift, tokens_per_layer
+from equipoise.planning.load import Load, LoadAverage, Shift, assignments_per_layer, detect_shift
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
@@ -136,17 +136,17 @@ class _Decider:
         # Sums of window lengths miss a multiple of the interval by rounding.
         if now < self._due_s * (1 - 1e-9):
             return None
-        tokens, duration_s = self._open, now - self._opened_s
-        self._open, self._opened_s = np.zeros_like(tokens), now
+        load, duration_s = self._open, now - self._opened_s
+        self._open, self._opened_s = np.zeros_like(load), now
         self._due_s = max(self._due_s, now - self._policy.interval_s) + self._policy.interval_s
-        shift = self._fold(tokens, duration_s=duration_s, now=now)
-        if not tokens.any():
+        shift = self._fold(load, duration_s=duration_s, now=now)
+        if not load.any():
             return None
         proposal = propose(
             ProposalRequest(
                 current=layout,
                 average=self._slow.per_second(),
-                window=tokens,
+                window=load,
                 shift=shift,
                 model=self._model,
                 topology=self._topology,
@@ -160,18 +160,18 @@ class _Decider:
             self._last_switch_s = now
         return proposal
 
-    def _fold(self, tokens: Load, *, duration_s: float, now: float) -> Shift:
+    def _fold(self, load: Load, *, duration_s: float, now: float) -> Shift:
         """Both averages after a window, as the balancer has them; see its `PoolLoads`."""
-        self._fast = self._fast.fold(tokens, now=now)
-        self._slow = self._slow.fold(tokens, now=now)
+        self._fast = self._fast.fold(load, now=now)
+        self._slow = self._slow.fold(load, now=now)
         shift = detect_shift(
             self._fast.per_second(),
             self._slow.per_second(),
-            tokens=tokens_per_layer(tokens),
+            assignments=assignments_per_layer(load),
             threshold=self._policy.shift_threshold,
         )
         if shift.detected or self._shifted_before:
-            self._slow = self._slow.restarted(tokens, duration_s=duration_s, now=now)
+            self._slow = self._slow.restarted(load, duration_s=duration_s, now=now)
         self._shifted_before = shift.detected
         return shift
 

@@ -17,7 +17,7 @@ from equipoise.cli.offline.inputs import pool_topology, read_case, read_current
 from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.cli.policy.files import policies_by_pool, read_file
 from equipoise.planning.layout import Layout, contiguous_layout
-from equipoise.planning.load import Load, detect_shift, tokens_per_layer
+from equipoise.planning.load import Load, assignments_per_layer, detect_shift
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
@@ -37,7 +37,7 @@ class PreviewError(RuntimeError):
 class Situation:
     """What a decision rests on besides the policy; loads are [layers, experts].
 
-    `slow` and `fast` are in tokens per second, `window` in tokens.
+    `slow` and `fast` are in assignments per second, `window` in assignments.
     """
 
     pool: str
@@ -120,7 +120,7 @@ def decided(situation: Situation, policy: Policy, *, now: float) -> Proposal:
     shift = detect_shift(
         situation.fast,
         situation.slow,
-        tokens=tokens_per_layer(situation.window),
+        assignments=assignments_per_layer(situation.window),
         threshold=policy.shift_threshold,
     )
     return propose(
@@ -180,7 +180,7 @@ def _ask(
     layout = stub.GetLayout(
         pb.GetLayoutRequest(pool=status.pool), timeout=timeout_s, metadata=shown
     )
-    if not loads.window_tokens:
+    if not loads.window_assignments:
         raise PreviewError(f"pool {status.pool} has closed no window yet: ask again in a moment")
     if not layout.node_of_rank:
         raise PreviewError(f"pool {status.pool} is changing its ranks: ask again in a moment")
@@ -188,7 +188,11 @@ def _ask(
     shape = (loads.num_layers, loads.num_experts)
     slow, fast, window = (
         _load(cells, shape)
-        for cells in (loads.slow_tokens_per_s, loads.fast_tokens_per_s, loads.window_tokens)
+        for cells in (
+            loads.slow_assignments_per_s,
+            loads.fast_assignments_per_s,
+            loads.window_assignments,
+        )
     )
     return Situation(
         pool=status.pool,
