@@ -114,7 +114,7 @@ def test_a_shift_of_traffic_is_noticed_and_answered():
 def test_too_few_assignments_are_refused_with_that_reason():
     (step, _) = run([skewed((0, 1), assignments=100.0)] * 2, Policy()).steps
     assert step.accepted is False
-    assert "100 expert assignments per layer, a decision needs 2000" in step.reason
+    assert "100 assignments per layer, a decision needs 2000" in step.reason
 
 
 def test_the_models_own_recording_is_balanced_better_than_by_never_moving():
@@ -175,7 +175,7 @@ def test_a_person_is_told_what_happened_in_each_window_and_in_all(columns):
 
 def test_reasons_are_shown_when_asked_for():
     assert "the least gain" not in equipoise(*POOL, columns="200")
-    assert "expert assignments per layer" in " ".join(
+    assert "assignments per layer" in " ".join(
         equipoise(*POOL, "--reasons", "--policy", "x=min_assignments=1e9", columns="200").split()
     )
 

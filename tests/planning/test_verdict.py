@@ -77,7 +77,7 @@ def test_too_few_assignments_decide_nothing():
     verdict = verdict_on(window=HOT_PAIR / 10)
     assert not verdict.accepted
     assert verdict.reason == (
-        "the latest window has 200 expert assignments per layer, a decision needs 1000"
+        "the latest window has 200 assignments per layer, a decision needs 1000"
     )
 
 

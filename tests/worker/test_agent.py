@@ -30,7 +30,7 @@ REPORT = Report(
         rank=0,
         generation=1,
         phase=Phase.MIXED,
-        tokens=np.zeros((2, 12), dtype=np.uint64),
+        assignments=np.zeros((2, 12), dtype=np.uint64),
     ),
     stats=RankStats(
         steps=0,

@@ -113,7 +113,7 @@ async def test_loads_are_reported_for_this_generation_and_finally_for_the_one_be
         await generate(bench.worker.address, 4)
         tokens = len(PROMPT) + 4 - 1
         report = await link.until(
-            Report, lambda report: report.load.tokens.sum() == tokens * 2 * first.num_layers
+            Report, lambda report: report.load.assignments.sum() == tokens * 2 * first.num_layers
         )
         assert (report.load.epoch, report.load.rank, report.load.generation) == (1, 0, 1)
         assert report.load.phase is Phase.MIXED
@@ -131,7 +131,7 @@ async def test_loads_are_reported_for_this_generation_and_finally_for_the_one_be
         first_new = next(n for n, one in enumerate(told) if one.load.generation == 2)
         old = told[first_new - 1]
         assert old.load.generation == 1
-        np.testing.assert_array_equal(old.load.tokens, report.load.tokens)
+        np.testing.assert_array_equal(old.load.assignments, report.load.assignments)
 
 
 async def test_a_stage_leads_to_staged_and_switched_and_no_token_changes(

@@ -163,7 +163,7 @@ async def test_a_rank_that_is_slowed_down_is_told_from_the_one_that_waits_for_it
         ]
         pace = Pace(
             busy_us=np.array([said.stats.busy_us / said.stats.steps for said in told]),
-            load=np.array([said.load.tokens.sum() for said in told], dtype=np.float64),
+            load=np.array([said.load.assignments.sum() for said in told], dtype=np.float64),
             steps=steps,
         )
         policy = Policy(slow_worker_windows=1)
