@@ -9,7 +9,8 @@ import pytest
 
 from equipoise.balancer.__main__ import run
 from equipoise.balancer.leadership.standing import LeaseTiming
-from equipoise.balancer.settings import BalancerSettings, InvalidSettingsError, LeaseKind
+from equipoise.balancer.settings import BalancerSettings, LeaseKind
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.trust.settings import Tls
 from tests.support.redis_server import RedisServer, free_port, require_redis
 
@@ -150,9 +151,9 @@ def test_a_missing_kubernetes_client_is_named_with_the_command_that_installs_it(
         ({"advertise": "here"}, "advertise must be host:port"),
         (
             {"store": "redis://r/0", "listen": "0.0.0.0:7070", "tls": Tls(insecure=True)},
-            "advertise must be given",
+            "advertise must be set",
         ),
-        ({"lease": LeaseKind.KUBERNETES}, "needs a store that balancers share"),
+        ({"lease": LeaseKind.KUBERNETES}, "needs a shared store"),
         ({"lease_duration_s": 0.5}, "lease_duration_s must be from 1 to 60"),
         ({"lease_duration_s": float("nan")}, "lease_duration_s must be from 1 to 60"),
     ],

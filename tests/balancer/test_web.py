@@ -12,10 +12,11 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from equipoise.balancer.settings import BalancerSettings, InvalidSettingsError
+from equipoise.balancer.settings import BalancerSettings
 from equipoise.balancer.web.server import HEADERS, page_routes, serving_page
 from equipoise.balancer.web.state import MAX_COLUMNS, MAX_RANKS, PageState, heat_of
 from equipoise.balancer.web.stream import EventStreams
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.trust.settings import Tls
 from tests.support.browser import browsing, require_chromium
 
@@ -94,7 +95,7 @@ def test_a_page_of_this_machine_answers_to_no_other_name(busy):
 
 
 def test_the_page_is_kept_from_other_machines_unless_that_is_said():
-    with pytest.raises(InvalidSettingsError, match="asks nobody who he is"):
+    with pytest.raises(InvalidSettingsError, match="does not authenticate"):
         BalancerSettings(web_listen="0.0.0.0:8080")
     BalancerSettings(web_listen="0.0.0.0:8080", tls=Tls(insecure=True))
     BalancerSettings(web_listen="127.0.0.1:8080")

@@ -10,7 +10,7 @@ import pytest
 
 from equipoise.cli.live import decisions, layouts, loads
 from equipoise.cli.live.access import BalancerRefusedError
-from equipoise.cli.live.ask_settings import AskSettings, InvalidSettingsError
+from equipoise.cli.live.ask_settings import AskSettings
 from equipoise.cli.live.settings import (
     DecisionsSettings,
     LayoutDiffSettings,
@@ -24,6 +24,7 @@ from equipoise.formats.errors import FormatError
 from equipoise.formats.files import read_placement
 from equipoise.formats.format import Format
 from equipoise.planning.layout import contiguous_layout
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2_grpc
 from equipoise_api.v1 import status_pb2 as pb

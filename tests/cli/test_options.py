@@ -11,8 +11,9 @@ from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.live.status_settings import StatusSettings
 from equipoise.cli.main import app as program
-from equipoise.cli.options import ARGUMENT, REPEATED, command_from, explanations
+from equipoise.cli.options import ARGUMENT, REPEATED, command_from
 from equipoise.planning.policy import Policy
+from equipoise.settings.fields import explanations
 from equipoise.worker.settings import WorkerSettings
 
 

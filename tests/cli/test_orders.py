@@ -11,7 +11,6 @@ import pytest
 
 from equipoise.cli.live import operations as orders
 from equipoise.cli.live.access import LEADER_METADATA, Access, BalancerRefusedError
-from equipoise.cli.live.ask_settings import InvalidSettingsError
 from equipoise.cli.live.operation_settings import (
     OrderSettings,
     PinSettings,
@@ -19,9 +18,10 @@ from equipoise.cli.live.operation_settings import (
     RebalanceSettings,
     RollbackSettings,
 )
-from equipoise.cli.options import explanations
 from equipoise.planning.policy import Policy
 from equipoise.pool.counters import order_bound_s
+from equipoise.settings.errors import InvalidSettingsError
+from equipoise.settings.fields import explanations
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
 
 BOUND_S = 30.0

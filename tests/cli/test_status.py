@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from equipoise.cli.live.access import LEADER_METADATA, BalancerRefusedError
-from equipoise.cli.live.ask_settings import InvalidSettingsError
 from equipoise.cli.live.status import ExitStatus, Picture, run
 from equipoise.cli.live.status_settings import StatusSettings
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc

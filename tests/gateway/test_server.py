@@ -7,10 +7,11 @@ import socket
 import httpx2
 import pytest
 
-from equipoise.gateway.errors import GatewayError, InvalidSettingsError
+from equipoise.gateway.errors import GatewayError
 from equipoise.gateway.http_server import MAX_HEADER_BYTES
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
+from equipoise.settings.errors import InvalidSettingsError
 from tests.support.scripted_ranks import BOUND_S, Fault, all_events, events, tokens_of, undisturbed
 
 PROMPT = (7, 8, 9)
@@ -112,7 +113,7 @@ async def test_a_used_port_is_one_line(checkpoint):
         ({"balancer": ("here",)}, "balancer must be host:port"),
         ({"workers": ("a:1", "a:1")}, "workers names an address twice"),
         ({"balancer": ()}, "either balancer or workers"),
-        ({"max_attempts": 0}, "max_attempts must be from 1"),
+        ({"max_attempts": 0}, "max_attempts must be from 1 to 1000"),
         ({"queue_timeout_s": 0}, "queue_timeout_s must be from 0.001 to 3600, not 0"),
         ({"stop_grace_s": float("nan")}, "stop_grace_s must be from 0"),
     ],

@@ -9,9 +9,10 @@ import pytest_asyncio
 
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.topology import ModelShape
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.messages import Abort, Heartbeat, Hello, Rejection, Stage
 from equipoise.worker.agent import Agent
-from equipoise.worker.settings import InvalidSettingsError, WorkerSettings
+from equipoise.worker.settings import WorkerSettings
 
 BOUND_S = 60.0
 NO_LEADER = Rejection(reason="nobody leads yet", fatal=True, not_leading=True)

@@ -29,6 +29,8 @@ from equipoise.balancer.service.worker_link import WorkerLinkService
 from equipoise.balancer.store.store import Store
 from equipoise.balancer.telemetry.http_ports import open_http
 from equipoise.policy.book import PolicyBook
+from equipoise.settings.address import parse_address
+from equipoise.telemetry.http import open_listener
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
@@ -141,7 +143,7 @@ async def serving(
         options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
     )
     port = _bind(server, listen, credentials)
-    host = listen.rpartition(":")[0]
+    host = parse_address(listen).host
     register = register or SoleRegister(term=await store.highest_term())
     elector = Elector(register, candidate=_candidate(advertise or f"{host}:{port}"), timing=timing)
     readiness = Readiness()
@@ -221,7 +223,7 @@ def _add_services(
 def _bind(server: grpc.aio.Server, listen: str, credentials: Credentials) -> int:
     try:
         # Tried with a plain socket first: gRPC would say less, and in a log line of its own.
-        _try_to_listen(listen)
+        open_listener(listen).close()
         return credentials.bind(server, listen)
     except TrustError:
         raise
@@ -230,14 +232,6 @@ def _bind(server: grpc.aio.Server, listen: str, credentials: Credentials) -> int
         raise BalancerError(
             f"cannot listen on {listen}: {why}; choose another address with --listen"
         ) from error
-
-
-def _try_to_listen(listen: str) -> None:
-    host, _, port = listen.rpartition(":")
-    family, _, _, _, address = socket.getaddrinfo(
-        host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    socket.create_server(address[:2], family=family).close()
 
 
 @asynccontextmanager

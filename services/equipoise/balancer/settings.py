@@ -1,23 +1,23 @@
-"""`BalancerSettings`: everything a person may choose about the balancer. Starts nothing."""
+"""`BalancerSettings`: the balancer's command-line options. Starts nothing."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 from equipoise.planning.policy import Policy
+from equipoise.settings.address import dial_address, listen_address
+from equipoise.settings.errors import InvalidSettingsError
+from equipoise.settings.fields import HOUR_S, Range, check_ranges
 from equipoise.telemetry.logs import LogFormat
 from equipoise.telemetry.spans_settings import check_endpoint
-from equipoise.trust.settings import Tls, is_loopback
+from equipoise.trust.settings import Tls
 
 _ANY_HOST = {"0.0.0.0", "[::]", "::"}
 
 
-class InvalidSettingsError(ValueError):
-    """A setting outside its range; the message names the setting, the value and the range."""
-
-
 class LogLevel(StrEnum):
-    """How much the balancer says on stderr."""
+    """Least severe messages to log."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -26,121 +26,111 @@ class LogLevel(StrEnum):
 
 
 class LeaseKind(StrEnum):
-    """Who says which balancer leads."""
+    """Where the leader election takes place."""
 
     STORE = "store"
-    """The store: a Redis server that balancers share keeps the lease beside their state."""
+    """In the shared Redis store, beside the state."""
 
     KUBERNETES = "kubernetes"
-    """The cluster: a Lease of the pod's namespace."""
+    """In a Lease object in the pod's namespace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerSettings:
-    """One balancer: where it listens, what it remembers, and how it decides.
+    """One balancer: where it listens, where it keeps its state, and how it decides.
 
     Raises:
-        InvalidSettingsError: a value is outside its range.
+        InvalidSettingsError: a value is out of range.
+        TrustError: the certificates do not allow an address.
+        TelemetryError: `tracing_endpoint` is not an OTLP endpoint.
     """
 
     listen: str = "127.0.0.1:7070"
-    """host:port of the gRPC server; port 0 takes a free one, which the first log line names.
-    Only this machine can reach the default; others need --tls-ca and what goes with it."""
+    """host:port of the gRPC server. Port 0 takes a free port, shown in the first log line. An
+    address that other machines can reach requires --tls-cert and --tls-key, or --insecure."""
 
     store: str = "equipoise-state.sqlite"
-    """Where committed layouts, averages and decisions are kept: a file, which is made when missing
-    and which one balancer uses at a time; or redis://[:password@]host:port/db, which several
-    balancers may share, of which one leads."""
+    """Where to keep committed layouts, averages and decisions. A file path is an SQLite file for
+    one balancer, created if missing. redis://[:password@]host:port/db can be shared by several
+    balancers, one of which leads."""
 
-    store_wait_s: float = 0.0
-    """Seconds for which a balancer that starts waits for a store that cannot be reached, as where
-    both start together; then it gives up."""
+    store_wait_s: Annotated[float, Range(0, HOUR_S)] = 0.0
+    """Seconds to wait at startup for a store that cannot be reached before exiting."""
 
     advertise: str = ""
-    """host:port by which workers and other balancers reach this one; where it listens unless
-    given."""
+    """host:port that workers and other balancers use to reach this one. Default: the listen
+    address."""
 
     lease: LeaseKind = LeaseKind.STORE
-    """Where balancers that share a Redis store find out which of them leads."""
+    """Where balancers that share a Redis store elect their leader."""
 
     lease_name: str = "equipoise"
-    """Name of the Lease, for a lease that the Kubernetes cluster keeps."""
+    """Name of the Lease object, for --lease=kubernetes."""
 
-    lease_duration_s: float = 3.0
-    """Seconds after which another balancer takes over from one that went silent. The silent one
-    stops by itself after two thirds of them."""
+    lease_duration_s: Annotated[float, Range(1, 60)] = 3.0
+    """Seconds without a renewal after which another balancer takes the lease. A leader that cannot
+    renew steps down after two thirds of this time."""
 
     metrics_listen: str = ""
-    """host:port of an HTTP server that tells metrics at /metrics; none unless given. Port 0 takes
-    a free one, which a log line names."""
+    """host:port of an HTTP server for Prometheus metrics at /metrics. Disabled by default. Port 0
+    takes a free port, shown in the log."""
 
     web_listen: str = ""
-    """host:port of an HTTP server that shows the fleet to people, read-only; none unless given.
-    For this machine, because it asks nobody who he is. Port 0 takes a free one, which a log line
-    names; it may be the address of the metrics."""
+    """host:port of an HTTP server for the read-only fleet page. Disabled by default. It does not
+    authenticate, so it must listen on loopback unless --insecure is set. Port 0 takes a free port,
+    shown in the log. It may be the metrics address."""
 
     log_format: LogFormat = LogFormat.TEXT
-    """How log lines look: `text` for people, or `json`, an object a line with pool, rank, epoch
-    and generation where they apply."""
+    """Log format: human-readable `text`, or `json`, one object per line with pool, rank, epoch and
+    generation where they apply."""
 
     tracing_endpoint: str = ""
-    """http://host:port of an OTLP collector (gRPC, mostly port 4317), which gets a trace of every
-    plan and of the rollout that follows; none unless given, or OTEL_EXPORTER_OTLP_ENDPOINT is set.
-    Needs equipoise[tracing]."""
+    """http://host:port of an OTLP collector (gRPC, usually port 4317) that receives a trace of each
+    plan and its rollout. Default: OTEL_EXPORTER_OTLP_ENDPOINT, or no traces. Requires
+    equipoise[tracing]."""
 
     log_level: LogLevel = LogLevel.INFO
-    """Least severe messages that are written to stderr. `info` is one line a decision."""
+    """Least severe messages to write to stderr. `info` logs one line per decision."""
 
-    stop_grace_s: float = 3.0
-    """Seconds that open calls may take to end after Ctrl-C or SIGTERM. Workers serve on without a
-    balancer, so there is nothing to wait long for."""
+    stop_grace_s: Annotated[float, Range(0, 60)] = 3.0
+    """Seconds that open calls have to finish after Ctrl-C or SIGTERM. Workers keep serving without
+    a balancer, so a short grace period is enough."""
 
     tls: Tls = field(default_factory=Tls)
-    """Certificates; without them the port is for this machine only."""
+    """Certificates. Without them the port must be on loopback."""
 
     tokens: str = ""
-    """File of the tokens that callers must show, a line each: worker/POOL/WORKER, gateway, reader
-    or admin/NAME, a space, and the token or sha256:HEX of it. Read again when it changes."""
+    """File of accepted bearer tokens, one per line: worker/POOL/WORKER, gateway, reader or
+    admin/NAME, a space, and the token or its sha256:HEX. Reloaded when it changes."""
 
     policy: Path | None = None
-    """BalancePolicy file: what it says goes before the options below, for all pools or for single
-    ones. Edits take effect within seconds, and one that is wrong changes nothing."""
+    """BalancePolicy file. It overrides the options below, for all pools or for single pools. Edits
+    take effect within seconds; an invalid edit is rejected and the last valid policy stays."""
 
     defaults: Policy = field(default_factory=Policy)
-    """How loads become layouts: intervals, half-lives, thresholds, bounds of every wait."""
+    """How loads become layouts: intervals, half-lives, thresholds and timeouts."""
 
     def __post_init__(self) -> None:
-        host = check_listen("listen", self.listen)
+        host = listen_address("listen", self.listen).host
         self.tls.check_listen(self.listen)
-        advertised_host, _, advertised_port = self.advertise.rpartition(":")
-        if self.advertise and not (advertised_host and advertised_port.isdigit()):
-            raise InvalidSettingsError(f"advertise must be host:port, not {self.advertise!r}")
-        if self.is_shared and not self.advertise and host in _ANY_HOST:
+        if self.advertise:
+            dial_address("advertise", self.advertise)
+        elif self.is_shared and host in _ANY_HOST:
             raise InvalidSettingsError(
-                f"advertise must be given, because listening on {host} tells nobody where to go"
+                f"advertise must be set, because workers cannot connect to {host}: add "
+                "--advertise=HOST:PORT"
             )
         if self.metrics_listen:
-            check_listen("metrics_listen", self.metrics_listen)
+            listen_address("metrics_listen", self.metrics_listen)
         self._check_web()
         check_endpoint(self.tracing_endpoint)
         if not self.store:
             raise InvalidSettingsError("store must be a file or redis://host:port/db")
         if self.lease is LeaseKind.KUBERNETES and not self.is_shared:
             raise InvalidSettingsError(
-                "lease kubernetes needs a store that balancers share: --store=redis://host:port/db"
+                "lease kubernetes needs a shared store: add --store=redis://host:port/db"
             )
-        if not 1 <= self.lease_duration_s <= 60:
-            raise InvalidSettingsError(
-                f"lease_duration_s must be from 1 to 60 seconds, not {self.lease_duration_s}"
-            )
-        if not 0 <= self.store_wait_s <= 3600:
-            raise InvalidSettingsError(
-                f"store_wait_s must be from 0 to 3600 seconds, not {self.store_wait_s}"
-            )
-        if not 0 <= self.stop_grace_s <= 60:
-            raise InvalidSettingsError(
-                f"stop_grace_s must be from 0 to 60 seconds, not {self.stop_grace_s}"
-            )
+        check_ranges(self)
 
     @property
     def is_shared(self) -> bool:
@@ -150,21 +140,9 @@ class BalancerSettings:
     def _check_web(self) -> None:
         if not self.web_listen:
             return
-        check_listen("web_listen", self.web_listen)
-        if not is_loopback(self.web_listen) and not self.tls.insecure:
+        address = listen_address("web_listen", self.web_listen)
+        if not address.is_loopback and not self.tls.insecure:
             raise InvalidSettingsError(
-                f"web_listen {self.web_listen}: the page asks nobody who he is: listen on "
-                "127.0.0.1 and come by `kubectl port-forward` or `ssh -L`, or say --insecure"
+                f"web_listen {address}: the page does not authenticate: listen on 127.0.0.1 and "
+                "use `kubectl port-forward` or `ssh -L`, or add --insecure"
             )
-
-
-def check_listen(name: str, address: str) -> str:
-    """The host of an address to listen on.
-
-    Raises:
-        InvalidSettingsError: it is not host:port.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidSettingsError(f"{name} must be host:port, not {address!r}")
-    return host

@@ -4,14 +4,14 @@ Settings are frozen dataclasses that check themselves. Their names, defaults and
 written there once; this turns them into a typer command and back into the settings.
 """
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+from equipoise.settings.fields import explanations
 
 S = TypeVar("S")
 
@@ -38,22 +38,6 @@ def command_from(settings: type[S], act: Callable[[S], int]) -> Callable[..., No
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     vars(command)["__signature__"] = inspect.Signature(parameters)
     return command
-
-
-def explanations(settings: type) -> dict[str, str]:
-    """The string below each field of a class, as one line."""
-    inherited = [one for one in settings.__bases__ if is_dataclass(one)]
-    found = {name: text for base in inherited for name, text in explanations(base).items()}
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
-    assert isinstance(tree, ast.ClassDef)
-    for statement, after in zip(tree.body, tree.body[1:], strict=False):
-        match statement, after:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                found[name] = " ".join(text.split())
-    return found
 
 
 def _parameters(settings: type) -> list[inspect.Parameter]:

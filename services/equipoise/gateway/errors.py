@@ -8,10 +8,6 @@ class GatewayError(Exception):
     """The gateway cannot start or go on; the message is the one line that a person reads."""
 
 
-class InvalidSettingsError(GatewayError, ValueError):
-    """A setting outside its range; the message names the setting, the value and the range."""
-
-
 class RequestError(GatewayError):
     """One request cannot be answered; the message is what its client reads.
 

@@ -5,12 +5,13 @@ ends its header it would wait for as long as the connection lives; that bound is
 """
 
 import asyncio
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from equipoise.telemetry.http import HttpServer
 
 LAST_WORDS_S = 5
 """What was ended at the end of the grace has this long to tell its client."""
@@ -29,7 +30,7 @@ def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Serv
     class _Protocol(_BoundedHeader):
         bound_s = header_s
 
-    return _Server(
+    return HttpServer(
         uvicorn.Config(
             app,
             http=_Protocol,
@@ -44,13 +45,6 @@ def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Serv
             timeout_graceful_shutdown=LAST_WORDS_S,
         )
     )
-
-
-class _Server(uvicorn.Server):
-    """uvicorn whose stop is ours to order: signals are the process's business."""
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
 
 
 class _BoundedHeader(H11Protocol):

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable
 
@@ -35,6 +34,7 @@ from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.gateway.watch import follow
 from equipoise.telemetry.exposition import metrics_at
+from equipoise.telemetry.http import address_of, open_listener
 from equipoise.trust.credentials import Credentials
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,13 @@ async def serve(
         worker_name=settings.tls_worker_name,
         balancer_name=settings.tls_balancer_name,
     )
-    listener = _listen(settings.listen)
+    try:
+        listener = open_listener(settings.listen)
+    except OSError as error:
+        raise GatewayError(
+            f"cannot listen on {settings.listen}: {error.strerror}; choose another address with "
+            "--listen"
+        ) from error
     ranks = Ranks(max_queued=settings.max_queued_requests, clock=time.monotonic)
     open_requests = OpenRequests(max_open=settings.max_open_requests)
     tally = RequestTally()
@@ -77,7 +83,7 @@ async def serve(
     stopped = asyncio.create_task(stop.wait())
     telling = asyncio.create_task(_tell(ranks, settings, stop=stop, credentials=credentials))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    address = f"{settings.listen.rpartition(':')[0]}:{listener.getsockname()[1]}"
+    address = address_of(listener, listen=settings.listen)
     _log.info("listening on %s", address)
     if listening is not None:
         listening(address)
@@ -234,19 +240,6 @@ def _relay_policy(settings: GatewaySettings) -> RelayPolicy:
         queue_s=settings.queue_timeout_s,
         max_attempts=settings.max_attempts,
     )
-
-
-def _listen(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    try:
-        family, _, _, _, where = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(where[:2], family=family)
-    except OSError as error:
-        raise GatewayError(
-            f"cannot listen on {address}: {error.strerror}; choose another address with --listen"
-        ) from error
 
 
 async def _answer_request_error(_: Request, error: Exception) -> JSONResponse:

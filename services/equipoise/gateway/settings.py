@@ -1,159 +1,132 @@
-"""`GatewaySettings`: everything a person may choose about a gateway. Starts nothing."""
+"""`GatewaySettings`: the gateway's command-line options. Starts nothing."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from equipoise.formats.packaged import packaged_checkpoint
-from equipoise.gateway.errors import InvalidSettingsError
+from equipoise.settings.address import dial_address, listen_address
+from equipoise.settings.errors import InvalidSettingsError
+from equipoise.settings.fields import HOUR_S, Range, check_ranges
 from equipoise.telemetry.logs import LogFormat
 from equipoise.trust.settings import Tls, or_environment
+
+_Timeout = Annotated[float, Range(0.001, HOUR_S)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """One gateway: whom it serves, by which ranks, and the bound of every wait.
+    """One gateway: its clients, its ranks, and the timeout of every wait.
 
     Raises:
-        InvalidSettingsError: a value is outside its range.
+        InvalidSettingsError: a value is out of range.
+        TrustError: the certificates do not allow an address.
     """
 
     listen: str = "127.0.0.1:8080"
-    """host:port of the HTTP server; port 0 takes a free one, which the first log line names."""
+    """host:port of the HTTP server. Port 0 takes a free port, shown in the first log line."""
 
     balancer: tuple[str, ...] = ("127.0.0.1:7070",)
-    """host:port of the balancers, which know the ranks; they are asked in turn. When all are away,
-    the ranks known last serve on."""
+    """host:port of the balancers, which know the ranks; tried in turn. While no balancer answers,
+    the gateway keeps using the ranks it last saw."""
 
     pool: str = "default"
-    """Pool whose ranks serve."""
+    """Pool to serve from."""
 
     workers: tuple[str, ...] = ()
-    """host:port of the ranks, where no balancer is to be asked."""
+    """host:port of the ranks, to serve without a balancer."""
 
     checkpoint: Path = field(default_factory=packaged_checkpoint)
-    """Folder of the model's config.json, which says what tokens there are; the tiny model that
-    comes with the package unless given."""
+    """Folder with the model's config.json and tokenizer. Default: the packaged tiny model."""
 
     model: str = ""
-    """Name by which clients ask for the model; the checkpoint folder's name unless given."""
+    """Model name for clients. Default: the name of the checkpoint folder."""
 
     api_keys: Path | None = None
-    """File of the API keys that clients may have, one a line; it is read again when it changes.
-    Unless given, everybody who reaches this gateway is served."""
+    """File of accepted API keys, one per line; reloaded when it changes. Default: no
+    authentication."""
 
-    max_body_bytes: int = 2**20
-    """Longest body of a request."""
+    max_body_bytes: Annotated[int, Range(1, 2**30)] = 2**20
+    """Largest request body."""
 
-    max_prompt_tokens: int = 8192
-    """Longest prompt; workers may allow less, and then say so."""
+    max_prompt_tokens: Annotated[int, Range(1, 2**20)] = 8192
+    """Longest prompt. Workers may have a lower limit and then reject the request."""
 
-    max_tokens: int = 8192
-    """Most tokens that one request may ask for."""
+    max_tokens: Annotated[int, Range(1, 2**20)] = 8192
+    """Most tokens that a request may ask for."""
 
-    context_length: int = 256
-    """Tokens of prompt and output together, as the workers have it: a chat that does not say how
-    long its answer may be gets what the prompt leaves of them."""
+    context_length: Annotated[int, Range(2, 2**20)] = 256
+    """Tokens of prompt and output together; must match the workers' setting. A chat request
+    without a token limit gets what the prompt leaves of it."""
 
-    max_open_requests: int = 1024
-    """Requests that are answered at a time; more hear 429."""
+    max_open_requests: Annotated[int, Range(1, 2**20)] = 1024
+    """Requests in flight at a time; more are answered with 429."""
 
-    max_queued_requests: int = 256
-    """Requests that may wait for a rank; more are turned away."""
+    max_queued_requests: Annotated[int, Range(0, 2**20)] = 256
+    """Requests that may wait for a rank; more are answered with 503."""
 
-    queue_timeout_s: float = 30.0
-    """Seconds that a request waits for a rank to take it before its client hears 503."""
+    queue_timeout_s: _Timeout = 30.0
+    """Seconds that a request may wait for a rank before it is answered with 503."""
 
-    max_attempts: int = 4
-    """Ranks that may break under one request before it is given up."""
+    max_attempts: Annotated[int, Range(1, 1000)] = 4
+    """Ranks that may fail during a request before the request fails."""
 
-    accept_timeout_s: float = 5.0
-    """Seconds within which a rank must take a request into its line."""
+    accept_timeout_s: _Timeout = 5.0
+    """Seconds within which a rank must queue a request."""
 
-    first_token_timeout_s: float = 60.0
-    """Seconds from there to its first token, its wait in the rank's line included."""
+    first_token_timeout_s: _Timeout = 60.0
+    """Seconds from then to the first token, including the wait in the rank's queue."""
 
-    silence_timeout_s: float = 15.0
-    """Seconds from one token to the next, after which a rank has broken. Above the workers'
-    step_timeout_s, so that they can say first what is wrong."""
+    silence_timeout_s: _Timeout = 15.0
+    """Seconds between two tokens after which a rank counts as failed. Keep it above the workers'
+    step_timeout_s, so that a worker can report the reason first."""
 
-    client_timeout_s: float = 30.0
-    """Seconds that a client may take for a request's header, for its body, and to read what is
-    sent to it."""
+    client_timeout_s: _Timeout = 30.0
+    """Seconds that a client may take to send a request's header, to send its body, and to read
+    each part of the response."""
 
-    idle_timeout_s: float = 60.0
-    """Seconds that a client may keep a connection open between two requests."""
+    idle_timeout_s: Annotated[float, Range(1, HOUR_S)] = 60.0
+    """Seconds that a client connection may stay idle between two requests."""
 
-    stop_grace_s: float = 10.0
-    """Seconds that open requests have to end after Ctrl-C or SIGTERM."""
+    stop_grace_s: Annotated[float, Range(0, HOUR_S)] = 10.0
+    """Seconds that open requests have to finish after Ctrl-C or SIGTERM."""
 
     metrics_listen: str = ""
-    """host:port of an HTTP server that tells metrics at /metrics, apart from clients; none unless
-    given."""
+    """host:port of an HTTP server for Prometheus metrics at /metrics, separate from the client
+    port. Disabled by default."""
 
     log_format: LogFormat = LogFormat.TEXT
-    """How log lines look: `text` for people, or `json`, an object a line."""
+    """Log format: human-readable `text`, or `json`, one object per line."""
 
     tls: Tls = field(default_factory=Tls)
-    """Certificates to dial balancers and ranks with; the HTTP port is not encrypted by them."""
+    """Certificates for connections to balancers and ranks. The HTTP port does not use them."""
 
     tls_worker_name: str = or_environment("EQUIPOISE_TLS_WORKER_NAME")
-    """Name in the certificates of workers, where they are dialled by addresses that are not."""
+    """Name in the workers' certificates, if it differs from the addresses used to reach them."""
 
     tls_balancer_name: str = or_environment("EQUIPOISE_TLS_BALANCER_NAME")
-    """Name in the certificates of balancers, where they are dialled by addresses that are not."""
+    """Name in the balancers' certificates, if it differs from the addresses used to reach them."""
 
     token_file: str = or_environment("EQUIPOISE_TOKEN_FILE")
-    """File with the token that this gateway shows to balancers and ranks."""
+    """File with the bearer token to send to balancers and ranks."""
 
     def __post_init__(self) -> None:
-        _check_address("listen", self.listen, least_port=0)
-        _check_address("metrics_listen", self.metrics_listen or self.listen, least_port=0)
+        listen_address("listen", self.listen)
+        if self.metrics_listen:
+            listen_address("metrics_listen", self.metrics_listen)
         for name in ("balancer", "workers"):
-            _check_addresses(name, getattr(self, name))
+            addresses = getattr(self, name)
+            for address in addresses:
+                dial_address(name, address)
+            if len(set(addresses)) < len(addresses):
+                raise InvalidSettingsError(f"{name} names an address twice")
         for address in self.workers or self.balancer:
             self.tls.check_dial(address)
         if not self.workers and not self.balancer:
-            raise InvalidSettingsError("either balancer or workers must be given")
-        for name, least, most in _RANGES:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and least <= value <= most):
-                raise InvalidSettingsError(f"{name} must be from {least} to {most}, not {value}")
+            raise InvalidSettingsError("either balancer or workers must be set")
+        check_ranges(self)
 
     @property
     def model_name(self) -> str:
         """Name of the one model that is served."""
         return self.model or self.checkpoint.resolve().name
-
-
-_LEAST_WAIT_S, _LONGEST_WAIT_S = 0.001, 3600
-
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("max_body_bytes", 1, 2**30),
-    ("max_prompt_tokens", 1, 2**20),
-    ("max_tokens", 1, 2**20),
-    ("context_length", 2, 2**20),
-    ("max_open_requests", 1, 2**20),
-    ("max_queued_requests", 0, 2**20),
-    ("max_attempts", 1, 1000),
-    ("queue_timeout_s", _LEAST_WAIT_S, _LONGEST_WAIT_S),
-    ("accept_timeout_s", _LEAST_WAIT_S, _LONGEST_WAIT_S),
-    ("first_token_timeout_s", _LEAST_WAIT_S, _LONGEST_WAIT_S),
-    ("silence_timeout_s", _LEAST_WAIT_S, _LONGEST_WAIT_S),
-    ("client_timeout_s", _LEAST_WAIT_S, _LONGEST_WAIT_S),
-    ("idle_timeout_s", 1, _LONGEST_WAIT_S),
-    ("stop_grace_s", 0, _LONGEST_WAIT_S),
-)
-
-
-def _check_addresses(name: str, addresses: tuple[str, ...]) -> None:
-    for address in addresses:
-        _check_address(name, address, least_port=1)
-    if len(set(addresses)) < len(addresses):
-        raise InvalidSettingsError(f"{name} names an address twice")
-
-
-def _check_address(name: str, address: str, *, least_port: int) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not least_port <= int(port) < 65536:
-        raise InvalidSettingsError(f"{name} must be host:port, not {address!r}")

@@ -1,38 +1,39 @@
-"""A small HTTP server on the process's own event loop: `/metrics`, and what else it is given.
+"""Metrics over HTTP: `/metrics` and whatever else a process serves on that port.
 
-On the event loop and not on a thread, because collectors read state that the loop changes.
+The server runs on the event loop, not on a thread, because collectors read state that the loop
+changes.
 """
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    nullcontext,
-)
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    make_asgi_app,
+)
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from equipoise.telemetry.errors import TelemetryError
+from equipoise.telemetry.http import HttpServer, address_of, open_listener
 
-_LAST_WORDS_S = 1
-"""Seconds that open answers have when the server stops."""
+_STOP_GRACE_S = 1
+"""Seconds that open responses have to finish when the server stops."""
 
 _log = logging.getLogger(__name__)
 
 
 def registry_of(*collectors: Collector) -> CollectorRegistry:
-    """A registry of its own, with `collectors` and what every process tells of itself."""
+    """A registry with `collectors` and the standard process, platform and GC metrics."""
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
@@ -43,11 +44,11 @@ def registry_of(*collectors: Collector) -> CollectorRegistry:
 
 
 def metrics_route(registry: CollectorRegistry) -> Route:
-    """`GET /metrics` in the form that the asker prefers."""
+    """`GET /metrics`, in the format that the client accepts."""
+    exposition = make_asgi_app(registry)
 
-    async def metrics(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"Content-Type": content_type})
+    async def metrics(_: Request) -> Any:
+        return exposition
 
     return Route("/metrics", metrics)
 
@@ -61,16 +62,21 @@ async def serving_http(
     path: str = "/metrics",
     max_connections: int | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `routes` on `listen` (host:port, port 0: a free one) inside the block; gives host:port.
+    """Serve `routes` on `listen` inside the block; yields host:port. Port 0 takes a free port.
 
-    `what` and `path` are for people: what is there (`--WHAT-listen` chooses where), and where in it
-    to look first. Beyond `max_connections`, requests are answered 503.
+    `what` names the server in the log and in errors, and its option, `--WHAT-listen`. `path` is the
+    path to log. Requests beyond `max_connections` are answered with 503.
 
     Raises:
         TelemetryError: the address cannot be listened on.
     """
-    listener = _listen(listen, what=what)
-    server = _Server(
+    try:
+        listener = open_listener(listen)
+    except (OSError, ValueError) as error:
+        raise TelemetryError(
+            f"cannot serve {what} on {listen}: {error}; choose another address with --{what}-listen"
+        ) from error
+    server = HttpServer(
         uvicorn.Config(
             Starlette(routes=routes),
             http="h11",
@@ -81,10 +87,10 @@ async def serving_http(
             access_log=False,
             server_header=False,
             limit_concurrency=max_connections,
-            timeout_graceful_shutdown=_LAST_WORDS_S,
+            timeout_graceful_shutdown=_STOP_GRACE_S,
         )
     )
-    address = f"{listen.rpartition(':')[0]}:{listener.getsockname()[1]}"
+    address = address_of(listener, listen=listen)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         _log.info("%s at http://%s%s", what, address, path)
@@ -97,28 +103,7 @@ async def serving_http(
 def metrics_at(
     listen: str, *collectors: Collector, routes: Sequence[BaseRoute] = ()
 ) -> AbstractAsyncContextManager[str]:
-    """Serve `/metrics` of `collectors`, and `routes`, on `listen`, host:port; nothing if empty."""
+    """Serve `/metrics` of `collectors`, and `routes`, on `listen`; nothing if `listen` is empty."""
     if not listen:
         return nullcontext("")
     return serving_http([metrics_route(registry_of(*collectors)), *routes], listen=listen)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn whose stop is ours to order: signals are the process's business."""
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
-
-
-def _listen(address: str, *, what: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    try:
-        family, _, _, _, where = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(where[:2], family=family)
-    except (OSError, ValueError) as error:
-        raise TelemetryError(
-            f"cannot serve {what} on {address}: {error}; choose another host:port with "
-            f"--{what}-listen"
-        ) from error

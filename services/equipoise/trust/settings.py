@@ -1,91 +1,90 @@
-"""What a person may choose about trust; parts of other settings. Reads no file."""
+"""`Tls`: the certificate options that every process shares. Reads no file."""
 
-import ipaddress
 from dataclasses import dataclass, field
 from typing import Any
 
+from equipoise.settings.address import parse_address
 from equipoise.trust.errors import TrustError
 
 
 def or_environment(variable: str, *, default: str | bool = "") -> Any:
-    """A setting that, where it is not given, is what a variable of the environment says.
+    """A field whose default comes from an environment variable.
 
-    So all commands of one machine, or of one pod, prove who asks without an option.
+    All commands of a machine, or of a pod, then present the same credentials without options.
     """
     return field(default=default, metadata={"environment": variable})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Certificates of one process; none means plain text, on loopback or where that is said.
+    """Certificates of one process. None means plain text, on loopback or with `insecure`.
 
     Raises:
-        TrustError: a certificate without its key, or the other way round.
+        TrustError: a certificate without its key, a key without its certificate, or certificates
+            together with `insecure`.
     """
 
     tls_ca: str = or_environment("EQUIPOISE_TLS_CA")
-    """PEM file of the authority that signs this fleet's certificates. With a certificate of its
-    own, a server then asks every caller for one. Files are read again when they change."""
+    """PEM file of the certificate authority that signs this fleet's certificates. A server that
+    has it and a certificate of its own requires client certificates. Reloaded when it changes."""
 
     tls_cert: str = or_environment("EQUIPOISE_TLS_CERT")
-    """PEM file of this process's certificate, intermediate ones behind it."""
+    """PEM file of this process's certificate, followed by intermediate certificates. Reloaded when
+    it changes."""
 
     tls_key: str = or_environment("EQUIPOISE_TLS_KEY")
-    """PEM file of the certificate's private key."""
+    """PEM file of the certificate's private key. Reloaded when it changes."""
 
     insecure: bool = or_environment("EQUIPOISE_INSECURE", default=False)
-    """Speak plain text beyond this machine too: whoever reaches the port may do anything that
-    needs no token, and reads and changes what is said. For networks that encrypt by themselves."""
+    """Allow plain text beyond loopback. Anyone who can reach the port can call whatever needs no
+    token, and read or change the traffic. For networks that encrypt by themselves."""
 
     def __post_init__(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise TrustError("tls_cert and tls_key go together: give both or neither")
+            raise TrustError("tls_cert and tls_key go together: set both or neither")
         if self.insecure and (self.tls_ca or self.tls_cert):
-            raise TrustError("insecure means plain text: leave it out, or the tls files")
+            raise TrustError("insecure means plain text: remove it, or remove the tls files")
 
     @property
     def serves_tls(self) -> bool:
-        """Whether ports of this process encrypt."""
+        """Whether this process's ports use TLS."""
         return bool(self.tls_cert)
 
     @property
     def is_mutual(self) -> bool:
-        """Whether ports of this process ask callers for a certificate."""
+        """Whether this process's ports require client certificates."""
         return bool(self.tls_ca and self.tls_cert)
 
     def check_listen(self, address: str) -> None:
-        """See that a port may be opened at `address`, host:port.
+        """Check that this process may listen on `address`, host:port.
 
         Raises:
-            TrustError: it would speak plain text with other machines, which nobody asked for.
+            TrustError: the port would accept plain text from other machines without `insecure`.
         """
         if self.tls_ca and not self.tls_cert:
-            raise TrustError("a port needs tls_cert and tls_key beside tls_ca")
+            raise TrustError("listening with tls_ca also needs tls_cert and tls_key")
         if not self.serves_tls and not self.insecure and not is_loopback(address):
             raise TrustError(
-                f"{address} can be reached from other machines: give it --tls-ca, --tls-cert and "
-                "--tls-key, or say --insecure where the network itself is trusted"
+                f"other machines can reach {address}: add --tls-ca, --tls-cert and --tls-key, or "
+                "--insecure if the network itself is trusted"
             )
 
     def check_dial(self, address: str) -> None:
-        """See that `address`, host:port, may be dialled.
+        """Check that this process may connect to `address`, host:port.
 
         Raises:
-            TrustError: plain text would leave this machine, which nobody asked for.
+            TrustError: plain text would leave this machine without `insecure`.
         """
         if not self.tls_ca and not self.insecure and not is_loopback(address):
             raise TrustError(
-                f"{address} is another machine: give --tls-ca to speak TLS with it, or say "
-                "--insecure where the network itself is trusted"
+                f"{address} is on another machine: add --tls-ca to use TLS, or --insecure if the "
+                "network itself is trusted"
             )
 
 
 def is_loopback(address: str) -> bool:
-    """Whether host:port is of this machine only."""
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
+    """Whether only this machine can reach host:port; False for anything else."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return parse_address(address).is_loopback
     except ValueError:
         return False

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import numpy.typing as npt
 
+from equipoise.settings.address import parse_address
 from equipoise.wire.errors import InvalidMessageError
 
 MAX_COUNT = 2**53
@@ -42,14 +43,11 @@ def name(kind: str, field: str, value: str) -> str:
 
 
 def address(kind: str, field: str, value: str) -> str:
-    """A host:port that can be dialled."""
-    host, _, port = value.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 2**16
-    if not (host and is_port and len(host) <= _MAX_NAME_LENGTH and _is_host(host)):
-        raise InvalidMessageError(
-            f"{kind}_address",
-            f"{kind}: {field} must be host:port with a port from 1 to 65535, not {shorten(value)}",
-        )
+    """A host:port to connect to."""
+    try:
+        parse_address(value, min_port=1)
+    except ValueError as error:
+        raise InvalidMessageError(f"{kind}_address", f"{kind}: {field} {error}") from None
     return value
 
 
@@ -122,7 +120,3 @@ def table(
 def shorten(value: str) -> str:
     """A value of any length and content, quoted so that it can stand in a message."""
     return repr(value if len(value) <= 60 else value[:59] + "…")
-
-
-def _is_host(host: str) -> bool:
-    return all(character.isalnum() or character in "-_.:[]%" for character in host)

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from equipoise.settings.address import parse_address
 from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.header import HEADER_WIDTH, StepHeader, pack, unpack
 
@@ -230,12 +231,12 @@ def _agree(words: tuple[str, ...], *, hear: Callable[[tuple[str, ...]], None], e
 
 def _reach(address: str, *, until: float, given_up: threading.Event) -> Any:
     """A connection to the rendezvous; a TCPStore, untyped by torch."""
-    host, _, port = address.rpartition(":")
+    host, port = parse_address(address)
     while True:
         try:
             return dist.TCPStore(  # type: ignore[attr-defined]
                 host,
-                int(port),
+                port,
                 is_master=False,
                 timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),
                 wait_for_workers=False,
@@ -277,7 +278,7 @@ def _cutting_off(address: str, *, until: float, given_up: threading.Event) -> It
 
 def _cut_connections(address: str) -> None:
     """Shut down this process's connections to an address, whoever owns them."""
-    host, _, port = address.rpartition(":")
+    host, port = parse_address(address)
     ips = _ips(host)
     for open_file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # It may be gone meanwhile, or not connected.
@@ -285,7 +286,7 @@ def _cut_connections(address: str) -> None:
                 continue
             with socket.socket(fileno=os.dup(int(open_file.name))) as connection:
                 peer = connection.getpeername()
-                if not isinstance(peer, tuple) or peer[1] != int(port):
+                if not isinstance(peer, tuple) or peer[1] != port:
                     continue
                 if ips is None or _plain(peer[0]) in ips:
                     connection.shutdown(socket.SHUT_RDWR)

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Tracer
 
 from equipoise.planning.layout import Layout
+from equipoise.settings.address import parse_address
 from equipoise.telemetry.exposition import metrics_at
 from equipoise.telemetry.probes import probe_routes
 from equipoise.trust.credentials import Credentials
@@ -117,7 +118,7 @@ class Worker:
         )
         self._boot_id = uuid.uuid4().hex
         self._address = ""
-        listener = _listener(_host(settings.listen), settings.rendezvous_port)
+        listener = _listener(parse_address(settings.listen).host, settings.rendezvous_port)
         self._rendezvous_address = f"{settings.advertise_host}:{listener.getsockname()[1]}"
         self._rendezvous = Rendezvous(listener)
         self._rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -348,7 +349,3 @@ def _listener(host: str, port: int) -> socket.socket:
         raise WorkerError(
             f"cannot meet ranks at {host}:{port}: is the port taken, the host ours?"
         ) from error
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0]

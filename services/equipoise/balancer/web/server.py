@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from equipoise.balancer.web.state import PageState
 from equipoise.balancer.web.stream import MAX_CLIENTS, EventStreams
+from equipoise.settings.address import parse_address
 from equipoise.telemetry.exposition import serving_http
 
 MAX_CONNECTIONS = 4 * MAX_CLIENTS
@@ -95,7 +96,7 @@ def _hosts_of(listen: str) -> frozenset[str]:
 
     A foreign page whose name was made to mean this machine could read ours otherwise.
     """
-    host = listen.rpartition(":")[0]
+    host = parse_address(listen).host
     return frozenset(_LOOPBACK_NAMES | {host}) if host in _LOOPBACK_NAMES else frozenset()
 
 

@@ -22,6 +22,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.cli.tethered import tethered
+from equipoise.settings.address import parse_address
 
 STOP_TIMEOUT_S = 10.0
 """A process that was asked to stop is killed after this long."""
@@ -195,8 +196,8 @@ def single_threaded(environment: Mapping[str, str]) -> dict[str, str]:
 
 def free_address(preferred: str) -> str:
     """`preferred` if nobody listens there, else a free port of the same host; host:port."""
-    host, _, port = preferred.rpartition(":")
-    for candidate in (int(port), 0):
+    host, port = parse_address(preferred)
+    for candidate in (port, 0):
         with socket.socket() as probe:
             # As gRPC does: a port whose last connections are still fading is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

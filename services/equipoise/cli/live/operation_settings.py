@@ -1,10 +1,13 @@
 """What a person may order a balancer to do. Starts nothing."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from equipoise.cli.live.ask_settings import AskSettings, InvalidSettingsError
+from equipoise.cli.live.ask_settings import AskSettings
 from equipoise.cli.options import REPEATED
 from equipoise.planning.policy import Algorithm
+from equipoise.settings.errors import InvalidSettingsError
+from equipoise.settings.fields import HOUR_S, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +17,7 @@ class OrderSettings(AskSettings):
     reason: str = ""
     """Why, for the audit and for whoever reads the status."""
 
-    timeout_s: float = 210.0
+    timeout_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 210.0
     """Seconds to wait for the balancer's answer. Whoever waits less than the balancer, which does
     so for three plan timeouts of its policy and 20 s, does not hear what is done afterwards."""
 
@@ -40,27 +43,19 @@ class RebalanceSettings(OrderSettings):
 class RollbackSettings(OrderSettings):
     """`equipoise rollback`."""
 
-    generation: int = 0
+    generation: Annotated[int, Range(0, 2**53)] = 0
     """Committed generation whose placement is wanted; 0 is the one before the latest plan."""
 
     keep_planning: bool = False
     """Go on planning; otherwise the pool is paused, because the next plan would undo it."""
-
-    def __post_init__(self) -> None:
-        OrderSettings.__post_init__(self)
-        _check_generation(self.generation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinSettings(OrderSettings):
     """`equipoise pin`."""
 
-    generation: int = 0
+    generation: Annotated[int, Range(0, 2**53)] = 0
     """Committed generation whose placement is kept; 0 is the one that runs."""
-
-    def __post_init__(self) -> None:
-        OrderSettings.__post_init__(self)
-        _check_generation(self.generation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +93,3 @@ class PreviewSettings(OrderSettings):
                     f"set wants NAME=NUMBER, like min_gain=0.01, not {words!r}"
                 ) from None
         return numbers
-
-
-def _check_generation(generation: int) -> None:
-    if not 0 <= generation <= 2**53:
-        raise InvalidSettingsError(f"generation must be from 0 to 2^53, not {generation}")

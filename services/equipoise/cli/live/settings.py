@@ -2,32 +2,27 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from equipoise.cli.live.ask_settings import AskSettings, InvalidSettingsError
+from equipoise.cli.live.ask_settings import AskSettings
 from equipoise.cli.live.operation_settings import OrderSettings
 from equipoise.cli.options import ARGUMENT
 from equipoise.formats.format import Format
+from equipoise.settings.errors import InvalidSettingsError
+from equipoise.settings.fields import Range
 
 _PICTURES = {".png", ".svg"}
-_MAX_DECISIONS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionsSettings(AskSettings):
     """`equipoise decisions`."""
 
-    limit: int = 20
+    limit: Annotated[int, Range(1, 1000)] = 20
     """Most decisions to show, the newest ones."""
 
     follow: bool = False
     """Go on with each new one, oldest first, until Ctrl-C."""
-
-    def __post_init__(self) -> None:
-        AskSettings.__post_init__(self)
-        if not 1 <= self.limit <= _MAX_DECISIONS:
-            raise InvalidSettingsError(
-                f"limit must be from 1 to {_MAX_DECISIONS}, not {self.limit}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +32,13 @@ class LoadsSettings(AskSettings):
     out: Path | None = None
     """Picture to write instead, .png or .svg."""
 
-    top: int = 3
+    top: Annotated[int, Range(0, 100)] = 3
     """Busiest experts to name of each layer."""
 
     def __post_init__(self) -> None:
         AskSettings.__post_init__(self)
         if self.out is not None and self.out.suffix.lower() not in _PICTURES:
             raise InvalidSettingsError(f"out must end in .png or .svg, not {self.out.name!r}")
-        if not 0 <= self.top <= 100:
-            raise InvalidSettingsError(f"top must be from 0 to 100, not {self.top}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

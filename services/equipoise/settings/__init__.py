@@ -1,0 +1,1 @@
+"""What all settings share: their ranges, their error, their explanations, and host:port."""
