@@ -159,7 +159,7 @@ def test_the_address_comes_from_the_environment_unless_it_is_given():
     told = {"EQUIPOISE_ADDRESS": "nonsense"}
     for command in (["status"], ["pause"], ["loads"], ["layout", "show"]):
         error = runner.invoke(program, command, env=told).exception
-        assert str(error) == "address must be host:port, not 'nonsense'"
+        assert str(error) == "address must be host:port with a port from 1 to 65535, not 'nonsense'"
     error = runner.invoke(program, ["status", "--address", "also:bad"], env=told).exception
     assert "'also:bad'" in str(error)
 

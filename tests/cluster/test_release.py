@@ -137,7 +137,7 @@ def test_who_has_no_certificate_of_the_fleet_is_let_in_nowhere(
         is_answered(address, Credentials(gateway, balancer_name=name))
         for address, name in ports.items()
     )
-    with pytest.raises(grpc.RpcError, match="may not call Status: that is for"):
+    with pytest.raises(grpc.RpcError, match="may not call Status: allowed roles are"):
         release.ask(named(authority.issue("worker/default/worker-9")))
 
 
@@ -166,7 +166,7 @@ def test_a_worker_without_a_certificate_is_not_taken_in(release):
         ended.cancel()
         intruder.kill()
         intruder.communicate()
-    assert "it may speak TLS, which needs our tls_ca" in told
+    assert "it may require TLS: set tls_ca here" in told
     assert "intruder" not in {rank["worker"] for rank in release.until_serving()["ranks"]}
 
 

@@ -60,7 +60,7 @@ def warnings_without_spans(caplog):
 def test_an_environment_that_makes_no_sense_to_us_costs_spans_and_nothing_else(monkeypatch, caplog):
     monkeypatch.setenv(ENDPOINT_VARIABLE, "http://otel:4318/v1/traces")
     (warning,) = warnings_without_spans(caplog)
-    assert "no traces are made, because of OTEL_EXPORTER_OTLP_ENDPOINT" in warning
+    assert "tracing is disabled, because OTEL_EXPORTER_OTLP_ENDPOINT" in warning
 
 
 def test_without_the_sdk_only_an_option_is_refused(monkeypatch, caplog):

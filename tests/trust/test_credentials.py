@@ -41,12 +41,12 @@ def test_a_missing_file_is_named_with_its_setting(authority):
 def test_a_file_that_is_no_certificate_is_named(authority):
     tls = authority.issue("balancer")
     authority.ca_file.write_text("-----BEGIN nothing")
-    assert refusal(tls) == f"tls_ca {authority.ca_file} has no certificate in PEM form"
+    assert refusal(tls) == f"tls_ca {authority.ca_file} contains no PEM certificate"
 
 
 def test_an_expired_certificate_is_named_with_its_day(authority):
     tls = authority.issue("balancer", expired=True)
-    assert refusal(tls) == f"tls_cert {tls.tls_cert} has expired on 2020-02-01: renew it"
+    assert refusal(tls) == f"tls_cert {tls.tls_cert} expired on 2020-02-01: renew it"
 
 
 def test_a_key_of_another_certificate_is_noticed(authority):
@@ -58,7 +58,7 @@ def test_a_key_of_another_certificate_is_noticed(authority):
 def test_a_key_that_is_none_is_named(authority):
     tls = authority.issue("one")
     Path(tls.tls_key).write_text("secret")
-    assert "has no private key in PEM form" in refusal(tls)
+    assert "contains no unencrypted PEM private key" in refusal(tls)
 
 
 def test_a_certificate_of_another_authority_is_noticed(authority, tmp_path):
@@ -75,7 +75,7 @@ def test_renewed_files_are_taken_up_and_useless_ones_are_not(authority, caplog):
     assert credentials.version() == 2
     Path(tls.tls_cert).write_text("half a file")
     assert credentials.version() == 2
-    assert "are used on: tls_cert" in caplog.text
+    assert "keeping the last valid certificates: tls_cert" in caplog.text
     authority.issue("balancer")
     assert credentials.version() == 3
 
@@ -94,7 +94,7 @@ def test_a_token_is_shown_as_it_stands_in_its_file_now(tmp_path):
     "token", ["", "short", "two words that are long", "umlaut-ä-is-not-for-it"]
 )
 def test_a_token_that_cannot_be_one_is_refused(tmp_path, token):
-    with pytest.raises(TrustError, match="must hold one line of at least 16"):
+    with pytest.raises(TrustError, match="must contain one line of at least 16"):
         Credentials(token_file=write_token(tmp_path, "own", token))
 
 
@@ -109,17 +109,17 @@ def test_accepted_tokens_are_found_in_clear_and_by_hash(tmp_path):
     assert accepted.find(TOKEN) is None, "the file was replaced"
     assert accepted.find("the-second-token-of-all").worker == "w-0"
     path.write_text("nonsense\n")
-    assert accepted.find("the-second-token-of-all").worker == "w-0", "what was read last counts"
+    assert accepted.find("the-second-token-of-all").worker == "w-0", "the last valid tokens stay"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "accepts nobody"),
-        ("root a-token-of-the-test\n", "line 1: wanted is"),
-        ("\nadmin short\n", "line 2: wanted is"),
-        ("admin sha256:12\n", "line 1: wanted is"),
-        ("admin a-token-of-the-test extra\n", "line 1: wanted is"),
+        ("", "contains no token"),
+        ("root a-token-of-the-test\n", "line 1: must be an identity"),
+        ("\nadmin short\n", "line 2: must be an identity"),
+        ("admin sha256:12\n", "line 1: must be an identity"),
+        ("admin a-token-of-the-test extra\n", "line 1: must be an identity"),
     ],
 )
 def test_lines_that_say_nothing_are_named_without_the_token(tmp_path, text, words):

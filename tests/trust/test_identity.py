@@ -43,9 +43,9 @@ def test_a_certificate_is_read_by_its_uri_before_its_common_name():
 def test_every_proof_must_allow_what_a_caller_does():
     worker = Identity(role=Role.WORKER, pool="p", worker="w-0")
     admin = Identity(role=Role.ADMIN)
-    assert Caller(peer="x", proofs=(worker,)).may({Role.WORKER})
-    assert not Caller(peer="x", proofs=(worker, admin)).may({Role.WORKER})
-    assert Caller(peer="x", proofs=(worker, admin)).may({Role.WORKER, Role.ADMIN})
+    assert Caller(peer="x", identities=(worker,)).may({Role.WORKER})
+    assert not Caller(peer="x", identities=(worker, admin)).may({Role.WORKER})
+    assert Caller(peer="x", identities=(worker, admin)).may({Role.WORKER, Role.ADMIN})
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_every_proof_must_allow_what_a_caller_does():
     ],
 )
 def test_a_worker_speaks_for_itself_only(identity, pool, worker, allowed):
-    caller = Caller(peer="x", proofs=(parse_identity(identity),))
+    caller = Caller(peer="x", identities=(parse_identity(identity),))
     assert caller.may_speak_for(pool=pool, worker=worker) is allowed
 
 
 def test_callers_are_told_apart_in_words():
-    assert str(Caller(peer="ipv4:1.2.3.4:5")) == "somebody at ipv4:1.2.3.4:5"
+    assert str(Caller(peer="ipv4:1.2.3.4:5")) == "anonymous at ipv4:1.2.3.4:5"
     ann = Identity(role=Role.ADMIN, name="ann")
-    assert str(Caller(peer="p", proofs=(ann, ann))) == "admin/ann at p"
+    assert str(Caller(peer="p", identities=(ann, ann))) == "admin/ann at p"

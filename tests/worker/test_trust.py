@@ -102,7 +102,7 @@ async def test_a_peer_of_the_pool_pulls_although_the_address_is_in_no_certificat
     ("who", "words"),
     [
         ("worker/red/w-0", "worker/red/w-0 at ipv4:127.0.0.1"),
-        ("gateway", "may not call ExpertTransfer: that is for worker"),
+        ("gateway", "may not call ExpertTransfer: allowed roles are worker"),
         ("admin/ann", "may not call ExpertTransfer"),
     ],
 )
@@ -121,13 +121,13 @@ async def test_a_peer_with_a_certificate_of_another_authority_is_told_of_in_word
     stranger = Authority(tmp_path / "stranger")
     address = await listen(stranger.issue("worker/blue/w-1"))
     assert await pull(address, Credentials(authority.issue("worker/blue/w-0"))) == 0
-    assert "its certificate is not signed by our tls_ca" in caplog.text
+    assert "its certificate is not signed by this process's tls_ca" in caplog.text
 
 
 async def test_gateways_have_tokens_made_and_workers_do_not(authority, listen):
     address = await listen(authority.issue("worker/blue/w-1"))
     assert await generate(address, Credentials(authority.issue("gateway"))) == [1, 2]
-    with pytest.raises(grpc.aio.AioRpcError, match="may not call Inference: that is for gateway"):
+    with pytest.raises(grpc.aio.AioRpcError, match="may not call Inference: allowed roles"):
         await generate(address, Credentials(authority.issue("worker/blue/w-0")))
 
 
@@ -137,7 +137,7 @@ async def test_a_token_does_where_there_is_no_certificate(listen, tmp_path):
     address = await listen(Credentials().tls, tokens=str(tokens))
     shown = Credentials(token_file=write_token(tmp_path, "gateway", TOKEN))
     assert await generate(address, shown) == [1, 2]
-    with pytest.raises(grpc.aio.AioRpcError, match="a token is needed here"):
+    with pytest.raises(grpc.aio.AioRpcError, match="this port requires a token"):
         await generate(address, Credentials())
 
 
@@ -153,5 +153,5 @@ async def test_experts_are_not_asked_of_other_machines_in_plain_text(rank_of_one
         ],
         expert_bytes=1,
     )
-    with pytest.raises(TransferError, match="is another machine: give --tls-ca"):
+    with pytest.raises(TransferError, match="is on another machine: add --tls-ca"):
         puller._dial("10.9.8.7:1")

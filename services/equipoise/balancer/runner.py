@@ -41,7 +41,7 @@ from equipoise.pool.effects import (
 )
 from equipoise.pool.pool import Pool
 from equipoise.pool.requests import AdminRequest, Outcome, Rebalance, Wish
-from equipoise.telemetry.logs import about
+from equipoise.telemetry.logs import about, is_worth_logging
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.messages import (
     Abort,
@@ -142,8 +142,7 @@ class PoolRunner:
         """Count what was refused and tell the worker, if it is in."""
         self._submit(self._controller.refuse(worker, kind=kind, reason=reason, now=self._clock()))
         count = self.pool.refusals.of(kind)
-        if count & (count - 1) == 0:
-            # The 1st, 2nd, 4th, 8th: a worker that repeats itself must not fill the log.
+        if is_worth_logging(count):  # A worker that repeats itself must not flood the log.
             _log.warning("%s: refused (%s, time %d): %s", self.pool.name, kind, count, reason)
 
     def leave(self, worker: str, mailbox: Mailbox, *, reason: str) -> None:

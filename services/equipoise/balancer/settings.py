@@ -86,8 +86,8 @@ class BalancerSettings:
 
     tracing_endpoint: str = ""
     """http://host:port of an OTLP collector (gRPC, usually port 4317) that receives a trace of each
-    plan and its rollout. Default: OTEL_EXPORTER_OTLP_ENDPOINT, or no traces. Requires
-    equipoise[tracing]."""
+    plan and its rollout. OTEL_EXPORTER_OTLP_ENDPOINT is the default; without either, tracing is
+    disabled. Requires equipoise[tracing]."""
 
     log_level: LogLevel = LogLevel.INFO
     """Least severe messages to write to stderr. `info` logs one line per decision."""

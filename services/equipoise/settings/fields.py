@@ -59,7 +59,8 @@ def check_ranges(settings: Any, error: type[Exception] = InvalidSettingsError) -
     Raises:
         InvalidSettingsError: a value is out of range; or `error`, if given.
     """
-    for name, valid in ranges_of(type(settings)).items():
+    kind: Any = type(settings)
+    for name, valid in ranges_of(kind).items():
         value = getattr(settings, name)
         if value not in valid:
             raise error(f"{name} must be {valid}, not {value}")

@@ -1,4 +1,4 @@
-"""How a process shows itself to machines: metrics over HTTP, and logs that programs can read.
+"""Metrics, health probes, JSON logs and traces of a process.
 
-Knows no room above it; what there is to show is handed in.
+Knows no package above it; callers pass in what there is to show.
 """

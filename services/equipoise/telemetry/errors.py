@@ -1,5 +1,5 @@
-"""What a user can do wrong about telemetry."""
+"""Errors of telemetry."""
 
 
 class TelemetryError(RuntimeError):
-    """Metrics cannot be served; the message names the address and what to do."""
+    """Telemetry cannot start; the message names the setting and the remedy."""

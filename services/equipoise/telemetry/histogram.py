@@ -1,4 +1,4 @@
-"""`Histogram`: durations counted into buckets, without a global registry."""
+"""`Histogram`: counts of durations by bucket, without a global registry."""
 
 import math
 from bisect import bisect_left
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 SHORT_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-"""Bounds, in seconds, for what happens within a step."""
+"""Bucket bounds in seconds, for durations within a step."""
 
 LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bounds, in seconds, for what a fleet does together."""
+"""Bucket bounds in seconds, for durations that involve several processes."""
 
 
 class Histogram:
-    """Cumulative counts of values up to each of `bounds`, which are ascending, and their sum."""
+    """Counts of values up to each of `bounds`, which must ascend, and the sum of the values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         assert list(bounds) == sorted(set(bounds))
@@ -23,7 +23,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values so far."""
+        """Number of observed values."""
         return sum(self._counts)
 
     def observe(self, value: float) -> None:
@@ -33,7 +33,7 @@ class Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Values up to each bound, as Prometheus writes them; the last bound is infinite."""
+        """The cumulative count for each bound, named as in Prometheus; the last bound is `+Inf`."""
         names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
         totals = accumulate(self._counts)
         return [(name, float(total)) for name, total in zip(names, totals, strict=True)]

@@ -1,8 +1,8 @@
-"""`Loading`: how far reading a checkpoint has come, for whoever waits for it.
+"""`Loading`: progress of reading a checkpoint.
 
-At a terminal it is a bar that goes away when it is full. Elsewhere it is lines: one now and then
-with a percentage, and one at the end; a program that reads logs gets bytes and seconds as fields.
-Knows nothing of checkpoints; must not slow down what it watches.
+A terminal shows a progress bar that disappears when done. Otherwise log lines show a percentage
+every few seconds and a summary at the end; JSON logs carry the bytes as fields. Knows nothing about
+checkpoints, and must not slow the reading down.
 """
 
 import logging
@@ -25,25 +25,25 @@ from rich.progress import (
 from equipoise.telemetry.logs import LogFormat, about
 
 LINES_EVERY_S = 5.0
-"""Seconds between two lines, at least: hours of loading shall not fill a log."""
+"""Least seconds between two lines, so that hours of loading do not flood the log."""
 
-Told = Callable[[int, int], None]
-"""Told the bytes that are done, and all that there are."""
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes read so far and the total bytes."""
 
 Say = Callable[[str, int, int], None]
-"""Says a line to people, with the bytes that are done and all that there are."""
+"""Writes a line, given its text, the bytes read so far and the total bytes."""
 
 _log = logging.getLogger(__name__)
 
 
 class Loading:
-    """Tells of one thing after the other that is read; used from any thread, one at a time.
+    """Shows the progress of one read after another; usable from any thread, one at a time.
 
     Args:
-        log_format: `json` never draws.
-        stream: where a bar is drawn if it is a terminal; stderr unless given.
-        say: takes the lines where there is no bar; the log unless given.
-        clock: seconds from any start.
+        log_format: `json` never draws a bar.
+        stream: where to draw a bar if it is a terminal; default: stderr.
+        say: writes the lines if there is no bar; default: the log.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Loading:
         self._clock = clock
 
     @contextmanager
-    def of(self, what: str) -> Iterator[Told]:
-        """Tell of `what` until the block is left; what the block gets is called as bytes come."""
+    def of(self, what: str) -> Iterator[OnProgress]:
+        """Show the progress of `what` inside the block, which calls the yielded function."""
         if self._draws:
             with self._bar() as bar:
                 task = bar.add_task(f"loading {what}", total=None)
@@ -82,7 +82,7 @@ class Loading:
 
 
 class _Lines:
-    """A line every `LINES_EVERY_S` at most, and one when all is done."""
+    """Writes at most one line per `LINES_EVERY_S`, and one at the end."""
 
     def __init__(self, what: str, *, say: Say, clock: Callable[[], float]) -> None:
         self._what = what

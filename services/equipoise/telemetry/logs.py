@@ -1,7 +1,7 @@
-"""Logs of a process: for people, or one JSON object a line for programs.
+"""Logs of a process: human-readable text, or one JSON object per line.
 
-Whoever logs adds what it is about with `extra=about(pool=..., generation=...)`; what is true of the
-whole process (its pool, its present rank and epoch) is asked for by `context` at every line.
+A log call adds fields with `extra=about(pool=..., generation=...)`. Fields of the whole process
+(its pool, its current rank and epoch) come from `context`, which is called for every line.
 """
 
 import json
@@ -23,19 +23,19 @@ FIELDS = (
     "bytes_done",
     "bytes_total",
 )
-"""What a line may be about."""
+"""Names of the fields that `about` accepts."""
 
 Context = Callable[[], Mapping[str, str | int]]
 
 
 class LogFormat(StrEnum):
-    """How log lines look."""
+    """Format of log lines."""
 
     TEXT = "text"
-    """For people."""
+    """Human-readable."""
 
     JSON = "json"
-    """One object a line: time, level, logger, message, and the fields that apply."""
+    """One object per line: time, level, logger, message, and the fields that apply."""
 
 
 def configure_logs(
@@ -45,16 +45,21 @@ def configure_logs(
     context: Context | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Send this process's logs to `stream` (stderr unless given), if they go nowhere yet."""
+    """Send this process's logs to `stream` (default: stderr), unless logging is set up already."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Json(context or dict) if log_format is LogFormat.JSON else _text())
     logging.basicConfig(level=level, handlers=[handler])
 
 
 def about(**fields: str | int | None) -> dict[str, Any]:
-    """`extra` of a log call: what the line is about, by `FIELDS`; None is left out."""
+    """The `extra` of a log call, with fields of `FIELDS`; those that are None are left out."""
     assert fields.keys() <= set(FIELDS), f"{sorted(fields)} must be among {FIELDS}"
     return {"about": {name: value for name, value in fields.items() if value is not None}}
+
+
+def is_worth_logging(count: int) -> bool:
+    """Whether to log the `count`-th occurrence of a repeated event: the 1st, 2nd, 4th, 8th..."""
+    return count.bit_count() == 1
 
 
 class _Json(logging.Formatter):

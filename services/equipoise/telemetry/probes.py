@@ -1,7 +1,7 @@
-"""`/livez` and `/readyz`: whether a process is well, for whoever can show no certificate.
+"""`/livez` and `/readyz`: health probes for clients without a certificate.
 
-A kubelet's gRPC probes speak no TLS, so that a process which asks its callers for certificates is
-probed here. The answer is a word and reveals nothing else.
+The kubelet's gRPC probes do not support TLS, so a process that requires client certificates is
+probed over HTTP. The response reveals nothing but the state.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 
 def probe_routes(*, ready: Callable[[], bool]) -> tuple[Route, Route]:
-    """`GET /livez`, answered 200 as long as the event loop turns, and `/readyz`: 200 or 503."""
+    """`GET /livez`, which answers 200 while the event loop runs, and `GET /readyz`: 200 or 503."""
 
     async def livez(_request: Request) -> PlainTextResponse:
         return PlainTextResponse("ok\n")

@@ -1,6 +1,6 @@
-"""Spans for an OTLP collector; none are made unless somebody names one.
+"""Traces for an OTLP collector; none are recorded unless an endpoint is set.
 
-The rest programs against OpenTelemetry's small API. Its SDK, an extra, is known here only.
+Other modules use OpenTelemetry's small API. Only this one imports its SDK, an optional extra.
 """
 
 import importlib
@@ -26,8 +26,8 @@ from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.spans_settings import ENDPOINT_VARIABLE, check_endpoint
 
 _EXPORT_TIMEOUT_S = 2.0
-_LAST_WORDS_S = 3.0
-"""How long a process that ends waits for a collector."""
+_SHUTDOWN_TIMEOUT_S = 3.0
+"""Seconds that a stopping process waits for the collector."""
 
 _HEADER = "traceparent"
 
@@ -36,15 +36,15 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def tracing(endpoint: str, *, service: str) -> Iterator[Tracer]:
-    """A tracer whose spans go to the collector at `endpoint`; one that makes none if there is none.
+    """Yield a tracer that exports spans to the collector at `endpoint`, or a no-op tracer.
 
-    Where `endpoint` is empty, OpenTelemetry's variable of the environment says it. That one is
-    often meant for other programs of a machine, so what is wrong with it costs spans, as does a
-    collector that is away, and nothing else. `service` says whose spans they are;
-    OTEL_SERVICE_NAME goes before it.
+    If `endpoint` is empty, OTEL_EXPORTER_OTLP_ENDPOINT is used. Because that variable is often set
+    for other programs on the machine, an error in it only disables tracing with a warning. A
+    collector that does not answer never fails the process. `service` is the service name unless
+    OTEL_SERVICE_NAME is set.
 
     Raises:
-        TelemetryError: `endpoint` is none, or the SDK is not installed.
+        TelemetryError: `endpoint` is not an OTLP endpoint, or the SDK is not installed.
     """
     provider = None
     try:
@@ -52,38 +52,38 @@ def tracing(endpoint: str, *, service: str) -> Iterator[Tracer]:
     except TelemetryError as error:
         if endpoint:
             raise
-        _log.warning("no traces are made, because of %s: %s", ENDPOINT_VARIABLE, error)
+        _log.warning("tracing is disabled, because %s is unusable: %s", ENDPOINT_VARIABLE, error)
     if provider is None:
         yield NoOpTracer()
         return
     try:
         yield provider.get_tracer("equipoise")
     finally:
-        # On a thread, because a collector that hangs would hold it up for half a minute.
-        ending = threading.Thread(target=provider.shutdown, name="last spans", daemon=True)
-        ending.start()
-        ending.join(_LAST_WORDS_S)
+        # On a thread, because a hung collector would block the process for half a minute.
+        shutdown = threading.Thread(target=provider.shutdown, name="trace shutdown", daemon=True)
+        shutdown.start()
+        shutdown.join(_SHUTDOWN_TIMEOUT_S)
 
 
 def traceparent_of(span: Span) -> str:
-    """What another process needs to make children of `span`, as W3C has it; empty for no span."""
+    """The W3C traceparent of `span`, for child spans in other processes; empty for no span."""
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span))
     return carrier.get(_HEADER, "")
 
 
 def parent_of(traceparent: str) -> Context:
-    """The context in which spans are children of another process's; a new trace if it has none."""
+    """The context for child spans of a remote span; a new trace if `traceparent` is empty."""
     return TraceContextTextMapPropagator().extract({_HEADER: traceparent}, Context())
 
 
 def failed(span: Span, reason: str) -> None:
-    """Mark what a span stands for as failed."""
+    """Mark a span as failed."""
     span.set_status(Status(StatusCode.ERROR, reason))
 
 
 def _provider(endpoint: str, *, service: str) -> Any:
-    """The SDK's provider of tracers; None if there is no endpoint."""
+    """The SDK's tracer provider; None if there is no endpoint."""
     if not endpoint:
         return None
     check_endpoint(endpoint)
@@ -94,11 +94,13 @@ def _provider(endpoint: str, *, service: str) -> Any:
         export = importlib.import_module("opentelemetry.sdk.trace.export")
     except ModuleNotFoundError as error:
         raise TelemetryError(
-            f"tracing needs {error.name}: pip install 'equipoise[tracing]', or leave out "
+            f"tracing needs {error.name}: pip install 'equipoise[tracing]', or unset "
             f"--tracing-endpoint and {ENDPOINT_VARIABLE}"
         ) from error
-    named = {"service.name": os.environ.get("OTEL_SERVICE_NAME", service)}
-    provider = sdk.TracerProvider(resource=resources.Resource.create(named), shutdown_on_exit=False)
+    attributes = {"service.name": os.environ.get("OTEL_SERVICE_NAME", service)}
+    provider = sdk.TracerProvider(
+        resource=resources.Resource.create(attributes), shutdown_on_exit=False
+    )
     spans = exporter.OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
     provider.add_span_processor(export.BatchSpanProcessor(spans, schedule_delay_millis=1000))
     return provider

@@ -1,4 +1,4 @@
-"""Who is on the other end of a gRPC port, what he may ask, and how we prove who we are.
+"""Authentication and authorisation of gRPC ports: certificates, tokens and roles.
 
-Knows no room above it: it is told which services a port has and who may call them.
+Must not know what the calls do.
 """

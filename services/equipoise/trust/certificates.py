@@ -1,4 +1,4 @@
-"""Certificates of our own, checked before anybody relies on them, and handshakes in words."""
+"""This process's certificates, checked when they are loaded, and readable handshake errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,19 +19,24 @@ from equipoise.trust.settings import Tls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """PEM texts that fit each other; None for what this process has not."""
+    """PEM files that belong together; None for those this process does not have."""
 
     ca: bytes | None = None
+    """Certificate of the authority."""
+
     cert: bytes | None = None
+    """This process's certificate, followed by intermediate certificates."""
+
     key: bytes | None = None
+    """Private key of the certificate."""
 
 
 class CertificateFiles:
-    """The files of `Tls`, read again after they were replaced."""
+    """The files of `Tls`, which may be replaced at any time."""
 
     def __init__(self, tls: Tls) -> None:
-        given = (("tls_ca", tls.tls_ca), ("tls_cert", tls.tls_cert), ("tls_key", tls.tls_key))
-        self._paths = {setting: path for setting, path in given if path}
+        files = (("tls_ca", tls.tls_ca), ("tls_cert", tls.tls_cert), ("tls_key", tls.tls_key))
+        self._paths = {setting: path for setting, path in files if path}
         self._files = WatchedFiles(tuple(self._paths.items()))
 
     def changed(self) -> bool:
@@ -39,10 +44,10 @@ class CertificateFiles:
         return self._files.changed()
 
     def read(self, *, now: datetime) -> Certificates:
-        """What the files say, if it can be used at `now`.
+        """Read the files and check that they can be used at `now`.
 
         Raises:
-            TrustError: a file is missing, is no PEM, has expired, or does not fit the others.
+            TrustError: a file is missing, is not PEM, has expired, or does not match the others.
         """
         texts = dict(zip(self._paths, self._files.read(), strict=True))
         ca = self._certificates("tls_ca", texts.get("tls_ca"))
@@ -64,17 +69,17 @@ class CertificateFiles:
         try:
             return x509.load_pem_x509_certificates(text)
         except ValueError as error:
-            raise TrustError(f"{self._named(setting)} has no certificate in PEM form") from error
+            raise TrustError(f"{self._named(setting)} contains no PEM certificate") from error
 
     def _check_dates(self, setting: str, certificate: x509.Certificate, *, now: datetime) -> None:
         if certificate.not_valid_after_utc < now:
             ended = certificate.not_valid_after_utc
-            raise TrustError(f"{self._named(setting)} has expired on {ended:%Y-%m-%d}: renew it")
+            raise TrustError(f"{self._named(setting)} expired on {ended:%Y-%m-%d}: renew it")
         if certificate.not_valid_before_utc > now:
             begins = certificate.not_valid_before_utc
             raise TrustError(
-                f"{self._named(setting)} is valid from {begins:%Y-%m-%d %H:%M} UTC on only: is "
-                "this machine's clock right?"
+                f"{self._named(setting)} is not valid before {begins:%Y-%m-%d %H:%M} UTC: "
+                "check this machine's clock"
             )
 
     def _check_key(self, certificate: x509.Certificate, key: bytes) -> None:
@@ -82,7 +87,7 @@ class CertificateFiles:
             public = load_pem_private_key(key, password=None).public_key()
         except (TypeError, ValueError) as error:
             raise TrustError(
-                f"{self._named('tls_key')} has no private key in PEM form without a password"
+                f"{self._named('tls_key')} contains no unencrypted PEM private key"
             ) from error
         form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         if public.public_bytes(*form) != certificate.public_key().public_bytes(*form):
@@ -93,7 +98,7 @@ class CertificateFiles:
     def _check_signed(
         self, chain: Sequence[x509.Certificate], ca: Sequence[x509.Certificate]
     ) -> None:
-        """Whether some certificate of the chain is by the authority; peers check it in full."""
+        """Check that the authority signed a certificate of the chain; peers verify it in full."""
         for certificate in chain:
             for authority in ca:
                 try:
@@ -103,7 +108,7 @@ class CertificateFiles:
                 return
         raise TrustError(
             f"{self._named('tls_cert')} is not signed by the authority in {self._named('tls_ca')}: "
-            "all of a fleet have the same authority"
+            "a fleet's certificates need one authority"
         )
 
     def _named(self, setting: str) -> str:
@@ -111,32 +116,32 @@ class CertificateFiles:
 
 
 def utc_now() -> datetime:
-    """What certificates are checked against."""
+    """The current time, in UTC."""
     return datetime.now(UTC)
 
 
-_FINDINGS = (
+_EXPLANATIONS = (
     ("certificate has expired", "its certificate has expired: renew it"),
-    ("certificate is not yet valid", "its certificate is not valid yet: compare the clocks"),
-    ("unable to get local issuer", "its certificate is not signed by our tls_ca"),
-    ("self signed certificate", "its certificate is not signed by our tls_ca"),
-    ("self-signed certificate", "its certificate is not signed by our tls_ca"),
-    ("WRONG_VERSION_NUMBER", "it speaks plain text, we speak TLS: leave out our tls_ca"),
-    ("Hostname Verification", "its certificate is not for the host that was dialled"),
-    ("Peer name", "its certificate is not for the host that was dialled"),
+    ("certificate is not yet valid", "its certificate is not valid yet: check both clocks"),
+    ("unable to get local issuer", "its certificate is not signed by this process's tls_ca"),
+    ("self signed certificate", "its certificate is not signed by this process's tls_ca"),
+    ("self-signed certificate", "its certificate is not signed by this process's tls_ca"),
+    ("WRONG_VERSION_NUMBER", "it uses plain text but this process uses TLS: remove tls_ca here"),
+    ("Hostname Verification", "its certificate does not match the host name"),
+    ("Peer name", "its certificate does not match the host name"),
 )
 _CLOSED = ("Socket closed", "Connection reset", "recvmsg", "Endpoint closing")
 
 
-def handshake_words(details: str, tls: Tls) -> str:
-    """What gRPC's details of a failed call mean in terms of certificates; empty if nothing."""
-    for mark, words in _FINDINGS:
+def explain_handshake(details: str, tls: Tls) -> str:
+    """The certificate problem behind gRPC's details of a failed call; empty if there is none."""
+    for mark, explanation in _EXPLANATIONS:
         if mark in details:
-            return words
+            return explanation
     if "failed to connect" not in details or not any(mark in details for mark in _CLOSED):
         return ""
     if not tls.tls_ca:
-        return "it closed the connection: it may speak TLS, which needs our tls_ca"
+        return "it closed the connection: it may require TLS: set tls_ca here"
     if not tls.tls_cert:
-        return "it closed the connection: it may want a certificate, give tls_cert and tls_key"
-    return "it closed the connection: it may not trust the authority of our tls_cert"
+        return "it closed the connection: it may require a certificate: set tls_cert and tls_key"
+    return "it closed the connection: it may not trust the authority of this process's tls_cert"

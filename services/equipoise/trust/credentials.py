@@ -1,11 +1,11 @@
-"""`Credentials`: what this process shows to others, as channels it dials and ports it opens."""
+"""`Credentials`: this process's certificates and token, for its channels and ports."""
 
 import logging
 from collections.abc import Sequence
 
 import grpc
 
-from equipoise.trust.certificates import CertificateFiles, handshake_words, utc_now
+from equipoise.trust.certificates import CertificateFiles, explain_handshake, utc_now
 from equipoise.trust.errors import TrustError
 from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import OwnToken
@@ -17,12 +17,12 @@ _log = logging.getLogger(__name__)
 
 
 class Credentials:
-    """Certificates and a token, read again when their files are replaced.
+    """Certificates and a token, reloaded when their files are replaced.
 
-    Files that cannot be used any more leave what was read last, and are told once.
+    If a replaced file is unusable, a warning is logged and the last valid contents stay in use.
 
     Raises:
-        TrustError: a file cannot be used to begin with.
+        TrustError: a file is unusable at the start.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Credentials:
         worker_name: str = "",
         balancer_name: str = "",
     ) -> None:
-        """`worker_name`, `balancer_name` are in the certificates of workers and of balancers.
+        """`worker_name` and `balancer_name` are the names in the others' certificates.
 
-        To be given if these are dialled by other names, such as the addresses of their pods.
+        Set them if workers or balancers are dialled by another name, such as a pod's address.
         """
         self.tls = tls or Tls()
         self._worker_options = _named(worker_name)
@@ -46,15 +46,15 @@ class Credentials:
         self._version = 1
 
     def version(self) -> int:
-        """Grows when certificates were replaced: older channels should be dialled anew."""
+        """A number that grows when certificates are replaced; reopen channels of older versions."""
         self._refresh()
         return self._version
 
     def channel(self, address: str, *, options: Options = ()) -> grpc.aio.Channel:
-        """A channel to host:port, with what the files say now.
+        """Open a channel to host:port with the current certificates.
 
         Raises:
-            TrustError: plain text would leave this machine, which nobody asked for.
+            TrustError: plain text would leave this machine without `insecure`.
         """
         self.tls.check_dial(address)
         if not self.tls.tls_ca:
@@ -62,15 +62,15 @@ class Credentials:
         return grpc.aio.secure_channel(address, self._for_channels(), options=options)
 
     def worker_channel(self, address: str, *, options: Options = ()) -> grpc.aio.Channel:
-        """As `channel`, to a worker: its certificate may be for the workers' common name."""
+        """Open a channel to a worker, whose certificate may have `worker_name`."""
         return self.channel(address, options=(*options, *self._worker_options))
 
     def balancer_channel(self, address: str, *, options: Options = ()) -> grpc.aio.Channel:
-        """As `channel`, to a balancer: its certificate may be for the balancers' common name."""
+        """Open a channel to a balancer, whose certificate may have `balancer_name`."""
         return self.channel(address, options=(*options, *self._balancer_options))
 
     def blocking_channel(self, address: str, *, options: Options = ()) -> grpc.Channel:
-        """As `balancer_channel`, for programs without an event loop."""
+        """Open a blocking channel to a balancer, for programs without an event loop."""
         self.tls.check_dial(address)
         options = (*options, *self._balancer_options)
         if not self.tls.tls_ca:
@@ -78,16 +78,16 @@ class Credentials:
         return grpc.secure_channel(address, self._for_channels(), options=tuple(options))
 
     def metadata(self) -> Metadata:
-        """What every call must carry."""
+        """Metadata to send with every call: the token, if there is one."""
         if self._token is None:
             return ()
         return (("authorization", f"Bearer {self._token.value()}"),)
 
     def bind(self, server: grpc.aio.Server, listen: str) -> int:
-        """Open a port of `server` at host:port; returns its number.
+        """Open a port of `server` at host:port; returns the port number.
 
         Raises:
-            TrustError: it would speak plain text with other machines, which nobody asked for.
+            TrustError: the port would accept plain text from other machines without `insecure`.
             RuntimeError: the port cannot be opened.
         """
         self.tls.check_listen(listen)
@@ -97,27 +97,27 @@ class Credentials:
             listen,
             grpc.dynamic_ssl_server_credentials(
                 self._for_ports(),
-                self._newer_for_ports,  # type: ignore[arg-type]  # None is: as before
+                self._newer_for_ports,  # type: ignore[arg-type]  # None means unchanged
                 require_client_authentication=self.tls.is_mutual,
             ),
         )
 
     def explain(self, details: str | None) -> str:
-        """The details of a failed call, led by what they mean if certificates are in the way."""
-        words = handshake_words(details or "", self.tls)
-        return f"{words} ({details})" if words else details or "no details"
+        """The details of a failed call, preceded by the certificate problem behind them, if any."""
+        problem = explain_handshake(details or "", self.tls)
+        return f"{problem} ({details})" if problem else details or "no details"
 
     def _refresh(self) -> bool:
-        """Read what was replaced; whether anything was."""
+        """Reload replaced files; returns whether certificates changed."""
         if not self._files.changed():
             return False
         try:
             self._certificates = self._files.read(now=utc_now())
         except TrustError as error:
-            _log.warning("the certificates read last are used on: %s", error)
+            _log.warning("keeping the last valid certificates: %s", error)
             return False
         self._version += 1
-        _log.info("the certificates were read again")
+        _log.info("reloaded the certificates")
         return True
 
     def _for_channels(self) -> grpc.ChannelCredentials:
@@ -127,15 +127,15 @@ class Credentials:
 
     def _for_ports(self) -> grpc.ServerCertificateConfiguration:
         found = self._certificates
-        assert found.key is not None, "a port that encrypts has a key"
-        assert found.cert is not None, "a port that encrypts has a certificate"
+        assert found.key is not None, "a TLS port has a key"
+        assert found.cert is not None, "a TLS port has a certificate"
         return grpc.ssl_server_certificate_configuration([(found.key, found.cert)], found.ca)
 
     def _newer_for_ports(self) -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC at every handshake, on a thread of its own."""
+        """Called by gRPC at every handshake, on its own thread."""
         return self._for_ports() if self._refresh() else None
 
 
 def _named(name: str) -> Options:
-    """Have the other end's certificate be one for `name`, whatever address is dialled."""
+    """Channel options that expect `name` in the server's certificate, whatever the address."""
     return (("grpc.ssl_target_name_override", name),) if name else ()

@@ -1,4 +1,4 @@
-"""`WatchedFiles`: files that may be replaced while we live, read again when they were."""
+"""`WatchedFiles`: files that are reloaded when they are replaced."""
 
 import os
 from collections.abc import Sequence
@@ -9,31 +9,31 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 class WatchedFiles:
-    """A few small files that belong together. Looking whether they changed costs a stat each.
+    """A set of small files. Checking for a change costs one stat per file.
 
-    Kubernetes replaces a mounted Secret by turning a link to its folder, so that inodes change.
+    Kubernetes updates a mounted Secret by changing a symlink to its folder, so inodes change.
     """
 
     def __init__(self, paths: Sequence[tuple[str, str]]) -> None:
-        """`paths` are pairs of the setting that named a file, for people, and the file."""
+        """`paths` are pairs of a setting's name, for error messages, and the path it holds."""
         self._paths = tuple(paths)
         self._read_at: Stamp = ()
 
     def changed(self) -> bool:
-        """Whether `read` would give something else than it did last."""
+        """Whether a file was replaced since the last successful `read`."""
         return self._stamp() != self._read_at
 
     def read(self) -> tuple[bytes, ...]:
-        """All contents as they are now.
+        """The current contents of all files.
 
         Raises:
-            TrustError: a file cannot be read; names it and the setting.
+            TrustError: a file cannot be read; the message names it and its setting.
         """
         stamp = self._stamp()
         contents = []
         for setting, path in self._paths:
             try:
-                with open(path, "rb") as file:  # noqa: PTH123 - a path as it was given
+                with open(path, "rb") as file:  # noqa: PTH123 - a path as the user wrote it
                     contents.append(file.read())
             except OSError as error:
                 raise TrustError(f"{setting} {path}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""`Guard`: stands before every call of a port, and says who called and what he may."""
+"""`Guard`: authenticates and authorises every call of a gRPC port."""
 
 import inspect
 import logging
@@ -8,16 +8,17 @@ from typing import Any
 
 import grpc
 
+from equipoise.telemetry.logs import is_worth_logging
 from equipoise.trust.errors import RefusedCallerError
 from equipoise.trust.identity import Caller, Role, certified
 from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import AcceptedTokens
 
 ANYBODY = None
-"""For a service that needs no proof: a probe has none."""
+"""Rights of a service that needs no credentials, such as a health probe."""
 
 Rights = Mapping[str, frozenset[Role] | None]
-"""Who may call each service, by its full name; a service that is not in it is closed."""
+"""Roles that may call each service, by full name; services not listed are closed."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
@@ -27,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs only are generic
-    """Lets a call in if every proof that the port asks for allows its service.
+    """Admits a call if every credential that the port requires allows its service.
 
-    A port asks for a certificate if its TLS is mutual, and for a token if `tokens` names a file;
-    if it asks for neither, everybody is let in, and where he may come from is `Tls`'s business.
-    Workers must be of `pool`, if that is given.
+    A port requires a client certificate if its TLS is mutual, and a token if `tokens` names a file.
+    If it requires neither, it admits every call; `Tls` then allows the port on loopback only, or
+    with `insecure`. Workers must belong to `pool`, if given.
 
     Raises:
-        TrustError: the file of tokens makes no sense.
+        TrustError: the token file is invalid.
     """
 
     def __init__(self, tls: Tls, *, tokens: str, rights: Rights, pool: str = "") -> None:
@@ -45,37 +46,37 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
         self.refused: Counter[str] = Counter()
 
     def caller(self, context: _Context) -> Caller:
-        """Who is on the other end of a call that was let in.
+        """Authenticate the caller.
 
         Raises:
-            RefusedCallerError: nobody that this port knows.
+            RefusedCallerError: a required credential is missing or not accepted.
         """
-        proofs = []
+        identities = []
         if self._tokens is not None:
             found = self._tokens.find(_token(context))
             if found is None:
                 raise RefusedCallerError(
                     grpc.StatusCode.UNAUTHENTICATED,
-                    "the token is not one that is accepted here: was it renewed?",
+                    "the token is not accepted: check whether it was rotated",
                 )
-            proofs.append(found)
+            identities.append(found)
         if self._tls.is_mutual:
             common_name, alternative_names = _certified_names(context)
             named = certified(common_name=common_name, alternative_names=alternative_names)
             if named is not None:
-                proofs.append(named)
-            elif not proofs:
+                identities.append(named)
+            elif not identities:
                 raise RefusedCallerError(
                     grpc.StatusCode.PERMISSION_DENIED,
                     f"the certificate of {common_name!r} names no role: its common name or URI "
-                    "must be like worker/POOL/WORKER, gateway, reader or admin/NAME",
+                    "must be worker/POOL/WORKER, gateway, reader or admin/NAME",
                 )
-        return Caller(peer=context.peer(), proofs=tuple(proofs))
+        return Caller(peer=context.peer(), identities=tuple(identities))
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Put the check before the handler of a call."""
+        """Check a call before its handler runs."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if isinstance(method, bytes):
@@ -99,22 +100,22 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
         if not caller.may(roles):
             raise RefusedCallerError(
                 grpc.StatusCode.PERMISSION_DENIED,
-                f"{caller} may not call {service.rpartition('.')[2]}: that is for "
-                f"{', '.join(sorted(roles)) or 'nobody'}",
+                f"{caller} may not call {service.rpartition('.')[2]}: allowed roles are "
+                f"{', '.join(sorted(roles)) or 'none'}",
             )
         if self._pool and not caller.may_speak_for(pool=self._pool):
             raise RefusedCallerError(
-                grpc.StatusCode.PERMISSION_DENIED, f"{caller} is not of pool {self._pool}"
+                grpc.StatusCode.PERMISSION_DENIED, f"{caller} does not belong to pool {self._pool}"
             )
 
     def _note(self, error: RefusedCallerError, method: str, context: _Context) -> None:
         kind = error.code.name.lower()
         self.refused[kind] += 1
         count = self.refused[kind]
-        if count & (count - 1) == 0:
-            # The 1st, 2nd, 4th, 8th: whoever tries on must not fill the log.
+        if is_worth_logging(count):  # A caller that retries must not flood the log.
+            peer = context.peer()
             _log.warning(
-                "refused (%s, time %d): %s of %s: %s", kind, count, method, context.peer(), error
+                "refused (%s, %d so far): %s from %s: %s", kind, count, method, peer, error
             )
 
 
@@ -126,12 +127,12 @@ def _token(context: _Context) -> str:
                 return text[len(_SCHEME) :].strip()
     raise RefusedCallerError(
         grpc.StatusCode.UNAUTHENTICATED,
-        "a token is needed here: name a file that has it with --token-file",
+        "this port requires a token: set --token-file",
     )
 
 
 def _certified_names(context: _Context) -> tuple[str, list[str]]:
-    """Common name and alternative names of a caller's certificate, which gRPC has verified."""
+    """Common name and alternative names in the caller's certificate, verified by gRPC."""
     found = context.auth_context()
     names = [name.decode(errors="replace") for name in found.get("x509_common_name", ())]
     others = found.get("x509_subject_alternative_name", ())
@@ -139,7 +140,7 @@ def _certified_names(context: _Context) -> tuple[str, list[str]]:
 
 
 def _guarded(handler: Any, admit: Callable[[_Context], Awaitable[None]]) -> Any:
-    """The handler, with the check before its first line."""
+    """The handler with `admit` called first."""
     if handler.request_streaming and handler.response_streaming:
         inner, wrap = handler.stream_stream, grpc.stream_stream_rpc_method_handler
     elif handler.request_streaming:

@@ -1,7 +1,7 @@
-"""Roles, and who a caller is: `worker/POOL/WORKER`, `gateway`, `reader`, `admin`.
+"""Roles and identities of callers: `worker/POOL/WORKER`, `gateway`, `reader`, `admin/NAME`.
 
-Pure. The same words stand in token files, as a certificate's common name, and at the end of its
-URI: `spiffe://any.domain/equipoise/worker/POOL/WORKER`.
+Pure. The same notation is used in token files, in a certificate's common name, and at the end of
+its URI: `spiffe://any.domain/equipoise/worker/POOL/WORKER`.
 """
 
 from collections.abc import Iterable
@@ -14,32 +14,36 @@ _URI_MARK = "/equipoise/"
 
 
 class Role(StrEnum):
-    """What somebody is to a fleet."""
+    """What a caller is to a fleet."""
 
     WORKER = "worker"
-    """A rank of a pool: reports to the balancer, pulls experts from its peers."""
+    """A rank of a pool: connects to the balancer and pulls experts from its peers."""
 
     GATEWAY = "gateway"
-    """Reads who the ranks are and has them generate."""
+    """Reads the list of ranks and sends them inference requests."""
 
     READER = "reader"
     """Reads status, loads, layouts and decisions."""
 
     ADMIN = "admin"
-    """Reads, and orders."""
+    """Reads everything and sends requests such as pause or rebalance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """One proof of who a caller is. A worker's `pool` and `worker` may be `*`, any.
-
-    `name` tells people of one role apart; empty if nobody gave one.
-    """
+    """What one credential, a certificate or a token, says about a caller."""
 
     role: Role
+    """What the caller is to the fleet."""
+
     name: str = ""
+    """Distinguishes callers of one role, for the audit; may be empty. Not for workers."""
+
     pool: str = ANY
+    """A worker's pool, or `*` for any."""
+
     worker: str = ANY
+    """A worker's name, or `*` for any."""
 
     def __str__(self) -> str:
         if self.role is Role.WORKER:
@@ -49,40 +53,46 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Whoever is on the other end. Every proof he gave must allow what he does.
+    """The other end of a call. Each of its identities must allow what it does.
 
-    Without proofs he is anybody, which only ports that ask for none let in.
+    A caller without identities is anonymous and may call ports that require no credentials.
     """
 
     peer: str
-    proofs: tuple[Identity, ...] = ()
+    """Network address, as gRPC writes it."""
+
+    identities: tuple[Identity, ...] = ()
+    """One for each credential that the port requires."""
 
     def __str__(self) -> str:
-        if not self.proofs:
-            return f"somebody at {self.peer}"
-        # A token and a certificate mostly say the same.
-        return " as ".join(dict.fromkeys(map(str, self.proofs))) + f" at {self.peer}"
+        if not self.identities:
+            return f"anonymous at {self.peer}"
+        # A token and a certificate usually have the same identity.
+        return " as ".join(dict.fromkeys(map(str, self.identities))) + f" at {self.peer}"
 
     def may(self, roles: Iterable[Role]) -> bool:
-        """Whether each proof is of one of these roles."""
+        """Whether each identity has one of these roles."""
         allowed = frozenset(roles)
-        return all(proof.role in allowed for proof in self.proofs)
+        return all(identity.role in allowed for identity in self.identities)
 
     def may_speak_for(self, *, pool: str, worker: str = ANY) -> bool:
-        """Whether he is that worker of that pool, or with `*` for it any of its workers."""
+        """Whether a worker is the named one of `pool`, or with `*` any worker of `pool`.
+
+        True for callers that are not workers.
+        """
         return all(
-            proof.pool in {pool, ANY} and (worker == ANY or proof.worker in {worker, ANY})
-            for proof in self.proofs
-            if proof.role is Role.WORKER
+            identity.pool in {pool, ANY} and (worker == ANY or identity.worker in {worker, ANY})
+            for identity in self.identities
+            if identity.role is Role.WORKER
         )
 
 
-def parse_identity(words: str) -> Identity | None:
-    """What `worker/POOL/WORKER`, `admin/NAME` or a bare role says; None if that is no role.
+def parse_identity(text: str) -> Identity | None:
+    """Parse `worker/POOL/WORKER`, `admin/NAME` or a bare role; None if it names no role.
 
-    Names are percent-decoded, because they may have slashes.
+    Names are percent-decoded, because they may contain slashes.
     """
-    role, *names = words.split("/")
+    role, *names = text.split("/")
     if role not in set(Role) or not all(names):
         return None
     names = [unquote(name) for name in names]
@@ -97,7 +107,7 @@ def parse_identity(words: str) -> Identity | None:
 
 
 def certified(*, common_name: str, alternative_names: Iterable[str]) -> Identity | None:
-    """What a certificate says: its first URI with `/equipoise/` in it, else its common name."""
+    """The identity in a certificate: in its first URI with `/equipoise/`, else its common name."""
     for name in alternative_names:
         if "://" in name and _URI_MARK in name:
             return parse_identity(name.partition(_URI_MARK)[2])

@@ -1,4 +1,4 @@
-"""Bearer tokens: the one that we show, and those that we accept. Both are files that may change."""
+"""Bearer tokens: the one this process sends, and those it accepts. Both files are reloadable."""
 
 import hashlib
 import hmac
@@ -10,16 +10,16 @@ from equipoise.trust.files import WatchedFiles
 from equipoise.trust.identity import Identity, parse_identity
 
 MIN_TOKEN_LENGTH = 16
-"""A shorter one could be guessed."""
+"""Characters; a shorter token could be guessed."""
 
 _log = logging.getLogger(__name__)
 
 
 class OwnToken:
-    """The token in a file, read again when it was replaced.
+    """The token in a file, reloaded when the file is replaced.
 
     Raises:
-        TrustError: there is no token in the file.
+        TrustError: the file contains no token.
     """
 
     def __init__(self, path: str) -> None:
@@ -28,12 +28,12 @@ class OwnToken:
         self._token = self._read()
 
     def value(self) -> str:
-        """The token now; a file that is being replaced leaves the last one."""
+        """The current token; the last valid one while the file is unusable."""
         if self._files.changed():
             try:
                 self._token = self._read()
             except TrustError as error:
-                _log.warning("the token read last is used on: %s", error)
+                _log.warning("keeping the last valid token: %s", error)
         return self._token
 
     def _read(self) -> str:
@@ -41,20 +41,20 @@ class OwnToken:
         token = text.decode(errors="replace").strip()
         if not is_token(token):
             raise TrustError(
-                f"token_file {self._path} must hold one line of at least {MIN_TOKEN_LENGTH} "
-                "letters, digits or -._~+/="
+                f"token_file {self._path} must contain one line of at least "
+                f"{MIN_TOKEN_LENGTH} letters, digits or -._~+/="
             )
         return token
 
 
 class AcceptedTokens:
-    """Who comes with which token, by a file that is read again when it was replaced.
+    """The identity for each accepted token, from a file that is reloaded when it is replaced.
 
-    A line is an identity, a space and a token, or `sha256:` and the token's hash in hexadecimal;
-    lines that begin with # say nothing.
+    A line is an identity, a space, and either a token or `sha256:` with the token's hash in
+    hexadecimal. Lines that begin with # are comments.
 
     Raises:
-        TrustError: a line says neither.
+        TrustError: a line has another form, or there is no token.
     """
 
     def __init__(self, path: str) -> None:
@@ -63,17 +63,17 @@ class AcceptedTokens:
         self._identity_of_hash = self._read()
 
     def find(self, token: str) -> Identity | None:
-        """Whose token it is; a file that makes no sense leaves what was read last."""
+        """The identity of a token; None if it is not accepted. An invalid file changes nothing."""
         if self._files.changed():
             try:
                 self._identity_of_hash = self._read()
-                _log.info("the accepted tokens were read again")
+                _log.info("reloaded the accepted tokens")
             except TrustError as error:
-                _log.warning("the tokens read last are accepted on: %s", error)
+                _log.warning("keeping the last valid tokens: %s", error)
         presented = hashlib.sha256(token.encode()).digest()
         found = None
         for known, identity in self._identity_of_hash.items():
-            # All of them, in constant time, so that an answer's delay tells nothing.
+            # Compare all of them in constant time, so that the delay reveals nothing.
             if hmac.compare_digest(known, presented):
                 found = identity
         return found
@@ -88,31 +88,31 @@ class AcceptedTokens:
             identity = parse_identity(words[0]) if len(words) == 2 else None
             digest = _digest(words[1]) if len(words) == 2 else None
             if identity is None or digest is None:
-                # The token itself must not appear in a log.
+                # The message must not contain the token, because it is logged.
                 raise TrustError(
-                    f"tokens {self._path}, line {number}: wanted is `worker/POOL/WORKER TOKEN`, "
-                    "or gateway, reader or admin/NAME in place of the worker, with a token of at "
-                    f"least {MIN_TOKEN_LENGTH} letters, digits or -._~+/="
+                    f"tokens {self._path}, line {number}: must be an identity (worker/POOL/WORKER, "
+                    "gateway, reader or admin/NAME), a space, and a token of at least "
+                    f"{MIN_TOKEN_LENGTH} letters, digits or -._~+/="
                 )
             identities[digest] = identity
         if not identities:
-            raise TrustError(f"tokens {self._path} accepts nobody: add a line")
+            raise TrustError(f"tokens {self._path} contains no token: add a line")
         return identities
 
 
 def is_token(text: str) -> bool:
-    """Whether it can stand in a header and is not short."""
+    """Whether a text is long enough for a token and valid in a header."""
     return len(text) >= MIN_TOKEN_LENGTH and all(
         character.isascii() and (character.isalnum() or character in "-._~+/=")
         for character in text
     )
 
 
-def _digest(word: str) -> bytes | None:
-    if word.startswith("sha256:"):
+def _digest(text: str) -> bytes | None:
+    if text.startswith("sha256:"):
         try:
-            digest = bytes.fromhex(word.removeprefix("sha256:"))
+            digest = bytes.fromhex(text.removeprefix("sha256:"))
         except ValueError:
             return None
         return digest if len(digest) == hashlib.sha256().digest_size else None
-    return hashlib.sha256(word.encode()).digest() if is_token(word) else None
+    return hashlib.sha256(text.encode()).digest() if is_token(text) else None

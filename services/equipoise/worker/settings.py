@@ -148,8 +148,8 @@ class WorkerSettings:
 
     tracing_endpoint: str = ""
     """http://host:port of an OTLP collector (gRPC, usually port 4317) that receives spans of
-    staging and switching. Default: OTEL_EXPORTER_OTLP_ENDPOINT, or no traces. Requires
-    equipoise[tracing]."""
+    staging and switching. OTEL_EXPORTER_OTLP_ENDPOINT is the default; without either, tracing is
+    disabled. Requires equipoise[tracing]."""
 
     tls: Tls = field(default_factory=Tls)
     """Certificates. Without them ports must be on loopback."""
@@ -171,8 +171,10 @@ class WorkerSettings:
         for name in ("pool", "worker", "host"):
             if not getattr(self, name):
                 raise InvalidSettingsError(f"{name} must not be empty")
-        for address in self.balancer.split(","):
+        balancers = self.balancer.split(",")
+        for address in balancers:
             dial_address("balancer", address)
+        for address in balancers:
             self.tls.check_dial(address)
         listen_address("listen", self.listen)
         self.tls.check_listen(self.listen)
