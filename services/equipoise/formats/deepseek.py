@@ -15,7 +15,8 @@ from equipoise.formats.expected import Expected
 from equipoise.formats.placement import Placement
 from equipoise.formats.recording import Recording
 from equipoise.formats.tables import ids_2d, loads_3d, member, shown, whole
-from equipoise.planning.layout import ExpertTable, count_replicas
+from equipoise.planning.arrays import ExpertTable
+from equipoise.planning.layout import count_replicas
 
 LOADS_KEY = "weight"
 LAYOUT_KEY = "phy2log"

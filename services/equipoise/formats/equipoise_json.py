@@ -21,8 +21,7 @@ from equipoise.formats.placement import Placement
 from equipoise.formats.recording import Recording
 from equipoise.formats.tables import Numbers, ids_2d, loads_3d, member, shown, whole
 from equipoise.formats.text import number_rows
-from equipoise.planning.layout import ExpertTable
-from equipoise.planning.shares import ShareTable
+from equipoise.planning.arrays import ExpertTable, ShareTable
 
 DOMAINS_KEY = "domains"
 WINDOWS_KEY = "windows"

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from equipoise.formats.errors import FormatError
 from equipoise.formats.placement import Placement
-from equipoise.planning.layout import ExpertTable
-from equipoise.planning.shares import ShareTable
+from equipoise.planning.arrays import ExpertTable, ShareTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

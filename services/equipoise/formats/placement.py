@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.formats.errors import FormatError
-from equipoise.planning.layout import ExpertTable, count_replicas
-from equipoise.planning.shares import ShareTable, fault_in_shares
+from equipoise.planning.arrays import ExpertTable, ShareTable
+from equipoise.planning.layout import count_replicas
+from equipoise.planning.shares import fault_in_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

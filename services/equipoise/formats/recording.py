@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.formats.errors import FormatError
-from equipoise.planning.load import Load
+from equipoise.planning.arrays import Load
 
 Windows = npt.NDArray[np.float64]
 

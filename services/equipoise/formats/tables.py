@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.formats.errors import FormatError
-from equipoise.planning.layout import ExpertTable
+from equipoise.planning.arrays import ExpertTable
 
 Numbers = npt.NDArray[np.float64]
 

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable, Layout
-from equipoise.planning.load import Load
-from equipoise.planning.shares import WHOLE, ShareTable
+from equipoise.planning.arrays import Bools, ExpertTable, Load, ShareTable
+from equipoise.planning.layout import Layout
+from equipoise.planning.shares import WHOLE
 
 
 def rank_loads(
@@ -64,6 +63,6 @@ def balancedness(rank_load: Load) -> float:
     return mean_if_busy(balancedness_per_layer(rank_load), is_busy=rank_load.max(axis=1) > 0)
 
 
-def mean_if_busy(per_layer: Load, *, is_busy: npt.NDArray[np.bool_]) -> float:
+def mean_if_busy(per_layer: Load, *, is_busy: Bools) -> float:
     """The mean over the layers with traffic; 1.0 if there is none."""
     return float(per_layer[is_busy].mean()) if is_busy.any() else 1.0

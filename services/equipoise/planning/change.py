@@ -13,6 +13,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+from equipoise.planning.arrays import Bools, Slots
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 from equipoise.planning.shares import even_shares
@@ -21,7 +22,6 @@ DIGEST_BYTES = 16
 """BLAKE2b-128 over those of a layout's layers."""
 
 Cells = npt.NDArray[np.uint32]
-Values = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,8 +35,8 @@ class LayoutChange:
 
     generation: int
     cells: Cells
-    expert_of_cell: Values
-    share_of_cell: Values | None
+    expert_of_cell: Slots
+    share_of_cell: Slots | None
     digest: bytes
 
     @staticmethod
@@ -89,8 +89,8 @@ class LayoutChanges(Sequence[LayoutChange]):
     first_generation: int
     first_cell: tuple[int, ...]
     cells: Cells
-    expert_of_cell: Values
-    share_of_cell: Values
+    expert_of_cell: Slots
+    share_of_cell: Slots
     tells_shares: tuple[bool, ...]
     digests: bytes
 
@@ -155,8 +155,8 @@ def changes_by_layers(
 
 def _any_after_each(
     batches: Iterable[Sequence[int]],
-    of_base: npt.NDArray[np.bool_],
-    of_target: npt.NDArray[np.bool_],
+    of_base: Bools,
+    of_target: Bools,
 ) -> Iterator[bool]:
     """Whether any layer is so after each batch, where the layers named are those of the target."""
     so_far = of_base.copy()
@@ -222,10 +222,10 @@ def _told_of_layers(layout: Layout, layers: Iterable[int]) -> Iterator[bytes]:
         yield _digest([told, shares[layer].tobytes()] if uneven[layer] else [told])
 
 
-def _uneven_layers(layout: Layout) -> npt.NDArray[np.bool_]:
+def _uneven_layers(layout: Layout) -> Bools:
     """Layers, [layers], in which an expert is not split evenly."""
     if layout.share_of_slot is None:
         return np.zeros(layout.num_layers, dtype=np.bool_)
     even = even_shares(layout.expert_of_slot, num_experts=layout.num_experts)
-    uneven: npt.NDArray[np.bool_] = (layout.share_of_slot != even).any(axis=1)
+    uneven: Bools = (layout.share_of_slot != even).any(axis=1)
     return uneven

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness_per_layer, layout_loads, mean_if_busy
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load
 from equipoise.planning.placing.tally import MOST_SUMMED, sum_each_by_rank
 
 

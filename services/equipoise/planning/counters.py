@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise.planning.arrays import AssignmentCounts
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import LoadDelta
-
-AssignmentCounts = npt.NDArray[np.uint64]
 
 MAX_ASSIGNMENTS_PER_STEP = 2**24
 """More than a slot can receive in a step: 1,024 ranks of 16,384 tokens each, all assigned to it."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load
 from equipoise.planning.moves import waves
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise.planning.arrays import ExpertTable, ShareTable, Slots
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.shares import ShareTable, even_shares, fault_in_shares
-
-ExpertTable = npt.NDArray[np.int32]
+from equipoise.planning.shares import even_shares, fault_in_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,7 +78,7 @@ class Layout:
         assert len(set(self.slots_of_rank)) == 1, "ask for slots_of_rank"
         return self.slots_of_rank[0]
 
-    def replica_counts(self) -> npt.NDArray[np.int32]:
+    def replica_counts(self) -> Slots:
         """Replicas of each logical expert, int32 [layers, experts]; all at least 1."""
         return count_replicas(self.expert_of_slot, num_experts=self.num_experts)
 
@@ -129,7 +127,7 @@ class Layout:
         )
 
 
-def count_replicas(expert_of_slot: ExpertTable, *, num_experts: int) -> npt.NDArray[np.int32]:
+def count_replicas(expert_of_slot: ExpertTable, *, num_experts: int) -> Slots:
     """Slots per logical expert, int32 [layers, experts], of a table with valid ids."""
     num_layers = expert_of_slot.shape[0]
     offsets = np.arange(num_layers, dtype=np.int64)[:, None] * num_experts

@@ -4,11 +4,9 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout
-
-Load = npt.NDArray[np.float64]
 
 MAX_LAYER_RATIO = 4.0
 """How much more than another a layer may count: all have the same tokens, but of a step or two."""

@@ -4,11 +4,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise.planning.arrays import Checksums, ExpertTable, Indices, Load, Slots
 from equipoise.planning.change import LayoutChanges, changes_by_layers
-from equipoise.planning.layout import ExpertTable, Layout
-from equipoise.planning.load import Load
+from equipoise.planning.layout import Layout
 from equipoise.planning.topology import Topology
 
 CHECKSUM_BYTES = 16
@@ -16,8 +15,6 @@ CHECKSUM_BYTES = 16
 
 NOTHING = -1
 """What an empty slot holds."""
-
-Checksums = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +125,7 @@ def waves(
     return changes_by_layers(current, target, batches=batches, first_generation=target.generation)
 
 
-def _holders(
-    held: npt.NDArray[np.int32], layout: Layout, rank_of_slot: list[int]
-) -> list[list[int]]:
+def _holders(held: Slots, layout: Layout, rank_of_slot: list[int]) -> list[list[int]]:
     """Ranks that hold each expert of a layer."""
     holders: list[list[int]] = [[] for _ in range(layout.num_experts)]
     for rank, expert in zip(rank_of_slot, held.tolist(), strict=True):
@@ -157,9 +152,7 @@ def _nearest_first(
     return sorted(holders, key=distance)
 
 
-def _batches(
-    layers: list[int], moves_of_rank: npt.NDArray[np.int64], *, most_moves: int
-) -> list[list[int]]:
+def _batches(layers: list[int], moves_of_rank: Indices, *, most_moves: int) -> list[list[int]]:
     """Consecutive layers in which no rank has more than `most_moves`, at least one each."""
     in_order = moves_of_rank[layers]
     before = np.zeros((len(layers) + 1, in_order.shape[1]), dtype=np.int64)

@@ -3,12 +3,11 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise.planning.arrays import Bools, ExpertTable, Load, ShareTable
 from equipoise.planning.balance import balancedness, balancedness_per_layer, mean_if_busy
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import ExpertTable, Layout
-from equipoise.planning.load import Load
+from equipoise.planning.layout import Layout
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.chance import gains_beyond_chance
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
@@ -17,7 +16,7 @@ from equipoise.planning.placing.locality import place_locally
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.weigh import Placed, mixed, weigh
 from equipoise.planning.policy import Algorithm, Weighting
-from equipoise.planning.shares import ShareTable, even_shares
+from equipoise.planning.shares import even_shares
 from equipoise.planning.topology import ModelShape, Topology
 
 LEAST_LAYER_GAIN = 0.002
@@ -201,7 +200,7 @@ def _anew_where_needed(
     placed: Placed,
     anew: Placed,
     *,
-    layers: npt.NDArray[np.bool_],
+    layers: Bools,
     target: float | None,
 ) -> Placed:
     """Placements from scratch in the layers that gain most by them, until the target is reached."""
@@ -245,7 +244,7 @@ def _kept(problem: Problem, *, samples: float | None) -> Placed:
 
 def _worth_changing(
     problem: Problem, one: Placed, other: Placed, *, samples: float | None
-) -> tuple[npt.NDArray[np.bool_], str]:
+) -> tuple[Bools, str]:
     """Layers that gain more than jitter and chance, [layers], and in words why others do not."""
     before, after = (problem.balancedness_of_layer(*placed) for placed in (one, other))
     # A pool that holds nothing yet has nothing to keep for the sake of it.

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load, assignments_per_layer
+from equipoise.planning.load import assignments_per_layer
 from equipoise.planning.policy import Policy
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.comparison import compare
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load, Shift
+from equipoise.planning.load import Shift
 from equipoise.planning.moves import waves
 from equipoise.planning.planner import Plan, plan
 from equipoise.planning.policy import Algorithm, Policy

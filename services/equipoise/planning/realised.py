@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load
 from equipoise.planning.shares import WHOLE
 
 MIN_ASSIGNMENTS = 256.0

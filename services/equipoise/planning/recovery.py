@@ -7,11 +7,10 @@ is left to the rollouts that follow, during which tokens flow.
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable, Layout, contiguous_layout
-from equipoise.planning.load import Load
-from equipoise.planning.moves import NOTHING, Checksums, Move, moves_into
+from equipoise.planning.arrays import Checksums, ExpertTable, Load, Slots
+from equipoise.planning.layout import Layout, contiguous_layout
+from equipoise.planning.moves import NOTHING, Move, moves_into
 from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.planner import plan
@@ -122,7 +121,7 @@ def _without_twins(own: ExpertTable, *, allowed: int) -> ExpertTable:
     return np.where(is_twin, np.int32(NOTHING), own)
 
 
-def _fill(slots: npt.NDArray[np.int32], load: npt.NDArray[np.float64], topology: Topology) -> None:
+def _fill(slots: Slots, load: Load, topology: Topology) -> None:
     """Put an expert into every empty slot of a layer, the emptiest rank first."""
     num_experts, first_slot = len(load), topology.first_slot
     replicas = np.bincount(slots[slots != NOTHING], minlength=num_experts)

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.planner import Plan, plan

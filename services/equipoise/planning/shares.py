@@ -5,19 +5,16 @@ A share counts 1/32768ths, so that shares are equal or not, sum up exactly and s
 """
 
 import numpy as np
-import numpy.typing as npt
 
-ShareTable = npt.NDArray[np.int32]
+from equipoise.planning.arrays import ExpertTable, Indices, Load, ShareTable
+
 """Shares of slots, [layers, slots]; those of an expert sum to WHOLE."""
 
 WHOLE = 1 << 15
 """All of an expert's load. What fits two bytes a slot is far finer than loads are known."""
 
-_Table = npt.NDArray[np.int32]
-_Indices = npt.NDArray[np.int64]
 
-
-def even_shares(expert_of_slot: _Table, *, num_experts: int) -> ShareTable:
+def even_shares(expert_of_slot: ExpertTable, *, num_experts: int) -> ShareTable:
     """The even split as a table: as near to 1/n each as whole numbers go, [layers, slots]."""
     order, place, count = _by_expert(expert_of_slot, num_experts)
     ends = (place + 1) * WHOLE // count
@@ -25,9 +22,7 @@ def even_shares(expert_of_slot: _Table, *, num_experts: int) -> ShareTable:
     return _in_slot_order(ends - begins, order, expert_of_slot.shape)
 
 
-def whole_shares(
-    parts: npt.NDArray[np.float64], expert_of_slot: _Table, *, num_experts: int
-) -> ShareTable:
+def whole_shares(parts: Load, expert_of_slot: ExpertTable, *, num_experts: int) -> ShareTable:
     """Parts from 0 to 1, [layers, slots], as shares that sum up exactly.
 
     Ends of an expert's parts are rounded rather than the parts, so none is off by more than one.
@@ -42,7 +37,9 @@ def whole_shares(
     return _in_slot_order(ends - begins, order, expert_of_slot.shape)
 
 
-def fault_in_shares(shares: ShareTable, expert_of_slot: _Table, *, num_experts: int) -> str | None:
+def fault_in_shares(
+    shares: ShareTable, expert_of_slot: ExpertTable, *, num_experts: int
+) -> str | None:
     """What is wrong with a table of shares, in words, or None."""
     if shares.shape != expert_of_slot.shape:
         return f"shares are of shape {shares.shape}, slots of {expert_of_slot.shape}"
@@ -67,7 +64,7 @@ def fault_in_shares(shares: ShareTable, expert_of_slot: _Table, *, num_experts: 
     return None
 
 
-def _by_expert(expert_of_slot: _Table, num_experts: int) -> tuple[_Indices, _Indices, _Indices]:
+def _by_expert(expert_of_slot: ExpertTable, num_experts: int) -> tuple[Indices, Indices, Indices]:
     """All slots by layer, expert and slot; the place of each among its expert's, and how many."""
     num_layers = len(expert_of_slot)
     keys = (expert_of_slot + np.arange(num_layers)[:, None] * num_experts).ravel()
@@ -78,7 +75,7 @@ def _by_expert(expert_of_slot: _Table, num_experts: int) -> tuple[_Indices, _Ind
     return order, place, count[sorted_keys]
 
 
-def _in_slot_order(shares: _Indices, order: _Indices, shape: tuple[int, ...]) -> ShareTable:
+def _in_slot_order(shares: Indices, order: Indices, shape: tuple[int, ...]) -> ShareTable:
     table = np.empty(len(order), dtype=np.int32)
     table[order] = shares
     return table.reshape(shape)

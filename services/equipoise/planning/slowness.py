@@ -12,7 +12,7 @@ from itertools import islice
 
 import numpy as np
 
-from equipoise.planning.load import Load
+from equipoise.planning.arrays import Load
 from equipoise.planning.policy import Policy
 
 MIN_STEPS = 10

@@ -6,11 +6,10 @@ repeated or false.
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise.planning.arrays import Indices, Load
 from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.errors import InvalidReportError
-from equipoise.planning.load import Load
 from equipoise.planning.slowness import Pace
 
 MAX_STEPS_PER_S = 10_000
@@ -113,5 +112,5 @@ class StepCounters:
         self._steps_at_open = self._steps.copy()
         self._busy_us_at_open = self._busy_us.copy()
 
-    def _in_window(self) -> npt.NDArray[np.int64]:
+    def _in_window(self) -> Indices:
         return self._steps - self._steps_at_open

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.comparison import Comparison
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load, Shift, assignments_per_layer
+from equipoise.planning.load import Shift, assignments_per_layer
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape
 

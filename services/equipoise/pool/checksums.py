@@ -3,9 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.arrays import Checksums, ExpertTable
+from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
-from equipoise.wire.messages import Checksums
 
 
 class ChecksumTable:

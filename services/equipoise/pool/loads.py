@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer
 from equipoise.planning.counters import LoadCounters, Phase
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load, LoadAverage, LoadWindow, Shift, WindowLoad, detect_shift
+from equipoise.planning.load import LoadAverage, LoadWindow, Shift, WindowLoad, detect_shift
 from equipoise.planning.policy import Policy
 from equipoise.planning.realised import RealisedShares, realised_shares
 from equipoise.planning.slowness import Pace

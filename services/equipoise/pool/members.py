@@ -7,7 +7,8 @@ Owns membership only: it neither sends nor stores. When ranks are dealt anew is 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.arrays import ExpertTable
+from equipoise.planning.layout import Layout
 from equipoise.planning.membership import Candidate, Standing
 from equipoise.planning.topology import Topology
 from equipoise.pool.kernels import unshared

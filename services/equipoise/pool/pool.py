@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from equipoise.planning.arrays import Checksums, Load
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load
 from equipoise.planning.membership import Opening
 from equipoise.planning.moves import Move
 from equipoise.planning.policy import Policy, StoreDown
@@ -46,7 +46,7 @@ from equipoise.pool.refusals import Refusals
 from equipoise.pool.requests import AdminRequest
 from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.tally import Tally
-from equipoise.wire.messages import Checksums, Report
+from equipoise.wire.messages import Report
 
 MAX_WINDOWS = 128
 """Closed windows kept for people to plot."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load
 
 FAST = "fast"
 SLOW = "slow"

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from equipoise.planning.arrays import Checksums
 from equipoise.planning.change import DIGEST_BYTES, LayoutChange
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
@@ -9,7 +10,7 @@ from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import Checksums, Hello
+from equipoise.wire.messages import Hello
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 

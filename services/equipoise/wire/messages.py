@@ -8,18 +8,15 @@ the receiver's question.
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-import numpy.typing as npt
-
+from equipoise.planning.arrays import Checksums, ExpertTable
 from equipoise.planning.counters import LoadReport
-from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.layout import Layout
 from equipoise.planning.moves import Move
 from equipoise.planning.topology import ModelShape
 
 PROTOCOL_VERSION = 2
 """Version of the contract that this code speaks; `wire` writes it and refuses any other."""
 
-Checksums = npt.NDArray[np.uint8]
 """BLAKE2b-128 of the expert in each own slot, uint8 [layers, slots_per_rank, 16]."""
 
 

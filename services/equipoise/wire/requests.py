@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from equipoise.planning.layout import ExpertTable
+from equipoise.planning.arrays import ExpertTable
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks, layouts
 from equipoise.wire.errors import InvalidMessageError

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from equipoise.planning.arrays import Checksums
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import Move
-from equipoise.wire.messages import Abort, Checksums, Refused, Stage, Staged
+from equipoise.wire.messages import Abort, Refused, Stage, Staged
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import StageRefusedError, TransferError
 from equipoise.worker.held import Contents, HeldExperts, StagedGeneration, own_slots

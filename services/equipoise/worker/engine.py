@@ -15,8 +15,9 @@ from statistics import median
 import torch
 from torch.distributed import DistError
 
+from equipoise.planning.arrays import Checksums
 from equipoise.telemetry.histogram import SHORT_S, Histogram
-from equipoise.wire.messages import Checksums, RankStats
+from equipoise.wire.messages import RankStats
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.header import StepHeader, agreed_generation, check_group

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.arrays import Checksums, ExpertTable
+from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
-from equipoise.wire.messages import Checksums
 from equipoise.worker.errors import NotHeldError
 from equipoise_model.experts import PhysicalSlots, StagedExperts, checksum
 from equipoise_model.placement import Placement

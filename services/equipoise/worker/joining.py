@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.planning.layout import ExpertTable
+from equipoise.planning.arrays import Checksums, ExpertTable
 from equipoise.planning.moves import Move
 from equipoise.telemetry.loading import Loading
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.messages import Checksums, JoinEpoch
+from equipoise.wire.messages import JoinEpoch
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import GroupError
 from equipoise.worker.group import RankGroup, first_line, meet

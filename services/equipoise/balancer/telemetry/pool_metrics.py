@@ -15,8 +15,8 @@ from prometheus_client.core import (
     Metric,
 )
 
+from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness_per_layer
-from equipoise.planning.load import Load
 from equipoise.planning.promise import Outcome
 from equipoise.planning.slowness import slowdowns
 from equipoise.pool.health import Health

@@ -12,8 +12,8 @@ from equipoise.cli.display import console
 from equipoise.cli.live.access import BalancerRefusedError
 from equipoise.cli.live.client import asking
 from equipoise.cli.live.settings import LoadsSettings
+from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer
-from equipoise.planning.load import Load
 from equipoise_api.v1 import status_pb2 as pb
 
 HIGHEST = 1.6

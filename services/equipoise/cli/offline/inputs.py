@@ -15,10 +15,10 @@ from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, read_recording
 from equipoise.formats.model_config import ModelConfig, read_model_config
 from equipoise.formats.recording import Recording, joined
-from equipoise.planning.layout import ExpertTable, Layout
+from equipoise.planning.arrays import ExpertTable, ShareTable
+from equipoise.planning.layout import Layout
 from equipoise.planning.placing.twins import repair_twins
 from equipoise.planning.shared_expert import shape_with_shared_expert, with_shared_expert
-from equipoise.planning.shares import ShareTable
 from equipoise.planning.topology import ModelShape, Topology
 
 MAX_SLOTS = 1_000_000

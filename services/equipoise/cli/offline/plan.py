@@ -26,14 +26,14 @@ from equipoise.cli.offline.plan_settings import PlanSettings
 from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.files import write_placement
 from equipoise.formats.placement import Placement
+from equipoise.planning.arrays import ExpertTable, Load, ShareTable
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import Load, assignments_per_layer
+from equipoise.planning.load import assignments_per_layer
 from equipoise.planning.planner import Plan, plan
 from equipoise.planning.policy import Weighting
 from equipoise.planning.shared_expert import plan_with_shared_ranks
-from equipoise.planning.shares import ShareTable, even_shares
+from equipoise.planning.shares import even_shares
 from equipoise.planning.topology import Topology
 
 MAX_CURVE_POINTS = 200

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.formats.recording import Recording
+from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import Load, LoadAverage, Shift, assignments_per_layer, detect_shift
+from equipoise.planning.load import LoadAverage, Shift, assignments_per_layer, detect_shift
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology

@@ -16,8 +16,9 @@ from equipoise.cli.live.access import explained
 from equipoise.cli.offline.inputs import pool_topology, read_case, read_current
 from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
 from equipoise.cli.policy.files import policies_by_pool, read_file
+from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout, contiguous_layout
-from equipoise.planning.load import Load, assignments_per_layer, detect_shift
+from equipoise.planning.load import assignments_per_layer, detect_shift
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology

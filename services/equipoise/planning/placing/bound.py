@@ -1,12 +1,9 @@
 """How balanced a layer can be at all: what is left to gain, and what no placement will."""
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.load import Load
+from equipoise.planning.arrays import Load, Weights
 from equipoise.planning.placing.compiled import compiled, part
-
-Weights = npt.NDArray[np.float64]
 
 
 def upper_bounds(load: Load, *, num_slots: int, num_ranks: int) -> Load:

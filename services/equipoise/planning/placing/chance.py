@@ -3,16 +3,14 @@
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise.planning.arrays import Bools, Weights
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.tally import sum_by_rank, sum_slots_by_rank
 from equipoise.planning.shares import WHOLE
 
 
-def gains_beyond_chance(
-    problem: Problem, gain: npt.NDArray[np.float64], *, samples: float
-) -> tuple[npt.NDArray[np.bool_], str]:
+def gains_beyond_chance(problem: Problem, gain: Weights, *, samples: float) -> tuple[Bools, str]:
     """Layers whose gain chance does not explain, [layers], and the comparison in words.
 
     `gain` is how much a plan lowers max / mean rank load, [layers]. `samples` is the number of
@@ -44,7 +42,7 @@ def gains_beyond_chance(
     return beyond, words
 
 
-def _variance_of_rank_loads(problem: Problem) -> npt.NDArray[np.float64]:
+def _variance_of_rank_loads(problem: Problem) -> Weights:
     """Of Poisson counts, [layers, ranks]: of n, a slot with the share s gets s n with s^2 n."""
     if problem.held_shares is not None:
         of_slot = problem.load_of_slot(problem.held, problem.held_shares)

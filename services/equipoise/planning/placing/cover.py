@@ -1,9 +1,8 @@
 """Gives every expert a slot after ranks were lost, at the price of replicas that can be spared."""
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
+from equipoise.planning.arrays import ExpertTable, Indices, Slots, Weights
 from equipoise.planning.placing.problem import Problem
 
 
@@ -28,10 +27,10 @@ def cover(problem: Problem) -> ExpertTable:
 
 
 def _slot_to_overwrite(
-    slots: npt.NDArray[np.int32],
-    load: npt.NDArray[np.float64],
+    slots: Slots,
+    load: Weights,
     expert: int,
-    rank_of_slot: npt.NDArray[np.int64],
+    rank_of_slot: Indices,
 ) -> int:
     replicas = np.bincount(slots, minlength=len(load))
     share = (load / np.maximum(replicas, 1))[slots]

@@ -8,14 +8,9 @@ planner's work, and so is making them better.
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import Load
+from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
-
-Indices = npt.NDArray[np.int64]
-Weights = npt.NDArray[np.float64]
 
 
 def eplb(
@@ -102,7 +97,7 @@ def _roughly_heaviest_first(weight: Weights) -> Indices:
 @compiled
 def _place_layers(
     load_of_node: Weights, experts_of_node: Indices, heaviest_first: Indices, slots_of_rank: Indices
-) -> npt.NDArray[np.int32]:
+) -> Slots:
     """Slots of ranks are [nodes, ranks of the node], all others [layers, nodes, experts].
 
     `heaviest_first` need not be exact, and is made so.

@@ -1,17 +1,13 @@
 """A placement from scratch: the published greedy, then what makes it valid, better, and near."""
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
+from equipoise.planning.arrays import ExpertTable, Indices
 from equipoise.planning.placing.eplb import deal_groups, place
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.refine import refine
 from equipoise.planning.placing.stay import align, relabel
 from equipoise.planning.placing.twins import repair_twins
-
-Indices = npt.NDArray[np.int64]
-
 
 SEPARATION_TOLERANCE = 2e-3
 """Load of the busiest rank, over the least found, that replicas on different nodes may cost."""

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.load import Load
-
-Indices = npt.NDArray[np.int64]
+from equipoise.planning.arrays import Indices, Load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,11 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Indices = npt.NDArray[np.int64]
-Weights = npt.NDArray[np.float64]
-Slots = npt.NDArray[np.int32]
+from equipoise.planning.arrays import Bools, Indices, Slots, Weights
+
 Counts = npt.NDArray[np.int16]
-Bools = npt.NDArray[np.bool_]
 
 
 class Ground(NamedTuple):

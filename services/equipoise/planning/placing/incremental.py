@@ -5,19 +5,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import Load
+from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, Slots
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.frontier import LayerPath, Point, hull_along, hull_of, take_steepest
 from equipoise.planning.placing.ground import Ground
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.relieve import relieve
-
-Bools = npt.NDArray[np.bool_]
-Slots = npt.NDArray[np.int32]
 
 THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.15, 1.3)
 """Loads, over the least that a layer's busiest rank can have, above which paths relieve ranks."""
@@ -37,8 +32,8 @@ class Step:
     """
 
     layer: int
-    slots: npt.NDArray[np.int64]
-    experts: npt.NDArray[np.int32]
+    slots: Indices
+    experts: Slots
     moves: int
     gain: float
 

@@ -6,18 +6,14 @@ slots come to host experts of other nodes, and a few experts change nodes altoge
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
+from equipoise.planning.arrays import ExpertTable, Indices, Slots, Weights
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
 from equipoise.planning.placing.ground import Ground, Path
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.refine import refine
 from equipoise.planning.placing.relieve import relieve
-
-Indices = npt.NDArray[np.int64]
-Slots = npt.NDArray[np.int32]
 
 THRESHOLDS = (1.0, 1.01, 1.07)
 """Loads, over the least that a layer's busiest rank can have, above which ranks are relieved."""
@@ -101,7 +97,7 @@ def _refined_within(
     problem: Problem,
     table: ExpertTable,
     home_of_expert: Indices,
-    may_leave: npt.NDArray[np.float64],
+    may_leave: Weights,
 ) -> ExpertTable:
     """Even out ranks within each node, where that does not make too much load leave its home."""
     refined = refine(

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, ShareTable
 from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import ExpertTable, Layout
-from equipoise.planning.load import Load
+from equipoise.planning.layout import Layout
 from equipoise.planning.placing.tally import (
     count_replicas_of,
     split_by_group_and_node,
@@ -17,10 +16,8 @@ from equipoise.planning.placing.tally import (
     sum_slots_by_rank,
 )
 from equipoise.planning.policy import Weighting
-from equipoise.planning.shares import WHOLE, ShareTable
+from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape, Topology
-
-Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,15 +118,15 @@ class Problem:
         return count_replicas_of(table, self.model.num_experts)
 
     @cached_property
-    def is_covered(self) -> npt.NDArray[np.bool_]:
+    def is_covered(self) -> Bools:
         """Layers in which the ranks hold every expert, [layers]."""
-        covered: npt.NDArray[np.bool_] = np.all(self.replicas(self.held) > 0, axis=1)
+        covered: Bools = np.all(self.replicas(self.held) > 0, axis=1)
         return covered
 
     @cached_property
-    def is_busy(self) -> npt.NDArray[np.bool_]:
+    def is_busy(self) -> Bools:
         """Layers with traffic, [layers]."""
-        busy: npt.NDArray[np.bool_] = np.any(self.load > 0, axis=1)
+        busy: Bools = np.any(self.load > 0, axis=1)
         return busy
 
     def rank_loads(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:

@@ -10,15 +10,9 @@ is worse than the input, and the search ends.
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import Load
+from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
-
-Indices = npt.NDArray[np.int64]
-Weights = npt.NDArray[np.float64]
-Slots = npt.NDArray[np.int32]
 
 TOLERANCE = 5e-5
 """A rank this little above the mean of the ranks it may exchange with is as good as even."""

@@ -10,17 +10,15 @@ What moves cost is the caller's choice: copies, load that leaves its home node, 
 
 import numpy as np
 
+from equipoise.planning.arrays import Indices, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
 from equipoise.planning.placing.ground import (
     Experts,
     Ground,
-    Indices,
     Layer,
     Path,
     Ranks,
-    Slots,
     Swaps,
-    Weights,
 )
 
 MAX_STEPS_PER_SLOT = 2

@@ -7,15 +7,9 @@ because a sum of squares over flows has no local minimum but its global one.
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import Load
+from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
-
-Indices = npt.NDArray[np.int64]
-Weights = npt.NDArray[np.float64]
-Slots = npt.NDArray[np.int32]
 
 MAX_SWEEPS = 64
 """Rounds over all experts of a layer. Most layers are level after a dozen; in long chains of ranks

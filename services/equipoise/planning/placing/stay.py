@@ -7,13 +7,9 @@ a rank. Neither changes the balance; both change how many bytes move.
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
+from equipoise.planning.arrays import ExpertTable, Indices, Slots
 from equipoise.planning.placing.compiled import compiled, part
-
-Indices = npt.NDArray[np.int64]
-Slots = npt.NDArray[np.int32]
 
 
 def relabel(

@@ -1,13 +1,9 @@
 """Sums over a placement: by rank, by node and expert group. All take whole tables, in one pass."""
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import Load
+from equipoise.planning.arrays import ExpertTable, Indices, Load
 from equipoise.planning.placing.compiled import compiled, part
-
-Indices = npt.NDArray[np.int64]
 
 
 @compiled

@@ -1,15 +1,9 @@
 """Repairs placements that hold an expert twice on one rank, which carries no extra load."""
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import Load
+from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
-
-Indices = npt.NDArray[np.int64]
-Weights = npt.NDArray[np.float64]
-Slots = npt.NDArray[np.int32]
 
 
 def repair_twins(

@@ -7,18 +7,14 @@ a layout carries, not as the fractions they come from.
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
+from equipoise.planning.arrays import Bools, ExpertTable, Indices, ShareTable
 from equipoise.planning.placing.from_scratch import stay_near
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.split import split
 from equipoise.planning.placing.weighted import needs_weights, place_weighted
 from equipoise.planning.policy import Weighting
-from equipoise.planning.shares import ShareTable, even_shares, whole_shares
-
-Bools = npt.NDArray[np.bool_]
-Indices = npt.NDArray[np.int64]
+from equipoise.planning.shares import even_shares, whole_shares
 
 LEAST_GAIN = 0.002
 """Balancedness that `auto` wants from the shares of a layer: less is within the jitter of loads."""

@@ -12,21 +12,13 @@ are alike.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.planning.layout import ExpertTable
-from equipoise.planning.load import Load
+from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled
-
-Loads = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.int64]
 
 TWO_SLOTS = 2
 TOLERANCE = 1e-9
 """Of the mean load of a rank: below it, one load is as good as another."""
-
-Shares = npt.NDArray[np.float64]
-"""Part of its expert's load that a slot serves, [layers, slots]; an expert's parts sum to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +26,7 @@ class WeightedPlacement:
     """Experts of slots, int32 [layers, slots], and the share of its expert that each serves."""
 
     expert_of_slot: ExpertTable
-    share_of_slot: Shares
+    share_of_slot: Weights
 
 
 def needs_weights(*, num_slots: int, num_experts: int, num_ranks: int) -> bool:
@@ -68,10 +60,10 @@ def place_weighted(load: Load, *, num_slots: int, num_ranks: int) -> WeightedPla
 
 @compiled
 def _place_layer(
-    weights: Loads,
+    weights: Weights,
     num_ranks: int,
-    expert_of_slot: npt.NDArray[np.int32],
-    share_of_slot: npt.NDArray[np.float64],
+    expert_of_slot: Slots,
+    share_of_slot: Weights,
 ) -> None:
     """Fill one layer's rows of the tables; `weights` sum to the number of ranks."""
     num_experts, num_slots = weights.size, expert_of_slot.size
@@ -91,8 +83,8 @@ def _place_layer(
 
 @compiled
 def _begin(
-    weights: Loads, heaviest_first: Indices, slots_per_rank: int, num_ranks: int, num_chains: int
-) -> tuple[Indices, Loads, Indices]:
+    weights: Weights, heaviest_first: Indices, slots_per_rank: int, num_ranks: int, num_chains: int
+) -> tuple[Indices, Weights, Indices]:
     """Chains to improve on: the chain of each expert, and each chain's load and ranks.
 
     The hottest experts head a chain each. The ranks beyond one per chain go to whichever head has
@@ -121,7 +113,7 @@ def _begin(
 
 @compiled
 def _improve(
-    weights: Loads, chain_of: Indices, loads: Loads, ranks: Indices, is_rank_movable: bool
+    weights: Weights, chain_of: Indices, loads: Weights, ranks: Indices, is_rank_movable: bool
 ) -> bool:
     """Make the one change that lowers the most loaded chain most; False if none does."""
     worst = int(np.argmax(loads / ranks))
@@ -145,7 +137,7 @@ def _improve(
 
 @compiled
 def _best_swap(
-    weights: Loads, chain_of: Indices, loads: Loads, ranks: Indices, worst: int
+    weights: Weights, chain_of: Indices, loads: Weights, ranks: Indices, worst: int
 ) -> tuple[float, int, int]:
     """The larger mean of two chains after the best swap of an expert of the worst one."""
     best, best_expert, best_partner = np.inf, -1, -1
@@ -164,7 +156,7 @@ def _best_swap(
 
 @compiled
 def _best_move(
-    weights: Loads, chain_of: Indices, loads: Loads, ranks: Indices, worst: int
+    weights: Weights, chain_of: Indices, loads: Weights, ranks: Indices, worst: int
 ) -> tuple[float, int, int]:
     """The same for the best move of an expert and a rank to the worst chain or away from it.
 
@@ -186,7 +178,9 @@ def _best_move(
 
 
 @compiled
-def _hand_over(weights: Loads, chain_of: Indices, loads: Loads, expert: int, receiver: int) -> None:
+def _hand_over(
+    weights: Weights, chain_of: Indices, loads: Weights, expert: int, receiver: int
+) -> None:
     loads[chain_of[expert]] -= weights[expert]
     loads[receiver] += weights[expert]
     chain_of[expert] = receiver
@@ -194,11 +188,11 @@ def _hand_over(weights: Loads, chain_of: Indices, loads: Loads, expert: int, rec
 
 @compiled
 def _wrap(
-    weights: Loads,
+    weights: Weights,
     members: Indices,
     slots_per_rank: int,
-    expert_of_slot: npt.NDArray[np.int32],
-    share_of_slot: npt.NDArray[np.float64],
+    expert_of_slot: Slots,
+    share_of_slot: Weights,
 ) -> None:
     """Fill a chain's ranks one after the other to their mean; `members` are heaviest first.
 
@@ -234,7 +228,7 @@ def _wrap(
 
 
 @compiled
-def _choose(weights: Loads, waiting: Indices, taken: int, need: float) -> int:
+def _choose(weights: Weights, waiting: Indices, taken: int, need: float) -> int:
     """Bring experts that fill a rank to the end of `waiting`; say which of them may overflow it.
 
     The lightest are taken, and as long as they are too light the first of them gives its place to
