@@ -52,8 +52,7 @@ class Drafter:
         A guess is chosen as the token itself will be, penalties, temperature and seed included: the
         same random number picks both, so that they are likely to be the same.
 
-        Raises:
-            SamplingError: the modules' logits are NaN or infinite.
+        Where the modules' logits are not finite the guess is any token: the model rejects it.
         """
         guesses: list[tuple[int, ...]] = [() for _ in lines]
         if not output.hidden_TD.shape[0]:

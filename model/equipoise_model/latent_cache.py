@@ -27,9 +27,10 @@ _SHORTEST_STRETCH = 64
 class LatentCache:
     """Blocks of `block_tokens` positions, and for every decoder layer a latent at each.
 
-    A block belongs to one sequence at a time, or to several that begin alike. Blocks are never
-    cleared: a position is seen only by queries at or after it, and it is written before they run,
-    so what an earlier sequence left is out of sight.
+    A block belongs to one sequence at a time, or to several that begin alike. Blocks are not
+    cleared between sequences: a position is seen only by queries at or after it, and it is written
+    before they run, so what an earlier sequence left is out of sight. Blocks that may hold NaN must
+    be cleared: a masked position weighs nothing, but 0 x NaN is NaN.
 
     Args:
         config: sizes.
@@ -90,6 +91,11 @@ class LatentCache:
             return PlainLatents(latents_BPC=self._stores[0][layer], rank=self._rank)
         codes_BPR, scales_BPG, rotary_BPP = (store[layer] for store in self._stores)
         return QuantizedLatents(codes_BPR=codes_BPR, scales_BPG=scales_BPG, rotary_BPP=rotary_BPP)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero these blocks in all layers."""
+        for store in self._stores:
+            store[:, list(blocks)] = 0
 
     @property
     def _plain_latents(self) -> Tensor:

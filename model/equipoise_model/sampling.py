@@ -14,35 +14,36 @@ import torch
 from torch import Tensor
 
 from equipoise_model.sampling_draws import uniforms
-from equipoise_model.sampling_params import (
-    SampledToken,
-    SamplingError,
-    SamplingParams,
-    SamplingRow,
-)
+from equipoise_model.sampling_params import SampledToken, SamplingParams, SamplingRow
+
+_FAULTY = SampledToken(token=0, logprob=0.0, fault="its logits or probabilities are not finite")
 
 
 @torch.no_grad()
 def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """Choose a token for each row of logits [S, V], on any device.
 
-    Raises:
-        SamplingError: logits of a row are NaN or infinite, so a weight or a step is damaged.
+    A row whose logits or probabilities are not finite gets a `SampledToken` with a `fault`; the
+    other rows are not affected.
     """
     assert logits_SV.shape[0] == len(rows)
     if not rows:
         return []
-    logits_SV = logits_SV.float()
+    logits_SV, is_finite_S = _finite_rows(logits_SV.float())
     log_peak_S = _log_peaks(logits_SV)
-    penalized_SV = penalize(logits_SV, rows)
+    penalized_SV, stays_finite_S = _finite_rows(penalize(logits_SV, rows))
     tokens_S = penalized_SV.argmax(dim=-1)
     drawn = [row for row, one in enumerate(rows) if not one.params.greedy]
     if drawn:
         of_drawn = [rows[row] for row in drawn]
         numbers = uniforms([r.params.seed for r in of_drawn], [r.position for r in of_drawn])
         probabilities_RV = _probabilities(penalized_SV[drawn], [r.params for r in of_drawn])
+        probabilities_RV, stays_finite_R = _finite_rows(probabilities_RV)
+        stays_finite_S[drawn] &= stays_finite_R
         tokens_S[drawn] = draw(probabilities_RV, torch.from_numpy(numbers))
-    return _described(logits_SV, tokens_S, rows=rows, log_peak_S=log_peak_S)
+    sampled = _described(logits_SV, tokens_S, rows=rows, log_peak_S=log_peak_S)
+    is_good = (is_finite_S & stays_finite_S).tolist()
+    return [one if good else _FAULTY for one, good in zip(sampled, is_good, strict=True)]
 
 
 @torch.no_grad()
@@ -143,19 +144,24 @@ def _without_unlikely(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Te
     return logits_SV.index_copy(0, torch.tensor(chosen, device=device), kept_RV)
 
 
+def _finite_rows(values_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero the rows without a finite largest value; and which rows have one, bool [S].
+
+    The largest value is NaN if any is, and infinite if all are minus infinity.
+    """
+    is_finite_S = values_SV.amax(dim=-1).isfinite()
+    if is_finite_S.all():
+        return values_SV, is_finite_S
+    return torch.where(is_finite_S.unsqueeze(-1), values_SV, 0.0), is_finite_S
+
+
 def _log_peaks(logits_SV: Tensor) -> list[float]:
     """The log of the largest probability of each row.
 
     From it all others follow by subtraction. Logarithms are taken one by one: those of a whole
     tensor are rounded in ways that depend on where in it they lie.
     """
-    peaks = logits_SV.softmax(dim=-1).amax(dim=-1).tolist()
-    for row, peak in enumerate(peaks):
-        if not peak > 0:
-            raise SamplingError(
-                f"logits of row {row} are NaN or infinite: a weight or a step is damaged"
-            )
-    return [math.log(peak) for peak in peaks]
+    return [math.log(peak) for peak in logits_SV.softmax(dim=-1).amax(dim=-1).tolist()]
 
 
 def _described(

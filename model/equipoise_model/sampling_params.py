@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Logits are float32 and divided by these; far smaller divisors give infinity or 0 / 0."""
+
 
 class SamplingError(ValueError):
-    """Parameters out of range, or logits that are no numbers; the message names which."""
+    """A parameter is out of range; the message names it, its value and the range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +23,15 @@ class SamplingParams:
     """What a request asks for; the defaults sample from the model's own distribution.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy, the most likely token, the lowest of several.
+        temperature: divides the logits; 0 is greedy: the most likely token, the lowest of several.
+            Otherwise from 0.01 to 100.
         top_k: the most likely tokens that may be drawn; 0 is all.
         top_p: the share of probability, among the top k, that the most likely tokens which may be
             drawn reach together (arXiv 1904.09751); never fewer than one token.
         min_p: the least probability of a token that may be drawn, as a share of the most likely
             one's (arXiv 2407.01082).
         repetition_penalty: divides positive and multiplies negative logits of tokens that prompt
-            or output have (arXiv 1909.05858).
+            or output have (arXiv 1909.05858); from 0.01 to 100.
         presence_penalty: subtracted from the logits of tokens that the output has.
         frequency_penalty: the same, for every time that the output has them.
         seed: 64 bits. The same seed and position draw the same, whatever else is in the batch;
@@ -54,12 +59,17 @@ class SamplingParams:
             _require(good, name, value, "a finite number")
         for name in _INTS:
             _require(type(getattr(self, name)) is int, name, getattr(self, name), "a whole number")
-        _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        temperature = self.temperature
+        good = temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
+        wanted = f"0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        _require(good, "temperature", temperature, wanted)
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (all tokens) or more")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         penalty = self.repetition_penalty
-        _require(penalty > 0, "repetition_penalty", penalty, "above 0")
+        good = MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY
+        wanted = f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"
+        _require(good, "repetition_penalty", penalty, wanted)
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2")
         _require(0 <= self.seed < 1 << 64, "seed", self.seed, "from 0 to 2^64 - 1")
@@ -99,11 +109,13 @@ class SampledToken:
 
     Logarithms are natural and of the model's own distribution, before penalties and temperature.
     `top` is empty unless `logprobs` asks for it; it falls, the lower token first among equals.
+    `fault` says why no token could be chosen; then the other fields mean nothing.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    fault: str = ""
 
 
 _FLOATS = (

@@ -35,11 +35,12 @@ def told(*names, standing=Standing.OPEN, **more):
     return [ToldRank(name=name, address=f"{name}:1", standing=standing, **more) for name in names]
 
 
-async def place(ranks, *, is_returning=False, avoid=frozenset(), bound_s=BOUND_S):
+async def place(ranks, *, is_returning=False, is_suspect=False, avoid=frozenset(), bound_s=BOUND_S):
     return await ranks.place(
         REQUEST,
         avoid=avoid,
         is_returning=is_returning,
+        is_suspect=is_suspect,
         until_s=ranks.now() + bound_s,
         bound_s=bound_s,
     )
@@ -235,3 +236,25 @@ async def test_the_same_report_told_twice_is_one(ranks):
     ranks.tell(told("a", num_requests=2, report=7))
     assert load(ranks, "a").num_foreign == 2
     ours.release()
+
+
+async def test_two_suspects_never_share_a_rank_and_do_not_hold_up_other_requests(ranks):
+    ranks.tell(told("a", "b"))
+    suspects = [await place(ranks, is_suspect=True) for _ in range(2)]
+    assert {suspect.name for suspect in suspects} == {"a", "b"}
+    third = await in_line(ranks, 1, is_returning=True, is_suspect=True)
+    fourth = await in_line(ranks, 2, is_returning=True, is_suspect=True)
+    assert (await place(ranks)).name in {"a", "b"}
+    suspects[0].accepted()
+    suspects[0].made(1)
+    assert (await third).name == suspects[0].name, "its token cleared the one before"
+    suspects[1].release()
+    assert (await fourth).name == suspects[1].name
+    assert ranks.num_waiting == 0
+
+
+async def test_other_requests_prefer_ranks_without_a_suspect(ranks):
+    ranks.tell(told("a", "b"))
+    suspect = await place(ranks, is_suspect=True)
+    others = [await place(ranks) for _ in range(3)]
+    assert suspect.name not in {other.name for other in others}

@@ -12,6 +12,7 @@ from equipoise.gateway.attempt import Bounds, TokenRequest
 from equipoise.gateway.ranks import Ranks, ToldRank
 from equipoise.gateway.relay import Relay, RelayPolicy
 from equipoise.gateway.routing import Standing
+from equipoise.wire.inference import Blame
 from equipoise_api.v1 import worker_pb2 as pb
 from tests.support.scripted_ranks import (
     BOUND_S,
@@ -165,6 +166,69 @@ async def test_a_request_that_breaks_every_rank_is_given_up(run_gateway, fleet):
     # What came before the end is right, and there is no word of an end that was none.
     assert tokens_of([*parts, "[DONE]"]) == EXPECTED[:6]
     assert fleet.num_requests == 3
+
+
+async def refusal_of(gateway, **fields):
+    async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS, **fields) as response:
+        assert response.status_code == 422, await response.aread()
+        await response.aread()
+        return response.json()["error"]
+
+
+async def test_a_request_that_two_ranks_blame_is_refused_by_name(gateway, fleet):
+    fleet.fail(Fault(code=grpc.StatusCode.INTERNAL, blame=Blame.REQUEST))
+    error = await refusal_of(gateway)
+    assert error["code"] == "poison_request"
+    assert "2 ranks failed because of it" in error["message"]
+    assert "INTERNAL: as the script says" in error["message"]
+    assert fleet.num_requests == 2
+
+
+async def test_a_request_that_only_one_rank_blames_is_served_by_another(gateway, fleet):
+    for rank in fleet.ranks:
+        rank.faults.append(Fault(code=grpc.StatusCode.INTERNAL, blame=Blame.REQUEST))
+    fleet.ranks[1].faults.clear()
+    assert await streamed(gateway) == EXPECTED
+
+
+async def test_a_request_under_which_three_ranks_die_in_a_row_is_refused(run_gateway, fleet):
+    fleet.fail(*[Fault(code=UNAVAILABLE)] * 5)
+    async with run_gateway(workers=tuple(fleet.addresses), max_attempts=99) as gateway:
+        error = await refusal_of(gateway)
+        assert error["code"] == "poison_request"
+        assert "3 ranks broke in a row" in error["message"]
+        assert fleet.num_requests == 3
+
+
+async def test_ranks_that_explain_themselves_or_make_tokens_accuse_no_request(run_gateway, fleet):
+    explained = Fault(code=UNAVAILABLE, blame=Blame.NONE)
+    fleet.fail(explained, explained, Fault(after=1, code=UNAVAILABLE), explained)
+    async with run_gateway(workers=tuple(fleet.addresses), max_attempts=99) as gateway:
+        assert await streamed(gateway) == EXPECTED
+    assert fleet.num_requests >= 4
+
+
+async def test_the_neighbours_of_a_request_that_kills_ranks_are_all_served(run_gateway, fleet):
+    """Every rank dies under the poison with all that it has; it has more ranks than it may kill."""
+    poison = (99, 99)
+    for rank in fleet.ranks:
+        rank.poison = poison
+    async with run_gateway(workers=tuple(fleet.addresses), max_attempts=9) as gateway:
+
+        async def one(prompt):
+            async with gateway.stream(prompt=list(prompt), max_tokens=MAX_TOKENS) as response:
+                if response.status_code == 422:
+                    return None
+                return tokens_of(await all_events(response))
+
+        prompts = [(number, 7) for number in range(12)]
+        prompts.insert(6, poison)
+        results = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    assert [prompt for prompt, made in zip(prompts, results, strict=True) if made is None] == [
+        poison
+    ]
+    assert sum(rank.num_deaths for rank in fleet.ranks) == 3
+    await fleet.until_idle()
 
 
 async def test_a_refusal_of_the_request_is_its_clients_fault_and_costs_one_try(gateway, fleet):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from equipoise_model.sampling import draw, penalize, probabilities, sample
-from equipoise_model.sampling_params import SamplingError, SamplingParams, SamplingRow
+from equipoise_model.sampling_params import SamplingParams, SamplingRow
 
 VOCABULARY = 131  # not a multiple of any vector's width
 
@@ -168,9 +168,9 @@ def test_of_equal_tokens_the_lowest_are_kept():
 
 
 def test_extreme_temperatures_have_their_limits(logits):
-    cold = probabilities(logits, [row(temperature=1e-30)] * 10)
+    cold = probabilities(1e6 * logits, [row(temperature=0.01)] * 10)
     assert torch.equal(cold, probabilities(logits, [row(temperature=0)] * 10))
-    hot = probabilities(logits, [row(temperature=1e30)] * 10)
+    hot = probabilities(1e-30 * logits, [row(temperature=100)] * 10)
     torch.testing.assert_close(hot, torch.full_like(hot, 1 / VOCABULARY))
 
 
@@ -201,10 +201,40 @@ def test_masked_tokens_are_never_drawn(logits):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_are_refused_by_row(logits, value):
-    logits[6, 3] = value
-    with pytest.raises(SamplingError, match="row 6"):
-        sample(logits, VARIETY)
+@pytest.mark.parametrize("bad_row", range(len(VARIETY)))
+def test_a_row_without_finite_logits_fails_alone(logits, value, bad_row):
+    expected = sample(logits, VARIETY)
+    logits[bad_row, 3] = value
+    sampled = sample(logits, VARIETY)
+    assert "not finite" in sampled.pop(bad_row).fault
+    del expected[bad_row]
+    assert sampled == expected
+    assert not any(one.fault for one in expected)
+
+
+def test_a_row_fails_alone_whose_penalties_overflow(logits):
+    logits[5] = 1e38 * logits[5].sign()
+    penalized = row(seed=5, repetition_penalty=0.01, prompt=range(VOCABULARY))
+    rows = [*VARIETY[:5], penalized, *VARIETY[6:]]
+    faults = [one.fault for one in sample(logits, rows)]
+    assert [bool(fault) for fault in faults] == [number == 5 for number in range(10)]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4])
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 100.0])
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+def test_the_ends_of_all_ranges_give_tokens(logits, scale, temperature, penalty):
+    chosen = row(
+        temperature=temperature,
+        top_p=5e-324,
+        min_p=5e-324,
+        repetition_penalty=penalty,
+        frequency_penalty=-2.0,
+        output=(3,) * 5000,
+    )
+    for one in sample(scale * logits, [chosen] * 10):
+        assert not one.fault
+        assert math.isfinite(one.logprob)
 
 
 def test_half_precision_logits_and_empty_batches_are_fine(logits):

@@ -15,11 +15,15 @@ def test_the_defaults_are_the_models_own_distribution():
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
-        ("temperature", [0, 0.0, 1e-9, 100.0], [-0.1, float("nan"), float("inf"), "1", True]),
+        (
+            "temperature",
+            [0, -0.0, 0.01, 100.0],
+            [-0.1, 1e-300, 0.009, 100.1, float("nan"), float("inf"), "1", True],
+        ),
         ("top_k", [0, 1, 10**6], [-1, 1.0, None]),
         ("top_p", [1e-9, 1, 1.0], [0, -1.0, 1.01, float("nan")]),
         ("min_p", [0, 1], [-0.01, 1.01]),
-        ("repetition_penalty", [0.1, 2.0], [0, -1.0, float("inf")]),
+        ("repetition_penalty", [0.01, 100.0], [0, 1e-38, 101, -1.0, float("inf")]),
         ("presence_penalty", [-2, 2.0], [-2.1, 2.1]),
         ("frequency_penalty", [-2, 2.0], [-2.1, 2.1]),
         ("seed", [0, 2**64 - 1], [-1, 2**64, None, 1.5]),

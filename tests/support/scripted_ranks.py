@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from equipoise.wire.inference import BLAME_KEY, Blame
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 
@@ -56,6 +57,8 @@ class Fault:
     """Takes the request before it fails."""
     also: tuple[pb.GenerateResponse, ...] = ()
     """Says this, and then ends the call as if all were well."""
+    blame: Blame | None = None
+    """Says with `code` how far the request is the cause; a rank that dies says nothing."""
 
 
 class FakeRank(worker_pb2_grpc.InferenceServicer):
@@ -69,14 +72,24 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.tokens_a_message = 1
+        self.poison = None
+        self.num_deaths = 0
+        self._serving = set()
 
     async def Generate(self, request, context):  # noqa: N802 - named by the contract
         fault = self.faults.popleft() if self.faults else None
         self.requests.append(request)
         await self._count(+1)
+        serving = asyncio.ensure_future(self._serve(request, context, fault))
+        self._serving.add(serving)
         try:
-            await self._serve(request, context, fault)
+            await asyncio.wait({serving})
+            if serving.cancelled():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the rank died")
+            serving.result()
         finally:
+            serving.cancel()
+            self._serving.discard(serving)
             await self._count(-1)
 
     async def until(self, condition):
@@ -86,6 +99,13 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
     async def _serve(self, request, context, fault):
         if fault is None or fault.accept:
             await context.send_initial_metadata(())
+        if self.poison:
+            await asyncio.sleep(0.05)
+            if tuple(request.prompt) == self.poison:
+                self.num_deaths += 1
+                for serving in self._serving:
+                    serving.cancel()
+            await asyncio.sleep(0)
         num_tokens = request.max_tokens if fault is None else min(request.max_tokens, fault.after)
         tokens = undisturbed(request.prompt, num_tokens, request.stop_tokens)
         stopped = tokens[-1:] and tokens[-1] in request.stop_tokens
@@ -109,7 +129,8 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         if fault.hang:
             await asyncio.Event().wait()
         if fault.code is not None:
-            await context.abort(fault.code, "as the script says")
+            blame = () if fault.blame is None else ((BLAME_KEY, fault.blame.value),)
+            await context.abort(fault.code, "as the script says", trailing_metadata=blame)
 
     async def _count(self, change):
         async with self.changed:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
+from equipoise.wire.inference import Blame
 from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_WAIT_S
-from equipoise.worker.errors import GroupError, QueueFullError, WorkerError
+from equipoise.worker.errors import GroupError, QueueFullError, StepError
 from equipoise.worker.sequence import FinishReason, Request
 from tests.support.lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 
@@ -164,8 +165,8 @@ def test_an_idle_rank_looks_for_work_less_often_with_time_and_at_once_for_its_ow
     ("fault", "ends_with", "words"),
     [
         (DistBackendError("NCCL communicator was aborted"), GroupError, "a peer rank failed"),
-        (torch.OutOfMemoryError("no 2 GiB are left"), WorkerError, "step 1: no 2 GiB are left"),
-        (RuntimeError("shapes differ"), RuntimeError, "^shapes differ$"),
+        (torch.OutOfMemoryError("no 2 GiB left"), StepError, "step 1 .*: no 2 GiB left"),
+        (RuntimeError("shapes differ"), StepError, "step 1 .*: shapes differ"),
     ],
 )
 def test_a_device_that_fails_late_in_a_step_is_the_groups_or_the_ranks_end(
@@ -182,13 +183,24 @@ def test_a_device_that_fails_late_in_a_step_is_the_groups_or_the_ranks_end(
     with pytest.raises(ends_with, match=words) as ended:
         engine.run()
     assert type(ended.value) is ends_with
+    if ends_with is StepError:
+        assert (ended.value.keys, ended.value.blame) == ((3,), Blame.REQUEST)
     assert not client.tokens
 
 
-def test_logits_that_are_no_numbers_end_the_rank_and_say_so(rank_of_one):
+def test_a_request_without_finite_logits_fails_alone_and_leaves_no_nan_behind(rank_of_one, solo):
+    """Token 7 has a damaged embedding: only the request with it in its prompt is hit."""
     core, held = rank_of_one()
-    core.model.norm.weight.data.fill_(float("nan"))
-    engine = engine_of(core, held, Client())
-    engine.submit(request(1))
-    with pytest.raises(WorkerError, match="step 1: logits of row 0 are NaN"):
-        engine.run()
+    core.model.embed_tokens.weight.data[7] = float("nan")
+    client = Client(leave_when_done(2))
+    engine = engine_of(core, held, client)
+    bad = Request(key=1, prompt=(7, 1, 2) * 7, max_tokens=4)
+    good = Request(key=2, prompt=PROMPTS[3], max_tokens=4)
+    assert 7 not in (*good.prompt, *solo(good.prompt, 4))
+    engine.submit(bad)
+    engine.submit(good)
+    engine.run()
+    assert client.finished == {1: FinishReason.FAILED, 2: FinishReason.LENGTH}
+    assert client.tokens[2] == solo(good.prompt, 4)
+    assert not any(store.isnan().any() for store in core.cache._stores)
+    assert engine.progress().stats.tokens_generated == 4

@@ -8,9 +8,10 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from equipoise.wire.inference import BLAME_KEY, Blame
 from equipoise.worker.applier import placement_of
 from equipoise.worker.engine import Engine
-from equipoise.worker.errors import InvalidRequestError
+from equipoise.worker.errors import InvalidRequestError, StepError
 from equipoise.worker.group import RankGroup
 from equipoise.worker.inference import InferenceService, check_request
 from equipoise.worker.scheduler import Scheduler
@@ -164,6 +165,8 @@ async def test_many_clients_at_once_get_their_own_tokens(bench, solo):
         (request(sampling=pb.Sampling(top_p=0)), "sampling.top_p = 0.0 is out of range"),
         (request(sampling=pb.Sampling(min_p=float("nan"))), "sampling.min_p = nan"),
         (request(sampling=pb.Sampling(repetition_penalty=0)), "sampling.repetition_penalty"),
+        (request(sampling=pb.Sampling(temperature=1e-300)), "0 (greedy) or from 0.01 to 100"),
+        (request(sampling=pb.Sampling(repetition_penalty=1e-38)), "must be from 0.01 to 100"),
         (request(sampling=pb.Sampling(logprobs=21)), "sampling.logprobs = 21 is out of range"),
     ],
 )
@@ -252,6 +255,37 @@ async def test_when_the_engine_ends_clients_hear_why(bench):
     assert caught.value.details() == "a peer rank failed"
     with pytest.raises(grpc.aio.AioRpcError, match="a peer rank failed"):
         await generated(bench.stub.Generate(request(), timeout=60))
+
+
+def blame_of(error):
+    return dict(error.trailing_metadata()).get(BLAME_KEY)
+
+
+async def test_a_request_whose_logits_are_not_finite_ends_alone_and_is_blamed(bench, solo):
+    bench.engine._model.embed_tokens.weight.data[63] = float("nan")
+    good = asyncio.create_task(generated(bench.stub.Generate(request(), timeout=60)))
+    with pytest.raises(grpc.aio.AioRpcError, match="the request failed in step") as caught:
+        await generated(bench.stub.Generate(request(prompt=(63, 1)), timeout=60))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert blame_of(caught.value) == Blame.REQUEST
+    tokens, _ = await good
+    assert tokens == solo(PROMPT, 8)
+
+
+@pytest.mark.parametrize("blame", [Blame.STEP, Blame.REQUEST])
+async def test_a_step_that_fails_blames_the_requests_that_were_in_it(bench, blame):
+    calls = [bench.stub.Generate(request(max_tokens=90), timeout=60) for _ in range(2)]
+    for call in calls:
+        assert (await call.read()).tokens
+    bench.gate.open.clear()
+    keys = await several(bench.engine.submitted, 2)
+    bench.service.close("it broke", failed_step=StepError("", keys=keys[:1], blame=blame))
+    blames = []
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError, match="it broke") as caught:
+            await to_the_end(call)
+        blames.append(blame_of(caught.value))
+    assert sorted(blames) == sorted([blame, Blame.NONE])
 
 
 async def test_before_there_is_a_rank_clients_are_told_to_wait():

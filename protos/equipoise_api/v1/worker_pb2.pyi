@@ -161,7 +161,9 @@ class Sampling(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Divides the logits; 0 is greedy: the most likely token, the lowest of several."""
+    """Divides the logits; 0 is greedy: the most likely token, the lowest of several. Otherwise from 0.01
+    to 100.
+    """
     top_p: _builtins.float
     """Share of probability, above 0, that the likeliest tokens which may be drawn reach together; unset
     is 1, all tokens.
@@ -171,7 +173,9 @@ class Sampling(_message.Message):
     min_p: _builtins.float
     """Least probability of a token that may be drawn, as a share of the likeliest one's; 0 is all."""
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens in prompt or output; unset is 1."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output, from 0.01
+    to 100; unset is 1.
+    """
     presence_penalty: _builtins.float
     """Subtracted from the logits of tokens in the output, from -2 to 2."""
     frequency_penalty: _builtins.float

@@ -27,6 +27,9 @@ MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 """Likeliest tokens told with each token: OpenAI's figure for chats, and the ranks' bound."""
 
+LEAST_TEMPERATURE = 0.01
+"""A lower temperature that is not 0 is raised to this, as vLLM does."""
+
 _EITHER = frozenset(
     {
         *("model", "max_tokens", "stop", "stream", "stream_options", "n", "logprobs", "seed"),
@@ -168,7 +171,7 @@ class Reader:
             if name in fields and fields.get(name) not in allowed:
                 raise fields.refuse(name, f"{shown(fields.get(name))} is not supported")
         wanted = fields.get("model")
-        if wanted not in {None, self._model}:
+        if wanted is not None and wanted != self._model:
             raise UnknownModelError(
                 f"the model {shown(wanted)} is not served here, {self._model} is", param="model"
             )
@@ -241,16 +244,15 @@ def _sampling(fields: Fields, *, logprobs: int | None) -> Sampling:
     number: Callable[..., float] = fields.number
     if "top_p" in fields and fields.get("top_p") == 0:
         raise fields.refuse("top_p", "must be above 0: for greedy tokens send temperature: 0")
-    if "repetition_penalty" in fields and fields.get("repetition_penalty") == 0:
-        raise fields.refuse("repetition_penalty", "must be above 0; 1 is none")
     seed = fields.whole("seed", least=-(2**63), most=2**64 - 1, default=secrets.randbits(63))
+    temperature = number("temperature", least=0, most=2, default=1)
     return Sampling(
-        temperature=number("temperature", least=0, most=2, default=1),
+        temperature=max(temperature, LEAST_TEMPERATURE) if temperature else 0.0,
         top_p=number("top_p", least=0, most=1, default=1),
         # Some clients say -1 for all.
         top_k=max(0, fields.whole("top_k", least=-1, most=2**31, default=0)),
         min_p=number("min_p", least=0, most=1, default=0),
-        repetition_penalty=number("repetition_penalty", least=0, most=100, default=1),
+        repetition_penalty=number("repetition_penalty", least=0.01, most=100, default=1),
         presence_penalty=number("presence_penalty", least=-2, most=2, default=0),
         frequency_penalty=number("frequency_penalty", least=-2, most=2, default=0),
         seed=seed % 2**64,

@@ -9,11 +9,13 @@ import math
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import grpc
 
 from equipoise.gateway.errors import InvalidRequestError, RankFullError, RankLostError
 from equipoise.trust.credentials import Credentials
+from equipoise.wire.inference import BLAME_KEY, Blame
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 
@@ -231,4 +233,11 @@ def _fault(error: grpc.aio.AioRpcError, credentials: Credentials) -> Exception:
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequestError(words)
         case code:
-            return RankLostError(f"{code.name}: {words}")
+            return RankLostError(f"{code.name}: {words}", blame=_blame(error))
+
+
+def _blame(error: grpc.aio.AioRpcError) -> Blame:
+    """What the rank says; a rank that dies says nothing, and the request may be why."""
+    metadata: Any = error.trailing_metadata()
+    said = dict(metadata).get(BLAME_KEY)
+    return next((blame for blame in Blame if blame == said), Blame.STEP)

@@ -1,5 +1,7 @@
 """What can go wrong for a client, with the answer that HTTP and OpenAI's form have for it."""
 
+from equipoise.wire.inference import Blame
+
 QUEUE_RETRY_AFTER_S = 1
 DOWN_RETRY_AFTER_S = 5
 
@@ -21,8 +23,13 @@ class RequestError(GatewayError):
     retry_after_s: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+        super().__init__(_encodable(message))
+        self.param = None if param is None else _encodable(param)
+
+
+def _encodable(text: str) -> str:
+    """The text with unpaired surrogates, which JSON strings may have and UTF-8 not, escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class InvalidRequestError(RequestError):
@@ -100,12 +107,30 @@ class AttemptsExhaustedError(RequestError):
     code = "attempts_exhausted"
 
 
+class PoisonRequestError(RequestError):
+    """Ranks break when they run this request; it is not tried on another one.
+
+    Not a 5xx status, because clients retry those by themselves.
+    """
+
+    status = 422
+    kind = "invalid_request_error"
+    code = "poison_request"
+
+
 class ClientGoneError(GatewayError):
     """The client hung up or does not read; there is nobody to answer."""
 
 
 class RankLostError(GatewayError):
-    """A rank did not bring a request to its end; another one may. The message says how."""
+    """A rank did not bring a request to its end; another one may. The message says how.
+
+    `blame` is how far the request may be the cause.
+    """
+
+    def __init__(self, message: str, *, blame: Blame = Blame.NONE) -> None:
+        super().__init__(message)
+        self.blame = blame
 
 
 class RankFullError(GatewayError):

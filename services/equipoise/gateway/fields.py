@@ -4,7 +4,6 @@ Knows JSON and ranges, nothing of what the fields mean.
 """
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -76,7 +75,8 @@ class Fields:
         """A number of a range."""
         value = self._values.get(name, default)
         good = isinstance(value, float) or is_whole(value)
-        if not good or not math.isfinite(value) or not least <= value <= most:
+        # NaN is in no range; whole numbers of any length compare with floats.
+        if not good or not least <= value <= most:
             raise self.refuse(name, f"must be from {least:g} to {most:g}, not {shown(value)}")
         return float(value)
 

@@ -27,11 +27,12 @@ _OUTCOMES = ("finished", "failed", "ended")
 class RequestTally:
     """Requests so far by outcome, breaks of ranks under them, and how long tokens took, seconds.
 
-    `ended` are those whose client went away.
+    `ended` are those whose client went away; `poison` were refused because ranks broke under them.
     """
 
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_OUTCOMES, 0))
     replays: int = 0
+    poison: int = 0
     tokens: int = 0
     ttft_s: Histogram = field(default_factory=lambda: Histogram(LONG_S))
     itl_s: Histogram = field(default_factory=lambda: Histogram(SHORT_S))
@@ -82,6 +83,11 @@ class GatewayCollector(Collector):
         yield requests
         yield CounterMetricFamily(
             "equipoise_gateway_replays", "Ranks that broke under a request.", value=tally.replays
+        )
+        yield CounterMetricFamily(
+            "equipoise_gateway_poison_requests",
+            "Requests refused because they seem to break the ranks that run them.",
+            value=tally.poison,
         )
         yield CounterMetricFamily(
             "equipoise_gateway_tokens", "Tokens handed on to clients.", value=tally.tokens

@@ -100,13 +100,14 @@ class Ranks:
         *,
         avoid: frozenset[str],
         is_returning: bool,
+        is_suspect: bool,
         until_s: float,
         bound_s: float,
     ) -> "Place":
         """A place at a rank, waiting in line until `until_s`; `bound_s` is that wait in words.
 
-        Whoever is returning from a rank stands before new requests, and is never turned away for
-        the line's length.
+        A request that returns from a rank goes before new ones, and is never turned away for the
+        queue's length. A suspect may wait longer: it shares a rank with no other suspect.
 
         Raises:
             QueueFullError: too many wait already.
@@ -114,7 +115,9 @@ class Ranks:
         """
         if until_s <= self._clock():
             raise self._no_rank(bound_s)
-        waiter = _Waiter(request=request, avoid=avoid, is_returning=is_returning)
+        waiter = _Waiter(
+            request=request, avoid=avoid, is_returning=is_returning, is_suspect=is_suspect
+        )
         # Before all that is new, behind those that returned earlier.
         where = sum(one.is_returning for one in self._line) if is_returning else len(self._line)
         self._line.insert(where, waiter)
@@ -149,21 +152,31 @@ class Ranks:
 
     def _serve_line(self) -> None:
         """Give places, first come, first served, as long as there are any."""
-        while self._line:
-            waiter = self._line[0]
+        for waiter in list(self._line):
             if not waiter.place.done():
                 found = choose(
-                    self.loads(), now=self._clock(), avoid=waiter.avoid, turn=next(self._turns)
+                    self.loads(),
+                    now=self._clock(),
+                    avoid=waiter.avoid,
+                    turn=next(self._turns),
+                    is_suspect=waiter.is_suspect,
                 )
                 if isinstance(found, NoChoice):
                     self._why_none = found.reason
                     self._look_again(found.retry_at_s)
+                    if waiter.is_suspect:
+                        continue
                     return
                 _log.debug("%s: %s", waiter.request.request_id, found.reason)
                 waiter.place.set_result(
-                    Place(self._ranks[found.address], waiter.request, ranks=self)
+                    Place(
+                        self._ranks[found.address],
+                        waiter.request,
+                        ranks=self,
+                        is_suspect=waiter.is_suspect,
+                    )
                 )
-            self._line.popleft()
+            self._line.remove(waiter)
 
     def _look_again(self, at_s: float | None) -> None:
         if self._retry is not None:
@@ -189,13 +202,17 @@ class Place:
     A context manager: leaving it releases the place.
     """
 
-    def __init__(self, rank: "_Rank", request: TokenRequest, *, ranks: Ranks) -> None:
+    def __init__(
+        self, rank: "_Rank", request: TokenRequest, *, ranks: Ranks, is_suspect: bool = False
+    ) -> None:
         self._rank = rank
         self.was_accepted = False
         self._ranks = ranks
         self._in_flight = len(request.prompt) + request.max_tokens
         self._num_prompt = len(request.prompt)
         self._cached = 0
+        self._is_suspect = is_suspect
+        rank.num_suspects += is_suspect
         rank.open(self._in_flight)
 
     def __enter__(self) -> Self:
@@ -233,6 +250,9 @@ class Place:
         self._rank.move_to_cache(run)
         self._in_flight -= run
         self._cached += run
+        if self._is_suspect:
+            self._clear_suspicion()
+            self._ranks.changed(self._rank)
 
     def lost(self, reason: str) -> None:
         """The rank has failed the request; it rests before it is tried again."""
@@ -254,9 +274,14 @@ class Place:
         """The request is over at this rank; harmless when repeated."""
         if self._in_flight < 0:
             return
+        self._clear_suspicion()
         self._rank.leave(self._in_flight, self._cached, was_accepted=self.was_accepted)
         self._in_flight = -1
         self._ranks.changed(self._rank)
+
+    def _clear_suspicion(self) -> None:
+        self._rank.num_suspects -= self._is_suspect
+        self._is_suspect = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -266,6 +291,7 @@ class _Waiter:
     request: TokenRequest
     avoid: frozenset[str]
     is_returning: bool
+    is_suspect: bool
     place: "asyncio.Future[Place]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -286,6 +312,7 @@ class _Rank:
     num_open: int = 0
     num_unanswered: int = 0
     num_failures: int = 0
+    num_suspects: int = 0
     resting_until_s: float = 0.0
     resting_reason: str = ""
     tokens_in_flight: int = 0
@@ -314,6 +341,7 @@ class _Rank:
             num_foreign=self.num_foreign,
             foreign_kv_tokens=self.foreign_kv_tokens,
             kv_tokens_total=self.kv_tokens_total,
+            num_suspects=self.num_suspects,
             on_trial=self.num_failures > 0,
             resting_until_s=self.resting_until_s,
             resting_reason=self.resting_reason,

@@ -15,11 +15,13 @@ from equipoise.gateway.attempt import Bounds, Made, TokenRequest, attempt
 from equipoise.gateway.errors import (
     AttemptsExhaustedError,
     InvalidRequestError,
+    PoisonRequestError,
     RankFullError,
     RankLostError,
 )
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.ranks import Place, Ranks
+from equipoise.gateway.suspicion import Suspicion
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
@@ -83,6 +85,7 @@ class Relay:
                 rest,
                 avoid=frozenset(story.avoid),
                 is_returning=story.was_placed,
+                is_suspect=story.suspicion.is_strong,
                 until_s=story.without_rank_since_s + self._policy.queue_s,
                 bound_s=self._policy.queue_s,
             )
@@ -92,6 +95,7 @@ class Relay:
                     async with aclosing(self._at(place, rest)) as parts:
                         async for part in parts:
                             story.made += part.tokens
+                            story.suspicion.note_progress()
                             yield part
                     return
                 except RankFullError as full:
@@ -100,6 +104,7 @@ class Relay:
                     place.lost(str(lost))
                     story.avoid.add(place.address)
                     if place.was_accepted:
+                        story.suspicion.note_break(lost.blame)
                         self._note_break(story, place, request, reason=str(lost))
                 except InvalidRequestError as refusal:
                     if not story.made:
@@ -130,6 +135,7 @@ class Relay:
         """Remember a break.
 
         Raises:
+            PoisonRequestError: the request seems to be what breaks ranks.
             AttemptsExhaustedError: it was one too many.
         """
         _log.warning(
@@ -140,6 +146,12 @@ class Relay:
         self._tally.replays += 1
         story.without_rank_since_s = self._ranks.now()
         story.breaks.append(f"{place.name}: {reason}")
+        if verdict := story.suspicion.verdict:
+            self._tally.poison += 1
+            raise PoisonRequestError(
+                f"the request is refused, because {verdict} ({'; '.join(story.breaks)}): "
+                f"change it before you send it again"
+            )
         if len(story.breaks) >= self._policy.max_attempts:
             raise AttemptsExhaustedError(
                 f"{len(story.breaks)} attempts broke: {'; '.join(story.breaks)}"
@@ -175,6 +187,7 @@ class _Story:
     made: list[int] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
+    suspicion: Suspicion = field(default_factory=Suspicion)
 
 
 @dataclass(slots=True, kw_only=True)

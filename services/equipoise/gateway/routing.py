@@ -39,7 +39,8 @@ class RankLoad:
     `tokens_in_flight` are still to be run and made, `kv_tokens` are held in the cache, both for
     the `num_open` requests of this gateway, of which it has not taken `num_unanswered` yet;
     `num_foreign` requests came by other ways and hold `foreign_kv_tokens`. The cache has room for
-    `kv_tokens_total`, unknown if 0. A rank that failed (`on_trial`) is asked to take one
+    `kv_tokens_total`, unknown if 0. `num_suspects` of the requests have made no token since ranks
+    broke under them twice. A rank that failed (`on_trial`) is asked to take one
     request at a time until it does. `resting_until_s` is on the clock of `now`; `resting_reason`
     says why it rests, or rested.
     """
@@ -54,6 +55,7 @@ class RankLoad:
     num_foreign: int = 0
     foreign_kv_tokens: int = 0
     kv_tokens_total: int = 0
+    num_suspects: int = 0
     on_trial: bool = False
     resting_until_s: float = 0.0
     resting_reason: str = ""
@@ -91,15 +93,21 @@ class NoChoice:
 
 
 def choose(
-    ranks: Sequence[RankLoad], *, now: float, avoid: frozenset[str], turn: int
+    ranks: Sequence[RankLoad],
+    *,
+    now: float,
+    avoid: frozenset[str],
+    turn: int,
+    is_suspect: bool = False,
 ) -> Choice | NoChoice:
     """The rank with the least work among those that may be asked now.
 
     Addresses in `avoid` (they broke under this very request) and doubtful ranks are taken only
-    when no other may be asked, crowded ones when no other has room. Ranks with equal work take
-    turns: `turn` counts requests.
+    when no other may be asked, crowded ones when no other has room, and those that try a suspect
+    when there is another. Two suspects never share a rank, so that one is not blamed for the other.
+    Ranks with equal work take turns: `turn` counts requests.
     """
-    refusals = {rank.address: refusal(rank, now=now) for rank in ranks}
+    refusals = {rank.address: refusal(rank, now=now, is_suspect=is_suspect) for rank in ranks}
     usable = [place for place, rank in enumerate(ranks) if not refusals[rank.address]]
     if not usable:
         why = "; ".join(f"{rank.name}: {refusals[rank.address]}" for rank in ranks)
@@ -110,11 +118,15 @@ def choose(
         ]
         return NoChoice(reason=why or "no rank is known", retry_at_s=min(retries, default=None))
 
-    def cost(place: int) -> tuple[bool, Standing, bool, float, int]:
+    def cost(place: int) -> tuple[bool, Standing, bool, bool, float, int]:
         rank = ranks[place]
         in_turn = (place - turn) % len(ranks)
         avoided = rank.address in avoid
-        return (avoided, rank.standing, rank.is_crowded, rank.work_tokens, in_turn)
+        tries_suspect = rank.num_suspects > 0
+        return (
+            *(avoided, rank.standing, tries_suspect),
+            *(rank.is_crowded, rank.work_tokens, in_turn),
+        )
 
     chosen = ranks[min(usable, key=cost)]
     return Choice(
@@ -125,7 +137,7 @@ def choose(
     )
 
 
-def refusal(rank: RankLoad, *, now: float) -> str:
+def refusal(rank: RankLoad, *, now: float, is_suspect: bool = False) -> str:
     """Why a rank may not be asked now; empty when it may."""
     if rank.standing is Standing.CLOSED:
         return "is leaving"
@@ -133,4 +145,6 @@ def refusal(rank: RankLoad, *, now: float) -> str:
         return f"rests: {rank.resting_reason}"
     if rank.on_trial and rank.num_unanswered:
         return f"is on trial with one request: {rank.resting_reason}"
+    if is_suspect and rank.num_suspects:
+        return "tries another request under which ranks broke"
     return ""

@@ -86,6 +86,14 @@ class BlockPool:
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key], self._key_of[block] = block, key
 
+    def forget(self, block: int) -> bool:
+        """Let a block not be found any more, unless others hold it too; whether it is only ours."""
+        if self._num_holders[block] > 1:
+            return False
+        if block in self._key_of:
+            del self._block_of[self._key_of.pop(block)]
+        return True
+
     def release(self, block: int) -> None:
         """Give a block back, once for each time that it was taken or held."""
         assert self._num_holders[block] > 0
@@ -140,6 +148,10 @@ class BlockTable:
             key = _key(self._keys[-1] if self._keys else _ROOT, part)
             self._keys.append(key)
             self._pool.publish(self._blocks[index], key)
+
+    def forget(self) -> list[int]:
+        """Let no sequence find the blocks that only this one holds; these blocks."""
+        return [block for block in self._blocks if self._pool.forget(block)]
 
     def release(self) -> None:
         """Give all blocks back, the last first: the beginning of a sequence is wanted longest."""

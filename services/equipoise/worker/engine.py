@@ -5,6 +5,7 @@ sampled. Other threads reach in through a few short verbs, whose effect shows at
 start; the engine reaches out through one call per step. It knows nothing of gRPC or the balancer.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -17,8 +18,9 @@ from torch.distributed import DistError
 
 from equipoise.planning.arrays import Checksums
 from equipoise.telemetry.histogram import SHORT_S, Histogram
+from equipoise.wire.inference import Blame
 from equipoise.wire.messages import RankStats
-from equipoise.worker.errors import WorkerError
+from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.header import StepHeader, agreed_generation, check_group
 from equipoise.worker.held import HeldExperts, StagedGeneration
@@ -30,7 +32,7 @@ from equipoise_model.exchange import ExchangeError
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.operations import Model
 from equipoise_model.sampling import sample
-from equipoise_model.sampling_params import SampledToken, SamplingError
+from equipoise_model.sampling_params import SampledToken
 from equipoise_model.step import StepBatch, StepOutput
 
 IDLE_WAIT_S = 0.005
@@ -40,6 +42,8 @@ LONG_IDLE_WAIT_S = 0.03
 """The same after `_LONG_IDLE_TURNS` in vain: an exchange of headers costs about 1 ms of CPU."""
 
 _LONG_IDLE_TURNS = 100
+
+_log = logging.getLogger(__name__)
 
 _STEP_LOG_LENGTH = 4096
 _MEDIAN_STEPS = 128
@@ -219,7 +223,7 @@ class Engine:
 
         Raises:
             GroupError: a peer failed, left or disagrees; no further step is possible.
-            WorkerError: a step made logits that are no numbers, or the device had no memory for it.
+            StepError: a step failed on this rank; names the requests that it ran.
         """
         while self._turn():
             pass
@@ -305,18 +309,27 @@ class Engine:
     ) -> tuple[Emission, ...]:
         """Run a plan's tokens, even none, with the other ranks' and record what came of it."""
         self._experts.agree(tokens_by_rank)
+        # Other ranks' tokens run here too, up to the logits.
+        num_foreign = sum(tokens_by_rank) - plan.num_tokens
         try:
             output = self._model.step(_batch(plan), self._cache, self._experts)
+            num_foreign = 0
             sampled = sample(output.logits_SV, [row for c in plan.chunks for row in c.sampling])
             drafts = self._draft(plan, sampled, output)
             loads = self._experts.loads()
         # On a device a collective may fail as late as when its result is read.
         except (ExchangeError, DistError) as error:
             raise collective_failed(error) from error
-        except (SamplingError, torch.OutOfMemoryError) as error:
-            raise WorkerError(f"step {self._num_steps + 1}: {error}") from error
+        except Exception as error:
+            keys = tuple(chunk.key for chunk in plan.chunks)
+            blame = Blame.REQUEST if len(keys) == 1 and not num_foreign else Blame.STEP
+            words = f"step {self._num_steps + 1} failed with {len(keys)} requests in it: {error}"
+            _log.exception("%s", words)
+            raise StepError(words, keys=keys, blame=blame) from error
         with self._lock:
             emissions = self._scheduler.commit(plan, sampled, drafts)
+            if blocks := self._scheduler.take_suspect_blocks():
+                self._cache.clear(blocks)
             self._num_steps += 1
             self._loads = loads
             self._step_log.append((self._num_steps, self.generation))

@@ -1,5 +1,7 @@
 """What users, peers and the network can do to a worker, in exceptions of our own."""
 
+from equipoise.wire.inference import Blame
+
 
 class WorkerError(Exception):
     """The worker cannot go on; the message is the one line that a person reads."""
@@ -7,6 +9,20 @@ class WorkerError(Exception):
 
 class RejectedError(WorkerError):
     """The balancer does not accept this worker; its reason says what to change."""
+
+
+class StepError(WorkerError):
+    """A step failed on this rank, not in the group.
+
+    `keys` are the requests that it ran here, `blame` is how far each may be the cause.
+    """
+
+    def __init__(
+        self, message: str, *, keys: tuple[int, ...] = (), blame: Blame = Blame.STEP
+    ) -> None:
+        super().__init__(message)
+        self.keys = keys
+        self.blame = blame
 
 
 class GroupError(WorkerError):

@@ -5,25 +5,30 @@ Owns checking requests and the way of tokens from the engine's thread to each cl
 
 import asyncio
 import itertools
+import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
 from equipoise.telemetry.histogram import SHORT_S, Histogram
+from equipoise.wire.inference import BLAME_KEY, Blame
 from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.errors import InvalidRequestError, QueueFullError
+from equipoise.worker.errors import InvalidRequestError, QueueFullError, StepError
 from equipoise.worker.sequence import Emission, FinishReason, Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 from equipoise_model.sampling_params import SampledToken, SamplingError, SamplingParams
 
+_log = logging.getLogger(__name__)
+
 _FINISH = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.FAILED: pb.FINISH_REASON_UNSPECIFIED,
 }
 
 
@@ -54,6 +59,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         # ends it when the engine has ended.
         self._streams: dict[int, asyncio.Queue[_Token | None]] = {}
         self._draining = ""
+        self._failed_step: StepError | None = None
         self._changed = asyncio.Event()
 
     def open(self, engine: Engine) -> None:
@@ -63,9 +69,12 @@ class InferenceService(pb_grpc.InferenceServicer):
         """
         self._engine = engine
 
-    def close(self, reason: str) -> None:
-        """End open requests and turn new ones away with UNAVAILABLE and this reason."""
-        self._engine, self._closed = None, reason
+    def close(self, reason: str, *, failed_step: StepError | None = None) -> None:
+        """End open requests and turn new ones away with UNAVAILABLE and this reason.
+
+        The requests of a step that failed get the blame that it gives them.
+        """
+        self._engine, self._closed, self._failed_step = None, reason, failed_step
         for stream in self._streams.values():
             stream.put_nowait(None)
         self._note_change()
@@ -138,19 +147,25 @@ class InferenceService(pb_grpc.InferenceServicer):
             # has broken under it.
             await context.send_initial_metadata(())
             finished, last_s = False, 0.0
+            with_logprobs = sampling.logprobs is not None
             while not finished:
                 tokens = await _all_waiting(stream)
-                if tokens:
+                if tokens and (fault := tokens[-1].emission.sampled.fault):
+                    if tokens[:-1]:
+                        await context.write(_response(tokens[:-1], with_logprobs=with_logprobs))
+                    words = f"the request failed in step {tokens[-1].step}: {fault}"
+                    _log.warning("%s: %s", request.request_id, words)
+                    await _end(context, grpc.StatusCode.INTERNAL, words, blame=Blame.REQUEST)
+                elif tokens:
                     now = time.perf_counter()
                     if last_s:
                         self.itl_s.observe((now - last_s) / len(tokens))
                     last_s = now
-                    await context.write(
-                        _response(tokens, with_logprobs=sampling.logprobs is not None)
-                    )
+                    await context.write(_response(tokens, with_logprobs=with_logprobs))
                     finished = tokens[-1].emission.finish is not None
                 else:
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, self._closed)
+                    blame = self._blame(key)
+                    await _end(context, grpc.StatusCode.UNAVAILABLE, self._closed, blame=blame)
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
@@ -159,9 +174,24 @@ class InferenceService(pb_grpc.InferenceServicer):
             (self._engine or engine).cancel(key)
             self._note_change()
 
+    def _blame(self, key: int) -> Blame:
+        """How far a request is the cause that the engine has ended."""
+        step = self._failed_step
+        return step.blame if step is not None and key in step.keys else Blame.NONE
+
     def _note_change(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+async def _end(
+    context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    code: grpc.StatusCode,
+    words: str,
+    *,
+    blame: Blame,
+) -> NoReturn:
+    await context.abort(code, words, trailing_metadata=((BLAME_KEY, blame.value),))
 
 
 def check_request(request: pb.GenerateRequest, *, vocab_size: int, context_length: int) -> None:

@@ -39,7 +39,7 @@ from equipoise.wire.messages import (
 from equipoise.worker.agent import Agent
 from equipoise.worker.core import ModelCore
 from equipoise.worker.epochs import Epochs
-from equipoise.worker.errors import RejectedError, WorkerError
+from equipoise.worker.errors import RejectedError, StepError, WorkerError
 from equipoise.worker.group import Rendezvous
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.metrics import WorkerCollector
@@ -193,12 +193,14 @@ class Worker:
         life = asyncio.create_task(self._epochs.run())
         stopped = asyncio.create_task(stop.wait())
         reason = f"{self._settings.worker} was asked to stop"
+        failed_step: StepError | None = None
         try:
             ends: set[asyncio.Future[Any]] = {agent, life, stopped, self._rejected}
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 if error := task.exception():
                     reason = str(error)
+                    failed_step = error if isinstance(error, StepError) else None
                     raise error
             await self._health.enter_graceful_shutdown()
             self._inference.turn_away(reason)
@@ -211,7 +213,7 @@ class Worker:
             stopped.cancel()
             self._rejected.cancel()
             await self._health.enter_graceful_shutdown()
-            self._inference.close(reason)
+            self._inference.close(reason, failed_step=failed_step)
             self._epochs.end()
             await self._agent.leave(reason)
             agent.cancel()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from equipoise.worker.blocks import BlockPool, found_blocks
 from equipoise.worker.errors import QueueFullError
-from equipoise.worker.sequence import Emission, Request, Sequence, StepPlan
+from equipoise.worker.sequence import Emission, FinishReason, Request, Sequence, StepPlan
 from equipoise_model.sampling_params import SampledToken
 
 
@@ -73,6 +73,7 @@ class Scheduler:
         self._queue: deque[Sequence] = deque()
         # In the order of arrival: who is paused is the last, and becomes the first in line.
         self._active: dict[int, Sequence] = {}
+        self._suspect_blocks: list[int] = []
 
     @property
     def num_active(self) -> int:
@@ -163,11 +164,18 @@ class Scheduler:
             told = sequence.take(chunk, standing)
             emissions += told
             if told and told[-1].finish is not None:
+                if told[-1].finish is FinishReason.FAILED:
+                    self._suspect_blocks += sequence.forget_blocks()
                 self._active.pop(chunk.key).pause()
             elif drafts is not None:
                 sequence.drafts = drafts.get(chunk.key, ())[: self._num_drafts]
-        self.counts.generated += len(emissions)
+        self.counts.generated += sum(not one.sampled.fault for one in emissions)
         return emissions
+
+    def take_suspect_blocks(self) -> list[int]:
+        """Blocks that requests left whose rows failed; clear them before the next step."""
+        blocks, self._suspect_blocks = self._suspect_blocks, []
+        return blocks
 
     def clear(self) -> list[int]:
         """Forget every request, active and waiting, and return their keys."""

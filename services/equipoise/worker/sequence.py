@@ -18,6 +18,8 @@ class FinishReason(Enum):
 
     LENGTH = "length"
     STOP = "stop"
+    FAILED = "failed"
+    """No token could be chosen: `SampledToken.fault` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class Chunk:
         assert len(sampled) == len(self.sampling)
         standing = list(sampled[:1])
         for draft, following in zip(self.drafts, sampled[1:], strict=True):
-            if standing[-1].token != draft:
+            if standing[-1].fault or standing[-1].token != draft:
                 break
             standing.append(following)
         return standing
@@ -95,7 +97,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """One generated token; `finish` is set on the last of its request."""
+    """One generated token; `finish` is set on the last of its request.
+
+    With `FAILED` there is no token.
+    """
 
     key: int
     sampled: SampledToken
@@ -152,6 +157,11 @@ class Sequence:
         self.table.release()
         self.table, self.num_run, self.drafts = None, 0, ()
 
+    def forget_blocks(self) -> list[int]:
+        """The blocks that no other sequence holds; no later one finds them."""
+        assert self.table is not None
+        return self.table.forget()
+
     def grow(self, num_tokens: int) -> bool:
         """Hold blocks for so many tokens more than have run; False when there are not enough."""
         assert self.table is not None
@@ -190,8 +200,11 @@ class Sequence:
         assert self.table is not None
         self.drafts = ()
         self.num_run += len(chunk.known) + max(0, len(standing) - 1)
-        emissions = []
+        emissions: list[Emission] = []
         for sampled in standing:
+            if sampled.fault:
+                failed = FinishReason.FAILED
+                return [*emissions, Emission(key=self.request.key, sampled=sampled, finish=failed)]
             self.tokens.append(sampled.token)
             finish = self._finish(sampled.token)
             emissions.append(Emission(key=self.request.key, sampled=sampled, finish=finish))

@@ -1,0 +1,198 @@
+"""No value of any field of either API, or of the workers' own, stops a live rank from serving.
+
+The rank is a real engine of the tiny checkpoint in this process, behind real gRPC and HTTP.
+"""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import httpx2
+import pytest
+import pytest_asyncio
+
+from equipoise.formats.packaged import packaged_checkpoint
+from equipoise.gateway import asked
+from equipoise.gateway.server import serve
+from equipoise.gateway.settings import GatewaySettings
+from equipoise.worker.alone import engine_alone
+from equipoise.worker.inference import InferenceService
+from equipoise.worker.settings import WorkerSettings
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BOUND_S = 60.0
+CONTEXT_LENGTH = 64
+VOCAB_SIZE = 272
+PROMPT = tuple(b"def f(")
+
+# Raw JSON, because much of it is more than a JSON library would write.
+VALUES = (
+    *(
+        "null",
+        "true",
+        "false",
+        '""',
+        '"a"',
+        '"1"',
+        r'"\ud800"',
+        r'"\u0000"',
+        '"' + 2000 * "é" + '"',
+    ),
+    *("0", "-0.0", "1", "-1", "2", "0.5", "0.009", "1e-300", "1e-38", "5e-324"),
+    *("1e38", "1e39", "1e308", "1e400", "-1e308", "NaN", "Infinity", "-Infinity"),
+    *(str(2**31), str(2**32), str(2**63), str(-(2**63)), str(2**64), "9" * 400, "9" * 5000),
+    *("[]", "[[]]", "[[[[1]]]]", "[1, -1]", "[1, 1e308]", "[null]", '["a", "b"]', r'["\ud800"]'),
+    *("{}", '{"a": {}}', '{"type": "text"}', '{"include_usage": 7}', 500 * "[" + 500 * "]"),
+)
+MESSAGE = '{"role": "user", "content": "def f("}'
+PATHS = {
+    "/v1/completions": ('"prompt": "def f("', asked._OF_COMPLETIONS | {*asked._COMPLETIONS_CANNOT}),
+    "/v1/chat/completions": (f'"messages": [{MESSAGE}]', asked._OF_CHATS | {*asked._CHATS_CANNOT}),
+}
+FIELDS = [
+    (path, field) for path, (_, fields) in PATHS.items() for field in [*sorted(fields), r"\ud800"]
+]
+
+
+@asynccontextmanager
+async def live_rank():
+    """A real engine alone behind gRPC; its thread must be alive at the end."""
+    settings = WorkerSettings(context_length=CONTEXT_LENGTH, max_requests=16)
+    loop = asyncio.get_running_loop()
+    service = InferenceService(vocab_size=VOCAB_SIZE, context_length=CONTEXT_LENGTH)
+    engine = await asyncio.to_thread(
+        engine_alone,
+        settings,
+        publish=lambda result: loop.call_soon_threadsafe(service.deliver, result),
+    )
+    service.open(engine)
+    stepping = asyncio.create_task(asyncio.to_thread(engine.run))
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_InferenceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+        assert not stepping.done(), stepping.exception()
+    finally:
+        engine.leave()
+        await server.stop(None)
+        await asyncio.wait_for(stepping, BOUND_S)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def address():
+    async with live_rank() as address:
+        yield address
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(address):
+    """A client of a gateway in front of the rank."""
+    stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
+    settings = GatewaySettings(
+        listen="127.0.0.1:0",
+        workers=(address,),
+        checkpoint=packaged_checkpoint(),
+        context_length=CONTEXT_LENGTH,
+    )
+    task = asyncio.create_task(serve(settings, stop=stop, listening=listening.set_result))
+    base_url = f"http://{await asyncio.wait_for(listening, BOUND_S)}"
+    async with httpx2.AsyncClient(base_url=base_url, timeout=BOUND_S) as client:
+        yield client
+    stop.set()
+    await asyncio.wait_for(task, BOUND_S)
+
+
+async def check_serves(client):
+    body = {"prompt": list(PROMPT), "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert len(response.json()["choices"][0]["token_ids"]) == 4
+
+
+async def post(client, path, fields):
+    begin, _ = PATHS[path]
+    body = "{" + ", ".join([begin, '"max_tokens": 2', *fields]) + "}"
+    headers = {"content-type": "application/json"}
+    response = await client.post(path, content=body.encode(), headers=headers)
+    assert response.status_code in {200, 400, 404}, (response.status_code, body, response.text)
+    if response.status_code != 200:
+        assert response.json()["error"]["message"]
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        assert response.text.endswith("data: [DONE]\n\n"), (body, response.text)
+    return response
+
+
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
+@pytest.mark.parametrize("value", ["1e-300", "1e-38", "5e-324", "1e-46"])
+async def test_a_value_that_underflows_in_float32_does_not_end_the_rank(client, field, value):
+    response = await post(client, "/v1/completions", [f'"{field}": {value}'])
+    # Tiny temperatures are raised to the lowest one; there is no such penalty.
+    assert response.status_code == (200 if field == "temperature" else 400)
+    if response.status_code == 400:
+        error = response.json()["error"]
+        assert error["param"] == field
+        assert "must be from 0.01 to 100" in error["message"]
+    await check_serves(client)
+
+
+@pytest.mark.parametrize(("path", "field"), FIELDS)
+async def test_no_value_of_a_field_ends_the_rank_or_the_gateway(client, path, field):
+    # Every other one is streamed.
+    bodies = [
+        [f'"{field}": {value}', *(['"stream": true', '"temperature": 2'] * (number % 2))]
+        for number, value in enumerate(VALUES, start=len(field))
+    ]
+    for first in range(0, len(bodies), 16):
+        await asyncio.gather(*(post(client, path, body) for body in bodies[first : first + 16]))
+    await check_serves(client)
+
+
+@pytest.mark.parametrize("field", ["role", "content", "name", "refusal"])
+async def test_no_value_in_a_message_ends_the_rank_or_the_gateway(client, field):
+    bodies = [
+        [f'"messages": [{{"role": "user", "content": "a", "{field}": {value}}}]']
+        for value in VALUES
+    ] + [[f'"messages": [{value}, {MESSAGE}]'] for value in VALUES]
+    await asyncio.gather(*(post(client, "/v1/chat/completions", body) for body in bodies))
+    await check_serves(client)
+
+
+FLOATS = [0.0, -0.0, 1.0, 5e-324, 1e-300, 1e-38, 0.01, 1e38, 1e308, float("nan"), float("inf")]
+WORKER_FIELDS = [
+    (field.name, value)
+    for field in pb.Sampling.DESCRIPTOR.fields
+    for value in (
+        [*FLOATS, *(-value for value in FLOATS)]
+        if field.type == field.TYPE_DOUBLE
+        else [0, 1, 20, 21, 2**32 - 1]
+    )
+]
+
+
+async def test_no_sampling_value_over_grpc_ends_the_rank(address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = worker_pb2_grpc.InferenceStub(channel)
+        for name, value in WORKER_FIELDS:
+            sampling = pb.Sampling(**{"temperature": 1.0, name: value})
+            call = stub.Generate(
+                pb.GenerateRequest(prompt=PROMPT, max_tokens=2, sampling=sampling), timeout=BOUND_S
+            )
+            tokens, refusal = await tokens_or_refusal(call)
+            if refusal is None:
+                assert len(tokens) == 2, (name, value)
+                continue
+            assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT, (name, value, refusal)
+            assert f"sampling.{name} = " in refusal.details()
+            assert "it must be" in refusal.details()
+
+
+async def tokens_or_refusal(call):
+    try:
+        return [token async for response in call for token in response.tokens], None
+    except grpc.aio.AioRpcError as error:
+        return None, error
