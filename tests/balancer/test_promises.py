@@ -5,8 +5,8 @@ import pytest
 
 from equipoise.balancer.service.status import pool_status
 from equipoise.planning.balance import balancedness, layout_loads
+from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.policy import Policy
-from equipoise.planning.promise import Outcome
 
 POLICY = Policy(
     interval_s=10.0, min_assignments=100.0, rollback_windows=2, rollback_cooldown_s=100.0
@@ -55,7 +55,7 @@ def test_a_rollout_that_made_it_worse_is_rolled_back_as_a_new_generation(bench, 
     assert judged.gain_realised < 0 < judged.gain_promised
     assert judged.balancedness_realised < judged.balancedness_promised - 0.05
     assert judged.reason == back.reason
-    assert bench.pool.tally.promises == {Outcome.ROLLED_BACK: 1}
+    assert bench.pool.tally.promises == {GainOutcome.ROLLED_BACK: 1}
 
 
 def test_a_plan_that_waited_for_its_turn_is_held_to_what_its_own_window_measured(bench, hot):

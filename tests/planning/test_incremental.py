@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.layout import Layout
 from equipoise.planning.placing.eplb import eplb
-from equipoise.planning.placing.ground import Ground
 from equipoise.planning.placing.relieve import relieve
+from equipoise.planning.placing.search_state import SearchSpace
 from equipoise.planning.planner import LEAST_LAYER_GAIN, plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
@@ -162,7 +162,7 @@ def test_of_two_moves_that_gain_alike_the_one_with_a_source_on_its_node_is_made(
     # Two slots a rank, two ranks a node; a spare replica of expert 2 on either node.
     start = np.array([1, 3, 2, 4, 2, 5, 1, 6], dtype=np.int32)
     start[hot_slot] = 0
-    ground = Ground(
+    ground = SearchSpace(
         np.arange(0, 9, 2), np.repeat(np.arange(4), 2), np.array([0, 0, 1, 1]),
         np.zeros(7, dtype=np.int64), 1.0, 0.0,
     )  # fmt: skip

@@ -2,16 +2,16 @@
 
 import pytest
 
-from equipoise.planning.membership import Candidate, Standing, next_epoch
+from equipoise.planning.membership import EpochCandidate, MemberState, next_epoch
 from equipoise.planning.policy import Policy
 
 POLICY = Policy(reform_timeout_s=5.0, start_timeout_s=60.0, join_settle_s=0.5, silent_after_s=5.0)
-NEW, SURVIVOR, JOINING, SERVING, SLOW, MISSING, STUCK = Standing
+NEW, SURVIVOR, JOINING, SERVING, SLOW, MISSING, STUCK = MemberState
 
 
-def worker(name, standing, *, since_s=0.0, holds=None, reason="its stream was cut"):
-    holds = standing is SURVIVOR if holds is None else holds
-    return Candidate(name=name, standing=standing, since_s=since_s, holds=holds, reason=reason)
+def worker(name, state, *, since_s=0.0, holds=None, reason="its stream was cut"):
+    holds = state is SURVIVOR if holds is None else holds
+    return EpochCandidate(name=name, state=state, since_s=since_s, holds=holds, reason=reason)
 
 
 def decide(*candidates, now=0.0, **changes):
@@ -27,8 +27,8 @@ def decide(*candidates, now=0.0, **changes):
     return next_epoch(candidates, **how | changes)
 
 
-def workers(standing, count, *, first=0, **changes):
-    return [worker(f"w-{first + number}", standing, **changes) for number in range(count)]
+def workers(state, count, *, first=0, **changes):
+    return [worker(f"w-{first + number}", state, **changes) for number in range(count)]
 
 
 def test_nobody_wants_nothing():

@@ -8,6 +8,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import (
     TABLE,
+    DeadlineCheck,
     Event,
     PersistCommitted,
     Persisted,
@@ -19,7 +20,6 @@ from equipoise.planning.rollout import (
     SendAbort,
     SendStage,
     State,
-    Ticked,
 )
 
 LONG_AFTER_S = 1000.0
@@ -45,7 +45,7 @@ def test_every_event_in_every_state_is_in_the_table():
 def test_a_silent_store_never_lets_a_rank_stage():
     rollout = ready()
     for now in range(200):
-        rollout, commands = rollout.step(Ticked(), now=float(now))
+        rollout, commands = rollout.step(DeadlineCheck(), now=float(now))
         assert not any(isinstance(command, SendStage) for command in commands)
     assert rollout.state is State.ABORTED
 
@@ -93,7 +93,7 @@ EVENTS = st.one_of(
         stall_us=st.integers(0, 10),
     ),
     st.builds(RankLost, rank=RANKS, reason=st.just("gone")),
-    st.just(Ticked()),
+    st.just(DeadlineCheck()),
 )
 
 
@@ -122,7 +122,7 @@ def test_whatever_happens_a_rollout_keeps_its_promises(events):
     # Every wait has a bound: time and a store that answers end any rollout.
     for _ in range(4):
         now += LONG_AFTER_S
-        rollout, commands = rollout.step(Ticked(), now=now)
+        rollout, commands = rollout.step(DeadlineCheck(), now=now)
         if any(isinstance(command, PersistCommitted) for command in commands):
             rollout, _ = rollout.step(Persisted(generation=8), now=now)
     assert rollout.state is (State.ACTIVE if switched else State.ABORTED)

@@ -18,6 +18,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.reconcile import reconcile
 from equipoise.planning.rollout import (
+    DeadlineCheck,
     PersistCommitted,
     Persisted,
     PersistProposed,
@@ -28,7 +29,6 @@ from equipoise.planning.rollout import (
     Rollout,
     SendAbort,
     SendStage,
-    Ticked,
 )
 
 FOLDER = Path(__file__).parent / "scenarios"
@@ -126,7 +126,7 @@ class _Fleet:
         for _ in range(4):
             now += LONG_AFTER_S
             if rollout is not None:
-                rollout, commands = rollout.step(Ticked(), now=now)
+                rollout, commands = rollout.step(DeadlineCheck(), now=now)
                 rollout = self._obey(rollout, commands, now)
         return rollout
 
@@ -238,7 +238,7 @@ _PATTERNS = {
         )
     ),
     r"rank (\d+) lost: (.*)": lambda rank, reason: RankLost(rank=int(rank), reason=reason),
-    r"tick": Ticked,
+    r"tick": DeadlineCheck,
     r"begin": lambda: None,
 }
 

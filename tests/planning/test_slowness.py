@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from equipoise.planning.policy import Policy
-from equipoise.planning.slowness import MIN_STEPS, Pace, find_slow, slowdowns
+from equipoise.planning.slowness import MIN_STEPS, RankPace, find_slow, slowdowns
 
 POLICY = Policy(slow_worker_factor=2.0, slow_worker_windows=3)
 EVEN = (100.0,) * 4
 
 
 def pace(*busy_us, load=EVEN, steps=MIN_STEPS):
-    return Pace(busy_us=np.array(busy_us), load=np.array(load[: len(busy_us)]), steps=steps)
+    return RankPace(busy_us=np.array(busy_us), load=np.array(load[: len(busy_us)]), steps=steps)
 
 
 def test_a_rank_slow_in_every_window_is_found_with_its_least_factor():

@@ -16,7 +16,7 @@ import torch
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.planning.policy import Policy
-from equipoise.planning.slowness import Pace, find_slow, slowdowns
+from equipoise.planning.slowness import RankPace, find_slow, slowdowns
 from equipoise.wire.messages import GroupLost, Leaving, Report, Serving, Staged, Switched
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.errors import WorkerError
@@ -161,7 +161,7 @@ async def test_a_rank_that_is_slowed_down_is_told_from_the_one_that_waits_for_it
         told = [
             await link.until(Report, lambda said: said.stats.steps >= steps) for link in pool.links
         ]
-        pace = Pace(
+        pace = RankPace(
             busy_us=np.array([said.stats.busy_us / said.stats.steps for said in told]),
             load=np.array([said.load.assignments.sum() for said in told], dtype=np.float64),
             steps=steps,

@@ -11,7 +11,7 @@ from enum import StrEnum
 from equipoise.planning.policy import Policy
 
 
-class Standing(StrEnum):
+class MemberState(StrEnum):
     """What a worker is to its pool now."""
 
     NEW = "new"
@@ -38,21 +38,21 @@ class Standing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class EpochCandidate:
     """One worker: how it stands since when, in words where it is missing.
 
     `holds` tells that its slots hold experts of an epoch that is over.
     """
 
     name: str
-    standing: Standing
+    state: MemberState
     since_s: float
     holds: bool = False
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class EpochDecision:
     """The decision. `workers` take part in the next epoch; there is none yet if they are none.
 
     `reason` says why it opens or what is waited for; empty when nobody wants anything. `left_out`
@@ -69,26 +69,26 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pool:
-    """Candidates by standing."""
+    """Candidates by state."""
 
-    new: list[Candidate]
-    survivors: list[Candidate]
-    joining: list[Candidate]
-    serving: list[Candidate]
-    slow: list[Candidate]
-    missing: list[Candidate]
+    new: list[EpochCandidate]
+    survivors: list[EpochCandidate]
+    joining: list[EpochCandidate]
+    serving: list[EpochCandidate]
+    slow: list[EpochCandidate]
+    missing: list[EpochCandidate]
 
     @property
-    def free(self) -> list[Candidate]:
+    def free(self) -> list[EpochCandidate]:
         return [*self.new, *self.survivors]
 
     @property
-    def bound(self) -> list[Candidate]:
+    def bound(self) -> list[EpochCandidate]:
         return [*self.joining, *self.serving, *self.slow]
 
 
 def next_epoch(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[EpochCandidate],
     *,
     num_ranks: int,
     slots_per_rank: int,
@@ -97,7 +97,7 @@ def next_epoch(
     is_rolling_out: bool,
     policy: Policy,
     now: float,
-) -> Opening:
+) -> EpochDecision:
     """Decide whether ranks are dealt now.
 
     `num_ranks` is what a pool waits for before it first opens. `unheard` are workers that took part
@@ -120,7 +120,7 @@ def next_epoch(
     num_slots = len(opening.workers) * slots_per_rank
     if opening.workers and num_slots < num_experts:
         needed = -(-num_experts // slots_per_rank)
-        return Opening(
+        return EpochDecision(
             reason=f"{len(opening.workers)} workers ({_names(pool.free)}) with {num_slots} slots "
             f"cannot hold {num_experts} experts: {needed} workers are needed; {opening.reason}",
             is_down=True,
@@ -128,28 +128,28 @@ def next_epoch(
     return opening
 
 
-def _sorted_out(candidates: Sequence[Candidate]) -> _Pool:
-    by_standing: dict[Standing, list[Candidate]] = {standing: [] for standing in Standing}
+def _sorted_out(candidates: Sequence[EpochCandidate]) -> _Pool:
+    by_state: dict[MemberState, list[EpochCandidate]] = {state: [] for state in MemberState}
     for candidate in candidates:
-        by_standing[candidate.standing].append(candidate)
+        by_state[candidate.state].append(candidate)
     return _Pool(
-        new=by_standing[Standing.NEW],
-        survivors=by_standing[Standing.SURVIVOR],
-        joining=by_standing[Standing.JOINING],
-        serving=by_standing[Standing.SERVING],
-        slow=by_standing[Standing.SLOW],
-        missing=by_standing[Standing.MISSING],
+        new=by_state[MemberState.NEW],
+        survivors=by_state[MemberState.SURVIVOR],
+        joining=by_state[MemberState.JOINING],
+        serving=by_state[MemberState.SERVING],
+        slow=by_state[MemberState.SLOW],
+        missing=by_state[MemberState.MISSING],
     )
 
 
 def _without_ranks(
     pool: _Pool, *, num_ranks: int, unheard: frozenset[str], policy: Policy, now: float
-) -> Opening | None:
+) -> EpochDecision | None:
     """Nobody who is here is bound to an epoch: all wait. None if somebody is."""
     if pool.bound:
         return None
     if not pool.free:
-        return Opening()
+        return EpochDecision()
     waited_s = now - min(candidate.since_s for candidate in pool.free)
     holders = [candidate for candidate in pool.free if candidate.holds]
     if holders and not unheard:
@@ -161,7 +161,7 @@ def _without_ranks(
         ("reform", policy.reform_timeout_s) if holders else ("start", policy.start_timeout_s)
     )
     if waited_s < bound_s:
-        return Opening(
+        return EpochDecision(
             reason=f"{len(pool.free)} of {num_ranks} workers are here ({_names(pool.free)}): "
             f"waiting for {num_ranks - len(pool.free)} more, at most {bound_s:g} s"
         )
@@ -180,7 +180,7 @@ def _beside_ranks(
     is_rolling_out: bool,
     policy: Policy,
     now: float,
-) -> Opening:
+) -> EpochDecision:
     """Some are bound to the present epoch. `least` workers have slots for all experts."""
     if pool.survivors:
         return _after_a_loss(pool, least=least, policy=policy, now=now)
@@ -193,12 +193,12 @@ def _beside_ranks(
     return _growing(pool, is_rolling_out=is_rolling_out, policy=policy, now=now)
 
 
-def _after_a_loss(pool: _Pool, *, least: int, policy: Policy, now: float) -> Opening:
+def _after_a_loss(pool: _Pool, *, least: int, policy: Policy, now: float) -> EpochDecision:
     """The group is over for some: the others will notice, or are left out if they can be spared."""
     waited_s = now - min(candidate.since_s for candidate in pool.survivors)
     why = _faults(pool.missing) or pool.survivors[0].reason
     if waited_s < policy.reform_timeout_s:
-        return Opening(
+        return EpochDecision(
             reason=f"the group was lost ({why}): waiting for {_names(pool.bound)} to let go of it, "
             f"at most {policy.reform_timeout_s:g} s"
         )
@@ -208,7 +208,7 @@ def _after_a_loss(pool: _Pool, *, least: int, policy: Policy, now: float) -> Ope
     )
     if len(pool.free) < least:
         return _open(pool, f"{reason} and cannot be spared", bound="reform")
-    return Opening(
+    return EpochDecision(
         workers=tuple(candidate.name for candidate in pool.free),
         left_out=tuple(candidate.name for candidate in pool.bound),
         reason=reason,
@@ -216,7 +216,9 @@ def _after_a_loss(pool: _Pool, *, least: int, policy: Policy, now: float) -> Ope
     )
 
 
-def _beside_a_gap(pool: _Pool, *, unheard: frozenset[str], policy: Policy, now: float) -> Opening:
+def _beside_a_gap(
+    pool: _Pool, *, unheard: frozenset[str], policy: Policy, now: float
+) -> EpochDecision:
     """A rank is gone and its peers did not say that their group is over.
 
     Perhaps only its stream broke, and it comes back; perhaps they are about to notice.
@@ -225,30 +227,30 @@ def _beside_a_gap(pool: _Pool, *, unheard: frozenset[str], policy: Policy, now: 
     unknown = [f"{name} was not heard of yet" for name in sorted(unheard)]
     faults = "; ".join(filter(None, (_faults(pool.missing), *unknown)))
     if waited_s < policy.reform_timeout_s:
-        return Opening(
+        return EpochDecision(
             reason=f"{_names(pool.new)} waits for a rank: {faults}, and the others are given "
             f"{policy.reform_timeout_s:g} s to notice"
         )
     return _open(pool, f"{_names(pool.new)} joins; {faults}", bound="reform")
 
 
-def _without_slow(pool: _Pool, *, least: int) -> Opening:
+def _without_slow(pool: _Pool, *, least: int) -> EpochDecision:
     """The group is whole, but some hold it up: it goes on without them if they can be spared."""
     others = [*pool.new, *pool.serving]
     why = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in pool.slow)
     if len(others) < least:
-        return Opening(reason=f"slow and cannot be spared: {why}")
-    return Opening(
+        return EpochDecision(reason=f"slow and cannot be spared: {why}")
+    return EpochDecision(
         workers=tuple(candidate.name for candidate in others),
         left_out=tuple(candidate.name for candidate in pool.slow),
         reason=f"goes on without who is slow: {why}",
     )
 
 
-def _growing(pool: _Pool, *, is_rolling_out: bool, policy: Policy, now: float) -> Opening:
+def _growing(pool: _Pool, *, is_rolling_out: bool, policy: Policy, now: float) -> EpochDecision:
     """The group is whole; whoever came anew is taken in at a good moment."""
     if not pool.new:
-        return Opening()
+        return EpochDecision()
     newest_s = max(candidate.since_s for candidate in pool.new)
     if pool.joining:
         when = f"when {_names(pool.joining)} serves"
@@ -258,20 +260,20 @@ def _growing(pool: _Pool, *, is_rolling_out: bool, policy: Policy, now: float) -
         when = "in a moment"
     else:
         return _open(pool, f"{_names(pool.new)} joins")
-    return Opening(reason=f"{_names(pool.new)} joins {when}")
+    return EpochDecision(reason=f"{_names(pool.new)} joins {when}")
 
 
-def _open(pool: _Pool, reason: str, *, bound: str = "") -> Opening:
-    return Opening(
+def _open(pool: _Pool, reason: str, *, bound: str = "") -> EpochDecision:
+    return EpochDecision(
         workers=tuple(candidate.name for candidate in (*pool.free, *pool.bound)),
         reason=reason,
         bound=bound,
     )
 
 
-def _faults(missing: list[Candidate]) -> str:
+def _faults(missing: list[EpochCandidate]) -> str:
     return "; ".join(f"{candidate.name} is missing: {candidate.reason}" for candidate in missing)
 
 
-def _names(candidates: Sequence[Candidate]) -> str:
+def _names(candidates: Sequence[EpochCandidate]) -> str:
     return ", ".join(sorted(candidate.name for candidate in candidates))

@@ -11,7 +11,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.chance import gains_beyond_chance
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
-from equipoise.planning.placing.incremental import Step, improve
+from equipoise.planning.placing.incremental import MoveStep, improve
 from equipoise.planning.placing.locality import place_locally
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.weigh import Placed, mixed, weigh
@@ -55,7 +55,7 @@ class Plan:
     off_node_share: float
     reason: str
     share_of_slot: ShareTable | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[MoveStep, ...] = ()
     curve: tuple[tuple[int, float], ...] = ()
 
 

@@ -83,11 +83,11 @@ class RankLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticked:
+class DeadlineCheck:
     """Time passed; bounds are looked at."""
 
 
-Event = Persisted | RankStaged | RankRefused | RankSwitched | RankLost | Ticked
+Event = Persisted | RankStaged | RankRefused | RankSwitched | RankLost | DeadlineCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,9 @@ def _lost_early(rollout: Rollout, event: RankLost, now: float) -> tuple[Rollout,
     return _enter(rollout, State.ABORTED, now, reason), ()
 
 
-def _planned_too_long(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rollout, Commands]:
+def _planned_too_long(
+    rollout: Rollout, _event: DeadlineCheck, now: float
+) -> tuple[Rollout, Commands]:
     bound_s = rollout.policy.stage_timeout_s
     if now - rollout.entered_s < bound_s:
         return rollout, ()
@@ -224,7 +226,9 @@ def _planned_too_long(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rol
     return _enter(rollout, State.ABORTED, now, reason), ()
 
 
-def _staging_too_long(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rollout, Commands]:
+def _staging_too_long(
+    rollout: Rollout, _event: DeadlineCheck, now: float
+) -> tuple[Rollout, Commands]:
     bound_s = rollout.policy.stage_timeout_s
     if now - rollout.entered_s < bound_s:
         return rollout, ()
@@ -232,7 +236,9 @@ def _staging_too_long(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rol
     return _abort_unless_switched(rollout, f"{missing} did not stage within {bound_s:g} s", now)
 
 
-def _staged_too_long(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rollout, Commands]:
+def _staged_too_long(
+    rollout: Rollout, _event: DeadlineCheck, now: float
+) -> tuple[Rollout, Commands]:
     bound_s = rollout.policy.switch_timeout_s
     if now - rollout.entered_s < bound_s:
         return rollout, ()
@@ -241,7 +247,7 @@ def _staged_too_long(rollout: Rollout, _event: Ticked, now: float) -> tuple[Roll
     return _abort_unless_switched(rollout, reason, now)
 
 
-def _commit_again(rollout: Rollout, _event: Ticked, now: float) -> tuple[Rollout, Commands]:
+def _commit_again(rollout: Rollout, _event: DeadlineCheck, now: float) -> tuple[Rollout, Commands]:
     """What ranks run cannot be taken back, so a store that is late is asked again."""
     bound_s = rollout.policy.switch_timeout_s
     if now - rollout.entered_s < bound_s:
@@ -327,36 +333,36 @@ TABLE: dict[tuple[State, type[Event]], _Handler] = {
     (State.PLANNED, RankRefused): _ignore,
     (State.PLANNED, RankSwitched): _note_switched,
     (State.PLANNED, RankLost): _lost_early,
-    (State.PLANNED, Ticked): _planned_too_long,
+    (State.PLANNED, DeadlineCheck): _planned_too_long,
     (State.STAGING, Persisted): _ignore,
     (State.STAGING, RankStaged): _note_staged,
     (State.STAGING, RankRefused): _refused,
     (State.STAGING, RankSwitched): _note_switched,
     (State.STAGING, RankLost): _lost,
-    (State.STAGING, Ticked): _staging_too_long,
+    (State.STAGING, DeadlineCheck): _staging_too_long,
     (State.STAGED, Persisted): _ignore,
     (State.STAGED, RankStaged): _ignore,
     (State.STAGED, RankRefused): _refused,
     (State.STAGED, RankSwitched): _note_switched,
     (State.STAGED, RankLost): _lost,
-    (State.STAGED, Ticked): _staged_too_long,
+    (State.STAGED, DeadlineCheck): _staged_too_long,
     (State.SWITCHED, Persisted): _commit_done,
     (State.SWITCHED, RankStaged): _ignore,
     (State.SWITCHED, RankRefused): _ignore,
     (State.SWITCHED, RankSwitched): _note_switched,
     (State.SWITCHED, RankLost): _ignore,
-    (State.SWITCHED, Ticked): _commit_again,
+    (State.SWITCHED, DeadlineCheck): _commit_again,
     (State.ACTIVE, Persisted): _ignore,
     (State.ACTIVE, RankStaged): _ignore,
     (State.ACTIVE, RankRefused): _ignore,
     (State.ACTIVE, RankSwitched): _note_switched,
     (State.ACTIVE, RankLost): _ignore,
-    (State.ACTIVE, Ticked): _ignore,
+    (State.ACTIVE, DeadlineCheck): _ignore,
     (State.ABORTED, Persisted): _ignore,
     (State.ABORTED, RankStaged): _ignore,
     (State.ABORTED, RankRefused): _ignore,
     (State.ABORTED, RankSwitched): _note_switched,
     (State.ABORTED, RankLost): _ignore,
-    (State.ABORTED, Ticked): _ignore,
+    (State.ABORTED, DeadlineCheck): _ignore,
 }
 """What every event does in every state; those that do nothing are listed too."""

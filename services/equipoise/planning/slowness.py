@@ -20,7 +20,7 @@ MIN_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pace:
+class RankPace:
     """One window of a pool, by rank.
 
     `busy_us` is float64 [ranks], computing time a step, `load` [ranks] the assignments received.
@@ -41,7 +41,7 @@ class SlowRank:
     reason: str
 
 
-def slowdowns(pace: Pace) -> Load | None:
+def slowdowns(pace: RankPace) -> Load | None:
     """How many times longer than the median rank each computes, [ranks], load taken off.
 
     A rank with twice the median load may take up to twice as long. The lower median is compared
@@ -55,7 +55,7 @@ def slowdowns(pace: Pace) -> Load | None:
     return factors
 
 
-def find_slow(paces: Sequence[Pace], *, policy: Policy) -> Mapping[int, SlowRank]:
+def find_slow(paces: Sequence[RankPace], *, policy: Policy) -> Mapping[int, SlowRank]:
     """Ranks that were slow in each of the latest `policy.slow_worker_windows` windows.
 
     `paces` are of one epoch, oldest first; those that say nothing are passed over.

@@ -10,7 +10,7 @@ import numpy as np
 from equipoise.planning.arrays import Indices, Load
 from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.errors import InvalidReportError
-from equipoise.planning.slowness import Pace
+from equipoise.planning.slowness import RankPace
 
 MAX_STEPS_PER_S = 10_000
 """More than any pool makes: before each step all its ranks exchange headers."""
@@ -96,7 +96,7 @@ class StepCounters:
         factors: Load = steps.mean() / steps
         return factors
 
-    def pace(self, rank_load: Load) -> Pace | None:
+    def pace(self, rank_load: Load) -> RankPace | None:
         """How long each rank computed for a step; None if one of them made none or did not tell.
 
         `rank_load` is what each received, [layers, ranks] in assignments.
@@ -105,7 +105,7 @@ class StepCounters:
         busy_us = (self._busy_us - self._busy_us_at_open).astype(np.float64)
         if (steps <= 0).any() or (busy_us <= 0).any():
             return None
-        return Pace(busy_us=busy_us / steps, load=rank_load.sum(axis=0), steps=int(steps.min()))
+        return RankPace(busy_us=busy_us / steps, load=rank_load.sum(axis=0), steps=int(steps.min()))
 
     def open_next(self) -> None:
         """What is told from now on is of the next window."""

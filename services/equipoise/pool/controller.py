@@ -11,12 +11,12 @@ from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.policy import StoreDown
 from equipoise.planning.proposal import Proposal
 from equipoise.planning.rollout import (
+    DeadlineCheck,
     Persisted,
     RankLost,
     RankRefused,
     RankStaged,
     RankSwitched,
-    Ticked,
 )
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.decisions import close_due_window, decide, late_decisions
@@ -170,7 +170,7 @@ class PoolController:
         effects: list[Effect] = [*retry(self.pool), *follow_policy(self.pool, now=now)]
         effects += late_decisions(self.pool)
         effects += note_silence(self.pool, now=now)
-        effects += self.pool.roll(Ticked(), now=now)
+        effects += self.pool.roll(DeadlineCheck(), now=now)
         effects += open_by_clock(self.pool, now=now)
         effects += settle(self.pool, now=now)
         closed = self.pool.windows_closed

@@ -1,7 +1,7 @@
 """From a closed window to a verdict: what is asked of the planner, and what becomes of it."""
 
+from equipoise.planning.expected_gain import too_soon_again
 from equipoise.planning.policy import Policy
-from equipoise.planning.promise import too_soon_again
 from equipoise.planning.proposal import Proposal, ProposalRequest
 from equipoise.policy.digest import digest
 from equipoise.pool.effects import Chain, Effect, Propose, WriteAverage, WriteDecision

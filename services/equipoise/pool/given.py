@@ -1,7 +1,7 @@
 """Rolling out a placement that no planner chose: an operator's, or one to go back to."""
 
-from equipoise.planning.given import propose_given
 from equipoise.planning.layout import Layout
+from equipoise.planning.layout_proposal import propose_layout
 from equipoise.pool.effects import Chain, WriteDecision
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import DecisionRecord
@@ -17,7 +17,7 @@ def adopt_given(pool: Pool, target: Layout, *, algorithm: str, reason: str, now:
     assert pool.can_plan, "asked before"
     assert current is not None, "a pool that can plan has a layout"
     assert shape is not None, "a pool that can plan has a shape"
-    given = propose_given(
+    given = propose_layout(
         current,
         target,
         window=pool.windows[-1].load if pool.windows else None,

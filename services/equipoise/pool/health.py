@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from equipoise.planning.membership import Opening
+from equipoise.planning.membership import EpochDecision
 from equipoise.pool.members import Member, Roster
 
 
@@ -35,7 +35,7 @@ class Diagnosis:
 def diagnose(
     roster: Roster,
     *,
-    opening: Opening,
+    opening: EpochDecision,
     silent: Mapping[int, str],
     faults: Sequence[str],
     store_fault: str,

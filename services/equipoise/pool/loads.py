@@ -16,7 +16,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.load import LoadAverage, LoadWindow, Shift, WindowLoad, detect_shift
 from equipoise.planning.policy import Policy
 from equipoise.planning.realised import RealisedShares, realised_shares
-from equipoise.planning.slowness import Pace
+from equipoise.planning.slowness import RankPace
 from equipoise.planning.steps import StepCounters
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.records import FAST, SLOW, SLOW_SQUARES, AverageRecord
@@ -56,7 +56,7 @@ class ClosedWindow:
     switched: bool
     shift: Shift
     shares: RealisedShares | None
-    pace: Pace | None = None
+    pace: RankPace | None = None
     phase: Phase = Phase.MIXED
     unheard: tuple[int, ...] = ()
     contradiction: str = ""

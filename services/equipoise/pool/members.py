@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from equipoise.planning.arrays import ExpertTable
 from equipoise.planning.layout import Layout
-from equipoise.planning.membership import Candidate, Standing
+from equipoise.planning.membership import EpochCandidate, MemberState
 from equipoise.planning.topology import Topology
 from equipoise.pool.kernels import unshared
 from equipoise.pool.records import RefusedWorkerError
@@ -161,7 +161,7 @@ class Roster:
 
     def candidates(
         self, silent: Container[str], *, excluded: Mapping[str, str]
-    ) -> Sequence[Candidate]:
+    ) -> Sequence[EpochCandidate]:
         """How every worker stands, for who decides about the next epoch.
 
         `silent` are names of members that have not spoken for too long, `excluded` those of which
@@ -328,25 +328,25 @@ class Roster:
             member.rank = None
 
 
-def _candidate(member: Member, *, is_silent: bool, excluded: str) -> Candidate:
-    standing, reason = Standing.NEW, ""
+def _candidate(member: Member, *, is_silent: bool, excluded: str) -> EpochCandidate:
+    state, reason = MemberState.NEW, ""
     if not member.connected or is_silent:
-        standing = Standing.STUCK if member.rank is None else Standing.MISSING
+        state = MemberState.STUCK if member.rank is None else MemberState.MISSING
         reason = member.gone_reason or "it is silent"
     elif excluded and (member.rank is None or member.lost_reason is not None):
-        standing, reason = Standing.STUCK, excluded
+        state, reason = MemberState.STUCK, excluded
     elif excluded and member.serving:
-        standing, reason = Standing.SLOW, excluded
+        state, reason = MemberState.SLOW, excluded
     elif member.lost_reason is not None:
-        standing = Standing.NEW if member.rank is None else Standing.SURVIVOR
+        state = MemberState.NEW if member.rank is None else MemberState.SURVIVOR
         reason = member.lost_reason
     elif member.left_out is not None:
-        standing, reason = Standing.STUCK, member.left_out
+        state, reason = MemberState.STUCK, member.left_out
     elif member.rank is not None:
-        standing = Standing.SERVING if member.serving else Standing.JOINING
-    return Candidate(
+        state = MemberState.SERVING if member.serving else MemberState.JOINING
+    return EpochCandidate(
         name=member.name,
-        standing=standing,
+        state=state,
         since_s=member.since_s,
         holds=member.lost_reason is not None,
         reason=reason,

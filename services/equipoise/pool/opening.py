@@ -1,10 +1,10 @@
-"""Opening epochs: from who is here to who is which rank, in which layout, told to everybody.
+"""EpochDecision epochs: from who is here to who is which rank, in which layout, told to everybody.
 
 When that is, `planning/membership.py` decides; which layout, `planning/recovery.py`. Nothing is
 told before the store has it.
 """
 
-from equipoise.planning.membership import Opening, next_epoch
+from equipoise.planning.membership import EpochDecision, next_epoch
 from equipoise.planning.recovery import recover, recovery_moves
 from equipoise.pool.commands import join_epoch
 from equipoise.pool.effects import Chain, Effect, Log, Send, WriteAdopted, WriteMembership
@@ -92,7 +92,7 @@ def assign_returned(pool: Pool) -> Chain:
     )
 
 
-def _open(pool: Pool, opening: Opening, *, now: float) -> Chain:
+def _open(pool: Pool, opening: EpochDecision, *, now: float) -> Chain:
     roster = pool.roster
     load = pool.load()
     # Nobody was told of an epoch that is not written yet, so nobody has to let go of it.
@@ -126,7 +126,7 @@ def _open(pool: Pool, opening: Opening, *, now: float) -> Chain:
     return (log, *pool.unwritten.chain)
 
 
-def _note(pool: Pool, opening: Opening, membership: Membership, *, now: float) -> Log:
+def _note(pool: Pool, opening: EpochDecision, membership: Membership, *, now: float) -> Log:
     if opening.bound:
         pool.bounds.note(opening.bound, opening.reason)
     pool.epochs.opened(
@@ -137,7 +137,7 @@ def _note(pool: Pool, opening: Opening, membership: Membership, *, now: float) -
             opened_s=now,
         )
     )
-    pool.opening, pool.unheard = Opening(), frozenset()
+    pool.opening, pool.unheard = EpochDecision(), frozenset()
     pool.revision += 1
     return Log(
         text=f"epoch {membership.epoch} opens with {len(membership.workers)} ranks: "

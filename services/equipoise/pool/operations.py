@@ -5,7 +5,7 @@ Decides; a refusal is recorded like an order that is carried out, and both say w
 
 from dataclasses import replace
 
-from equipoise.planning.given import fits
+from equipoise.planning.layout_proposal import fits
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal
 from equipoise.pool.decisions import decide, proposal_request

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from equipoise.planning.arrays import Checksums, Load
+from equipoise.planning.expected_gain import ExpectedGain, ObservedWindow, RealisedGain
 from equipoise.planning.layout import Layout
-from equipoise.planning.membership import Opening
+from equipoise.planning.membership import EpochDecision
 from equipoise.planning.moves import Move
 from equipoise.planning.policy import Policy, StoreDown
-from equipoise.planning.promise import Promise, Realised, Witness
 from equipoise.planning.rollout import (
     Commands,
+    DeadlineCheck,
     Event,
     PersistCommitted,
     PersistProposed,
     RankRefused,
-    Ticked,
 )
 from equipoise.planning.setbacks import Setbacks
-from equipoise.planning.slowness import Pace, SlowRank
+from equipoise.planning.slowness import RankPace, SlowRank
 from equipoise.policy.book import PolicyBook, PolicyInForce
 from equipoise.pool.checksums import ChecksumTable
 from equipoise.pool.commands import orders
@@ -68,16 +68,16 @@ MAX_LATE = 100
 class WatchedRollout:
     """A rollout that is held to its promise by the windows that witnessed it."""
 
-    promise: Promise
-    witnesses: list[Witness] = field(default_factory=list)
+    promise: ExpectedGain
+    witnesses: list[ObservedWindow] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:
     """What became of a rollout's promise, and when that was seen."""
 
-    promise: Promise
-    realised: Realised
+    promise: ExpectedGain
+    realised: RealisedGain
     judged_s: float
 
 
@@ -138,7 +138,7 @@ class Pool:
     loads: PoolLoads | None = None
     checksums: ChecksumTable | None = None
     verified: Checksums | None = None
-    opening: Opening = field(default_factory=Opening)
+    opening: EpochDecision = field(default_factory=EpochDecision)
     moves: Mapping[int, tuple[Move, ...]] = field(default_factory=dict)
     unwritten: Unwritten = field(default_factory=Unwritten)
     unheard: frozenset[str] = frozenset()
@@ -151,7 +151,7 @@ class Pool:
     judged: deque[JudgedRollout] = field(default_factory=lambda: deque(maxlen=MAX_JUDGED))
     rolled_back_s: float | None = None
     setbacks: Setbacks = field(default_factory=Setbacks)
-    paces: deque[Pace] = field(default_factory=lambda: deque(maxlen=MAX_PACES))
+    paces: deque[RankPace] = field(default_factory=lambda: deque(maxlen=MAX_PACES))
     slow: Mapping[int, SlowRank] = field(default_factory=dict)
     excluded: dict[str, Exclusion] = field(default_factory=dict)
     quiet_until_s: float = -math.inf
@@ -322,13 +322,13 @@ class Pool:
         completed = self.rollouts.completed
         effects = self.obey(self.rollouts.handle(event, now=now))
         rollout = self.rollouts.latest
-        if before is not None and isinstance(event, Ticked):
+        if before is not None and isinstance(event, DeadlineCheck):
             self.bounds.note_rollout(before, self.rollouts.latest)
         if self.rollouts.completed > completed:
             self.setbacks = Setbacks()
         if self.rollouts.aborted <= aborted or rollout is None:
             return effects
-        if isinstance(event, RankRefused | Ticked):
+        if isinstance(event, RankRefused | DeadlineCheck):
             self.setbacks = self.setbacks.one_more(rollout.reason, now=now)
         if self.verdict is None:
             return effects

@@ -4,7 +4,7 @@ Whether it did is `planning/promise.py`'s decision; the way back is an ordinary 
 """
 
 from equipoise.planning.balance import balancedness, layout_loads
-from equipoise.planning.promise import Promise, Realised, Witness, judge_realised
+from equipoise.planning.expected_gain import ExpectedGain, ObservedWindow, RealisedGain, judge_gain
 from equipoise.planning.proposal import Proposal
 from equipoise.pool.effects import Chain, Log
 from equipoise.pool.given import adopt_given
@@ -26,7 +26,7 @@ def watch_rollout(pool: Pool, proposal: Proposal) -> None:
         balancedness_before = balancedness(layout_loads(before, request.window))
     elif request.balancedness is not None:
         optimism = balancedness_before - request.balancedness
-    promise = Promise(
+    promise = ExpectedGain(
         before=before,
         generation=proposal.waves[-1].generation,
         balancedness_before=balancedness_before,
@@ -46,12 +46,12 @@ def judge_rollout(pool: Pool, window: ClosedWindow, *, now: float) -> Chain:
         pool.watched = None
         return ()
     if not (window.switched or window.doubt):
-        watched.witnesses.append(Witness(load=window.load, balancedness=window.balancedness))
-    realised = judge_realised(watched.promise, watched.witnesses, policy=pool.policy)
+        watched.witnesses.append(ObservedWindow(load=window.load, balancedness=window.balancedness))
+    realised = judge_gain(watched.promise, watched.witnesses, policy=pool.policy)
     return () if realised is None else _conclude(pool, realised, now=now)
 
 
-def _conclude(pool: Pool, realised: Realised, *, now: float) -> Chain:
+def _conclude(pool: Pool, realised: RealisedGain, *, now: float) -> Chain:
     watched = pool.watched
     assert watched is not None, "it was judged"
     if realised.goes_back and (pool.hold.reason or not pool.can_plan):

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from equipoise.planning.promise import Outcome
+from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.rollout import State
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
 from equipoise.wire.messages import Staged
@@ -33,7 +33,7 @@ class Tally:
     checkpoint_bytes: int = 0
     rolled_back: int = 0
     slow_found: int = 0
-    promises: Counter[Outcome] = field(default_factory=Counter)
+    promises: Counter[GainOutcome] = field(default_factory=Counter)
     plan_s: Histogram = field(default_factory=lambda: Histogram(LONG_S))
     wave_s: Histogram = field(default_factory=lambda: Histogram(LONG_S))
     stall_s: Histogram = field(default_factory=lambda: Histogram(SHORT_S))

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from equipoise.planning.expected_gain import ExpectedGain, RealisedGain
 from equipoise.planning.layout import Layout
-from equipoise.planning.promise import Promise, Realised
 from equipoise.planning.slowness import slowdowns
 from equipoise.pool.counters import Bound
 from equipoise.pool.health import Health
@@ -291,7 +291,7 @@ def _promises(pool: Pool) -> list[pb.PromiseStatus]:
 
 
 def _promise_status(
-    promise: Promise, *, realised: Realised | None = None, judged_s: float = 0.0
+    promise: ExpectedGain, *, realised: RealisedGain | None = None, judged_s: float = 0.0
 ) -> pb.PromiseStatus:
     status = pb.PromiseStatus(
         generation=promise.generation,

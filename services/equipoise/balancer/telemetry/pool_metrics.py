@@ -17,7 +17,7 @@ from prometheus_client.core import (
 
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness_per_layer
-from equipoise.planning.promise import Outcome
+from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.slowness import slowdowns
 from equipoise.pool.health import Health
 from equipoise.pool.pool import Pool
@@ -190,7 +190,7 @@ class PoolMetrics:
         self._count("slow_ranks_found", pool, tally.slow_found)
         self._count("pulled_bytes", pool, tally.peer_bytes, "peer")
         self._count("pulled_bytes", pool, tally.checkpoint_bytes, "checkpoint")
-        for outcome in Outcome:
+        for outcome in GainOutcome:
             self._count("promises", pool, tally.promises[outcome], outcome.value)
         if pool.judged:
             self._gauge("predicted_gain", pool, pool.judged[0].promise.gain)

@@ -10,9 +10,9 @@ from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, Slots
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.frontier import LayerPath, Point, hull_along, hull_of, take_steepest
-from equipoise.planning.placing.ground import Ground
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.relieve import relieve
+from equipoise.planning.placing.search_state import SearchSpace
 
 THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.15, 1.3)
 """Loads, over the least that a layer's busiest rank can have, above which paths relieve ranks."""
@@ -23,7 +23,7 @@ easily go beyond it, others stop before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
+class MoveStep:
     """Slots of one layer that change together, and what that is worth.
 
     `slots`, int64, and `experts`, int32, are [changes]; `moves` is how many slots more differ from
@@ -47,7 +47,7 @@ class Improvement:
     """
 
     table: ExpertTable
-    steps: tuple[Step, ...]
+    steps: tuple[MoveStep, ...]
     curve: tuple[tuple[int, float], ...]
 
 
@@ -107,7 +107,7 @@ def _paths(
     if target is not None and target < bound:
         left = bound / target - 1.0
         thresholds = tuple(1.0 + left * part for part in TARGET_THRESHOLDS)
-    ground = Ground(
+    ground = SearchSpace(
         problem.first_slot,
         problem.rank_of_slot,
         problem.node_of_rank,
@@ -167,11 +167,11 @@ def _improvement(
     return Improvement(table=table, steps=tuple(ordered), curve=tuple(curve))
 
 
-def _restoring(problem: Problem, start: ExpertTable) -> Iterator[Step]:
+def _restoring(problem: Problem, start: ExpertTable) -> Iterator[MoveStep]:
     """What brings back experts without a replica; worth any price."""
     for layer in np.flatnonzero(~problem.is_covered).tolist():
         changed = np.flatnonzero(problem.held[layer] != start[layer])
-        yield Step(
+        yield MoveStep(
             layer=layer,
             slots=changed,
             experts=start[layer, changed],
@@ -180,7 +180,9 @@ def _restoring(problem: Problem, start: ExpertTable) -> Iterator[Step]:
         )
 
 
-def _steps(layer: int, slots: Slots, path: LayerPath, end: Point, num_busy: int) -> Iterator[Step]:
+def _steps(
+    layer: int, slots: Slots, path: LayerPath, end: Point, num_busy: int
+) -> Iterator[MoveStep]:
     """The stops worth making on the way to `end`."""
     hull = hull_along(path, num_changes=end.num_changes)
     for before, after in pairwise(hull):
@@ -188,7 +190,7 @@ def _steps(layer: int, slots: Slots, path: LayerPath, end: Point, num_busy: int)
         for slot, expert in path.changed(before.num_changes, after.num_changes).tolist():
             reached[slot] = expert
         differs = np.flatnonzero(reached != slots)
-        yield Step(
+        yield MoveStep(
             layer=layer,
             slots=differs,
             experts=reached[differs],

@@ -10,10 +10,10 @@ import numpy as np
 from equipoise.planning.arrays import ExpertTable, Indices, Slots, Weights
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
-from equipoise.planning.placing.ground import Ground, Path
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.refine import refine
 from equipoise.planning.placing.relieve import relieve
+from equipoise.planning.placing.search_state import Path, SearchSpace
 
 THRESHOLDS = (1.0, 1.01, 1.07)
 """Loads, over the least that a layer's busiest rank can have, above which ranks are relieved."""
@@ -65,7 +65,7 @@ def _best_within(
     load, num_ranks = problem.load[layer], problem.topology.num_ranks
     bound = upper_bounds(load[None], num_slots=len(start), num_ranks=num_ranks)[0]
     least_busiest = float(load.sum()) / num_ranks / bound
-    ground = Ground(
+    ground = SearchSpace(
         problem.first_slot,
         problem.rank_of_slot,
         problem.node_of_rank,

@@ -54,7 +54,7 @@ def refine(
     return refined
 
 
-class _Layer(NamedTuple):
+class _Search(NamedTuple):
     """One layer during the search; arrays, changed in place."""
 
     slots: Slots
@@ -90,7 +90,7 @@ def _refine_layers(
         num_replicas = np.zeros(load.shape[1], dtype=np.int64)
         for expert in table[index]:
             num_replicas[expert] += 1
-        layer = _Layer(
+        layer = _Search(
             table[index],
             load[index],
             num_replicas,
@@ -112,7 +112,7 @@ def _refine_layers(
 
 
 @part
-def _separate(layer: _Layer, work: int) -> int:
+def _separate(layer: _Search, work: int) -> int:
     """Swap replicas off nodes that hold too many of their expert; how many pairs were compared.
 
     Of the slots that may come in exchange, the one that leaves the busier rank least loaded does.
@@ -144,7 +144,7 @@ def _separate(layer: _Layer, work: int) -> int:
 
 
 @part
-def _may_join(layer: _Layer, expert: int, here: int, there: int) -> bool:
+def _may_join(layer: _Search, expert: int, here: int, there: int) -> bool:
     """Whether a replica may go from one rank to another without meeting its like."""
     from_node, to_node = layer.node_of_rank[here], layer.node_of_rank[there]
     if from_node != to_node and layer.num_on_node[expert, to_node] >= layer.most_on_node[expert]:
@@ -153,7 +153,7 @@ def _may_join(layer: _Layer, expert: int, here: int, there: int) -> bool:
 
 
 @part
-def _swap(layer: _Layer, own: int, other: int) -> None:
+def _swap(layer: _Search, own: int, other: int) -> None:
     slots, here, there = layer.slots, layer.rank_of_slot[own], layer.rank_of_slot[other]
     difference = layer.share[slots[own]] - layer.share[slots[other]]
     layer.carried[here] -= difference
@@ -166,7 +166,7 @@ def _swap(layer: _Layer, own: int, other: int) -> None:
 
 
 @part
-def _refine(layer: _Layer, work: int) -> None:
+def _refine(layer: _Search, work: int) -> None:
     slots, carried = layer.slots, layer.carried
     enough = _enough(layer)
     while work > 0:
@@ -193,7 +193,7 @@ def _refine(layer: _Layer, work: int) -> None:
 
 
 @part
-def _recount(layer: _Layer, expert: int, node: int, by: int) -> None:
+def _recount(layer: _Search, expert: int, node: int, by: int) -> None:
     """Note that an expert has `by` more replicas, on one node."""
     num_nodes = layer.num_on_node.shape[1]
     layer.num_on_node[expert, node] += by
@@ -203,14 +203,14 @@ def _recount(layer: _Layer, expert: int, node: int, by: int) -> None:
 
 
 @part
-def _weigh_ranks(layer: _Layer) -> None:
+def _weigh_ranks(layer: _Search) -> None:
     layer.carried[:] = 0.0
     for slot in range(len(layer.slots)):
         layer.carried[layer.rank_of_slot[slot]] += layer.share[layer.slots[slot]]
 
 
 @part
-def _enough(layer: _Layer) -> Weights:
+def _enough(layer: _Search) -> Weights:
     """The load at which a rank of each block needs no relief, [blocks]."""
     num_blocks = layer.block_of_rank.max() + 1
     total, num_ranks = np.zeros(num_blocks), np.zeros(num_blocks)
@@ -222,7 +222,7 @@ def _enough(layer: _Layer) -> Weights:
 
 
 @part
-def _best_swap(layer: _Layer, busiest: int) -> tuple[int, int, int]:
+def _best_swap(layer: _Search, busiest: int) -> tuple[int, int, int]:
     """The busiest rank's slot and another's to swap, or -1; and how many pairs were compared.
 
     A swap with a rank leaves at least the mean of both, so once a good one is found, few ranks
@@ -259,7 +259,7 @@ def _best_swap(layer: _Layer, busiest: int) -> tuple[int, int, int]:
 
 
 @part
-def _lightest_beside(layer: _Layer, busiest: int) -> int:
+def _lightest_beside(layer: _Search, busiest: int) -> int:
     """The least loaded other rank of the busiest one's block, or -1."""
     lightest = -1
     for rank in range(len(layer.carried)):
@@ -273,7 +273,7 @@ def _lightest_beside(layer: _Layer, busiest: int) -> int:
 
 
 @part
-def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
+def _best_replica(layer: _Search, busiest: int) -> tuple[int, int, int]:
     """An expert of the busiest rank and the slot for one more replica, or -1; and pairs compared.
 
     The slot must hold an expert with replicas to spare. Then the other replicas of that expert
@@ -313,7 +313,7 @@ def _best_replica(layer: _Layer, busiest: int) -> tuple[int, int, int]:
 
 
 @part
-def _best_relief(layer: _Layer, busiest: int) -> tuple[int, int, int]:
+def _best_relief(layer: _Search, busiest: int) -> tuple[int, int, int]:
     """A replica for the busiest rank to give up and the expert to take, or -1; and pairs compared.
 
     An expert with many replicas need not be on a rank that also has one nobody else can help with.
@@ -345,7 +345,7 @@ def _best_relief(layer: _Layer, busiest: int) -> tuple[int, int, int]:
 
 
 @part
-def _may_arise(layer: _Layer, expert: int, rank: int) -> bool:
+def _may_arise(layer: _Search, expert: int, rank: int) -> bool:
     """Whether one replica more of an expert may be on a rank."""
     num_nodes = layer.num_on_node.shape[1]
     most_on_node = (layer.num_replicas[expert] + num_nodes) // num_nodes
@@ -355,7 +355,7 @@ def _may_arise(layer: _Layer, expert: int, rank: int) -> bool:
 
 
 @part
-def _busiest_holders(layer: _Layer, besides: int) -> tuple[Indices, Indices]:
+def _busiest_holders(layer: _Search, besides: int) -> tuple[Indices, Indices]:
     """The most and the next loaded rank that hold each expert, besides one; [experts], or -1."""
     carried = layer.carried
     first = np.full(len(layer.load), -1)
@@ -373,7 +373,7 @@ def _busiest_holders(layer: _Layer, besides: int) -> tuple[Indices, Indices]:
 
 
 @part
-def _holds(layer: _Layer, rank: int, expert: int) -> bool:
+def _holds(layer: _Search, rank: int, expert: int) -> bool:
     for slot in range(layer.first_slot[rank], layer.first_slot[rank + 1]):
         if layer.slots[slot] == expert:
             return True

@@ -12,12 +12,12 @@ import numpy as np
 
 from equipoise.planning.arrays import Indices, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
-from equipoise.planning.placing.ground import (
-    Experts,
-    Ground,
-    Layer,
+from equipoise.planning.placing.search_state import (
+    ExpertTotals,
     Path,
-    Ranks,
+    RankTotals,
+    SearchSpace,
+    SearchState,
     Swaps,
 )
 
@@ -26,7 +26,7 @@ MAX_STEPS_PER_SLOT = 2
 
 
 MOST_RANKS = 32
-"""Ranks with most load, and as many with least, among which a step looks for a swap."""
+"""RankTotals with most load, and as many with least, among which a step looks for a swap."""
 
 MOST_PAIRS = 1 << 17
 """Pairs of ranks whose best swap is remembered; those of 362 ranks fit."""
@@ -39,7 +39,7 @@ then have one on recorded loads, a quarter otherwise, and they are about as many
 
 @compiled
 def relieve(
-    start: Slots, load: Weights, ground: Ground, threshold: float, max_off_home: float
+    start: Slots, load: Weights, ground: SearchSpace, threshold: float, max_off_home: float
 ) -> Path:
     """Take load above `threshold` off the ranks of one layer, as long as a step helps.
 
@@ -75,17 +75,17 @@ def relieve(
 
 
 @part
-def _start(start: Slots, load: Weights, ground: Ground) -> Layer:
+def _start(start: Slots, load: Weights, ground: SearchSpace) -> SearchState:
     num_experts, num_ranks = len(load), len(ground.node_of_rank)
     num_pairs = min(num_ranks * num_ranks, MOST_PAIRS)
-    layer = Layer(
+    layer = SearchState(
         start,
         start.copy(),
         np.zeros(len(start)),
         np.zeros((num_experts, num_ranks), dtype=np.int16),
         np.zeros((num_experts, ground.node_of_rank.max() + 1), dtype=np.bool_),
         ground,
-        Experts(
+        ExpertTotals(
             load,
             np.zeros(num_experts, dtype=np.int64),
             np.zeros(num_experts, dtype=np.int64),
@@ -94,7 +94,7 @@ def _start(start: Slots, load: Weights, ground: Ground) -> Layer:
             np.zeros(num_experts),
             np.arange(num_experts),
         ),
-        Ranks(
+        RankTotals(
             np.zeros(num_ranks),
             np.zeros(num_ranks),
             np.zeros(num_ranks),
@@ -120,7 +120,7 @@ def _start(start: Slots, load: Weights, ground: Ground) -> Layer:
 
 
 @part
-def _take(layer: Layer, step: Indices, now: int) -> None:
+def _take(layer: SearchState, step: Indices, now: int) -> None:
     """Make one or two changes, and bring up to date what depends on them."""
     slots, num_held, rank_of_slot = layer.slots, layer.num_held, layer.ground.rank_of_slot
     concerned = np.array([slots[step[0]], step[1]])
@@ -135,7 +135,7 @@ def _take(layer: Layer, step: Indices, now: int) -> None:
 
 
 @part
-def _split(layer: Layer, concerned: Indices) -> None:
+def _split(layer: SearchState, concerned: Indices) -> None:
     """Count replicas of some experts, and spread their load over them."""
     num_held, node_of_rank = layer.num_held, layer.ground.node_of_rank
     load, home_of_expert = layer.experts.load, layer.ground.home_of_expert
@@ -153,7 +153,7 @@ def _split(layer: Layer, concerned: Indices) -> None:
 
 
 @part
-def _weigh(layer: Layer, concerned: Indices, now: int) -> None:
+def _weigh(layer: SearchState, concerned: Indices, now: int) -> None:
     """Weigh the ranks that hold some experts."""
     slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
     share, ranks, first_slot = layer.experts.share, layer.ranks, layer.ground.first_slot
@@ -177,7 +177,7 @@ def _weigh(layer: Layer, concerned: Indices, now: int) -> None:
 
 
 @part
-def _off_home(layer: Layer) -> float:
+def _off_home(layer: SearchState) -> float:
     share, num_off_home = layer.experts.share, layer.experts.num_off_home
     total = 0.0
     for expert in range(len(share)):
@@ -191,11 +191,11 @@ def _excess(load: float, threshold: float) -> float:
 
 
 @part
-def _best_copy(layer: Layer, threshold: float) -> tuple[float, int, int]:
+def _best_copy(layer: SearchState, threshold: float) -> tuple[float, int, int]:
     """The slot to overwrite and the expert to put there, and the excess removed per cost.
 
     Whether a rank that holds both experts gains or loses is counted as if they met on different
-    ranks; excess is convex, so a step never removes less than that. Experts are tried in the
+    ranks; excess is convex, so a step never removes less than that. ExpertTotals are tried in the
     order of the excess that a replica more of them removes elsewhere, until that is too little;
     among those that remove none, the lightest disturbs least, and heavier ones remove no more.
     """
@@ -249,7 +249,7 @@ def _best_copy(layer: Layer, threshold: float) -> tuple[float, int, int]:
 
 
 @part
-def _effects_of_one_replica(layer: Layer, threshold: float) -> tuple[Weights, Weights]:
+def _effects_of_one_replica(layer: SearchState, threshold: float) -> tuple[Weights, Weights]:
     """Excess that one replica more of each expert removes, and one less adds; [experts]."""
     slots, share_of_slot, first_slot = layer.slots, layer.share_of_slot, layer.ground.first_slot
     carried, num_replicas = layer.ranks.carried, layer.experts.num_replicas
@@ -287,7 +287,9 @@ def _sort(order: Indices, most: Weights, least: Weights) -> None:
 
 
 @part
-def _best_swap(layer: Layer, threshold: float, best: float, now: int) -> tuple[float, int, int]:
+def _best_swap(
+    layer: SearchState, threshold: float, best: float, now: int
+) -> tuple[float, int, int]:
     """Two slots whose swap removes more excess per cost than `best`, and how much; or -1.
 
     A swap takes no more off a rank than its excess, what the other has room for, or the largest

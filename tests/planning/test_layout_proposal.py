@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from equipoise.planning.given import fits, propose_given
 from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.layout_proposal import fits, propose_layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape
 
@@ -19,7 +19,7 @@ def layout_of(generation, *, shift=0, num_ranks=2):
 
 
 def given(current, target, *, window=None, max_wave_bytes=2**20):
-    return propose_given(
+    return propose_layout(
         current,
         target,
         window=window,

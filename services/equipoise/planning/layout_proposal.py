@@ -1,4 +1,4 @@
-"""`propose_given`: the way to a layout that no planner chose, for example an earlier one."""
+"""`propose_layout`: the way to a layout that no planner chose, for example an earlier one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from equipoise.planning.topology import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Given:
+class LayoutProposal:
     """A chain of changes that ends in the layout wanted, and what it changes.
 
     `waves` lead from valid layout to valid layout, a generation each; there is none if nothing
@@ -31,7 +31,7 @@ class Given:
     balancedness_proposed: float
 
 
-def propose_given(
+def propose_layout(
     current: Layout,
     target: Layout,
     *,
@@ -39,7 +39,7 @@ def propose_given(
     model: ModelShape,
     policy: Policy,
     first_generation: int,
-) -> Given:
+) -> LayoutProposal:
     """Place experts as `target` does, from `current`, in generations from `first_generation` on.
 
     The generation of `target` does not count: numbers are never used again. `window` is the
@@ -48,7 +48,7 @@ def propose_given(
     """
     assert fits(target, current), "layouts of one pool"
     moves = int(np.count_nonzero(current.expert_of_slot != target.expert_of_slot))
-    return Given(
+    return LayoutProposal(
         waves=waves(
             current,
             current.with_placement(

@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 
 from equipoise.planning.balance import balancedness, layout_loads
+from equipoise.planning.expected_gain import (
+    ExpectedGain,
+    ObservedWindow,
+    judge_gain,
+    too_soon_again,
+)
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
-from equipoise.planning.promise import Promise, Witness, judge_realised, too_soon_again
 
 POLICY = Policy(rollback_tolerance=0.05, rollback_windows=2, min_assignments=100.0)
 # Ranks hold experts 0 and 1, and 2 and 3.
@@ -16,15 +21,15 @@ GOOD_FOR_OLD = np.array([[400.0, 100.0, 400.0, 100.0]])
 
 
 def judged(*windows, optimism=0.0, policy=POLICY):
-    promise = Promise(
+    promise = ExpectedGain(
         before=OLD,
         generation=2,
         balancedness_before=balancedness(layout_loads(OLD, BAD_FOR_OLD)),
         balancedness_promised=0.95,
         optimism=optimism,
     )
-    witnesses = [Witness(load=load, balancedness=measured) for load, measured in windows]
-    return judge_realised(promise, witnesses, policy=policy)
+    witnesses = [ObservedWindow(load=load, balancedness=measured) for load, measured in windows]
+    return judge_gain(promise, witnesses, policy=policy)
 
 
 def test_a_rollout_that_brought_what_it_promised_is_kept():

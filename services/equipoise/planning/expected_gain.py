@@ -1,4 +1,4 @@
-"""`judge_realised`: whether a rollout brought what it promised, or the pool goes back.
+"""`judge_gain`: whether a rollout brought what it promised, or the pool goes back.
 
 Traffic that changed right after a switch must not be blamed on the plan. So the layout that ran
 before is judged by the same windows: the pool goes back only if it fell short of the promise and
@@ -17,7 +17,7 @@ from equipoise.planning.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Promise:
+class ExpectedGain:
     """What a rollout was to bring: from `before`, to which a way back leads, to `generation`.
 
     Both balancednesses are what the verdict's window makes of a layout. `optimism` is by how much
@@ -38,7 +38,7 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Witness:
+class ObservedWindow:
     """A window that was wholly in the new layout.
 
     `load` is [layers, experts] in assignments, `balancedness` what receivers measured.
@@ -48,7 +48,7 @@ class Witness:
     balancedness: float
 
 
-class Outcome(StrEnum):
+class GainOutcome(StrEnum):
     """What became of a promise."""
 
     KEPT = "kept"
@@ -62,14 +62,14 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Realised:
+class RealisedGain:
     """The judgement, and why.
 
     `balancedness` is what was measured, mean over the windows; `gain` is by how much that is above
     what `before` would have had on them.
     """
 
-    outcome: Outcome
+    outcome: GainOutcome
     reason: str
     balancedness: float
     gain: float
@@ -77,12 +77,12 @@ class Realised:
     @property
     def goes_back(self) -> bool:
         """Whether the pool returns to the layout before."""
-        return self.outcome is Outcome.ROLLED_BACK
+        return self.outcome is GainOutcome.ROLLED_BACK
 
 
-def judge_realised(
-    promise: Promise, witnesses: Sequence[Witness], *, policy: Policy
-) -> Realised | None:
+def judge_gain(
+    promise: ExpectedGain, witnesses: Sequence[ObservedWindow], *, policy: Policy
+) -> RealisedGain | None:
     """Judge a rollout by the windows that followed it; None as long as too few had traffic."""
     heard = [one for one in witnesses if assignments_per_layer(one.load) >= policy.min_assignments]
     if len(heard) < policy.rollback_windows:
@@ -100,14 +100,14 @@ def judge_realised(
         f"have had {old:.3f}"
     )
     if missing <= tolerance:
-        outcome, reason = Outcome.KEPT, f"kept, as promised: {facts}"
+        outcome, reason = GainOutcome.KEPT, f"kept, as promised: {facts}"
     elif lost <= tolerance:
-        outcome = Outcome.TRAFFIC_CHANGED
+        outcome = GainOutcome.TRAFFIC_CHANGED
         reason = f"kept, because traffic changed and not the plan failed: {facts}"
     else:
-        outcome = Outcome.ROLLED_BACK
+        outcome = GainOutcome.ROLLED_BACK
         reason = f"rolled back, because it is worse by more than {tolerance:.3f}: {facts}"
-    return Realised(outcome=outcome, reason=reason, balancedness=measured, gain=measured - old)
+    return RealisedGain(outcome=outcome, reason=reason, balancedness=measured, gain=measured - old)
 
 
 def too_soon_again(

@@ -14,7 +14,7 @@ from equipoise.planning.arrays import Bools, Indices, Slots, Weights
 Counts = npt.NDArray[np.int16]
 
 
-class Ground(NamedTuple):
+class SearchSpace(NamedTuple):
     """Where a layer's slots are, and what a step costs.
 
     `first_slot` is int64 [ranks + 1], `rank_of_slot` int64 [slots], `node_of_rank` int64 [ranks].
@@ -46,7 +46,7 @@ class Path(NamedTuple):
     off_home: Weights
 
 
-class Experts(NamedTuple):
+class ExpertTotals(NamedTuple):
     """What is known of each expert, [experts], changed in place by `relieve`."""
 
     load: Weights
@@ -60,7 +60,7 @@ class Experts(NamedTuple):
     """The experts in the order in which they were tried last."""
 
 
-class Ranks(NamedTuple):
+class RankTotals(NamedTuple):
     """What is known of each rank, [ranks], changed in place by `relieve`."""
 
     carried: Weights
@@ -89,7 +89,7 @@ class Swaps(NamedTuple):
     other: Indices
 
 
-class Layer(NamedTuple):
+class SearchState(NamedTuple):
     """One layer on its way; arrays, changed in place."""
 
     start: Slots
@@ -99,7 +99,7 @@ class Layer(NamedTuple):
     """Replicas of each expert on each rank, [experts, ranks]."""
     is_near: Bools
     """Whether a rank of each node held each expert at the start, [experts, nodes]."""
-    ground: Ground
-    experts: Experts
-    ranks: Ranks
+    ground: SearchSpace
+    experts: ExpertTotals
+    ranks: RankTotals
     swaps: Swaps
