@@ -1,4 +1,4 @@
-"""A policy file is taken whole or refused whole, and each fault is named with its line."""
+"""A policy file is accepted or rejected as a whole; each fault is reported with its line."""
 
 from dataclasses import fields
 
@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from equipoise.planning.policy import RANGES, Policy
+from equipoise.planning.policy import Policy
 from equipoise.policy.digest import changes, digest
-from equipoise.policy.document import PoolPolicy, settings
+from equipoise.policy.document import PoolPolicy
 from equipoise.policy.errors import PolicyError
 from equipoise.policy.quantities import read_bytes, read_seconds, write_bytes, write_seconds
 from equipoise.policy.reading import MAX_BYTES, read_policy
+from equipoise.policy.setting import SETTINGS
+from equipoise.settings.fields import ranges_of
 
 HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
 
@@ -24,7 +26,7 @@ def faults_of(body, *, head=HEAD):
     return refused.value.faults
 
 
-def test_what_is_not_said_has_its_default():
+def test_a_value_that_is_not_set_has_its_default():
     read = read_policy(HEAD, source="policy.yaml")
     assert read.defaults == Policy()
     assert not read.pools
@@ -52,7 +54,7 @@ pools:
     assert read.defaults.fast_half_life_s == Policy().fast_half_life_s
 
 
-def test_flags_hold_where_the_file_is_silent():
+def test_options_apply_where_the_file_sets_nothing():
     read = read_policy(
         HEAD + "defaults: {interval: 20s}", source="f", base=Policy(min_gain=0.5, interval_s=7)
     )
@@ -60,13 +62,19 @@ def test_flags_hold_where_the_file_is_silent():
 
 
 def test_every_value_of_the_planning_policy_can_be_written_exactly_once():
-    names = [setting.name for _, setting, _ in settings()]
-    assert sorted(names) == sorted(field.name for field in fields(Policy))
-    assert PoolPolicy().given() == {}
+    assert [one.name for one in SETTINGS] == [field.name for field in fields(Policy)]
+    assert len({one.path for one in SETTINGS}) == len(SETTINGS)
+    assert PoolPolicy().written() == {}
 
 
-def test_every_field_says_what_it_is_for():
-    assert all(len(words) > 20 for _, _, words in settings())
+def test_every_field_is_explained():
+    assert all(len(one.explanation) > 20 for one in SETTINGS)
+
+
+def test_every_number_has_a_range_and_every_plain_number_a_unit():
+    for one in SETTINGS:
+        assert (one.range is None) == (one.form.unit in {"word", "true or false"}), one.name
+        assert one.form.unit, one.name
 
 
 @pytest.mark.parametrize(
@@ -77,9 +85,9 @@ def test_every_field_says_what_it_is_for():
             "defaults:\n  minGain: 0.1",
             4,
             "defaults.minGain",
-            "there is no such field here: did you mean judging.minGain?",
+            "unknown field here: did you mean judging.minGain?",
         ),
-        ("policy: {}", 3, "policy", "there are apiVersion, kind, defaults, pools"),
+        ("policy: {}", 3, "policy", "the fields are apiVersion, kind, defaults, pools"),
         (
             "pools:\n  a:\n    waves:\n      maxByte: 1",
             6,
@@ -92,8 +100,8 @@ def test_every_field_says_what_it_is_for():
         ("defaults: {planning: {riskZ: .nan}}", 3, "defaults.planning.riskZ", "from 0 to 10"),
         ("defaults: {planning: {algorithm: best}}", 3, "defaults.planning.algorithm", "one of"),
         ("defaults: {pause: 1}", 3, "defaults.pause", "must be true or false"),
-        ("defaults: {judging: 3}", 3, "defaults.judging", "must hold fields by name"),
-        ("pools: [a]", 3, "pools", "must hold fields by name"),
+        ("defaults: {judging: 3}", 3, "defaults.judging", "must be a mapping of fields"),
+        ("pools: [a]", 3, "pools", "must be a mapping of fields"),
         (
             "defaults:\n  averages:\n    slowHalfLife: 2s",
             3,
@@ -106,11 +114,11 @@ def test_every_field_says_what_it_is_for():
             "pools.a.timeouts.report",
             "timeouts.report must be above heartbeatInterval (1)",
         ),
-        ("defaults: {}\ndefaults: {}", 4, "defaults", "is there twice, first in line 3"),
-        ("defaults: [", 3, "", "is no YAML"),
-        ("defaults: &a {}\npools: {b: *a}", 4, "", "aliases are not used here"),
+        ("defaults: {}\ndefaults: {}", 4, "defaults", "is a duplicate of line 3"),
+        ("defaults: [", 3, "", "is not valid YAML"),
+        ("defaults: &a {}\npools: {b: *a}", 4, "", "aliases are not supported"),
         ("defaults: {interval: 2026-13-45}", 3, "defaults.interval", "must be a duration"),
-        ("? {a: b}\n: c", 3, "", "keys must be words"),
+        ("? {a: b}\n: c", 3, "", "keys must be strings"),
     ],
 )
 def test_a_fault_names_field_line_and_why(body, line, path, why):
@@ -119,7 +127,7 @@ def test_a_fault_names_field_line_and_why(body, line, path, why):
     assert why in fault.why
 
 
-def test_all_faults_are_told_at_once_in_the_order_of_the_file():
+def test_all_faults_are_reported_at_once_in_the_order_of_the_file():
     faults = faults_of("defaults:\n  interval: 1\n  pause: 3\npools:\n  a: {nope: 1}")
     assert [fault.line for fault in faults] == [4, 5, 7]
 
@@ -127,43 +135,43 @@ def test_all_faults_are_told_at_once_in_the_order_of_the_file():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "is empty or no mapping"),
-        ("- a", "is empty or no mapping"),
+        ("", "is empty or not a mapping"),
+        ("- a", "is empty or not a mapping"),
         ("kind: BalancePolicy", "apiVersion: is missing"),
         (HEAD.replace("v1alpha1", "v9"), "must be 'equipoise.dev/v1alpha1'"),
         ("a: " + "[" * 2000, "nested"),
         ("#" * (MAX_BYTES + 1), "is larger than"),
-        ("a: \x00", "is no YAML"),
+        ("a: \x00", "is not valid YAML"),
         ("{a: !!python/object/apply:os.system [x]}", "a"),
     ],
 )
-def test_what_is_no_policy_at_all_is_refused(text, why):
+def test_what_is_not_a_policy_is_rejected(text, why):
     assert why in "; ".join(map(str, faults_of("", head=text)))
 
 
 @budget(max_examples=50)
 @given(st.text(max_size=60) | st.sampled_from(["? ", "[[", "!!", "%", "a: &b"]))
-def test_any_text_is_read_or_refused(text):
+def test_any_text_is_read_or_rejected(text):
     try:
         read_policy(HEAD + text, source="any")
     except PolicyError as error:
         assert error.faults  # noqa: PT017 - some texts are good
 
 
-@given(st.sampled_from(sorted(RANGES)), st.floats(0.0, 1.0))
+@given(st.sampled_from(sorted(ranges_of(Policy))), st.floats(0.0, 1.0))
 def test_what_is_written_reads_as_the_same_value(name, part):
-    (setting,) = (one for _, one, _ in settings() if one.name == name)
-    low, high = RANGES[name]
+    (setting,) = (one for one in SETTINGS if one.name == name)
+    low, high = setting.range.low, setting.range.high
     value = low + part * (high - low)
-    if setting.unit == "bytes" or isinstance(getattr(Policy(), name), int):
+    if setting.form.unit == "bytes" or isinstance(getattr(Policy(), name), int):
         value = int(value)
-    assert setting.checked(setting.write(value)) == pytest.approx(value, rel=1e-9, abs=1e-9)
+    assert setting.checked(setting.form.write(value)) == pytest.approx(value, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("10s", 10), ("250ms", 0.25), ("1h30m", 5400), ("0s", 0), ("1.5m", 90)]
 )
-def test_durations_are_read_as_people_write_them(text, seconds):
+def test_durations_are_read_with_units(text, seconds):
     assert read_seconds(text) == seconds
     assert read_seconds(write_seconds(seconds)) == seconds
 
@@ -176,7 +184,7 @@ def test_bytes_are_read_as_kubernetes_writes_them(text, number):
     assert read_bytes(write_bytes(number)) == number
 
 
-def test_the_digest_is_that_of_the_values_not_of_the_words():
+def test_the_digest_depends_on_the_values_not_on_how_they_are_written():
     one = read_policy(HEAD + "defaults: {interval: 60s}", source="a").defaults
     same = read_policy(HEAD + "# said otherwise\ndefaults:\n  interval: 1m", source="b").defaults
     other = read_policy(HEAD + "defaults: {interval: 61s}", source="a").defaults

@@ -1,219 +1,247 @@
-"""`Policy`: how loads become layouts. Values only; nothing here decides."""
+"""`Policy`: the values by which loads become layouts. Decides nothing.
 
-import math
-from dataclasses import dataclass, fields
+Each value is declared once, here. Its range and its key in a policy file are part of its
+annotation; the string below it explains it, on the command line, in the docs and to editors.
+"""
+
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, get_type_hints
 
 from equipoise.planning.errors import InvalidPolicyError
+from equipoise.settings.fields import HOUR_S, Range, check_ranges
 
 MIB = 1024 * 1024
+DAY_S = 24 * HOUR_S
 
 
 class SlowWorkerAction(StrEnum):
-    """What is done about a worker that is slow by itself."""
+    """What to do about a worker that is slow by itself."""
 
     REPORT = "report"
-    """It is told in status, metrics and the log."""
+    """Show it in status, metrics and the log."""
 
     EXCLUDE = "exclude"
-    """The others go on without it, and it may come back after a while."""
+    """Re-form the pool without it, and readmit it after a probation period."""
 
 
 class StoreDown(StrEnum):
-    """What goes on while the store takes no writes. Nothing is ever switched without it."""
+    """What to do while the store accepts no writes. Layouts are never switched without it."""
 
     PAUSE = "pause"
-    """Nothing is planned."""
+    """Plan nothing."""
 
     MEMORY = "memory"
-    """Plans are made and judged, and verdicts kept to be written later; rollouts wait."""
+    """Plan and judge, and keep verdicts in memory to be written later. Rollouts wait."""
 
 
 class Algorithm(StrEnum):
-    """How replicas are placed."""
+    """How to place replicas."""
 
     AUTO = "auto"
-    """Plan both ways and keep the more balanced plan."""
+    """Plan hierarchically and globally, and keep the more balanced plan."""
 
     HIERARCHICAL = "hierarchical"
-    """Expert groups stay within a node, so group-limited routing rarely leaves it."""
+    """Keep each expert group within a node, so that group-limited routing rarely leaves it."""
 
     GLOBAL = "global"
-    """Any expert on any rank."""
+    """Place any expert on any rank."""
 
     LOCAL = "local"
-    """Between the two: most load stays on the home node of its group, as far as a dial says."""
+    """Between hierarchical and global: most load stays on its group's home node."""
 
     INCREMENTAL = "incremental"
-    """From the placement in use, the moves that gain most: to a target, or within a budget."""
+    """Start from the current placement and make the most useful moves."""
 
 
 class Weighting(StrEnum):
-    """Whether an expert's replicas may serve unequal shares of its load."""
+    """Whether an expert's replicas may take unequal shares of its load."""
 
     OFF = "off"
-    """Plans split evenly; a layer that has shares keeps them until it is better off without."""
+    """Split evenly. A layer that has shares keeps them until it is better off without."""
 
     AUTO = "auto"
-    """Shares differ where that relieves a layer's busiest rank by more than loads jitter."""
+    """Use shares where they relieve a layer's busiest rank by more than loads fluctuate."""
 
     ON = "on"
-    """Shares differ wherever that relieves the busiest rank at all."""
+    """Use shares wherever they relieve the busiest rank at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A value's place in a policy file."""
+
+    path: str
+    """Key, preceded by its section and a dot if it is in one."""
+
+    unit: str = ""
+    """Unit of a plain number. Durations and bytes have theirs in the value's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How often a pool is planned, what a plan must gain, and the bound of every wait.
+    """How often to plan for a pool, what a plan must gain, and the timeout of every wait.
 
     Raises:
-        InvalidPolicyError: a value is outside its range.
+        InvalidPolicyError: a value is out of range, or contradicts another one.
     """
 
-    pause: bool = False
-    """Nothing is moved; loads are measured on, and every decision says so."""
+    pause: Annotated[bool, Key("pause")] = False
+    """Move nothing, for maintenance. Loads are still measured, and decisions still recorded."""
 
-    interval_s: float = 10.0
-    """Seconds between decisions. Long enough that a window has traffic to judge by, short enough
-    that a shift costs a few windows only."""
+    interval_s: Annotated[float, Range(0.05, DAY_S), Key("interval")] = 10.0
+    """Time between decisions. Shorter follows traffic sooner; longer gives each window more
+    assignments to judge by."""
 
-    report_interval_s: float = 1.0
-    """Seconds between a worker's load reports. Ten reports fill a window, so that one late report
-    hardly changes it."""
+    report_interval_s: Annotated[float, Range(0.01, HOUR_S), Key("reportInterval")] = 1.0
+    """Time between a worker's load reports; workers learn a new value with their next epoch. With
+    ten reports per window, one late report hardly matters."""
 
-    heartbeat_interval_s: float = 1.0
-    """Seconds between a worker's signs of life when it has nothing else to say."""
+    heartbeat_interval_s: Annotated[float, Range(0.01, HOUR_S), Key("heartbeatInterval")] = 1.0
+    """Time between a worker's heartbeats; workers learn a new value with their next epoch."""
 
-    slow_half_life_s: float = 60.0
-    """Seconds after which load weighs half in the average that plans rest on. Half-lives are
-    in seconds, not steps, so that they do not depend on traffic."""
+    slow_half_life_s: Annotated[float, Range(0.01, DAY_S), Key("averages.slowHalfLife")] = 60.0
+    """Half-life of the load average that plans use. Longer for steady, noisy loads; shorter for
+    loads that change within minutes. In time, not steps, so that it does not depend on traffic."""
 
-    fast_half_life_s: float = 5.0
-    """Seconds after which load weighs half in the average that notices a shift of traffic."""
+    fast_half_life_s: Annotated[float, Range(0.001, HOUR_S), Key("averages.fastHalfLife")] = 5.0
+    """Half-life of the load average that detects shifts of traffic; below the slow half-life."""
 
-    shift_threshold: float = 0.15
-    """Total variation distance between fast and slow average, mean over layers, beyond sampling
-    noise, that counts as a shift: 0.15 means that 15 % of the load goes to other experts."""
+    shift_threshold: Annotated[float, Range(0, 1), Key("averages.shiftThreshold", "share")] = 0.15
+    """Total variation distance between the fast and the slow average, mean over layers and beyond
+    sampling noise, that counts as a shift: 0.15 means that 15 % of the load has moved to other
+    experts. A shift restarts the averages and ends cooldowns. Raise it if shifts are false."""
 
-    min_assignments: float = 2000.0
-    """Expert assignments per layer that a window needs before anything is decided on it. Fewer
-    than some dozens per expert are mostly noise."""
+    algorithm: Annotated[Algorithm, Key("planning.algorithm")] = Algorithm.INCREMENTAL
+    """How to place replicas. `incremental` makes the most useful moves from the current placement;
+    `hierarchical` keeps expert groups on one node; `global` places any expert anywhere; `local`
+    mixes the two by the locality; `auto` keeps the better of hierarchical and global. Change it for
+    group-limited routing over slow links between nodes."""
 
-    min_gain: float = 0.02
-    """Balancedness (mean / max rank load) that a plan must gain on the latest window. Two
-    hundredths shorten a balanced step by about as much as moving experts disturbs it."""
+    locality: Annotated[float, Range(0, 1), Key("planning.locality", "0 to 1")] = 0.25
+    """For `local`: 0 is hierarchical, 1 is global. Raise it if balance matters more than traffic
+    between nodes. At 0.25 a fifth of the load leaves its home node, and recorded loads of a
+    256-expert model reach a balancedness of 0.97."""
 
-    cooldown_s: float = 0.0
-    """Seconds after a switch in which nothing is planned, unless traffic shifted. 0: the other
-    conditions suffice."""
+    target_balancedness: Annotated[
+        float, Range(0.01, 1), Key("planning.targetBalancedness", "balancedness")
+    ] = 0.98
+    """For `incremental`: the balancedness at which moving stops. Lower it to move less: the last
+    two hundredths take most of the moves. At 1, every move that gains more than noise is made."""
 
-    max_wave_bytes: int = 256 * MIB
-    """Bytes that one rank stages at most for one generation, apart from a single layer that needs
-    more. This is staging memory that a worker must have to spare."""
+    plan_below: Annotated[float, Range(0.01, 1), Key("planning.planBelow", "balancedness")] = 1.0
+    """Plan only if the latest window's balancedness is below this. A value below the target
+    balancedness adds hysteresis; 1 always plans."""
 
-    max_wave_moves: int = 10_000
-    """Experts that one rank stages at most for one generation, apart from a single layer that needs
-    more. The bytes bound a wave; this is for those who count experts."""
+    weighted: Annotated[Weighting, Key("planning.weighted")] = Weighting.OFF
+    """Whether an expert's replicas may take unequal shares of its load: `on`, `off`, or `auto`,
+    only where that gains more than noise. Useful with few redundant slots, and needs no copying.
+    Only workers that support shares apply them, and layouts with shares cannot be exported to other
+    engines."""
 
-    algorithm: Algorithm = Algorithm.INCREMENTAL
-    """How replicas are placed. From what is there, so that a shift of traffic costs the few moves
-    it needs and not a new placement of nearly everything."""
+    risk_z: Annotated[float, Range(0, 10), Key("planning.riskZ", "standard deviations")] = 0.0
+    """Standard deviations over windows to add to each expert's mean load when planning. 1 or 2
+    leaves room for experts with bursty load, at some cost in mean balance."""
 
-    locality: float = 0.25
-    """For the algorithm `local`: 0 is hierarchical, 1 global. A quarter lets a fifth of the load
-    leave its home node, which balances recorded loads of a 256-expert model to 0.97 and more."""
+    min_assignments: Annotated[
+        float, Range(0, 1e15), Key("judging.minAssignments", "assignments")
+    ] = 2000.0
+    """Assignments per layer that a window needs before anything is decided on it. Fewer than some
+    dozens per expert are mostly noise."""
 
-    weighted: Weighting = Weighting.OFF
-    """Whether replicas may serve unequal shares. Worth most where few slots are redundant, and it
-    lets a pool follow its traffic without copying; but only workers that know shares honour them,
-    and layouts with shares go into no other engine's files."""
+    min_gain: Annotated[float, Range(0, 1), Key("judging.minGain", "balancedness")] = 0.02
+    """Balancedness (mean / max rank load) that a plan must gain on the latest window. Raise it to
+    move less often. A gain of 0.02 saves about as much as the moves cost."""
 
-    target_balancedness: float = 0.98
-    """For the algorithm `incremental`: the balancedness at which moving stops. The last two
-    hundredths would cost most of the moves. 1: move whatever gains more than noise."""
+    cooldown_s: Annotated[float, Range(0, DAY_S), Key("judging.cooldown")] = 0.0
+    """Time after a switch in which nothing is planned, unless traffic shifts."""
 
-    plan_below: float = 1.0
-    """Balancedness of the latest window from which on nothing moves. Below `target_balancedness`
-    it is a hysteresis: a pool then drifts from one to the other before it moves again. 1: none."""
+    payback_s: Annotated[float, Range(0, DAY_S), Key("judging.payback")] = 600.0
+    """Time within which a plan must earn back its cost. Shorter for loads that change quickly."""
 
-    risk_z: float = 0.0
-    """Standard deviations of each expert's load over windows that plans add to its mean. 0: plan
-    for the mean; 1 gives room to experts whose load comes and goes."""
+    bandwidth_bytes_per_s: Annotated[float, Range(1, 1e15), Key("judging.bandwidth")] = 1e9
+    """Bytes per second that one rank can pull while it serves. Set it to a share of your network's;
+    the default is 8 Gbit/s."""
 
-    bandwidth_bytes_per_s: float = 1e9
-    """Bytes that one rank pulls in a second beside serving: 8 Gbit/s, a share of a network card."""
+    pull_slowdown: Annotated[float, Range(0, 1), Key("judging.pullSlowdown", "share")] = 0.1
+    """Share of a pool's throughput that is lost while ranks pull experts, as measured."""
 
-    pull_slowdown: float = 0.1
-    """Part of a pool's throughput that is lost while ranks pull experts."""
+    switch_stall_s: Annotated[float, Range(0, HOUR_S), Key("judging.switchStall")] = 0.02
+    """Time that steps stall at each switch, as shown by `equipoise status`."""
 
-    switch_stall_s: float = 0.02
-    """Seconds for which steps stand still at each switch to a generation."""
+    max_wave_bytes: Annotated[int, Range(1, 2**50), Key("waves.maxBytes")] = 256 * MIB
+    """Most bytes that one rank stages per generation: staging memory that workers must spare. A
+    single layer may exceed it."""
 
-    payback_s: float = 600.0
-    """Seconds in which a plan must earn back what it costs: loads change in minutes, and what is
-    not earned by then never is."""
+    max_wave_moves: Annotated[int, Range(1, 10**9), Key("waves.maxMoves", "experts")] = 10_000
+    """Most experts that one rank stages per generation. Lower it for shorter switches. A single
+    layer may exceed it."""
 
-    plan_timeout_s: float = 60.0
-    """Seconds a plan may take before it is given up; its window is long over by then."""
+    rollback_tolerance: Annotated[float, Range(0, 1), Key("rollback.tolerance", "balancedness")] = (
+        0.05
+    )
+    """Balancedness by which a rollout may miss its expected gain, and by which the previous layout
+    may be better on the same windows, before it is rolled back. Raise it if windows differ by
+    more; 1 never rolls back."""
 
-    rollback_tolerance: float = 0.05
-    """Balancedness by which a rollout may miss its promise, and by which the layout before may have
-    been better, until it is rolled back. More than windows differ by chance."""
+    rollback_windows: Annotated[int, Range(1, 100), Key("rollback.windows", "windows")] = 2
+    """Windows with enough assignments to judge a rollout by. Raise it for noisy traffic."""
 
-    rollback_windows: int = 2
-    """Windows with enough assignments that a rollout is judged by, so that one odd one is
-    outweighed."""
+    rollback_cooldown_s: Annotated[float, Range(0, DAY_S), Key("rollback.cooldown")] = 600.0
+    """Time after a rollback in which nothing is planned, unless traffic shifts."""
 
-    rollback_cooldown_s: float = 600.0
-    """Seconds after a rollback in which no other plan is tried, unless traffic shifts."""
+    slow_worker_factor: Annotated[float, Range(1, 1000), Key("slowWorker.factor", "times")] = 2.0
+    """A worker is slow if its compute time per step, corrected for its load, is at least this many
+    times the median rank's. Lower it to detect smaller differences; below 1.5, noise looks slow."""
 
-    slow_worker_factor: float = 2.0
-    """A worker is slow that computes at least this many times longer for a step than the median
-    rank, what its load explains taken off. Below 1.5 ordinary noise looks slow."""
+    slow_worker_windows: Annotated[int, Range(1, 100), Key("slowWorker.windows", "windows")] = 3
+    """Consecutive windows in which a worker must be slow."""
 
-    slow_worker_windows: int = 3
-    """Windows in a row in which a worker must be slow before anything is done about it."""
+    slow_worker_action: Annotated[SlowWorkerAction, Key("slowWorker.action")] = (
+        SlowWorkerAction.REPORT
+    )
+    """What to do about a slow worker: `report` it, or `exclude` it if the other ranks have enough
+    slots for all experts."""
 
-    slow_worker_action: SlowWorkerAction = SlowWorkerAction.REPORT
-    """What is done about a slow worker: `report`, or `exclude` if the others have slots enough."""
+    slow_worker_probation_s: Annotated[float, Range(0, DAY_S), Key("slowWorker.probation")] = 300.0
+    """Time after which an excluded worker that is still connected is readmitted."""
 
-    slow_worker_probation_s: float = 300.0
-    """Seconds after which an excluded worker that is still connected is taken in again."""
+    store_down: Annotated[StoreDown, Key("storeDown")] = StoreDown.PAUSE
+    """What to do while the store accepts no writes: `pause` plans nothing; `memory` plans and
+    judges, and keeps verdicts to be written later. Neither switches layouts."""
 
-    store_down: StoreDown = StoreDown.PAUSE
-    """What goes on while the store takes no writes: `pause`, or `memory`. Nothing is switched
-    without it in either case."""
+    plan_timeout_s: Annotated[float, Range(0.05, HOUR_S), Key("timeouts.plan")] = 60.0
+    """Time after which a plan is abandoned; the next window tries again."""
 
-    stage_timeout_s: float = 30.0
-    """Seconds until a generation that is not staged by all ranks is aborted. Pulling
-    `max_wave_bytes` takes a few seconds on a slow network."""
+    stage_timeout_s: Annotated[float, Range(0.01, HOUR_S), Key("timeouts.stage")] = 30.0
+    """Time after which a generation that not all ranks have staged is aborted. Raise it for slow
+    networks: a wave of the maximum size takes a few seconds on 8 Gbit/s."""
 
-    switch_timeout_s: float = 30.0
-    """Seconds until a staged generation that nobody switched to is aborted. Ranks switch at the
-    next step, so this is a bound for a pool that hangs, not an expectation."""
+    switch_timeout_s: Annotated[float, Range(0.01, HOUR_S), Key("timeouts.switch")] = 30.0
+    """Time after which a staged generation that no rank has switched to is aborted. Ranks switch at
+    their next step, so only a hung pool reaches it."""
 
-    silent_after_s: float = 5.0
-    """Seconds without a word after which a worker counts as lost: five missed heartbeats."""
+    silent_after_s: Annotated[float, Range(0.02, HOUR_S), Key("timeouts.report")] = 5.0
+    """Time without a message after which a worker counts as lost; above the heartbeat interval.
+    The default is five missed heartbeats."""
 
-    reform_timeout_s: float = 5.0
-    """Seconds for which ranks are waited for that do not say whether their group is over, when
-    others say so; then ranks are dealt without them."""
+    reform_timeout_s: Annotated[float, Range(0.01, HOUR_S), Key("timeouts.reform")] = 5.0
+    """Time to wait, once some ranks have lost their group, for the others to report the same. After
+    that the pool re-forms without those that did not."""
 
-    meet_timeout_s: float = 60.0
-    """Seconds in which the ranks of a new epoch must have loaded their experts and met."""
+    meet_timeout_s: Annotated[float, Range(0.1, HOUR_S), Key("timeouts.meet")] = 60.0
+    """Time within which the ranks of a new epoch must load their experts and connect."""
 
-    start_timeout_s: float = 60.0
-    """Seconds for which a pool waits for all its workers when it starts; then those who came begin,
-    if their slots suffice."""
+    start_timeout_s: Annotated[float, Range(0, HOUR_S), Key("timeouts.start")] = 60.0
+    """Time that a starting pool waits for all its workers. After that it starts with those that
+    are connected, if they have enough slots."""
 
-    join_settle_s: float = 0.5
-    """Seconds without another newcomer before the ranks stop to take newcomers in, so that several
-    who come together cost one pause."""
+    join_settle_s: Annotated[float, Range(0, HOUR_S), Key("timeouts.joinSettle")] = 0.5
+    """Time without another new worker before new workers are admitted, so that several that join
+    together cause one interruption."""
 
     def __post_init__(self) -> None:
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if not (math.isfinite(value) and low <= value <= high):
-                raise InvalidPolicyError(f"{name} must be from {low:g} to {high:g}, not {value}")
+        check_ranges(self, InvalidPolicyError)
         if not isinstance(self.pause, bool):
             raise InvalidPolicyError(f"pause must be true or false, not {self.pause!r}")
         for name, choices in _CHOICES.items():
@@ -236,52 +264,10 @@ class Policy:
             )
 
     def wave_bytes(self, expert_bytes: int) -> int:
-        """Bytes that one rank stages at most for one generation, by both budgets."""
+        """Most bytes that one rank stages per generation, by both limits."""
         return min(self.max_wave_bytes, self.max_wave_moves * expert_bytes)
 
 
-_HOUR_S = 3600.0
-RANGES: dict[str, tuple[float, float]] = {
-    "interval_s": (0.05, 24 * _HOUR_S),
-    "report_interval_s": (0.01, _HOUR_S),
-    "heartbeat_interval_s": (0.01, _HOUR_S),
-    "slow_half_life_s": (0.01, 24 * _HOUR_S),
-    "fast_half_life_s": (0.001, _HOUR_S),
-    "shift_threshold": (0.0, 1.0),
-    "min_assignments": (0.0, 1e15),
-    "min_gain": (0.0, 1.0),
-    "cooldown_s": (0.0, 24 * _HOUR_S),
-    "max_wave_bytes": (1, 2**50),
-    "max_wave_moves": (1, 10**9),
-    "locality": (0.0, 1.0),
-    "target_balancedness": (0.01, 1.0),
-    "plan_below": (0.01, 1.0),
-    "risk_z": (0.0, 10.0),
-    "bandwidth_bytes_per_s": (1.0, 1e15),
-    "pull_slowdown": (0.0, 1.0),
-    "switch_stall_s": (0.0, _HOUR_S),
-    "payback_s": (0.0, 24 * _HOUR_S),
-    "plan_timeout_s": (0.05, _HOUR_S),
-    "rollback_tolerance": (0.0, 1.0),
-    "rollback_windows": (1, 100),
-    "rollback_cooldown_s": (0.0, 24 * _HOUR_S),
-    "slow_worker_factor": (1.0, 1000.0),
-    "slow_worker_windows": (1, 100),
-    "slow_worker_probation_s": (0.0, 24 * _HOUR_S),
-    "stage_timeout_s": (0.01, _HOUR_S),
-    "switch_timeout_s": (0.01, _HOUR_S),
-    "silent_after_s": (0.02, _HOUR_S),
-    "reform_timeout_s": (0.01, _HOUR_S),
-    "meet_timeout_s": (0.1, _HOUR_S),
-    "start_timeout_s": (0.0, _HOUR_S),
-    "join_settle_s": (0.0, _HOUR_S),
+_CHOICES = {
+    name: kind for name, kind in get_type_hints(Policy).items() if issubclass(kind, StrEnum)
 }
-"""Least and greatest value of every number."""
-
-_CHOICES: dict[str, type[StrEnum]] = {
-    "algorithm": Algorithm,
-    "weighted": Weighting,
-    "slow_worker_action": SlowWorkerAction,
-    "store_down": StoreDown,
-}
-assert RANGES.keys() | _CHOICES.keys() | {"pause"} == {field.name for field in fields(Policy)}

@@ -1,4 +1,4 @@
-"""The policy that people write: a `BalancePolicy` file, read, checked and turned into `Policy`.
+"""The policy file: its form, its faults, its digest, and the policy in force for each pool.
 
-Owns the file's form and what is said about its faults. Must not decide, watch or store anything.
+Must not decide or store anything, and must not watch files.
 """

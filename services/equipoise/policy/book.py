@@ -1,7 +1,6 @@
-"""`PolicyBook`: which policy is in force for which pool, and what was refused since.
+"""`PolicyBook`: the policy in force for each pool, and the latest rejected policy.
 
-Whoever reads policies offers them here; pools look here at every tick. A policy that is refused
-changes nothing: the last good one stays.
+Pools read it at every tick. A rejected policy changes nothing: the last valid one stays in force.
 """
 
 import logging
@@ -13,34 +12,44 @@ from equipoise.policy.errors import PolicyError
 from equipoise.policy.reading import ReadPolicy, read_policy
 
 FLAGS = "command line"
-"""Source of a policy that no file says."""
+"""Source of a policy without a file."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInForce:
-    """A policy and where it comes from; `digest` names its values, `loaded_s` is unix time."""
+    """A policy and where it comes from."""
 
     values: Policy
+    """The policy."""
+
     digest: str
+    """Digest of the values."""
+
     source: str
+    """Path of the file, or `FLAGS`."""
+
     loaded_s: float
+    """When it was loaded, in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedPolicy:
-    """A policy that was not taken, why, and when in unix seconds."""
+    """A policy file that was rejected."""
 
     reason: str
+    """Every fault, human-readable."""
+
     refused_s: float
+    """When it was rejected, in Unix seconds."""
 
 
 class PolicyBook:
-    """Policies by pool. `revision` grows whenever something here changes.
+    """Policies by pool. `revision` grows with every change.
 
-    `base` are the values that hold where no file says anything. `needs_file` tells a balancer that
-    was given a file: until one was good it has no policy, and does not guess.
+    `base` provides the values that the file does not set. With `needs_file`, no policy is in force
+    until a valid file was read.
     """
 
     def __init__(self, base: Policy, *, needs_file: bool = False, now: float = 0.0) -> None:
@@ -55,15 +64,15 @@ class PolicyBook:
 
     @property
     def missing(self) -> str:
-        """Why there is no policy yet, in words; empty if there is one."""
+        """Why no policy is in force yet; empty if one is."""
         if not self.needs_file or self._read is not None:
             return ""
         if self.latest_refusal is not None:
             return self.latest_refusal.reason
-        return "its policy file was not read yet"
+        return "the policy file has not been read yet"
 
     def of(self, pool: str) -> PolicyInForce:
-        """What is in force for a pool."""
+        """The policy in force for a pool."""
         values = self._base
         if self._read is not None:
             values = self._read.pools.get(pool, self._read.defaults)
@@ -72,7 +81,7 @@ class PolicyBook:
         )
 
     def offer(self, text: str, *, source: str, now: float) -> bool:
-        """Take the text of a policy file if it is good; else refuse it whole and say so."""
+        """Put the text of a policy file in force if it is valid; returns whether it is."""
         try:
             self._read = read_policy(text, source=source, base=self._base)
         except PolicyError as error:
@@ -85,9 +94,9 @@ class PolicyBook:
         return True
 
     def refuse(self, reason: str, *, now: float) -> None:
-        """Count a policy that cannot be used; the last good one stays."""
+        """Record a policy file that is invalid or cannot be read; the last valid one stays."""
         self.num_refused += 1
         self.latest_refusal = RefusedPolicy(reason=reason, refused_s=now)
         self.revision += 1
-        kept = "no policy is in force yet" if self.missing else "the last good one stays"
-        _log.error("refused %s; %s", reason, kept)
+        kept = "no policy is in force yet" if self.missing else "the last valid policy stays"
+        _log.error("rejected %s; %s", reason, kept)

@@ -1,25 +1,25 @@
-"""A policy's name by its contents, and what differs between two, for records and people."""
+"""The digest of a policy, and the differences between two policies."""
 
 import hashlib
 import json
 from dataclasses import asdict
 
 from equipoise.planning.policy import Policy
-from equipoise.policy.document import settings
+from equipoise.policy.setting import SETTINGS
 
 DIGEST_CHARACTERS = 12
 
 
 def digest(policy: Policy) -> str:
-    """Twelve hexadecimal characters that are the same for the same values, however written."""
+    """Twelve hexadecimal characters that depend on the values only, not on how they are written."""
     canonical = json.dumps(asdict(policy), sort_keys=True).encode()
     return hashlib.sha256(canonical).hexdigest()[:DIGEST_CHARACTERS]
 
 
 def changes(before: Policy, after: Policy) -> tuple[str, ...]:
-    """Each value that differs, in the file's words: `interval 10s → 20s`."""
+    """Each difference, in the form of a policy file: `interval 10s → 20s`."""
     return tuple(
-        f"{path} {setting.write(old)} → {setting.write(new)}"
-        for path, setting, _ in settings()
-        if (old := getattr(before, setting.name)) != (new := getattr(after, setting.name))
+        f"{one.path} {one.form.write(old)} → {one.form.write(new)}"
+        for one in SETTINGS
+        if (old := getattr(before, one.name)) != (new := getattr(after, one.name))
     )

@@ -1,4 +1,4 @@
-"""What is wrong with a policy file, fault by fault."""
+"""Faults of a policy file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,15 +6,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFault:
-    """One fault. `path` leads to the field with dots, `line` is from 1, `value` as it was written.
-
-    `line` is 0 and `value` empty where there is none to point to.
-    """
+    """One fault of a policy file."""
 
     path: str
+    """Keys of the field, joined by dots; empty for a fault of the whole file."""
+
     line: int
+    """Line of the field, from 1; 0 if unknown."""
+
     value: str
+    """Value in the file; empty if it does not matter."""
+
     why: str
+    """What is wrong, and the remedy."""
 
     def __str__(self) -> str:
         where = f"line {self.line}: " if self.line else ""
@@ -24,7 +28,7 @@ class PolicyFault:
 
 
 class PolicyError(ValueError):
-    """A policy was refused as a whole; the message names the file and each fault."""
+    """A policy file was rejected as a whole; the message names the file and each fault."""
 
     def __init__(self, source: str, faults: Sequence[PolicyFault]) -> None:
         self.source = source

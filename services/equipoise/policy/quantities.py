@@ -1,4 +1,4 @@
-"""Quantities as people write them: `10s`, `250ms`, `256Mi`. Numbers without a unit are refused."""
+"""Durations and bytes with units: `10s`, `250ms`, `256Mi`. Durations need a unit."""
 
 import math
 import re
@@ -22,10 +22,10 @@ _MOST_CHARACTERS = 32
 
 
 def read_seconds(value: object) -> float:
-    """Seconds of a duration such as `10s`, `250ms` or `1h30m`.
+    """Parse a duration such as `10s`, `250ms` or `1h30m`; returns seconds.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a duration.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError(f"a duration needs a unit: write {value}s, {value}m or {value}ms")  # noqa: TRY004
@@ -36,7 +36,7 @@ def read_seconds(value: object) -> float:
 
 
 def write_seconds(seconds: float) -> str:
-    """The shortest way to write it with one unit."""
+    """The duration in the largest unit that gives a whole number."""
     for unit, length in _SECONDS_OF_UNIT.items():
         text = f"{seconds / length:.0f}{unit}"
         if seconds >= length and read_seconds(text) == seconds:
@@ -45,10 +45,10 @@ def write_seconds(seconds: float) -> str:
 
 
 def read_bytes(value: object) -> int:
-    """Bytes of a quantity such as `256Mi`, `1G` or a whole number.
+    """Parse a number of bytes such as `256Mi`, `1G` or a whole number.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a number of bytes.
     """
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(text, str) or not _matches(BYTES_PATTERN, text):
@@ -62,7 +62,7 @@ def read_bytes(value: object) -> int:
 
 
 def write_bytes(number: float) -> str:
-    """The largest unit that leaves a whole number; parts of bytes are dropped."""
+    """The bytes in the largest unit that gives a whole number; fractions are dropped."""
     whole = int(number)
     fitting = (
         f"{whole // length}{unit}"

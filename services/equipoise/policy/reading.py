@@ -1,4 +1,4 @@
-"""From the text of a policy file to a `BalancePolicy`, or to all its faults with their lines."""
+"""Read a policy file, or find all its faults with their lines."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,12 @@ from pydantic_core import ErrorDetails
 
 from equipoise.planning.errors import InvalidPolicyError
 from equipoise.planning.policy import Policy
-from equipoise.policy.document import BalancePolicy, Section, settings
+from equipoise.policy.document import BalancePolicy, Section
 from equipoise.policy.errors import PolicyError, PolicyFault
+from equipoise.policy.setting import SETTINGS
 
 MAX_BYTES = 256 * 1024
-"""Most bytes of a policy file; a ConfigMap holds four times as much."""
+"""Most bytes of a policy file; a ConfigMap can hold four times as much."""
 
 _MOST_DEPTH = 16
 _MOST_SHOWN = 60
@@ -25,18 +26,20 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPolicy:
-    """A policy that was accepted: one `Policy` for all pools, and those of pools that differ."""
+    """The policies of a valid file."""
 
-    document: BalancePolicy
     defaults: Policy
+    """For every pool not named in the file."""
+
     pools: Mapping[str, Policy] = field(default_factory=dict)
+    """For the pools that the file names."""
 
 
 def read_policy(text: str, *, source: str, base: Policy | None = None) -> ReadPolicy:
-    """Read the YAML (or JSON) of a policy; `base` are defaults for what it does not say.
+    """Read a policy file in YAML or JSON; values it does not set come from `base`.
 
     Raises:
-        PolicyError: it is refused, with every fault that was found; `source` names it.
+        PolicyError: the file is invalid; it holds every fault found, and `source` names the file.
     """
     if len(text.encode()) > MAX_BYTES:
         why = f"is larger than {MAX_BYTES} bytes"
@@ -53,10 +56,10 @@ def read_policy(text: str, *, source: str, base: Policy | None = None) -> ReadPo
 def _resolved(
     document: BalancePolicy, *, source: str, base: Policy, lines: Mapping[Path, int]
 ) -> ReadPolicy:
-    """Lay what is said over what is not; values that contradict each other are faults."""
+    """Apply the file's values to `base`; values that contradict each other are faults."""
     faults: list[PolicyFault] = []
     values = {name: getattr(base, name) for name in Policy.__dataclass_fields__}
-    common = values | document.defaults.given()
+    common = values | document.defaults.written()
 
     def policy(where: Path, chosen: dict[str, Any]) -> Policy:
         try:
@@ -68,28 +71,28 @@ def _resolved(
     defaults = policy(("defaults",), common)
     pools = {}
     if not faults:
-        # A pool rests on the defaults, so their faults would be repeated in each.
+        # Pools build on the defaults, so faults of the defaults would be repeated for each pool.
         for name, section in document.pools.items():
-            pools[name] = policy(("pools", name), common | section.given())
+            pools[name] = policy(("pools", name), common | section.written())
     if faults:
         raise PolicyError(source, faults)
-    return ReadPolicy(document=document, defaults=defaults, pools=pools)
+    return ReadPolicy(defaults=defaults, pools=pools)
 
 
-def _contradiction(where: Path, words: str, lines: Mapping[Path, int]) -> PolicyFault:
-    """A fault between fields, in the file's names; its line is that of the first field written."""
-    paths = {setting.name: path for path, setting, _ in settings()}
+def _contradiction(where: Path, why: str, lines: Mapping[Path, int]) -> PolicyFault:
+    """The fault of two values, with the keys of the file and the line of the first value."""
+    paths = {one.name: one.path for one in SETTINGS}
     line, about = lines.get(where, 0), ".".join(map(str, where))
-    first = words.partition(" ")[0]
+    first = why.partition(" ")[0]
     for name in sorted(paths, key=len, reverse=True):
-        words = words.replace(name, paths[name])
+        why = why.replace(name, paths[name])
     if first in paths:
         below = (*where, *paths[first].split("."))
         line, about = lines.get(below, line), ".".join(map(str, below))
-    return PolicyFault(path=about, line=line, value="", why=words)
+    return PolicyFault(path=about, line=line, value="", why=why)
 
 
-# Faults in words ---------------------------------------------------------------------------------
+# Faults ---------------------------------------------------------------------------------
 
 
 def _fault(error: ErrorDetails, lines: Mapping[Path, int]) -> PolicyFault:
@@ -103,7 +106,7 @@ def _fault(error: ErrorDetails, lines: Mapping[Path, int]) -> PolicyFault:
         case "value_error":
             why = str(error.get("ctx", {}).get("error", why))
         case "model_type" | "dict_type":
-            why = "must hold fields by name"
+            why = "must be a mapping of fields"
         case "literal_error":
             why = f"must be {error.get('ctx', {}).get('expected', '')}"
     known = next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), 0)
@@ -111,18 +114,18 @@ def _fault(error: ErrorDetails, lines: Mapping[Path, int]) -> PolicyFault:
 
 
 def _unknown(path: Path) -> str:
-    """What to say of a field that is not known: the one that was meant, if it can be guessed."""
+    """The fault of an unknown field, with the field that was probably meant."""
     *above, name = path
     section = _section_at(above)
-    names = [info.alias or key for key, info in section.model_fields.items()]
+    names = list(section.model_fields)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     if near:
-        return f"there is no such field: did you mean {near[0]}?"
-    inner = {full.rpartition(".")[2]: full for full, _, _ in settings()}
+        return f"unknown field: did you mean {near[0]}?"
+    inner = {one.path.rpartition(".")[2]: one.path for one in SETTINGS}
     near = difflib.get_close_matches(str(name), inner, n=1, cutoff=0.75)
     if near:
-        return f"there is no such field here: did you mean {inner[near[0]]}?"
-    return f"there is no such field here, there are {', '.join(names)}"
+        return f"unknown field here: did you mean {inner[near[0]]}?"
+    return f"unknown field here: the fields are {', '.join(names)}"
 
 
 def _section_at(path: list[str | int]) -> type[Section]:
@@ -131,10 +134,10 @@ def _section_at(path: list[str | int]) -> type[Section]:
     for step in steps:
         if step == "pools":
             next(steps, None)
-            step = "defaults"  # noqa: PLW2901 - a pool has the form of the defaults
-        for info in section.model_fields.values():
-            if info.alias == step and isinstance(info.annotation, type):
-                section = info.annotation
+            step = "defaults"  # noqa: PLW2901 - pools have the fields of the defaults
+        info = section.model_fields.get(str(step))
+        if info is not None and isinstance(info.annotation, type):
+            section = info.annotation
     return section
 
 
@@ -147,13 +150,13 @@ def _shown(value: object) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases, which can make a small file endless."""
+    """YAML without aliases, because a small file with aliases can expand without bound."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             mark = self.get_mark()
             raise yaml.composer.ComposerError(
-                None, None, "aliases are not used here, write it out", mark
+                None, None, "aliases are not supported: repeat the value", mark
             )
         return super().compose_node(parent, index)
 
@@ -167,16 +170,18 @@ def _parsed(text: str, source: str) -> tuple[Any, Mapping[Path, int]]:
     try:
         tree = _composed(text)
         if not isinstance(tree, yaml.MappingNode):
-            raise refused(0 if tree is None else tree.start_mark.line + 1, "is empty or no mapping")
+            raise refused(
+                0 if tree is None else tree.start_mark.line + 1, "is empty or not a mapping"
+            )
         fault = _misshapen(tree, ())
         if fault is not None:
             raise PolicyError(source, [fault])
         return _value(tree), dict(_lines(tree, ()))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        raise refused(mark.line + 1 if mark else 0, f"is no YAML: {error.problem}") from None
+        raise refused(mark.line + 1 if mark else 0, f"is not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise refused(0, f"is no YAML: {error}") from None
+        raise refused(0, f"is not valid YAML: {error}") from None
     except RecursionError:
         raise refused(0, "is nested too deeply") from None
 
@@ -190,7 +195,7 @@ def _composed(text: str) -> yaml.Node | None:
 
 
 def _misshapen(node: yaml.Node, path: Path) -> PolicyFault | None:
-    """Depth without end, keys that are not words, and keys that are there twice."""
+    """The first excess of depth, key that is not a string, or duplicate key."""
     why, line = None, node.start_mark.line + 1
     if len(path) > _MOST_DEPTH:
         why = "is nested too deeply"
@@ -199,9 +204,9 @@ def _misshapen(node: yaml.Node, path: Path) -> PolicyFault | None:
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                why = "keys must be words"
+                why = "keys must be strings"
             elif key.value in seen:
-                path, why = (*path, key.value), f"is there twice, first in line {seen[key.value]}"
+                path, why = (*path, key.value), f"is a duplicate of line {seen[key.value]}"
             if why is not None:
                 break
             seen[key.value] = line
@@ -224,12 +229,12 @@ def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _value(node: yaml.Node) -> Any:
-    """Plain values; keys are words whatever they look like, since pools may be called 1 or on."""
+    """The value of a node. Keys stay strings, since a pool may be named 1 or on."""
     if isinstance(node, yaml.MappingNode):
         return {key.value: _value(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
         return [_value(one) for one in node.value]
     try:
         return yaml.constructor.SafeConstructor().construct_document(node)
-    except (ValueError, OverflowError):  # For example a date that there never was.
+    except (ValueError, OverflowError):  # For example an impossible date.
         return node.value

@@ -1,28 +1,20 @@
-"""What a policy file may hold, for editors (a JSON Schema) and for people (a table)."""
+"""The fields of a policy file: a JSON Schema for editors, and a table for the docs."""
 
 from typing import Any
 
 from equipoise.planning.policy import Policy
-from equipoise.policy.document import API_VERSION, KIND, BalancePolicy, settings
+from equipoise.policy.document import API_VERSION, KIND, BalancePolicy
+from equipoise.policy.setting import SETTINGS
 
 SCHEMA_ID = "https://equipoise.dev/schemas/v1alpha1/balance-policy.json"
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a file, with defaults as people write them."""
+    """The JSON Schema (2020-12) of a policy file."""
     schema = BalancePolicy.model_json_schema()
-    for name, definition in schema["$defs"].items():
-        section = name if name != "PoolPolicy" else ""
-        for key, described in definition["properties"].items():
-            described.pop("title", None)
-            described["description"] = " ".join(described.get("description", "").split())
-            default = _defaults_of_section(section).get(key)
-            if default is not None:
-                described["default"] = default
-            elif "$ref" in described:
-                described.pop("default", None)
-                described.pop("description", None)
-    schema["properties"]["defaults"].pop("default", None)
+    for described in (schema, *schema["$defs"].values()):
+        for one in described["properties"].values():
+            one.pop("title", None)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": SCHEMA_ID,
@@ -31,42 +23,26 @@ def json_schema() -> dict[str, Any]:
 
 
 def field_table() -> str:
-    """Every field as the rows of a Markdown table."""
-    rows = ["| field | unit | default | values | what it is, and when to change it |"]
-    rows.append("|---|---|---|---|---|")
-    for path, setting, words in settings():
-        default = (
-            str(setting.default).lower() if setting.unit == "true or false" else (setting.default)
-        )
+    """Every field, as a Markdown table."""
+    rows = ["| field | unit | default | values | meaning |", "|---|---|---|---|---|"]
+    for one in SETTINGS:
+        default = str(one.default).lower() if isinstance(one.default, bool) else one.default
         rows.append(
-            f"| `{path}` | {setting.unit} | `{default}` | {setting.range} | "
-            f"{' '.join(words.split())} |"
+            f"| `{one.path}` | {one.form.unit} | `{default}` | {one.valid} | {one.explanation} |"
         )
     return "\n".join(rows)
 
 
 def written(policy: Policy) -> dict[str, Any]:
-    """A policy as a file would say it in full, without what is around it."""
+    """Every value of a policy, in the form of a policy file's `defaults`."""
     document: dict[str, Any] = {}
-    for path, setting, _ in settings():
-        *above, name = path.split(".")
-        inner = document
-        for step in above:
-            inner = inner.setdefault(step, {})
-        inner[name] = setting.write(getattr(policy, setting.name))
+    for one in SETTINGS:
+        section, _, key = one.path.rpartition(".")
+        inner = document.setdefault(section, {}) if section else document
+        inner[key] = one.form.write(getattr(policy, one.name))
     return document
 
 
 def document_of(policy: Policy) -> dict[str, Any]:
-    """A whole file that says a policy in full for all pools."""
+    """A complete policy file with every value of a policy, for all pools."""
     return {"apiVersion": API_VERSION, "kind": KIND, "defaults": written(policy)}
-
-
-def _defaults_of_section(section: str) -> dict[str, Any]:
-    """Defaults of a section's own fields, by name; the section by its class."""
-    own: dict[str, Any] = {}
-    for path, setting, _ in settings():
-        above, _, name = path.rpartition(".")
-        if above.capitalize() == section:
-            own[name] = setting.default
-    return own

@@ -1,17 +1,14 @@
-"""`Setting`: one value of a policy file, and the value of `Policy` that it is.
+"""`Setting`: one value of `Policy` in the form that a policy file has it."""
 
-Defaults and ranges stand in `planning/policy.py` only; here is how people write them.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from equipoise.planning.policy import RANGES, Policy
+from equipoise.planning.policy import Key, Policy
 from equipoise.policy.quantities import (
     BYTES_PATTERN,
     DURATION_PATTERN,
@@ -20,114 +17,121 @@ from equipoise.policy.quantities import (
     write_bytes,
     write_seconds,
 )
-
-DEFAULTS = Policy()
+from equipoise.settings.fields import Range, explanations, ranges_of
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """How a kind of value is written in a policy file."""
+
+    unit: str
+    """Unit, for the docs."""
+
+    read: Callable[[object], Any]
+    """From the file's value to the policy's. Raises ValueError if it has another form."""
+
+    write: Callable[[Any], Any]
+    """From the policy's value to the file's."""
+
+    json_schema: Mapping[str, Any]
+    """JSON Schema of the file's value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How `Policy.name` is read, written and described to editors. Used as an annotation."""
+    """One value of `Policy`. As an annotation it makes pydantic read and write the file's form."""
 
     name: str
-    unit: str
-    read: Callable[[object], Any] = field(repr=False)
-    write: Callable[[Any], Any] = field(repr=False)
-    json_schema: dict[str, Any] = field(repr=False)
+    """Field of `Policy`."""
 
-    def __post_init__(self) -> None:
-        assert self.name in {one.name for one in fields(Policy)}, "a setting is one of Policy's"
+    path: str
+    """Key in a policy file, preceded by its section and a dot if it is in one."""
+
+    explanation: str
+    """What the value does and when to change it."""
+
+    form: Form = field(repr=False)
+    """How the file writes it."""
+
+    range: Range | None
+    """Valid numbers; None for words and switches."""
+
+    initial: Any
+    """The policy's default."""
 
     @property
     def default(self) -> Any:
-        """The default as people would write it."""
-        return self.write(getattr(DEFAULTS, self.name))
+        """The default as a policy file writes it."""
+        return self.form.write(self.initial)
 
     @property
-    def range(self) -> str:
-        """The values that are taken, in words."""
-        if self.name not in RANGES:
-            return ", ".join(str(one) for one in self.json_schema.get("enum", ("true", "false")))
-        low, high = RANGES[self.name]
-        return f"{self.write(low)} to {self.write(high)}"
+    def valid(self) -> str:
+        """The valid values, human-readable."""
+        if self.range is None:
+            return ", ".join(map(str, self.form.json_schema.get("enum", ("true", "false"))))
+        return f"{self.form.write(self.range.low)} to {self.form.write(self.range.high)}"
 
     def checked(self, value: object) -> Any:
-        """The value of `Policy` that `value` of a file stands for.
+        """The policy's value for a value in a file.
 
         Raises:
-            ValueError: it cannot be understood, or is outside the range.
+            ValueError: it has the wrong form, or is out of range.
         """
-        understood = self.read(value)
-        if self.name in RANGES:
-            low, high = RANGES[self.name]
-            if not low <= understood <= high:
-                raise ValueError(f"must be from {self.write(low)} to {self.write(high)}")
-        return understood
+        number = self.form.read(value)
+        if self.range is not None and number not in self.range:
+            low, high = map(self.form.write, (self.range.low, self.range.high))
+            raise ValueError(f"must be from {low} to {high}")
+        return number
 
     def __get_pydantic_core_schema__(
         self, source: type, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Pydantic's hook for how a value is read and written."""
+        """Have pydantic validate with `checked`."""
         del source, handler
-        return core_schema.no_info_plain_validator_function(
-            self.checked,
-            serialization=core_schema.plain_serializer_function_ser_schema(self.write),
-        )
+        return core_schema.no_info_plain_validator_function(self.checked)
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Pydantic's hook for what editors are told."""
+        """The JSON Schema of the file's value, with the range of a plain number."""
         del schema, handler
-        bounds: dict[str, Any] = {}
-        if self.name in RANGES and self.json_schema.get("type") in {"number", "integer"}:
-            bounds["minimum"], bounds["maximum"] = RANGES[self.name]
-        return {**self.json_schema, **bounds}
+        described = dict(self.form.json_schema)
+        if self.range is not None and described.get("type") in {"number", "integer"}:
+            described |= {"minimum": self.range.low, "maximum": self.range.high}
+        return described
 
 
-def seconds(name: str) -> Setting:
-    """A duration with its unit."""
-    schema = {"type": "string", "pattern": DURATION_PATTERN}
-    return Setting(name, "duration", read_seconds, write_seconds, schema)
+def _form(name: str, kind: type, unit: str) -> Form:
+    if issubclass(kind, StrEnum):
+        words = [one.value for one in kind]
+        return Form("word", _word_reader(kind), str, {"type": "string", "enum": words})
+    if kind is bool:
+        return Form("true or false", _read_switch, bool, {"type": "boolean"})
+    if "bytes" in name:
+        schema = {"anyOf": [{"type": "string", "pattern": BYTES_PATTERN}, {"type": "integer"}]}
+        return Form("bytes", read_bytes, write_bytes, schema)
+    if name.endswith("_s"):
+        duration = {"type": "string", "pattern": DURATION_PATTERN}
+        return Form("duration", read_seconds, write_seconds, duration)
+    if kind is int:
+        return Form(unit, _read_count, int, {"type": "integer"})
+    return Form(unit, _read_number, _write_number, {"type": "number"})
 
 
-def quantity(name: str) -> Setting:
-    """A number of bytes."""
-    schema = {"anyOf": [{"type": "string", "pattern": BYTES_PATTERN}, {"type": "integer"}]}
-    return Setting(name, "bytes", read_bytes, write_bytes, schema)
-
-
-def number(name: str, unit: str) -> Setting:
-    """A plain number; `unit` says of what."""
-    return Setting(name, unit, _read_number, _write_number, {"type": "number"})
-
-
-def count(name: str, unit: str) -> Setting:
-    """A whole number; `unit` says of what."""
-    return Setting(name, unit, _read_count, int, {"type": "integer"})
-
-
-def choice(name: str, kind: type[StrEnum]) -> Setting:
-    """One of a few words."""
-    words = [one.value for one in kind]
-
+def _word_reader(kind: type[StrEnum]) -> Callable[[object], StrEnum]:
     def read(value: object) -> StrEnum:
-        # YAML takes a bare on or off for a boolean.
+        # YAML reads a bare on or off as a boolean.
         word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-        if word not in words:
-            raise ValueError(f"must be one of {', '.join(words)}")
+        if word not in list(kind):
+            raise ValueError(f"must be one of {', '.join(kind)}")
         return kind(str(word))
 
-    return Setting(name, "word", read, str, {"type": "string", "enum": words})
-
-
-def switch(name: str) -> Setting:
-    """True or false."""
-    return Setting(name, "true or false", _read_switch, bool, {"type": "boolean"})
+    return read
 
 
 def _read_number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("must be a number")  # noqa: TRY004 - pydantic wants a ValueError
+        raise ValueError("must be a number")  # noqa: TRY004 - pydantic expects a ValueError
     return float(value)
 
 
@@ -145,3 +149,26 @@ def _read_switch(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError("must be true or false")  # noqa: TRY004
     return value
+
+
+def _settings() -> tuple[Setting, ...]:
+    hints = get_type_hints(Policy, include_extras=True)
+    texts, ranges = explanations(Policy), ranges_of(Policy)
+    found = []
+    for one in fields(Policy):
+        (key,) = (extra for extra in hints[one.name].__metadata__ if isinstance(extra, Key))
+        found.append(
+            Setting(
+                name=one.name,
+                path=key.path,
+                explanation=texts[one.name],
+                form=_form(one.name, hints[one.name].__origin__, key.unit),
+                range=ranges.get(one.name),
+                initial=one.default,
+            )
+        )
+    return tuple(found)
+
+
+SETTINGS = _settings()
+"""Every value of a policy, in the order of the file."""

@@ -5,7 +5,7 @@ Owns the way from a message to a wish and back. What can be done is the pool's d
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from equipoise.balancer.service.status_service import LEADER_METADATA
 from equipoise.balancer.store.store import MAX_AUDIT_ENTRIES, MAX_DECISIONS, Store, StoreError
 from equipoise.planning.errors import InvalidPolicyError
 from equipoise.planning.layout import Layout
-from equipoise.planning.policy import RANGES, Policy
+from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal
 from equipoise.pool.records import DecisionRecord
 from equipoise.pool.requests import (
@@ -33,6 +33,7 @@ from equipoise.pool.requests import (
     Unpin,
     Wish,
 )
+from equipoise.settings.fields import ranges_of
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto
@@ -244,7 +245,7 @@ def changed_policy(policy: Policy, changes: Mapping[str, float], algorithm: str)
     Raises:
         InvalidPolicyError: there is no such number, or it is out of its range.
     """
-    numbers = [field.name for field in fields(Policy) if field.name in RANGES]
+    numbers = list(ranges_of(Policy))
     unknown = sorted(set(changes) - set(numbers))
     if unknown:
         raise InvalidPolicyError(
