@@ -26,13 +26,13 @@ from equipoise_model.checkpoint_manifest import F32, FP8, SCALE_SUFFIX, TensorSp
 from equipoise_model.checkpoint_shard import CheckpointError, Shard
 from equipoise_model.checkpoint_writer import CONFIG, INDEX, WEIGHTS, save
 from equipoise_model.config import Fp8Config, ModelConfig
-from equipoise_model.operations import Model
 from equipoise_model.plain.transformer import Transformer
+from equipoise_model.serving_model import ServingModel
 from equipoise_model.tensor_names import dense_tensors, is_mtp, payload_names
 
-__all__ = ["Checkpoint", "CheckpointError", "Progress", "save"]
+__all__ = ["Checkpoint", "CheckpointError", "ProgressCallback", "save"]
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Told the bytes that are done and all that there are, behind each tensor or expert."""
 
 _IGNORED = ".rotary_emb.inv_freq"  # old checkpoints store what the config says
@@ -103,7 +103,7 @@ class Checkpoint:
         *,
         row_block: int | None = None,
         mtp: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Transformer:
         """A model in one process, slot e holding expert e in every layer.
 
@@ -119,7 +119,7 @@ class Checkpoint:
         return model.eval()
 
     @torch.no_grad()
-    def load_dense(self, model: Model, *, progress: Progress | None = None) -> None:
+    def load_dense(self, model: ServingModel, *, progress: ProgressCallback | None = None) -> None:
         """Load everything but the routed experts that a layout places.
 
         Multi-token-prediction modules are loaded whole, if the model has them.
@@ -128,7 +128,7 @@ class Checkpoint:
             CheckpointError: the model has multi-token-prediction modules, the checkpoint has not.
         """
         assert model.config == self.config
-        if len(model.mtp_layers) and not self.has_mtp:
+        if model.num_mtp_layers and not self.has_mtp:
             raise CheckpointError(
                 f"{self.path} has no multi-token-prediction modules: build the model without them"
             )
@@ -146,10 +146,10 @@ class Checkpoint:
     @torch.no_grad()
     def load_slots(
         self,
-        model: Model,
+        model: ServingModel,
         expert_of_slot: npt.ArrayLike,
         *,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         """Load routed experts into this rank's slots, integers [MoE layers, slots of the rank]."""
         assert model.config == self.config

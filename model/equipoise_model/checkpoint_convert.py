@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from equipoise_model.checkpoint import Checkpoint, CheckpointError, Progress
+from equipoise_model.checkpoint import Checkpoint, CheckpointError, ProgressCallback
 from equipoise_model.checkpoint_writer import write
 from equipoise_model.config import Fp8Config
 
@@ -14,7 +14,7 @@ def convert(
     *,
     fp8: Fp8Config | None,
     max_shard_bytes: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> None:
     """Write a checkpoint again: linear maps in FP8, or everything in BF16 (`fp8` None).
 

@@ -53,7 +53,7 @@ def save(
         path,
         dataclasses.replace(model.config, quantization_config=fp8),
         read=tensors.__getitem__,
-        mtp=len(model.mtp_layers) > 0,
+        mtp=model.num_mtp_layers > 0,
         max_shard_bytes=max_shard_bytes,
         progress=progress,
     )

@@ -26,10 +26,10 @@ from torch import distributed as dist
 from equipoise_kernels.plain.permute import permute_rows, slot_order, unpermute_rows
 from equipoise_kernels.replica_choice import choose_replicas
 from equipoise_model.config import ModelConfig
-from equipoise_model.exchange import Ranks
+from equipoise_model.exchange import RankGroup
 from equipoise_model.experts import PhysicalSlots
 from equipoise_model.fp8.slot_exchange import SlotExchange
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.router import Routing
 
 
@@ -49,7 +49,7 @@ class ExpertParallel:
     """
 
     def __init__(
-        self, placement: Placement, *, ranks: Ranks, exchange: SlotExchange | None = None
+        self, placement: PlacementTables, *, ranks: RankGroup, exchange: SlotExchange | None = None
     ) -> None:
         assert placement.num_ranks == ranks.count
         assert exchange is None or not ranks.alone
@@ -65,7 +65,7 @@ class ExpertParallel:
     def local(
         cls,
         config: ModelConfig,
-        placement: Placement | None = None,
+        placement: PlacementTables | None = None,
         *,
         device: torch.device | None = None,
     ) -> Self:
@@ -73,16 +73,16 @@ class ExpertParallel:
 
         Its tables are on `device`, unless they are to stay where they are.
         """
-        placement = placement or Placement.identity(
+        placement = placement or PlacementTables.identity(
             num_layers=config.num_moe_layers, num_experts=config.n_routed_experts
         )
         placement = placement if device is None else placement.to(device)
-        return cls(placement, ranks=Ranks(group=None, rank=0, count=1))
+        return cls(placement, ranks=RankGroup(group=None, rank=0, count=1))
 
     @classmethod
     def distributed(
         cls,
-        placement: Placement,
+        placement: PlacementTables,
         *,
         group: dist.ProcessGroup,
         exchange: SlotExchange | None = None,
@@ -91,7 +91,7 @@ class ExpertParallel:
 
         `exchange` is what a model in FP8 carries rows with, in that placement's generation.
         """
-        return cls(placement, ranks=Ranks.of_group(group), exchange=exchange)
+        return cls(placement, ranks=RankGroup.of_group(group), exchange=exchange)
 
     @property
     def waited_s(self) -> float:
@@ -99,7 +99,7 @@ class ExpertParallel:
         return self._ranks.waited_s + (self._exchange.waited_s if self._exchange else 0.0)
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> PlacementTables:
         """The running generation's."""
         return self._placement
 
@@ -121,7 +121,7 @@ class ExpertParallel:
         if tokens_by_rank is None:
             tokens_by_rank = self._ranks.gather_numbers(num_tokens)
         assert tokens_by_rank[self._ranks.rank] == num_tokens
-        # Ranks take turns in one sequence, so that their choices of replicas interleave too.
+        # RankGroup take turns in one sequence, so that their choices of replicas interleave too.
         first = self._num_tokens_seen
         self._num_tokens_seen += num_tokens
         turns_T = torch.arange(first, first + num_tokens, device=self._rows_LS.device)
@@ -140,7 +140,7 @@ class ExpertParallel:
         if self._exchange is not None:
             self._exchange.close()
 
-    def switch(self, placement: Placement) -> None:
+    def switch(self, placement: PlacementTables) -> None:
         """Use another placement from the next step on; its experts are in their slots already."""
         assert placement.generation > self._placement.generation
         assert placement.slots_of_expert.shape[:2] == self._placement.slots_of_expert.shape[:2]
@@ -176,8 +176,8 @@ class ExpertStep:
     def __init__(
         self,
         *,
-        placement: Placement,
-        ranks: Ranks,
+        placement: PlacementTables,
+        ranks: RankGroup,
         tokens_by_rank: tuple[int, ...],
         token_ids_T: Tensor,
         rows_LS: Tensor,
@@ -197,7 +197,7 @@ class ExpertStep:
         return self._ranks.alone
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> RankGroup:
         """Whose step it is."""
         return self._ranks
 
@@ -207,7 +207,7 @@ class ExpertStep:
         return self._tokens_by_rank
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> PlacementTables:
         """The generation that this step runs in."""
         return self._placement
 
@@ -312,6 +312,6 @@ def _combine(y_ND: Tensor, weights_TK: Tensor) -> Tensor:
     return total_TD
 
 
-def _no_rows(placement: Placement) -> Tensor:
+def _no_rows(placement: PlacementTables) -> Tensor:
     shape = (placement.num_layers, placement.slots_per_rank)
     return torch.zeros(shape, dtype=torch.int64, device=placement.replica_count.device)

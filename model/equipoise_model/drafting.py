@@ -40,7 +40,7 @@ class Drafter:
     """The first `num_drafts` modules of a model that has them; used from the engine's thread."""
 
     def __init__(self, model: Transformer, *, num_drafts: int) -> None:
-        assert 1 <= num_drafts <= len(model.mtp_layers)
+        assert 1 <= num_drafts <= model.num_mtp_layers
         self._model = model
         self._num_drafts = num_drafts
         self._experts = ExpertParallel.local(model.config, device=model.embed_tokens.weight.device)

@@ -1,4 +1,4 @@
-"""`Ranks`: all-to-all exchanges of rows between the ranks of a group, differentiable.
+"""`RankGroup`: all-to-all exchanges of rows between the ranks of a group, differentiable.
 
 Owns the collectives of a step and turns their failures into words; knows nothing of experts. Every
 exchange is bounded by the timeout its process group was made with.
@@ -14,10 +14,10 @@ from torch import distributed as dist
 
 
 class ExchangeError(RuntimeError):
-    """Ranks could not exchange rows: one of them is gone, stuck or unreachable."""
+    """RankGroup could not exchange rows: one of them is gone, stuck or unreachable."""
 
 
-class Ranks:
+class RankGroup:
     """This rank among `count` of a group; a rank alone has no group and exchanges nothing.
 
     `waited_s` is how long it was in exchanges so far, most of it for slower peers. Where they run

@@ -94,9 +94,9 @@ def check_payload(payload: Tensor, num_bytes: int) -> None:
         )
 
 
-def payload_from_bytes(data: bytes | bytearray | memoryview) -> Tensor:
-    """Received bytes as a payload, a uint8 tensor that owns a copy."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def payload_from_bytes(data: bytearray) -> Tensor:
+    """View received bytes as a payload: a uint8 tensor that shares their memory."""
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def checksum(payload: Tensor) -> bytes:

@@ -32,11 +32,9 @@ from equipoise_model.fp8.slot_exchange import PART_TOKENS, SlotExchange
 from equipoise_model.fp8.transformer import Fp8Transformer, obstacle
 from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache
 from equipoise_model.plain.transformer import Transformer
+from equipoise_model.serving_model import ServingModel
 
 AUTO, BF16, FP8 = "auto", "bf16", "fp8"
-
-Model = Transformer | Fp8Transformer
-"""A model that serves, in whichever form."""
 
 _TORCH = "torch"
 
@@ -130,14 +128,14 @@ class Operations:
         return (*told, *self._kind_of_latents)
 
     @property
-    def told(self) -> str:
+    def announcement(self) -> str:
         """What the ranks of a pool tell each other when they meet."""
         if self.fp8 is None or _always_twins(self.device):
             return self.kernels
         own = asdict(selection.own())
         return json.dumps(own | {"latents": self._kind_of_latents}, sort_keys=True)
 
-    def hear(self, told: Sequence[str]) -> None:
+    def agree(self, announcements: Sequence[str]) -> None:
         """Compute with what all ranks can, given what each told: they must not differ in bits.
 
         An empty word is of a rank that did not tell.
@@ -145,7 +143,7 @@ class Operations:
         Raises:
             OperationsError: they cannot agree.
         """
-        words = {self.told, *filter(None, told)}
+        words = {self.announcement, *filter(None, announcements)}
         others = sorted(word for word in words if not word.startswith("{"))
         if len(words) == len(others) == 1:
             return
@@ -172,7 +170,7 @@ class Operations:
         row_block: int | None,
         mtp: bool,
         max_graph_rows: int,
-    ) -> Model:
+    ) -> ServingModel:
         """A model of a config whose weights are still to be loaded.
 
         `num_spare` and `max_graph_rows` (rows of the largest captured step) are FP8's, `row_block`

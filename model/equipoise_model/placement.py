@@ -1,4 +1,4 @@
-"""`Placement`: one generation's layout as the tables that dispatch looks up.
+"""`PlacementTables`: one generation's layout as the tables that dispatch looks up.
 
 Built off the engine's thread from a layout's numbers; switching is one assignment of a reference.
 """
@@ -15,7 +15,7 @@ from equipoise_kernels.replica_choice import SHARE_BITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Placement:
+class PlacementTables:
     """Where every logical expert's replicas are, and nothing else of a layout.
 
     `slots_of_expert` is int64 [layers, experts, most replicas], ascending, unused places -1;

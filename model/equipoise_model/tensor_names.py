@@ -10,14 +10,14 @@ import re
 from torch import Tensor
 
 from equipoise_model.config import ModelConfig
-from equipoise_model.operations import Model
 from equipoise_model.plain.transformer import Transformer
+from equipoise_model.serving_model import ServingModel
 
 _MTP = re.compile(r"mtp_layers\.(\d+)\.")
 _STACKED = (".mlp.experts.gate_up", ".mlp.experts.down")
 
 
-def dense_tensors(model: Model) -> dict[str, Tensor]:
+def dense_tensors(model: ServingModel) -> dict[str, Tensor]:
     """Everything but the experts that layouts place, by checkpoint name.
 
     The experts of multi-token-prediction modules are never placed, so they are here. Tensors share
@@ -47,7 +47,7 @@ def expert_tensors(model: Transformer) -> dict[str, Tensor]:
 def mtp_copies(model: Transformer) -> dict[str, Tensor]:
     """The embedding and the head again: the published layout repeats them in every MTP layer."""
     copies = {}
-    for depth in range(len(model.mtp_layers)):
+    for depth in range(model.num_mtp_layers):
         prefix = f"model.layers.{model.config.num_hidden_layers + depth}"
         copies[f"{prefix}.embed_tokens.weight"] = model.embed_tokens.weight.detach()
         copies[f"{prefix}.shared_head.head.weight"] = model.lm_head.weight.detach()

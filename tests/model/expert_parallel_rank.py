@@ -14,7 +14,7 @@ from torch import distributed as dist
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.experts import StagedExperts
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.moe import MoE
 from tests.support.small_models import MOE_LAYERS as CONFIG
 
@@ -74,7 +74,7 @@ class RankModel:
         )
 
     def placement(self, generation):
-        return Placement.from_layout(
+        return PlacementTables.from_layout(
             layout_of(generation),
             num_experts=CONFIG.n_routed_experts,
             num_ranks=self.num_ranks,

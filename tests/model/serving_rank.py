@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.transformer import Transformer
 from tests.support.serving_paths import GROUP_SIZES, served_logits
 
@@ -36,7 +36,7 @@ def serve_all(cases, *, rank, num_ranks, group):
     """The logits that this rank of a group gives for its own texts, by model and form."""
     seen = {}
     for name, case in cases.items():
-        placement = Placement.from_layout(
+        placement = PlacementTables.from_layout(
             case["layout"],
             num_experts=case["config"].n_routed_experts,
             num_ranks=num_ranks,

@@ -4,7 +4,7 @@ import torch
 
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import StagedExperts
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.experts import ExpertSlots
 from equipoise_model.plain.router import Routing
 from tests.support.small_models import MOE_LAYERS as CONFIG
@@ -62,7 +62,7 @@ def run(ep, layers, x, routing):
 
 
 def parallel(layout, generation=1):
-    placement = Placement.from_layout(layout, num_experts=NUM_EXPERTS, generation=generation)
+    placement = PlacementTables.from_layout(layout, num_experts=NUM_EXPERTS, generation=generation)
     return ExpertParallel.local(CONFIG, placement)
 
 
@@ -101,7 +101,7 @@ def test_slots_get_the_shares_of_their_expert_and_no_bit_changes(payloads):
     layout = np.tile(np.r_[np.arange(NUM_EXPERTS), [0, 0, 1]], (NUM_LAYERS, 1))
     shares = np.full(layout.shape, 1 << 15)
     shares[:, [0, 16, 17]], shares[:, [1, 18]] = [20_000, 0, 12_768], [32_000, 768]
-    placement = Placement.from_layout(
+    placement = PlacementTables.from_layout(
         layout, num_experts=NUM_EXPERTS, generation=2, share_of_slot=shares
     )
     weighted = ExpertParallel.local(CONFIG, placement)
@@ -190,7 +190,7 @@ def test_a_switch_in_the_middle_changes_no_bit_and_starts_a_count_of_its_own(pay
         for layer, slot in np.argwhere(first != second).tolist()
     }
     staged = StagedExperts.prepare(moves, layers)
-    placement = Placement.from_layout(second, num_experts=NUM_EXPERTS, generation=2)
+    placement = PlacementTables.from_layout(second, num_experts=NUM_EXPERTS, generation=2)
     while_staged = run(ep, layers, x, routing)
     staged.apply()
     ep.switch(placement)
@@ -227,4 +227,6 @@ def test_gradients_reach_rows_weights_and_only_the_chosen_experts(payloads):
 def test_a_placement_of_another_shape_cannot_be_switched_to():
     ep = ExpertParallel.local(CONFIG)
     with pytest.raises(AssertionError):
-        ep.switch(Placement.from_layout(random_layout(0), num_experts=NUM_EXPERTS, generation=2))
+        ep.switch(
+            PlacementTables.from_layout(random_layout(0), num_experts=NUM_EXPERTS, generation=2)
+        )

@@ -97,7 +97,16 @@ def test_staging_refuses_a_payload_that_does_not_fit():
 
 def test_a_checksum_is_blake2b_of_the_bytes():
     payload = make_payload()
-    data = bytes(payload.tolist())
+    data = bytearray(payload.tolist())
     assert checksum(payload) == hashlib.blake2b(data, digest_size=16).digest()
     assert torch.equal(payload_from_bytes(data), payload)
-    assert checksum(payload_from_bytes(data[:-1] + bytes([data[-1] ^ 1]))) != checksum(payload)
+    data[-1] ^= 1
+    assert checksum(payload_from_bytes(data)) != checksum(payload)
+
+
+def test_received_bytes_become_a_payload_without_a_copy():
+    data = bytearray(b"abc")
+    payload = payload_from_bytes(data)
+    data[0] = 7
+    assert payload.tolist() == [7, 98, 99]
+    assert payload_from_bytes(bytearray()).numel() == 0

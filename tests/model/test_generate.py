@@ -3,7 +3,7 @@ import torch
 
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.generate import greedy
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 from equipoise_model.presets import TINY
 
 PROMPTS = [[5, 6, 7], list(range(40)), [9], [63, 0, 63, 0, 1]]
@@ -54,7 +54,7 @@ def test_another_layout_gives_the_same_tokens(random_model):
         for slot, expert in enumerate(order):
             moe.experts.gate_up[slot] = original.experts.gate_up[expert]
             moe.experts.down[slot] = original.experts.down[expert]
-    placement = Placement.from_layout([order] * TINY.num_moe_layers, num_experts=32)
+    placement = PlacementTables.from_layout([order] * TINY.num_moe_layers, num_experts=32)
     experts = ExpertParallel.local(TINY, placement)
     assert greedy(shuffled, PROMPTS, max_tokens=8, experts=experts) == expected
 

@@ -52,27 +52,27 @@ def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
 
     def told_by(chosen):
         use_backends(monkeypatch, chosen)
-        return in_fp8.told
+        return in_fp8.announcement
 
     richer = told_by(without("deep_ep"))
     own = told_by(without("deep_ep", "deep_gemm"))
-    in_fp8.hear([own, own])
-    in_fp8.hear([own, ""])
+    in_fp8.agree([own, own])
+    in_fp8.agree([own, ""])
     assert in_fp8.kernels == "triton, gemm_large=scaled_mm"
     told_by(without("deep_ep"))
     assert in_fp8.kernels == "triton, gemm_large=deep_gemm"
     assert "gemm_large=deep_gemm|scaled_mm|triton|reference" in in_fp8.backends
-    in_fp8.hear([own, richer])
+    in_fp8.agree([own, richer])
     assert in_fp8.kernels == "triton, gemm_large=scaled_mm"
-    assert in_fp8.told == richer
-    in_fp8.hear([richer])
+    assert in_fp8.announcement == richer
+    in_fp8.agree([richer])
     assert in_fp8.kernels == "triton, gemm_large=deep_gemm"
     assert by_torch.backends == ("model=torch",)
     with pytest.raises(OperationsError, match=r"do not compute alike \(torch and more\)"):
-        in_fp8.hear([own, by_torch.told])
+        in_fp8.agree([own, by_torch.announcement])
     named = told_by(selection.resolve("gemm=reference", lambda _operation, _name: None))
     with pytest.raises(OperationsError, match="ranks share no backend for gemm"):
-        in_fp8.hear([named, told_by(selection.resolve("gemm=triton", lambda *_: None))])
+        in_fp8.agree([named, told_by(selection.resolve("gemm=triton", lambda *_: None))])
 
 
 def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
@@ -90,7 +90,7 @@ def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
     assert plain.cache(WIDE, num_blocks=1, max_len=16, mtp=False).block_tokens == 64
     assert plain.backends == ("model=reference",)
     with pytest.raises(OperationsError, match="do not compute alike"):
-        plain.hear([plain.told, chosen.told])
+        plain.agree([plain.announcement, chosen.announcement])
     with pytest.raises(OperationsError, match="'fp4' are neither bf16 nor fp8"):
         choose(latents="fp4")
     with pytest.raises(OperationsError, match="need the model in FP8: choose weights fp8"):
@@ -103,7 +103,7 @@ def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
     plain = dataclasses.replace(chosen, fp8_latents=False)
     assert chosen.backends[-1] == "latents=fp8"
     with pytest.raises(OperationsError, match="some ranks keep latents in FP8 and some do not"):
-        plain.hear([plain.told, chosen.told])
+        plain.agree([plain.announcement, chosen.announcement])
 
 
 def test_blocks_are_as_large_as_flash_mla_takes_them_where_it_attends(monkeypatch):

@@ -20,7 +20,7 @@ from equipoise_model.experts import StagedExperts
 from equipoise_model.fp8.graphs import DecodeGraphs
 from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.step import StepBatch
 from tests.support.fp8_models import NARROW
@@ -100,7 +100,7 @@ def run(checkpoint, *, switches, graphs=None):
 
 
 def placement(number, *, generation):
-    layout = Placement.from_layout(
+    layout = PlacementTables.from_layout(
         LAYOUTS[number], num_experts=8, generation=generation, share_of_slot=SHARES[number]
     )
     return layout.to(CUDA)

@@ -10,7 +10,7 @@ from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import StagedExperts
 from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 from equipoise_model.step import StepBatch
 from tests.support.fp8_models import NARROW
 
@@ -43,7 +43,7 @@ def layout_of(num_ranks, generation):
 
 
 def placement_of(num_ranks, generation):
-    return Placement.from_layout(
+    return PlacementTables.from_layout(
         layout_of(num_ranks, generation),
         num_experts=NARROW.n_routed_experts,
         num_ranks=num_ranks,

@@ -308,7 +308,9 @@ def _mla_decode(backend: str) -> Tensor:
     device, nan = _device(), float("nan")
     latents_BPC = _random(4, attention_libraries.FLASH_MLA_BLOCK, 576, seed=2)
     latents_BPC[1, 19:] = nan
-    out = mla_decode.Attended(out_BHR=_random(5, 4, 512), lse_BH=torch.empty(5, 4, device=device))
+    out = mla_decode.AttentionOutput(
+        out_BHR=_random(5, 4, 512), lse_BH=torch.empty(5, 4, device=device)
+    )
     mla_decode.BACKENDS[backend](
         _random(5, 4, 576, seed=1),
         PlainLatents(latents_BPC=latents_BPC, rank=512),

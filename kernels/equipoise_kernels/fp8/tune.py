@@ -21,12 +21,12 @@ import torch
 
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.bench.__main__ import NO_DEVICE, versions, why_not_here
-from equipoise_kernels.fp8.bench.timing import Call, GraphTimer, Timer
+from equipoise_kernels.fp8.bench.timing import GraphTimer, TimedCall, Timer
 from equipoise_kernels.fp8.configurations import Entry
 from equipoise_kernels.fp8.jit import triton_version
 from equipoise_kernels.fp8.self_test import start_process
 from equipoise_kernels.fp8.testing.committed import TUNABLES
-from equipoise_kernels.fp8.tune_plans import PLANS, Plan, Shape
+from equipoise_kernels.fp8.tune_plans import PLANS, TuningPlan, TuningShape
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def sound_configs(operation: str) -> list[Any]:
 
 
 def tuned(
-    plan: Plan, candidates: Sequence[Any], *, timer: Timer, generator: torch.Generator
+    plan: TuningPlan, candidates: Sequence[Any], *, timer: Timer, generator: torch.Generator
 ) -> list[Entry]:
     """Entries of a file: in each bucket the shapes that differ from the best for all, then that."""
     entries = []
@@ -89,7 +89,10 @@ def tuned(
 
 
 def best_entries(
-    times_us: Mapping[Shape, Sequence[float]], candidates: Sequence[Any], *, max_rows: int | None
+    times_us: Mapping[TuningShape, Sequence[float]],
+    candidates: Sequence[Any],
+    *,
+    max_rows: int | None,
 ) -> list[Entry]:
     """The entries of one bucket, from each candidate's time on each shape.
 
@@ -97,7 +100,7 @@ def best_entries(
     """
     logs = torch.tensor(list(times_us.values()), dtype=torch.float64).log().sum(dim=0)
     default = int(logs.argmin())
-    shapes_of: dict[int, list[Shape]] = {}
+    shapes_of: dict[int, list[TuningShape]] = {}
     for shape, row in times_us.items():
         best = min(range(len(row)), key=row.__getitem__)
         if row[best] < row[default]:
@@ -110,7 +113,7 @@ def best_entries(
 
 
 def _times(
-    launches: Callable[[Any], list[Call]], candidates: Sequence[Any], timer: Timer
+    launches: Callable[[Any], list[TimedCall]], candidates: Sequence[Any], timer: Timer
 ) -> list[float]:
     """Microseconds of each candidate; infinity for one that does not run."""
     times = []

@@ -21,7 +21,7 @@ from equipoise_kernels.fp8.bench.moe_inputs import (
     routed_slots,
     row_order_of,
 )
-from equipoise_kernels.fp8.bench.timing import Call
+from equipoise_kernels.fp8.bench.timing import TimedCall
 from equipoise_kernels.fp8.gemm.dense import gemm_triton
 from equipoise_kernels.fp8.gemm.grouped import grouped_gemm_triton
 from equipoise_kernels.fp8.gemm.schedule import MaskedRows
@@ -35,9 +35,9 @@ from equipoise_kernels.fp8.quant.silu_mul_quant import silu_mul_quant_triton
 from equipoise_kernels.fp8.testing.cases import spread_normal, spread_rows, spread_weight
 from equipoise_kernels.fp8.testing.virtual_ranks import VirtualRanks
 
-Shape = tuple[int, ...]
+TuningShape = tuple[int, ...]
 # A launch of an operation with a configuration, on different memory each.
-Problem = Callable[[int, Shape, torch.Generator], Callable[[Any], list[Call]]]
+TuningProblem = Callable[[int, TuningShape, torch.Generator], Callable[[Any], list[TimedCall]]]
 
 _DENSE = (
     (576, 7168), (1536, 7168), (2112, 7168), (4096, 7168), (7168, 2048), (7168, 16384),
@@ -48,7 +48,7 @@ _CACHED_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TuningPlan:
     """What to time an operation on.
 
     Attributes:
@@ -58,11 +58,13 @@ class Plan:
     """
 
     buckets: tuple[int, ...]
-    shapes: tuple[Shape, ...]
-    problem: Problem
+    shapes: tuple[TuningShape, ...]
+    problem: TuningProblem
 
 
-def _gemm(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+def _gemm(
+    rows: int, shape: TuningShape, generator: torch.Generator
+) -> Callable[[Any], list[TimedCall]]:
     num_columns, dim = shape
     a = spread_rows((rows, dim), generator)
     weights = [spread_weight(shape, generator) for _ in range(num_copies(num_columns * dim))]
@@ -74,8 +76,8 @@ def _gemm(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any]
 
 
 def _grouped_gemm(
-    rows: int, shape: Shape, generator: torch.Generator
-) -> Callable[[Any], list[Call]]:
+    rows: int, shape: TuningShape, generator: torch.Generator
+) -> Callable[[Any], list[TimedCall]]:
     num_columns, dim = shape
     device = generator.device
     a = spread_rows((_GROUPS, max(rows, 128), dim), generator)
@@ -93,7 +95,9 @@ def _grouped_gemm(
     ]
 
 
-def _all_to_all(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+def _all_to_all(
+    rows: int, shape: TuningShape, generator: torch.Generator
+) -> Callable[[Any], list[TimedCall]]:
     (dim,) = shape
     sizes = EpShape(
         rank=0,
@@ -112,7 +116,9 @@ def _all_to_all(rows: int, shape: Shape, generator: torch.Generator) -> Callable
     ]
 
 
-def _route(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+def _route(
+    rows: int, shape: TuningShape, generator: torch.Generator
+) -> Callable[[Any], list[TimedCall]]:
     del shape
     # Logits come from the product before, and slots from routing: both are in the cache.
     inputs = [route_inputs(rows, generator) for _ in range(_CACHED_COPIES)]
@@ -126,7 +132,9 @@ def _route(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any
     ]
 
 
-def _row_order(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+def _row_order(
+    rows: int, shape: TuningShape, generator: torch.Generator
+) -> Callable[[Any], list[TimedCall]]:
     (num_slots,) = shape
     inputs = [routed_slots(rows, generator) % num_slots for _ in range(_CACHED_COPIES)]
     alignment = ALIGNMENT
@@ -139,7 +147,9 @@ def _row_order(rows: int, shape: Shape, generator: torch.Generator) -> Callable[
     ]
 
 
-def _permute(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+def _permute(
+    rows: int, shape: TuningShape, generator: torch.Generator
+) -> Callable[[Any], list[TimedCall]]:
     order = row_order_of(rows, generator)
     copies = num_copies(rows * shape[0])
     inputs = [spread_normal((rows, shape[0] // 2), generator) for _ in range(copies)]
@@ -152,7 +162,9 @@ def _permute(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[A
     ]
 
 
-def _combine(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+def _combine(
+    rows: int, shape: TuningShape, generator: torch.Generator
+) -> Callable[[Any], list[TimedCall]]:
     order = row_order_of(rows, generator)
     buffer = (len(order.pair_of_row_M), shape[0])
     inputs = [spread_normal(buffer, generator) for _ in range(num_copies(2 * buffer[0] * shape[0]))]
@@ -165,8 +177,8 @@ def _combine(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[A
 
 
 def _latent_write(
-    rows: int, shape: Shape, generator: torch.Generator
-) -> Callable[[Any], list[Call]]:
+    rows: int, shape: TuningShape, generator: torch.Generator
+) -> Callable[[Any], list[TimedCall]]:
     (rank,) = shape
     device = generator.device
     width = rank + ROTARY
@@ -201,13 +213,17 @@ def _latent_write(
     )
 
 
-def _mla_decode(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+def _mla_decode(
+    rows: int, shape: TuningShape, generator: torch.Generator
+) -> Callable[[Any], list[TimedCall]]:
     (length,) = shape
     return mla_inputs([length] * rows, generator).calls
 
 
-def _quant(launch: Callable[..., None], in_factor: int = 1) -> Problem:
-    def problem(rows: int, shape: Shape, generator: torch.Generator) -> Callable[[Any], list[Call]]:
+def _quant(launch: Callable[..., None], in_factor: int = 1) -> TuningProblem:
+    def problem(
+        rows: int, shape: TuningShape, generator: torch.Generator
+    ) -> Callable[[Any], list[TimedCall]]:
         (dim,) = shape
         copies = num_copies(2 * in_factor * rows * dim)
         inputs = [
@@ -244,23 +260,25 @@ def _silu_mul_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None
     )
 
 
-PLANS: Mapping[str, Plan] = {
-    "all_to_all": Plan(buckets=(256, 1024), shapes=((7168,),), problem=_all_to_all),
-    "gemm": Plan(buckets=(16, 32, 64, 128, 256, 1024, 4096), shapes=_DENSE, problem=_gemm),
-    "grouped_gemm": Plan(
+PLANS: Mapping[str, TuningPlan] = {
+    "all_to_all": TuningPlan(buckets=(256, 1024), shapes=((7168,),), problem=_all_to_all),
+    "gemm": TuningPlan(buckets=(16, 32, 64, 128, 256, 1024, 4096), shapes=_DENSE, problem=_gemm),
+    "grouped_gemm": TuningPlan(
         buckets=(16, 32, 64, 128, 1024, 4096),
         shapes=((4096, 7168), (7168, 2048)),
         problem=_grouped_gemm,
     ),
-    "route": Plan(buckets=(256, 8192), shapes=((256,),), problem=_route),
-    "row_order": Plan(buckets=(2048, 32768), shapes=((32,), (288,)), problem=_row_order),
-    "permute": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_permute),
-    "combine": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_combine),
-    "latent_write": Plan(buckets=(256, 4096), shapes=((512,),), problem=_latent_write),
-    "mla_decode": Plan(buckets=(8, 128), shapes=((4096,),), problem=_mla_decode),
-    "group_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_group_quant)),
-    "rms_norm_quant": Plan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_rms_norm_quant)),
-    "silu_mul_quant": Plan(
+    "route": TuningPlan(buckets=(256, 8192), shapes=((256,),), problem=_route),
+    "row_order": TuningPlan(buckets=(2048, 32768), shapes=((32,), (288,)), problem=_row_order),
+    "permute": TuningPlan(buckets=(256, 4096), shapes=((7168,),), problem=_permute),
+    "combine": TuningPlan(buckets=(256, 4096), shapes=((7168,),), problem=_combine),
+    "latent_write": TuningPlan(buckets=(256, 4096), shapes=((512,),), problem=_latent_write),
+    "mla_decode": TuningPlan(buckets=(8, 128), shapes=((4096,),), problem=_mla_decode),
+    "group_quant": TuningPlan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_group_quant)),
+    "rms_norm_quant": TuningPlan(
+        buckets=(256, 4096), shapes=((7168,),), problem=_quant(_rms_norm_quant)
+    ),
+    "silu_mul_quant": TuningPlan(
         buckets=(256, 4096), shapes=((2048,),), problem=_quant(_silu_mul_quant, in_factor=2)
     ),
 }

@@ -13,7 +13,6 @@ all know, and everything is captured anew with another exchange, which a new gro
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from equipoise_model.dispatch import ExpertStep
 from equipoise_model.fp8.rows import StepRows
 from equipoise_model.fp8.slot_exchange import SlotExchange
 from equipoise_model.latent_cache import LatentCache
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 
 Work = Callable[[], Tensor]
 Capture = Callable[[Work], Work]
@@ -31,15 +30,6 @@ Capture = Callable[[Work], Work]
 
 
 _ATTENTION_OF_HOST = "mla_decode=flashinfer"
-
-
-class Forward(Protocol):
-    """The model's forward pass, which waits for nothing."""
-
-    def __call__(
-        self, rows: StepRows, cache: LatentCache, experts: ExpertStep, *, num_valid: Tensor | None
-    ) -> Tensor:
-        """Hidden states [T, D]."""
 
 
 def capture_obstacle(exchange: SlotExchange | None) -> str | None:
@@ -73,7 +63,9 @@ class DecodeGraphs:
             limit = min(limit, exchange.max_captured_rows)
         return 0 < most <= limit and capture_obstacle(exchange) is None
 
-    def run(self, forward: Forward, rows: StepRows, cache: LatentCache, step: ExpertStep) -> Tensor:
+    def run(
+        self, forward: Callable[..., Tensor], rows: StepRows, cache: LatentCache, step: ExpertStep
+    ) -> Tensor:
         """Hidden states [T, D] of a step that fits, valid until the next one.
 
         Raises:
@@ -147,7 +139,7 @@ class _Memory:
         )
         self._ranks, self._exchange = step.ranks, step.exchange
         self._placement = _roomy(placement)
-        self._follows: Placement | None = None
+        self._follows: PlacementTables | None = None
 
     def step(self, num_rows: int) -> ExpertStep:
         """The experts' side of a step, in this memory."""
@@ -172,7 +164,7 @@ class _Memory:
         if self._follows is not step.placement:
             self._follow(step.placement)
 
-    def _follow(self, placement: Placement) -> None:
+    def _follow(self, placement: PlacementTables) -> None:
         own, width = self._placement, placement.slots_of_expert.shape[-1]
         own.slots_of_expert[..., :width].copy_(placement.slots_of_expert)
         own.replica_count.copy_(placement.replica_count)
@@ -184,7 +176,7 @@ class _Memory:
         self._follows = placement
 
 
-def _roomy(placement: Placement) -> Placement:
+def _roomy(placement: PlacementTables) -> PlacementTables:
     """Tables with room for every layout of as many slots: all that are left over on one expert."""
     num_layers, num_experts = placement.replica_count.shape
     most = placement.num_slots - num_experts + 1

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,24 +29,13 @@ from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.gemm.schedule import GROUP_ALIGNMENT
 from equipoise_kernels.fp8.quant.group_quant import group_quant
 from equipoise_model.exchange import ExchangeError
+from equipoise_model.fp8.experts import Fp8ExpertSlots
 
 PART_TOKENS = 256
 """Rows of a rank that go at once at most, if decode steps are no larger: memory grows with it."""
 
 # Codes must begin at multiples of so many bytes.
 _ROW_BYTES = 16
-
-
-class ArrivedExperts(Protocol):
-    """The experts of this rank's slots, for rows that came from all ranks."""
-
-    scale_format: ScaleFormat
-
-    def run_packed(self, rows: QuantizedRows, slot_ends_S: Tensor) -> Tensor:
-        """Outputs [M, D] of rows in slot order, each slot's from a multiple of GROUP_ALIGNMENT."""
-
-    def run_padded(self, rows: QuantizedRows, rows_of_slot_S: Tensor) -> Tensor:
-        """Outputs [S, M, D] of rows [S, M, D], each slot's first."""
 
 
 class SlotExchange:
@@ -98,21 +87,21 @@ class SlotExchange:
     @property
     def backend(self) -> str:
         """Who carries rows, as EQUIPOISE_KERNELS names it."""
-        return self._sound.backend
+        return self._live.backend
 
     @property
     def passed_over(self) -> str:
         """Which backends would have come first, and why they do not; may be empty."""
-        return "; ".join(f"{name}: {why}" for name, why in self._sound.passed_over.items())
+        return "; ".join(f"{name}: {why}" for name, why in self._live.passed_over.items())
 
     @property
     def capture_obstacle(self) -> str | None:
         """Why a step with this exchange cannot be captured in a CUDA graph, or None."""
-        return self._sound.capture_obstacle
+        return self._live.capture_obstacle
 
     def switch(self, generation: int) -> None:
         """Announce another generation of the layout from the next step on."""
-        self._sound.buffer.switch(generation)
+        self._live.buffer.switch(generation)
 
     def run(
         self,
@@ -121,7 +110,7 @@ class SlotExchange:
         *,
         slots_TK: Tensor,
         weights_TK: Tensor,
-        experts: ArrivedExperts,
+        experts: Fp8ExpertSlots,
         most_tokens: int,
         load_S: Tensor,
     ) -> Tensor:
@@ -133,7 +122,7 @@ class SlotExchange:
         Raises:
             ExchangeError: a rank is gone, stuck, or runs another generation.
         """
-        room = self._sound.shape.max_tokens
+        room = self._live.shape.max_tokens
         parts = [slice(first, first + room) for first in range(0, max(most_tokens, 1), room)]
         sums = [
             self._run_part(
@@ -156,8 +145,8 @@ class SlotExchange:
         Raises:
             ExchangeError: one of them failed.
         """
-        with self._told():
-            self._sound.buffer.check()
+        with self._reporting():
+            self._live.buffer.check()
 
     def close(self) -> None:
         """Give the memory back; the exchange is of no more use."""
@@ -170,36 +159,36 @@ class SlotExchange:
         *,
         slots_TK: Tensor,
         weights_TK: Tensor,
-        experts: ArrivedExperts,
+        experts: Fp8ExpertSlots,
         most_tokens: int,
         load_S: Tensor,
     ) -> Tensor:
-        opened = self._sound
+        opened = self._live
         buffer = opened.buffer
         if opened.is_low_latency:
-            with self._told():
+            with self._reporting():
                 came = buffer.low_latency_dispatch(x_TD, slots_TK)
             assert isinstance(came.rows, Tensor)
             arrived = _quantized(came.rows, scale_format=experts.scale_format)
             y_ND = experts.run_padded(arrived, came.rows_of_slot)
         else:
             layout = RowLayout(alignment=GROUP_ALIGNMENT, most_tokens=most_tokens)
-            with self._told():
+            with self._reporting():
                 came = buffer.dispatch(rows, slots_TK, layout=layout)
             assert isinstance(came.rows, QuantizedRows)
             y_ND = experts.run_packed(_aligned(came.rows), came.slot_ends)
         load_S += came.rows_of_slot
-        with self._told():
+        with self._reporting():
             return buffer.combine(y_ND, came.handle, weights_TK=weights_TK)
 
     @property
-    def _sound(self) -> OpenedBuffer:
+    def _live(self) -> OpenedBuffer:
         assert self._opened is not None, "it is closed"
         return self._opened
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Say in the model's own words what went wrong, and note how long it took."""
+    def _reporting(self) -> Iterator[None]:
+        """Raise the buffer's errors as `ExchangeError`, and add the time to `waited_s`."""
         began = time.perf_counter()
         try:
             yield

@@ -14,10 +14,11 @@ from equipoise_model.fp8.rows import StepRows
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.plain.layers import Embedding, Linear, RMSNorm
 from equipoise_model.rope import Rope
+from equipoise_model.serving_model import ServingModel
 from equipoise_model.step import StepBatch, StepOutput
 
 
-class Fp8Transformer(nn.Module):
+class Fp8Transformer(ServingModel):
     """A decoder of a config with `quantization_config`; weights are loaded, never trained.
 
     Args:
@@ -26,9 +27,6 @@ class Fp8Transformer(nn.Module):
         num_spare: places beyond them, into which experts are staged.
         graphs: what captures steps of single tokens; None to launch every kernel every time.
     """
-
-    row_block = None
-    mtp_layers = ()
 
     def __init__(
         self,
@@ -92,8 +90,6 @@ class Fp8Transformer(nn.Module):
         return StepOutput(
             logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(device)]),
             hidden_TD=hidden_TD,
-            rotary=None,
-            cache_step=None,
         )
 
     def forward(

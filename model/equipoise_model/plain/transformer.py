@@ -17,7 +17,8 @@ from equipoise_model.plain.moe import MoE
 from equipoise_model.plain.mtp import MultiTokenPrediction
 from equipoise_model.plain.router import Router, Routing
 from equipoise_model.rope import Rope
-from equipoise_model.step import StepBatch, StepOutput
+from equipoise_model.serving_model import ServingModel
+from equipoise_model.step import DraftState, StepBatch, StepOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class TrainOutput:
     mtp_routings: tuple[Routing, ...]
 
 
-class Transformer(nn.Module):
+class Transformer(ServingModel):
     """A DeepSeek-V3-style decoder with `num_slots` physical slots of every MoE layer on this rank.
 
     Args:
@@ -77,6 +78,11 @@ class Transformer(nn.Module):
             for _ in range(config.num_nextn_predict_layers if mtp else 0)
         )
         self._initialize()
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Multi-token-prediction modules that this model holds."""
+        return len(self.mtp_layers)
 
     @property
     def moe_layers(self) -> list[MoE]:
@@ -132,8 +138,7 @@ class Transformer(nn.Module):
         return StepOutput(
             logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(device)]),
             hidden_TD=hidden_TD,
-            rotary=(cos_TF, sin_TF),
-            cache_step=cache_step,
+            draft_state=DraftState(rotary=(cos_TF, sin_TF), cache_step=cache_step),
         )
 
     @torch.no_grad()
@@ -153,14 +158,13 @@ class Transformer(nn.Module):
         """
         module = self.mtp_layers[depth - 1]
         assert isinstance(module, MultiTokenPrediction)
-        assert output.rotary is not None
-        assert output.cache_step is not None
+        assert output.draft_state is not None
         return module.forward_draft(
             hidden_TD,
             next_embedding_TD=self.embed_tokens(following_T),
-            rotary=output.rotary,
+            rotary=output.draft_state.rotary,
             layer=self.config.num_hidden_layers + depth - 1,
-            cache_step=output.cache_step,
+            cache_step=output.draft_state.cache_step,
             expert_step=experts.begin_step(num_tokens=hidden_TD.shape[0]),
         )
 

@@ -22,7 +22,7 @@ from equipoise.worker.held import Contents, HeldExperts, StagedGeneration, own_s
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.transfer import ExpertPuller, Pulled
 from equipoise_model.experts import PayloadError, PhysicalSlots, StagedExperts
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 
 _log = logging.getLogger(__name__)
 
@@ -195,9 +195,9 @@ class Applier:
         )
 
 
-def placement_of(layout: Layout) -> Placement:
+def placement_of(layout: Layout) -> PlacementTables:
     """The tables by which the model dispatches in a layout."""
-    return Placement.from_layout(
+    return PlacementTables.from_layout(
         layout.expert_of_slot,
         num_experts=layout.num_experts,
         num_ranks=layout.num_ranks,

@@ -18,9 +18,10 @@ from equipoise_model.device import DeviceError, choose_device
 from equipoise_model.drafting import Drafter
 from equipoise_model.experts import PhysicalSlots
 from equipoise_model.latent_cache import LatentCache, blocks_for
-from equipoise_model.operations import Model, Operations, OperationsError
+from equipoise_model.operations import Operations, OperationsError
 from equipoise_model.plain.row_invariance import verify_rows
 from equipoise_model.plain.transformer import Transformer
+from equipoise_model.serving_model import ServingModel
 
 ROW_BLOCK = 16
 """Rows of every product in batch-invariant mode."""
@@ -31,7 +32,7 @@ class ModelCore:
     """Everything that is the same on whichever rank this worker becomes."""
 
     checkpoint: Checkpoint
-    model: Model
+    model: ServingModel
     cache: LatentCache
     operations: Operations
 

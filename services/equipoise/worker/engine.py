@@ -30,9 +30,9 @@ from equipoise_model.dispatch import ExpertParallel, SlotLoad
 from equipoise_model.drafting import Drafter, DraftLine
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.latent_cache import LatentCache
-from equipoise_model.operations import Model
 from equipoise_model.sampling import sample
 from equipoise_model.sampling_params import SampledToken
+from equipoise_model.serving_model import ServingModel
 from equipoise_model.step import StepBatch, StepOutput
 
 IDLE_WAIT_S = 0.005
@@ -96,7 +96,7 @@ class Engine:
     def __init__(
         self,
         *,
-        model: Model,
+        model: ServingModel,
         cache: LatentCache,
         experts: ExpertParallel,
         held: HeldExperts,

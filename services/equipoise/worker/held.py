@@ -12,7 +12,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.worker.errors import NotHeldError
 from equipoise_model.experts import PhysicalSlots, StagedExperts, checksum
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 
 _READ_ATTEMPTS = 100
 _READ_PAUSE_S = 0.002
@@ -27,7 +27,7 @@ class StagedGeneration:
 
     base_generation: int
     layout: Layout
-    placement: Placement
+    placement: PlacementTables
     experts: StagedExperts
     checksums: Checksums
 

@@ -228,8 +228,8 @@ async def join(
         given_up=given_up,
         met=settle,
         device=slots.operations.device,
-        told=slots.operations.told,
-        hear=slots.operations.hear,
+        told=slots.operations.announcement,
+        hear=slots.operations.agree,
     )
     assert slots.held is not None, "settled"
     exchange = await asyncio.to_thread(slots.open_exchange, group, join_epoch, settings)

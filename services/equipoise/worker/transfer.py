@@ -72,10 +72,8 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
                 )
             except NotHeldError as error:
                 await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-            data = payload.numpy().tobytes()
-            for start in range(0, len(data), CHUNK_BYTES):
-                chunk = pb.FetchResponse(data=data[start : start + CHUNK_BYTES])
-                await context.write(chunk)
+            for chunk in payload.split(CHUNK_BYTES):
+                await context.write(pb.FetchResponse(data=chunk.numpy().tobytes()))
 
     async def _until_epoch(self, epoch: int) -> None:
         """A peer may hear of a new epoch a little before this worker does."""

@@ -14,7 +14,7 @@ from equipoise_kernels.fp8 import selection, self_test
 from equipoise_kernels.fp8.attention import libraries
 from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
 from equipoise_kernels.fp8.attention.libraries import LatentShape, misfit
-from equipoise_kernels.fp8.attention.mla_decode import BACKENDS, Attended
+from equipoise_kernels.fp8.attention.mla_decode import BACKENDS, AttentionOutput
 from equipoise_kernels.fp8.selection import resolve, without
 from tests.support.kernel_backends import use_backends
 
@@ -127,7 +127,7 @@ def run(backend, *, block_tokens=64, tables, lengths, num_heads=3):
     generator = torch.Generator().manual_seed(5)
     cache = torch.randn(6, block_tokens, RANK + ROTARY, generator=generator).bfloat16()
     query = torch.randn(len(lengths), num_heads, RANK + ROTARY, generator=generator).bfloat16()
-    out = Attended(
+    out = AttentionOutput(
         out_BHR=torch.full((len(lengths), num_heads, RANK), 9.0).bfloat16(),
         lse_BH=torch.full((len(lengths), num_heads), 9.0),
     )
@@ -174,7 +174,7 @@ def test_flash_mla_plans_each_call_anew_because_plans_belong_to_lengths(flash_ml
 
 @pytest.mark.parametrize("backend", ["flash_mla", "flashinfer"])
 def test_no_queries_are_no_call(backend):
-    empty = Attended(out_BHR=torch.empty(0, 3, RANK).bfloat16(), lse_BH=torch.empty(0, 3))
+    empty = AttentionOutput(out_BHR=torch.empty(0, 3, RANK).bfloat16(), lse_BH=torch.empty(0, 3))
     BACKENDS[backend](
         torch.empty(0, 3, RANK + ROTARY).bfloat16(),
         PlainLatents(latents_BPC=torch.zeros(1, 64, RANK + ROTARY).bfloat16(), rank=RANK),

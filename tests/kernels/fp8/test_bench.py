@@ -26,8 +26,8 @@ from equipoise_kernels.fp8.bench import (
     quant_cases,
 )
 from equipoise_kernels.fp8.bench.bench import Bench
-from equipoise_kernels.fp8.bench.exchange_rank import Arguments, Seen
-from equipoise_kernels.fp8.bench.report import GATES, Machine, Sample, Verdict, judge
+from equipoise_kernels.fp8.bench.exchange_rank import Arguments, ExchangeRecord
+from equipoise_kernels.fp8.bench.report import GATES, GateStatus, Machine, Sample, judge
 from equipoise_kernels.fp8.bench.timing import Timing
 from equipoise_kernels.fp8.gemm import dense
 from equipoise_kernels.fp8.moe.route import route_reference
@@ -86,7 +86,7 @@ def test_dense_cases_run_and_their_results_are_right(bench):
 def test_an_anchor_that_does_not_run_is_named_and_fails_its_gate(bench):
     (_, against_cublas) = dense_cases.large(bench, [(3, 128, 128)])
     assert any(fault.startswith("block does not run") for fault in against_cublas.faults)
-    assert judge(GATES["A2"], [against_cublas]).verdict is Verdict.FAILED
+    assert judge(GATES["A2"], [against_cublas]).verdict is GateStatus.FAILED
 
 
 def test_a_wrong_product_fails_the_gate_however_fast_it_is(bench, monkeypatch):
@@ -96,7 +96,7 @@ def test_a_wrong_product_fails_the_gate_however_fast_it_is(bench, monkeypatch):
     monkeypatch.setattr(dense, "gemm_triton", forgets_scales)
     sample = dense_cases.large(bench, [(3, 128, 256)])[0]
     assert any("away from float64" in fault for fault in sample.faults)
-    assert judge(GATES["A1"], [sample]).verdict is Verdict.FAILED
+    assert judge(GATES["A1"], [sample]).verdict is GateStatus.FAILED
 
 
 def test_another_kernel_than_the_one_that_was_meant_fails_the_gate(bench):
@@ -107,7 +107,7 @@ def test_another_kernel_than_the_one_that_was_meant_fails_the_gate(bench):
 
 
 def test_grouped_cases_run_in_every_schedule_and_their_results_are_right(bench):
-    load = grouped_cases.Load(counts=(3, 0, 5), num_columns=64, dim=128)
+    load = grouped_cases.RowCounts(counts=(3, 0, 5), num_columns=64, dim=128)
     masked = grouped_cases.masked(bench, [load])
     assert [s.gate for s in masked] == ["B1", "B5"]
     assert not masked[0].faults
@@ -129,7 +129,7 @@ def test_a_write_beyond_the_rows_of_a_group_is_noticed(bench, monkeypatch):
         out[1, -1] = 0.0
 
     monkeypatch.setattr(grouped_cases, "grouped_gemm_triton", overruns)
-    load = grouped_cases.Load(counts=(3, 0), num_columns=128, dim=128)
+    load = grouped_cases.RowCounts(counts=(3, 0), num_columns=128, dim=128)
     assert "rows of no group were written" in grouped_cases.masked(bench, [load])[0].faults
 
 
@@ -266,12 +266,12 @@ def test_processes_exchange_and_name_the_one_that_is_killed(bench):
 )
 def test_what_a_process_saw_wrong_fails_the_gate(change, named, bench, monkeypatch):
     right = {"exchanges": 10, "wrong": 0, "missing": (2,), "words": "", "waited_s": 5.0}
-    reports = {0: Seen(**right), 1: Seen(**right | change)}
+    reports = {0: ExchangeRecord(**right), 1: ExchangeRecord(**right | change)}
     monkeypatch.setattr(process_cases, "_ran", lambda arguments: (reports, []))
     (sample,) = process_cases.processes(bench, exchanges=10, timeout_s=5.0)
     (fault,) = sample.faults
     assert named in fault
-    assert judge(GATES["E3"], [sample]).verdict is Verdict.FAILED
+    assert judge(GATES["E3"], [sample]).verdict is GateStatus.FAILED
 
 
 def test_a_process_that_fails_or_does_not_end_is_named(bench, tmp_path, monkeypatch):

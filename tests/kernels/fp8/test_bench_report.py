@@ -7,9 +7,9 @@ import pytest
 from equipoise_kernels.fp8.bench.report import (
     GATES,
     Gate,
+    GateStatus,
     Machine,
     Sample,
-    Verdict,
     as_json,
     as_text,
     has_passed,
@@ -32,14 +32,14 @@ def samples(*values):
 @pytest.mark.parametrize(
     ("values", "verdict"),
     [
-        ([0.95, 0.9], Verdict.STRETCH),
-        ([0.95, 0.6], Verdict.TARGET),
-        ([0.5, 0.6], Verdict.MUST),
-        ([0.486, 0.6], Verdict.MUST),
-        ([0.48, 2.0], Verdict.FAILED),
-        ([float("nan"), 2.0], Verdict.FAILED),
-        ([0.0, 2.0], Verdict.FAILED),
-        ([], Verdict.NOT_RUN),
+        ([0.95, 0.9], GateStatus.STRETCH),
+        ([0.95, 0.6], GateStatus.TARGET),
+        ([0.5, 0.6], GateStatus.MUST),
+        ([0.486, 0.6], GateStatus.MUST),
+        ([0.48, 2.0], GateStatus.FAILED),
+        ([float("nan"), 2.0], GateStatus.FAILED),
+        ([0.0, 2.0], GateStatus.FAILED),
+        ([], GateStatus.NOT_RUN),
     ],
 )
 def test_one_shape_below_the_bar_fails_a_gate_and_noise_is_forgiven(values, verdict):
@@ -48,16 +48,16 @@ def test_one_shape_below_the_bar_fails_a_gate_and_noise_is_forgiven(values, verd
 
 def test_a_floor_is_for_every_shape_and_must_for_the_mean():
     with_floor = gate(must=0.75, target=0.9, stretch=None, floor=0.6)
-    assert judge(with_floor, samples(0.6, 1.0)).verdict is Verdict.MUST
-    assert judge(with_floor, samples(0.5, 1.6)).verdict is Verdict.FAILED
-    assert judge(with_floor, samples(0.65, 0.7)).verdict is Verdict.FAILED
+    assert judge(with_floor, samples(0.6, 1.0)).verdict is GateStatus.MUST
+    assert judge(with_floor, samples(0.5, 1.6)).verdict is GateStatus.FAILED
+    assert judge(with_floor, samples(0.65, 0.7)).verdict is GateStatus.FAILED
 
 
 def test_less_is_better_where_the_gate_says_so():
     times = gate(must=1.25, target=1.0, stretch=None, is_more_better=False)
-    assert judge(times, samples(1.2, 1.2)).verdict is Verdict.MUST
-    assert judge(times, samples(0.9, 1.0)).verdict is Verdict.TARGET
-    assert judge(times, samples(0.9, 1.3)).verdict is Verdict.FAILED
+    assert judge(times, samples(1.2, 1.2)).verdict is GateStatus.MUST
+    assert judge(times, samples(0.9, 1.0)).verdict is GateStatus.TARGET
+    assert judge(times, samples(0.9, 1.3)).verdict is GateStatus.FAILED
     assert judge(times, samples(0.9, 1.1)).worst == 1.1
 
 

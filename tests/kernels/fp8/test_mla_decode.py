@@ -5,7 +5,7 @@ from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import ScaleFormat, empty_rows
 from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
 from equipoise_kernels.fp8.attention.mla_decode import (
-    Attended,
+    AttentionOutput,
     MlaDecodeConfig,
     mla_decode,
     mla_decode_reference,
@@ -52,7 +52,7 @@ def attended(run, query, cache, tables, lengths, **options):
     num_queries, num_heads, _ = query.shape
     guards = guarded((num_queries * num_heads, RANK), query.dtype, column_guard=0)
     sums = guarded((num_queries * num_heads, 1), torch.float32, column_guard=0)
-    out = Attended(
+    out = AttentionOutput(
         out_BHR=guards.view.view(num_queries, num_heads, RANK),
         lse_BH=sums.view.view(num_queries, num_heads),
     )
@@ -158,7 +158,10 @@ def test_tables_and_lengths_that_lie_make_nan_of_their_own_query_only(
         ({"tables_BS": torch.zeros(4, 2, dtype=torch.int32).t()}, "tables must be contiguous"),
         ({"lengths_B": LENGTHS[:1]}, "lengths must be"),
         ({"tokens_per_split": 100}, "multiple of 64"),
-        ({"out": Attended(out_BHR=torch.zeros(2, 3, 64), lse_BH=torch.zeros(2, 3))}, "out must"),
+        (
+            {"out": AttentionOutput(out_BHR=torch.zeros(2, 3, 64), lse_BH=torch.zeros(2, 3))},
+            "out must",
+        ),
     ],
 )
 def test_inputs_that_break_the_contract_are_refused_by_name(change, named, generator):

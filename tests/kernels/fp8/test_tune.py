@@ -34,7 +34,7 @@ def test_a_configuration_that_does_not_run_is_never_chosen(generator):
 
         return launches
 
-    plan = tune.Plan(buckets=(16, 64), shapes=((1, 1),), problem=problem)
+    plan = tune.TuningPlan(buckets=(16, 64), shapes=((1, 1),), problem=problem)
     entries = tune.tuned(plan, [FAST, SLOW], timer=Timer(), generator=generator)
     assert [entry.max_rows for entry in entries] == [16, None]
     assert all(entry.config["num_stages"] == SLOW.num_stages for entry in entries)

@@ -16,7 +16,7 @@ from equipoise_model.experts import PayloadError, StagedExperts, checksum
 from equipoise_model.fp8.graphs import DecodeGraphs, sizes
 from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
-from equipoise_model.placement import Placement
+from equipoise_model.placement import PlacementTables
 from equipoise_model.step import StepBatch
 from tests.support.fp8_models import NARROW, WIDE
 from tests.support.kernel_backends import use_backends
@@ -79,7 +79,9 @@ def loaded(checkpoint, *, graphs=None, layout=FIRST, num_spare=NUM_SPARE):
 
 
 def placement(layout, generation=1, *, shares=None):
-    return Placement.from_layout(layout, num_experts=4, generation=generation, share_of_slot=shares)
+    return PlacementTables.from_layout(
+        layout, num_experts=4, generation=generation, share_of_slot=shares
+    )
 
 
 def cache_of(dtype=torch.bfloat16):

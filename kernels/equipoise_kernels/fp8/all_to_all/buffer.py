@@ -35,7 +35,7 @@ MAX_OPEN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Arrived:
+class ReceivedRows:
     """What a backend's dispatch brings.
 
     Attributes:
@@ -56,7 +56,7 @@ class Backend(Protocol):
 
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
-    ) -> Callable[[], Arrived]:
+    ) -> Callable[[], ReceivedRows]:
         """Send rows, int32 [T, W], to their slots, int64 [T, K]; generation is int64 [1]."""
 
     def begin_combine(
@@ -78,7 +78,7 @@ class EpHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Dispatched:
+class DispatchOutput:
     """Rows for this rank's slots.
 
     Attributes:
@@ -115,7 +115,9 @@ class EpBuffer:
         """Announce another generation of the layout from the next dispatch on."""
         self._generation.fill_(generation & GENERATION_MASK)
 
-    def dispatch(self, x: Rows, slots_TK: Tensor, *, layout: RowLayout | None = None) -> Dispatched:
+    def dispatch(
+        self, x: Rows, slots_TK: Tensor, *, layout: RowLayout | None = None
+    ) -> DispatchOutput:
         """Send rows to their slots and receive those for this rank's.
 
         Args:
@@ -147,7 +149,7 @@ class EpBuffer:
 
     def begin_dispatch(
         self, x: Rows, slots_TK: Tensor, *, layout: RowLayout | None = None
-    ) -> Callable[[], Dispatched]:
+    ) -> Callable[[], DispatchOutput]:
         """Send as `dispatch` does; calling the result receives."""
         shape, layout = self._shape, layout or RowLayout()
         words_TW = shape.payload.to_words(x, dim=shape.dim)
@@ -168,7 +170,7 @@ class EpBuffer:
             )
         )
 
-        def finish() -> Dispatched:
+        def finish() -> DispatchOutput:
             return self._dispatched(self._guarded(receive), layout=layout, num_tokens=num_tokens)
 
         return finish
@@ -195,7 +197,7 @@ class EpBuffer:
         )
         return lambda: self._guarded(receive)
 
-    def low_latency_dispatch(self, x: Rows, slots_TK: Tensor) -> Dispatched:
+    def low_latency_dispatch(self, x: Rows, slots_TK: Tensor) -> DispatchOutput:
         """`dispatch` into [slots, num_ranks * max_tokens, D], each slot's rows first."""
         shape = self._shape
         layout = RowLayout(rows_per_slot=shape.num_ranks * shape.max_tokens)
@@ -214,7 +216,9 @@ class EpBuffer:
         self._require_sound()
         self._guarded(self._backend.check)
 
-    def _dispatched(self, arrived: Arrived, *, layout: RowLayout, num_tokens: int) -> Dispatched:
+    def _dispatched(
+        self, arrived: ReceivedRows, *, layout: RowLayout, num_tokens: int
+    ) -> DispatchOutput:
         words, shape = arrived.words_NW, self._shape
         if layout.rows_per_slot is not None:
             words = words.view(shape.slots_per_rank, layout.rows_per_slot, -1)
@@ -224,7 +228,7 @@ class EpBuffer:
             state=arrived.state,
         )
         self._open.append(handle)
-        return Dispatched(
+        return DispatchOutput(
             rows=shape.payload.from_words(words, dim=shape.dim),
             rows_of_slot=arrived.rows_S,
             slot_ends=arrived.ends_S,

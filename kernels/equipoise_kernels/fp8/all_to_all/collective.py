@@ -18,7 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from equipoise_kernels.errors import PeerMissingError
-from equipoise_kernels.fp8.all_to_all.buffer import Arrived
+from equipoise_kernels.fp8.all_to_all.buffer import ReceivedRows
 from equipoise_kernels.fp8.all_to_all.flags import flag_of, raise_faults
 from equipoise_kernels.fp8.all_to_all.order import Incoming, Outgoing, RowLayout, weighted_sum
 from equipoise_kernels.fp8.all_to_all.payload import WORD_BYTES
@@ -28,7 +28,7 @@ _LEAST_WAIT_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _State:
+class _CollectiveState:
     outgoing: Outgoing
     places_A: Tensor
     sent_R: list[int]
@@ -53,7 +53,7 @@ class CollectiveBackend:
 
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
-    ) -> Callable[[], Arrived]:
+    ) -> Callable[[], ReceivedRows]:
         """See `buffer.Backend`."""
         self._sequence += 1
         outgoing = Outgoing.of_slots(slots_TK, self._shape)
@@ -65,7 +65,7 @@ class CollectiveBackend:
         counts_RS = outgoing.counts_RS.cpu()
         receive_headers = self._exchange_headers(flag, counts_RS)
 
-        def finish() -> Arrived:
+        def finish() -> ReceivedRows:
             headers = receive_headers()
             seen = [None if header is None else int(header[0]) for header in headers]
             raise_faults(seen, own=int(flag), timeout_s=self._timeout_s, what="rows")
@@ -76,7 +76,7 @@ class CollectiveBackend:
         return finish
 
     def begin_combine(
-        self, y_ND: Tensor, state: _State, *, weights_TK: Tensor | None
+        self, y_ND: Tensor, state: _CollectiveState, *, weights_TK: Tensor | None
     ) -> Callable[[], Tensor]:
         """See `buffer.Backend`; outputs are on their way once the result is called."""
 
@@ -96,7 +96,7 @@ class CollectiveBackend:
 
     def _exchange_rows(
         self, words_TW: Tensor, outgoing: Outgoing, incoming: Incoming, layout: RowLayout
-    ) -> Arrived:
+    ) -> ReceivedRows:
         sent_R = outgoing.counts_RS.sum(dim=1).tolist()
         received_R = incoming.counts_RS.sum(dim=1).tolist()
         tokens_N = outgoing.order_N[: sum(sent_R)] // self._shape.top_k
@@ -105,11 +105,11 @@ class CollectiveBackend:
         new = words_AW.new_zeros if layout.alignment > 1 else words_AW.new_empty
         words_NW = new(int(incoming.num_rows), words_AW.shape[1])
         words_NW[places_A] = words_AW
-        return Arrived(
+        return ReceivedRows(
             words_NW=words_NW,
             rows_S=incoming.rows_S.to(words_AW.device),
             ends_S=incoming.ends_S.to(words_AW.device),
-            state=_State(
+            state=_CollectiveState(
                 outgoing=outgoing, places_A=places_A, sent_R=sent_R, received_R=received_R
             ),
         )

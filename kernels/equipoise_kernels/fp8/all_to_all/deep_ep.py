@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.fp8.all_to_all.buffer import Arrived, EpBuffer
+from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer, ReceivedRows
 from equipoise_kernels.fp8.all_to_all.order import RowLayout
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
@@ -70,7 +70,7 @@ class DeepEpBackend:
 
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
-    ) -> Callable[[], Arrived]:
+    ) -> Callable[[], ReceivedRows]:
         """See `buffer.Backend`; the generation stays here."""
         del generation
         shape = self._shape
@@ -86,11 +86,11 @@ class DeepEpBackend:
             return_recv_hook=True,
         )
 
-        def finish() -> Arrived:
+        def finish() -> ReceivedRows:
             receive()
             first_S = torch.arange(shape.slots_per_rank, device=counts_S.device)
             ends_S = first_S * rows_SMD.shape[1] + counts_S
-            return Arrived(
+            return ReceivedRows(
                 words_NW=rows_SMD.flatten(0, 1).view(torch.int32),
                 rows_S=counts_S,
                 ends_S=ends_S.to(torch.int32),

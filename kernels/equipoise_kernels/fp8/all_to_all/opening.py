@@ -28,7 +28,7 @@ from equipoise_kernels.fp8.all_to_all.deep_ep import ROW_MULTIPLE, DeepEpBackend
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.peer import PeerBackend
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
-from equipoise_kernels.fp8.all_to_all.window import Window, shared_window, symmetric_window
+from equipoise_kernels.fp8.all_to_all.window import PeerWindow, shared_window, symmetric_window
 from equipoise_kernels.fp8.quant.group_quant import group_quant
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where POSIX keeps it, not a temporary folder
@@ -208,7 +208,7 @@ def _machine() -> str:
     return _BOOT_ID.read_text() if _BOOT_ID.exists() else socket.gethostname()
 
 
-def _agreed_window(shape: EpShape, *, group: dist.ProcessGroup) -> Window:
+def _agreed_window(shape: EpShape, *, group: dist.ProcessGroup) -> PeerWindow:
     """A window in a file that rank 0 names, and removes once all ranks have mapped it."""
     names: list[str] = [""]
     if shape.rank == 0:

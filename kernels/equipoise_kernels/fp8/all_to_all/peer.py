@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.fp8 import configurations
-from equipoise_kernels.fp8.all_to_all.buffer import Arrived
+from equipoise_kernels.fp8.all_to_all.buffer import ReceivedRows
 from equipoise_kernels.fp8.all_to_all.flags import fine_flags, flag_of, raise_faults
 from equipoise_kernels.fp8.all_to_all.order import Incoming, Outgoing, RowLayout
 from equipoise_kernels.fp8.all_to_all.peer_kernels import (
@@ -26,7 +26,7 @@ from equipoise_kernels.fp8.all_to_all.peer_kernels import (
     wait_flags_kernel,
 )
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
-from equipoise_kernels.fp8.all_to_all.window import Window, WindowMap
+from equipoise_kernels.fp8.all_to_all.window import PeerWindow, WindowMap
 from equipoise_kernels.fp8.jit import is_interpreting
 from equipoise_kernels.fp8.specialization import Specialization, specialization
 
@@ -57,7 +57,7 @@ CONFIG_SPACE = tuple(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _State:
+class _PeerState:
     num_tokens: int
     places_N: Tensor
     incoming: Incoming
@@ -70,7 +70,7 @@ class PeerBackend:
     def __init__(
         self,
         shape: EpShape,
-        window: Window,
+        window: PeerWindow,
         *,
         timeout_s: float,
         config: AllToAllConfig | None = None,
@@ -99,7 +99,7 @@ class PeerBackend:
 
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
-    ) -> Callable[[], Arrived]:
+    ) -> Callable[[], ReceivedRows]:
         """See `buffer.Backend`."""
         outgoing = Outgoing.of_slots(slots_TK, self._shape)
         self._sequence += 1
@@ -112,17 +112,17 @@ class PeerBackend:
             top_k=self._shape.top_k,
         )
 
-        def finish() -> Arrived:
+        def finish() -> ReceivedRows:
             fine_R = self._wait(flag, flags_offset=self._map.flags, what="rows")
             counts_RS = self._window.counts(self._shape).index_select(0, flag & 1)[0]
             incoming = Incoming.of_counts(counts_RS * fine_R.unsqueeze(1), layout)
-            state = _State(
+            state = _PeerState(
                 num_tokens=words_TW.shape[0],
                 places_N=outgoing.answer_places(self._shape),
                 incoming=incoming,
                 flag=flag,
             )
-            return Arrived(
+            return ReceivedRows(
                 words_NW=self._receive(incoming, layout, flag),
                 rows_S=incoming.rows_S,
                 ends_S=incoming.ends_S,
@@ -132,7 +132,7 @@ class PeerBackend:
         return finish
 
     def begin_combine(
-        self, y_ND: Tensor, state: _State, *, weights_TK: Tensor | None
+        self, y_ND: Tensor, state: _PeerState, *, weights_TK: Tensor | None
     ) -> Callable[[], Tensor]:
         """See `buffer.Backend`."""
         incoming = state.incoming
@@ -261,7 +261,7 @@ class PeerBackend:
         )
         return out_NW
 
-    def _sum(self, state: _State, weights_TK: Tensor | None) -> Tensor:
+    def _sum(self, state: _PeerState, weights_TK: Tensor | None) -> Tensor:
         shape, config = self._shape, self._config
         out_TD = torch.empty(state.num_tokens, shape.dim, device=state.flag.device)
         if state.num_tokens == 0:

@@ -76,7 +76,7 @@ class WindowMap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Window:
+class PeerWindow:
     """One rank's memory and the way to the others'.
 
     Attributes:
@@ -97,7 +97,7 @@ class Window:
         return numbers.view(NUM_PARITIES, shape.num_ranks, shape.slots_per_rank)
 
 
-def shared_window(path: Path, shape: EpShape) -> Window:
+def shared_window(path: Path, shape: EpShape) -> PeerWindow:
     """Map a file that all ranks name, in /dev/shm by custom: POSIX shared memory.
 
     The name is new for every group, and who made it up removes the file. It is as large as all
@@ -114,14 +114,16 @@ def shared_window(path: Path, shape: EpShape) -> Window:
     return _parts(everything.view(shape.num_ranks, num_bytes), owner=mapping)[shape.rank]
 
 
-def virtual_windows(shape: EpShape, *, device: torch.device | str) -> list[Window]:
+def virtual_windows(shape: EpShape, *, device: torch.device | str) -> list[PeerWindow]:
     """Windows of all ranks in one process and on one device, by rank."""
     num_bytes = WindowMap.of_shape(shape).num_bytes
     everything = torch.zeros(shape.num_ranks, num_bytes, dtype=torch.uint8, device=device)
     return _parts(everything, owner=everything)
 
 
-def symmetric_window(shape: EpShape, *, group: dist.ProcessGroup, device: torch.device) -> Window:
+def symmetric_window(
+    shape: EpShape, *, group: dist.ProcessGroup, device: torch.device
+) -> PeerWindow:
     """A window in CUDA symmetric memory; all ranks of the group, on one node, call it together.
 
     Raises:
@@ -136,13 +138,13 @@ def symmetric_window(shape: EpShape, *, group: dist.ProcessGroup, device: torch.
     # Nobody sends before everybody's flags are zeros, which the caller has all ranks wait for.
     torch.cuda.current_stream(device).synchronize()
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    return Window(local=local, addresses=addresses, owner=handle)
+    return PeerWindow(local=local, addresses=addresses, owner=handle)
 
 
-def _parts(everything_RB: Tensor, *, owner: Any) -> list[Window]:
+def _parts(everything_RB: Tensor, *, owner: Any) -> list[PeerWindow]:
     addresses = torch.tensor(
         [window.data_ptr() for window in everything_RB],
         dtype=torch.int64,
         device=everything_RB.device,
     )
-    return [Window(local=local, addresses=addresses, owner=owner) for local in everything_RB]
+    return [PeerWindow(local=local, addresses=addresses, owner=owner) for local in everything_RB]

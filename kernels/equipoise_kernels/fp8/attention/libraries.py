@@ -25,7 +25,7 @@ from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.fp8.attention.latents import Latents, PlainLatents
 
 if TYPE_CHECKING:
-    from equipoise_kernels.fp8.attention.mla_decode import Attended
+    from equipoise_kernels.fp8.attention.mla_decode import AttentionOutput
 
 FLASH_MLA, FLASHINFER = "flash_mla", "flashinfer"
 
@@ -78,7 +78,7 @@ def mla_decode_flash_mla(
     lengths_B: Tensor,
     scale: float,
     tokens_per_split: int | None,
-    out: Attended,
+    out: AttentionOutput,
 ) -> None:
     """FlashMLA's dense kernel; it plans on the device, so that it can be captured in a graph."""
     cache_BPC = _checked(FLASH_MLA, query_BHC, latents, tokens_per_split=tokens_per_split)
@@ -86,7 +86,7 @@ def mla_decode_flash_mla(
     if num_queries == 0:
         return
     library = importlib.import_module(FLASH_MLA)
-    asked = _Asked.of(latents, tables_BS=tables_BS, lengths_B=lengths_B)
+    asked = _SafeQuery.of(latents, tables_BS=tables_BS, lengths_B=lengths_B)
     # Made anew each time, because it belongs to the lengths. Releases before 1.0 want all of these.
     plan, splits = library.get_mla_metadata(asked.lengths_B, num_heads, 1)
     out_BQHR, lse_BHQ = library.flash_mla_with_kvcache(
@@ -110,14 +110,14 @@ def mla_decode_flashinfer(
     lengths_B: Tensor,
     scale: float,
     tokens_per_split: int | None,
-    out: Attended,
+    out: AttentionOutput,
 ) -> None:
     """FlashInfer's paged kernel; it plans on the host, and waits for the device to do so."""
     _checked(FLASHINFER, query_BHC, latents, tokens_per_split=tokens_per_split)
     num_queries, num_heads, _ = query_BHC.shape
     if num_queries == 0:
         return
-    asked = _Asked.of(latents, tables_BS=tables_BS, lengths_B=lengths_B)
+    asked = _SafeQuery.of(latents, tables_BS=tables_BS, lengths_B=lengths_B)
     blocks_B = (asked.lengths_B + latents.block_tokens - 1) // latents.block_tokens
     places_S = torch.arange(tables_BS.shape[1], device=tables_BS.device)
     wrapper = _flashinfer_wrapper(query_BHC.device)
@@ -143,7 +143,7 @@ def mla_decode_flashinfer(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Asked:
+class _SafeQuery:
     """Tables and lengths that any kernel may follow, and which queries must not see the result.
 
     A block that does not exist is replaced by one that does; a query that sees nothing sees one
@@ -156,7 +156,7 @@ class _Asked:
     is_empty_B: Tensor
 
     @classmethod
-    def of(cls, latents: Latents, *, tables_BS: Tensor, lengths_B: Tensor) -> _Asked:
+    def of(cls, latents: Latents, *, tables_BS: Tensor, lengths_B: Tensor) -> _SafeQuery:
         """From what was asked, without waiting for the device."""
         capacity = tables_BS.shape[1] * latents.block_tokens
         starts_S = torch.arange(0, capacity, latents.block_tokens, device=tables_BS.device)
@@ -169,7 +169,7 @@ class _Asked:
             is_empty_B=lengths_B <= 0,
         )
 
-    def answer(self, result_BHR: Tensor, lse_BH: Tensor, *, out: Attended) -> None:
+    def answer(self, result_BHR: Tensor, lse_BH: Tensor, *, out: AttentionOutput) -> None:
         """Write a kernel's results, and the contract's for queries that were not sound."""
         lost_B11, empty_B11 = self.is_lost_B[:, None, None], self.is_empty_B[:, None, None]
         nan = float("nan")

@@ -72,7 +72,7 @@ CONFIG_SPACE = tuple(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Attended:
+class AttentionOutput:
     """Outputs [B, H, R] of the queries' dtype, and logarithms of their sums, float32 [B, H]."""
 
     out_BHR: Tensor
@@ -87,8 +87,8 @@ def mla_decode(
     lengths_B: Tensor,
     scale: float,
     tokens_per_split: int | None = None,
-    out: Attended | None = None,
-) -> Attended:
+    out: AttentionOutput | None = None,
+) -> AttentionOutput:
     """Attend by the backend that was selected for this process.
 
     Args:
@@ -118,7 +118,7 @@ def mla_decode(
     require_shape("lengths", lengths_B, (num_queries,))
     if tokens_per_split is not None and (tokens_per_split < 64 or tokens_per_split % 64 != 0):
         raise KernelInputError(f"tokens_per_split must be a multiple of 64, not {tokens_per_split}")
-    out = out or Attended(
+    out = out or AttentionOutput(
         out_BHR=query_BHC.new_empty(num_queries, num_heads, latents.rank),
         lse_BH=query_BHC.new_empty(num_queries, num_heads, dtype=torch.float32),
     )
@@ -152,7 +152,7 @@ def mla_decode_reference(
     lengths_B: Tensor,
     scale: float,
     tokens_per_split: int | None,
-    out: Attended,
+    out: AttentionOutput,
 ) -> None:
     """The torch twin: float32, all positions of a query at once."""
     del tokens_per_split
@@ -181,7 +181,7 @@ def mla_decode_triton(
     lengths_B: Tensor,
     scale: float,
     tokens_per_split: int | None,
-    out: Attended,
+    out: AttentionOutput,
     config: MlaDecodeConfig | None = None,
 ) -> None:
     """Launch the kernels; the configuration is the committed one of this device by default."""
@@ -193,7 +193,7 @@ def mla_decode_triton(
     num_splits = -(-tables_BS.shape[1] * latents.block_tokens // per_split)
     partial = out
     if num_splits > 1:
-        partial = Attended(
+        partial = AttentionOutput(
             out_BHR=query_BHC.new_empty(
                 num_queries * num_splits, num_heads, latents.rank, dtype=torch.float32
             ),

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from equipoise_kernels.formats import CODE, QuantizedRows, QuantizedWeight
 from equipoise_kernels.fp8.bench.report import Machine
-from equipoise_kernels.fp8.bench.timing import Call, Timer, Timing
+from equipoise_kernels.fp8.bench.timing import TimedCall, Timer, Timing
 
 # Copies of what a kernel reads, so that the L2 cache (60 MB) never holds the next one.
 MIN_COPIES = 4
@@ -43,7 +43,7 @@ class Bench:
         return self.generator.device
 
     def measure(
-        self, candidates: Mapping[str, Sequence[Call]]
+        self, candidates: Mapping[str, Sequence[TimedCall]]
     ) -> tuple[dict[str, Timing], list[str]]:
         """Time candidates that run; those that raise are left out and named."""
         able, faults = {}, []
@@ -76,14 +76,14 @@ def num_copies(num_bytes: int) -> int:
     return max(MIN_COPIES, -(-MIN_COPIED_BYTES // num_bytes))
 
 
-def bf16_calls(a: QuantizedRows, weights: Sequence[QuantizedWeight]) -> list[Call]:
+def bf16_calls(a: QuantizedRows, weights: Sequence[QuantizedWeight]) -> list[TimedCall]:
     """The same product in bfloat16 by cuBLAS."""
     rows = a.dequantized().bfloat16()
     dense = [weight.dequantized().bfloat16() for weight in weights]
     return [_product(rows, w) for w in dense]
 
 
-def row_scaled_calls(a: QuantizedRows, weights: Sequence[QuantizedWeight]) -> list[Call]:
+def row_scaled_calls(a: QuantizedRows, weights: Sequence[QuantizedWeight]) -> list[TimedCall]:
     """An FP8 product with one scale for each row and output: less work than ours."""
     scale_a = torch.ones(a.codes.shape[0], 1, device=a.codes.device)
     scale_b = torch.ones(1, weights[0].codes.shape[0], device=a.codes.device)
@@ -92,7 +92,7 @@ def row_scaled_calls(a: QuantizedRows, weights: Sequence[QuantizedWeight]) -> li
 
 def grouped_bf16_calls(
     counts: Sequence[int], slabs: Sequence[Tensor], generator: torch.Generator
-) -> list[Call]:
+) -> list[TimedCall]:
     """The same rows, packed, by torch's bfloat16 grouped product; slabs are codes [G, N, K]."""
     device = generator.device
     ends = torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)

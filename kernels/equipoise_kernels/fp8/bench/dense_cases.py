@@ -11,11 +11,11 @@ from equipoise_kernels.formats import QuantizedRows, QuantizedWeight, ScaleLayou
 from equipoise_kernels.fp8.bench.bench import Bench, bf16_calls, num_copies, row_scaled_calls
 from equipoise_kernels.fp8.bench.checks import backend_faults, product_faults, repeat_faults
 from equipoise_kernels.fp8.bench.report import Sample
-from equipoise_kernels.fp8.bench.timing import Call
+from equipoise_kernels.fp8.bench.timing import TimedCall
 from equipoise_kernels.fp8.gemm import dense, libraries
 from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 
-Shape = tuple[int, int, int]
+GemmShape = tuple[int, int, int]
 Multiply = Callable[..., object]
 
 # (N, K) of DeepSeek-V3: output projection, gate and up of the shared expert, queries, its down.
@@ -27,7 +27,7 @@ _FEW_ROWS = (1, 4, 16, 32, 64, 128)
 _MIN_WEIGHT_BYTES = 29_000_000
 
 
-def large(bench: Bench, shapes: Sequence[Shape] | None = None) -> list[Sample]:
+def large(bench: Bench, shapes: Sequence[GemmShape] | None = None) -> list[Sample]:
     """A1, A2 and A3."""
     fixed = [(_LARGE_ROWS, n, k) for n, k in _WIDE] if shapes is None else list(shapes)
     drawn = [(bench.rng.randrange(2048, 6000), *bench.rng.choice(_WIDE)) for _ in range(2)]
@@ -39,7 +39,7 @@ def large(bench: Bench, shapes: Sequence[Shape] | None = None) -> list[Sample]:
     ]
 
 
-def few_rows(bench: Bench, shapes: Sequence[Shape] | None = None) -> list[Sample]:
+def few_rows(bench: Bench, shapes: Sequence[GemmShape] | None = None) -> list[Sample]:
     """A4, A5 and R6."""
     fixed = [(m, n, k) for n, k in (*_WIDE, *_NARROW) for m in _FEW_ROWS]
     drawn = [(bench.rng.randrange(2, 65), *bench.rng.choice(_WIDE)) for _ in range(4)]
@@ -52,9 +52,9 @@ def few_rows(bench: Bench, shapes: Sequence[Shape] | None = None) -> list[Sample
     ]
 
 
-def _large(bench: Bench, shape: Shape, *, is_held_out: bool) -> list[Sample]:
+def _large(bench: Bench, shape: GemmShape, *, is_held_out: bool) -> list[Sample]:
     num_rows, num_columns, dim = shape
-    problem = _Problem(bench, shape)
+    problem = _DenseProblem(bench, shape)
     times, faults = bench.measure(
         {
             "triton": problem.calls(dense.gemm_triton),
@@ -92,9 +92,9 @@ def _large(bench: Bench, shape: Shape, *, is_held_out: bool) -> list[Sample]:
     ]
 
 
-def _few_rows(bench: Bench, shape: Shape, *, is_held_out: bool) -> list[Sample]:
+def _few_rows(bench: Bench, shape: GemmShape, *, is_held_out: bool) -> list[Sample]:
     num_rows, num_columns, dim = shape
-    problem = _Problem(bench, shape)
+    problem = _DenseProblem(bench, shape)
     times, faults = bench.measure(
         {
             "triton": problem.calls(dense.gemm_triton),
@@ -126,10 +126,10 @@ def _few_rows(bench: Bench, shape: Shape, *, is_held_out: bool) -> list[Sample]:
     ]
 
 
-class _Problem:
+class _DenseProblem:
     """Rows, copies of weights, and an output for each, poisoned."""
 
-    def __init__(self, bench: Bench, shape: Shape) -> None:
+    def __init__(self, bench: Bench, shape: GemmShape) -> None:
         num_rows, num_columns, dim = shape
         self._timer = bench.timer
         self.a: QuantizedRows = spread_rows(
@@ -146,7 +146,7 @@ class _Problem:
             for _ in self.weights
         ]
 
-    def calls(self, multiply: Multiply) -> list[Call]:
+    def calls(self, multiply: Multiply) -> list[TimedCall]:
         """One call for each copy."""
         return [
             lambda w=w, out=out: multiply(self.a, w, out=out)  # type: ignore[misc]

@@ -2,8 +2,8 @@
 
     python -m equipoise_kernels.fp8.bench.exchange_rank RANK ARGUMENTS
 
-ARGUMENTS is `Arguments` as JSON, the same for all ranks. Prints what it saw, `Seen` as JSON. The
-last rank kills itself after the exchanges, and the others' next one must name it.
+ARGUMENTS is `Arguments` as JSON, the same for all ranks. Prints an `ExchangeRecord` as JSON. The
+last rank kills itself after the exchanges; the next exchange of the others must name it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ExchangeRecord:
     """What a rank saw.
 
     Attributes:
@@ -111,7 +111,7 @@ def _right_casts() -> AbstractContextManager[None]:
     return corrected_casts()
 
 
-def _exchanges(rank: int, arguments: Arguments) -> Seen:
+def _exchanges(rank: int, arguments: Arguments) -> ExchangeRecord:
     shape = EpShape(
         rank=rank,
         num_ranks=arguments.num_ranks,
@@ -142,7 +142,7 @@ def _exchanges(rank: int, arguments: Arguments) -> Seen:
         _is_right(buffer, shape, generator, rng)
     except AllToAllError as error:
         missing, words = error.ranks, str(error)
-    return Seen(
+    return ExchangeRecord(
         exchanges=made,
         wrong=wrong,
         missing=missing,

@@ -14,7 +14,7 @@ from equipoise_kernels.formats import QuantizedRows, QuantizedWeight
 from equipoise_kernels.fp8.bench.bench import Bench, grouped_bf16_calls
 from equipoise_kernels.fp8.bench.checks import backend_faults, product_faults, repeat_faults
 from equipoise_kernels.fp8.bench.report import Sample
-from equipoise_kernels.fp8.bench.timing import Call
+from equipoise_kernels.fp8.bench.timing import TimedCall
 from equipoise_kernels.fp8.gemm import dense
 from equipoise_kernels.fp8.gemm.grouped import grouped_gemm_triton
 from equipoise_kernels.fp8.gemm.schedule import (
@@ -35,7 +35,7 @@ _KERNEL = "grouped_gemm_kernel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class RowCounts:
     """Rows of each group, and the weights' (N, K)."""
 
     counts: tuple[int, ...]
@@ -61,7 +61,7 @@ class Load:
         return weights + sum(self.counts) * (self.dim + 2 * self.num_columns)
 
 
-def masked(bench: Bench, loads: Sequence[Load] | None = None) -> list[Sample]:
+def masked(bench: Bench, loads: Sequence[RowCounts] | None = None) -> list[Sample]:
     """B1 and its share of B5."""
     if loads is None:
         fixed = [_around(bench, *case) for case in itertools.product(_GROUPS_AND_ROWS, _EXPERT)]
@@ -76,23 +76,23 @@ def masked(bench: Bench, loads: Sequence[Load] | None = None) -> list[Sample]:
     return [sample for load in loads for sample in _masked(bench, load, gate="B1")]
 
 
-def loaded(bench: Bench, loads: Sequence[Load] | None = None) -> list[Sample]:
+def loaded(bench: Bench, loads: Sequence[RowCounts] | None = None) -> list[Sample]:
     """B2 and its share of B5: even and with one hot expert."""
     if loads is None:
         loads = [
-            Load(counts=counts, num_columns=n, dim=k)
+            RowCounts(counts=counts, num_columns=n, dim=k)
             for counts in ((128,) * 8, (512, *(8,) * 7))
             for n, k in _EXPERT
         ]
     return [sample for load in loads for sample in _masked(bench, load, gate="B2")]
 
 
-def flat(bench: Bench, loads: Sequence[Load] | None = None) -> list[Sample]:
+def flat(bench: Bench, loads: Sequence[RowCounts] | None = None) -> list[Sample]:
     """B3 and B4: both flat schedules against a dense product, and uneven groups against even."""
     even_cases = loads
     if even_cases is None:
         even_cases = [
-            Load(counts=_jittered(bench, *case), num_columns=n, dim=k)
+            RowCounts(counts=_jittered(bench, *case), num_columns=n, dim=k)
             for case in ((4, 8192), (8, 4096))
             for n, k in _EXPERT
         ]
@@ -106,10 +106,10 @@ def flat(bench: Bench, loads: Sequence[Load] | None = None) -> list[Sample]:
     return samples
 
 
-def flipped_map(bench: Bench, load: Load | None = None) -> list[Sample]:
+def flipped_map(bench: Bench, load: RowCounts | None = None) -> list[Sample]:
     """F2: one captured graph serves two layouts, without a new capture."""
-    load = load or Load(counts=(16,) * 8, num_columns=4096, dim=7168)
-    problem = _Problem(bench, load, MaskedRows)
+    load = load or RowCounts(counts=(16,) * 8, num_columns=4096, dim=7168)
+    problem = _GroupedProblem(bench, load, MaskedRows)
     slots, out = problem.maps[0].clone(), problem.out
     call = problem.call(slots)
     if bench.device.type == "cuda":
@@ -134,20 +134,20 @@ def flipped_map(bench: Bench, load: Load | None = None) -> list[Sample]:
 _GROUPS_AND_ROWS = ((8, 16), (32, 20), (36, 32))
 
 
-def _around(bench: Bench, groups_and_rows: tuple[int, int], shape: tuple[int, int]) -> Load:
+def _around(bench: Bench, groups_and_rows: tuple[int, int], shape: tuple[int, int]) -> RowCounts:
     """Groups with rows drawn evenly from 0 to twice the mean."""
     num_groups, mean = groups_and_rows
     counts = [bench.rng.randint(0, 2 * mean) for _ in range(num_groups)]
     counts[0] = max(counts[0], 1)
-    return Load(counts=tuple(counts), num_columns=shape[0], dim=shape[1])
+    return RowCounts(counts=tuple(counts), num_columns=shape[0], dim=shape[1])
 
 
 def _jittered(bench: Bench, num_groups: int, rows: int) -> tuple[int, ...]:
     return tuple(round(rows * bench.rng.uniform(0.7, 1.3)) for _ in range(num_groups))
 
 
-def _masked(bench: Bench, load: Load, *, gate: str) -> list[Sample]:
-    problem = _Problem(bench, load, MaskedRows)
+def _masked(bench: Bench, load: RowCounts, *, gate: str) -> list[Sample]:
+    problem = _GroupedProblem(bench, load, MaskedRows)
     times, faults = bench.measure(
         {
             "triton": [problem.call(slots) for slots in problem.maps],
@@ -174,9 +174,11 @@ def _masked(bench: Bench, load: Load, *, gate: str) -> list[Sample]:
     ]
 
 
-def _against_dense(bench: Bench, load: Load, kind: type[ContiguousRows | PrefixSumRows]) -> Sample:
+def _against_dense(
+    bench: Bench, load: RowCounts, kind: type[ContiguousRows | PrefixSumRows]
+) -> Sample:
     """B3: useful operations a second, against the dense kernel with as many rows."""
-    problem = _Problem(bench, load, kind)
+    problem = _GroupedProblem(bench, load, kind)
     a = spread_rows((sum(load.counts), load.dim), bench.generator)
     weight = spread_weight((load.num_columns, load.dim), bench.generator)
     out = torch.empty(sum(load.counts), load.num_columns, dtype=torch.bfloat16, device=bench.device)
@@ -203,7 +205,9 @@ def _against_even(bench: Bench, num_columns: int, dim: int, num_rows: int = 3276
     uneven = tuple(max(1, round(num_rows * w / sum(weights))) for w in weights)
     loads = {"zipf": uneven, "even": (num_rows // 32,) * 32}
     problems = {
-        name: _Problem(bench, Load(counts=c, num_columns=num_columns, dim=dim), PrefixSumRows)
+        name: _GroupedProblem(
+            bench, RowCounts(counts=c, num_columns=num_columns, dim=dim), PrefixSumRows
+        )
         for name, c in loads.items()
     }
     times, faults = bench.measure(
@@ -222,10 +226,10 @@ def _against_even(bench: Bench, num_columns: int, dim: int, num_rows: int = 3276
     )
 
 
-class _Problem:
+class _GroupedProblem:
     """Rows in a schedule, a slab, and disjoint slot maps that rotate through it."""
 
-    def __init__(self, bench: Bench, load: Load, kind: type[Schedule]) -> None:
+    def __init__(self, bench: Bench, load: RowCounts, kind: type[Schedule]) -> None:
         self.load, self._timer, self._device = load, bench.timer, bench.device
         num_groups = len(load.counts)
         num_slots = _MAPS * num_groups
@@ -242,7 +246,7 @@ class _Problem:
             (*shape, load.num_columns), float("nan"), dtype=torch.bfloat16, device=bench.device
         )
 
-    def call(self, slots: Tensor) -> Call:
+    def call(self, slots: Tensor) -> TimedCall:
         """A launch with a slot map."""
         return lambda: grouped_gemm_triton(
             self.a, self.weight, slots, schedule=self.schedule, out=self.out

@@ -44,7 +44,7 @@ def decode_layer(
     expert_dim: int = _EXPERT_HIDDEN,
 ) -> list[Sample]:
     """F1: time over the sum of the operations' floors."""
-    layer = _Layer(bench, num_tokens=num_tokens, rule=rule, dim=dim, expert_dim=expert_dim)
+    layer = _DecodeLayer(bench, num_tokens=num_tokens, rule=rule, dim=dim, expert_dim=expert_dim)
     layer.out_TD.fill_(float("nan"))
     timing = bench.timer.interleaved({"layer": [lambda: layer.run("triton")]})["layer"]
     seen = layer.out_TD.clone()
@@ -73,7 +73,7 @@ def decode_layer(
     ]
 
 
-class _Layer:
+class _DecodeLayer:
     """Buffers of one layer, and its operations in their order."""
 
     def __init__(

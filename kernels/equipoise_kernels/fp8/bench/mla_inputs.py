@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.fp8.attention.latents import PlainLatents
-from equipoise_kernels.fp8.attention.mla_decode import Attended, MlaDecodeConfig, mla_decode_triton
+from equipoise_kernels.fp8.attention.mla_decode import (
+    AttentionOutput,
+    MlaDecodeConfig,
+    mla_decode_triton,
+)
 from equipoise_kernels.fp8.bench.bench import num_copies
-from equipoise_kernels.fp8.bench.timing import Call
+from equipoise_kernels.fp8.bench.timing import TimedCall
 
 HEADS = 128
 RANK = 512
@@ -37,7 +41,7 @@ class MlaInputs:
     caches: Sequence[PlainLatents]
     tables_BS: Tensor
     lengths: Sequence[int]
-    outs: Sequence[Attended]
+    outs: Sequence[AttentionOutput]
 
     @property
     def flop(self) -> int:
@@ -50,7 +54,7 @@ class MlaInputs:
         """Bytes of the latents that are seen, each once."""
         return sum(self.lengths) * self.query_BHC.shape[2] * self.query_BHC.element_size()
 
-    def calls(self, config: MlaDecodeConfig | None = None) -> list[Call]:
+    def calls(self, config: MlaDecodeConfig | None = None) -> list[TimedCall]:
         """A launch on each cache."""
         lengths_B = torch.tensor(self.lengths, dtype=torch.int32, device=self.query_BHC.device)
         return [
@@ -118,10 +122,10 @@ def mla_inputs(
     )
 
 
-def _poisoned(query_BHC: Tensor, rank: int) -> Attended:
+def _poisoned(query_BHC: Tensor, rank: int) -> AttentionOutput:
     num_queries, num_heads, _ = query_BHC.shape
     nothing = float("nan")
-    return Attended(
+    return AttentionOutput(
         out_BHR=query_BHC.new_full((num_queries, num_heads, rank), nothing),
         lse_BH=query_BHC.new_full((num_queries, num_heads), nothing, dtype=torch.float32),
     )

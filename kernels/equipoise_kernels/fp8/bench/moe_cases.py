@@ -11,7 +11,7 @@ from equipoise_kernels.fp8.bench.bench import Bench, fp8_bytes, num_copies
 from equipoise_kernels.fp8.bench.checks import backend_faults, result_faults
 from equipoise_kernels.fp8.bench.moe_inputs import RULE, route_inputs, row_order_of
 from equipoise_kernels.fp8.bench.report import Sample
-from equipoise_kernels.fp8.bench.timing import Call
+from equipoise_kernels.fp8.bench.timing import TimedCall
 from equipoise_kernels.fp8.moe.permute import (
     combine_reference,
     combine_triton,
@@ -62,7 +62,7 @@ def _routing(bench: Bench, num_rows: int, rule: RoutingRule) -> Sample:
         faults.append("slots or their counts differ from the reference")
     faults += result_faults(out.weights_TK, wanted.weights_TK.double())
     reference = compiled(route_reference)
-    launch: Call = lambda: inputs.run(route_triton, rows_S=rows, out=out)  # noqa: E731
+    launch: TimedCall = lambda: inputs.run(route_triton, rows_S=rows, out=out)  # noqa: E731
     times, missing = bench.measure(
         {
             "route": [launch],
@@ -88,7 +88,7 @@ def _permute(bench: Bench, order: RowOrder, num_rows: int, dim: int) -> Sample:
     for out in outs:
         out.codes.view(torch.uint8).fill_(0xFF)
 
-    def move(index: int) -> Call:
+    def move(index: int) -> TimedCall:
         def call() -> None:
             source, target = inputs[index], outs[index]
             codes = source.codes.view(torch.int32)
@@ -125,7 +125,7 @@ def _combine(bench: Bench, order: RowOrder, num_rows: int, dim: int) -> Sample:
     weights = torch.rand(num_rows, top_k, generator=bench.generator, device=bench.device)
     outs = [torch.full((num_rows, dim), float("nan"), device=bench.device).bfloat16()
             for _ in copies]  # fmt: skip
-    calls: list[Call] = [
+    calls: list[TimedCall] = [
         lambda x=x, out=out: combine_triton(x, order, weights, out=out)  # type: ignore[misc]
         for x, out in zip(inputs, outs, strict=True)
     ]

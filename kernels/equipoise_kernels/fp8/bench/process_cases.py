@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from equipoise_kernels.fp8.bench.bench import Bench
-from equipoise_kernels.fp8.bench.exchange_rank import Arguments, Seen
+from equipoise_kernels.fp8.bench.exchange_rank import Arguments, ExchangeRecord
 from equipoise_kernels.fp8.bench.report import Sample
 
 _RANKS = 3
@@ -63,7 +63,7 @@ def processes(
     ]
 
 
-def _ran(arguments: Arguments) -> tuple[Mapping[int, Seen], list[str]]:
+def _ran(arguments: Arguments) -> tuple[Mapping[int, ExchangeRecord], list[str]]:
     """What each rank but the killed one saw; ranks that failed are faults."""
     bound_s = _STARTING_S + arguments.within_s + arguments.timeout_s
     path = os.pathsep.join([str(_ROOM), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -83,7 +83,7 @@ def _ran(arguments: Arguments) -> tuple[Mapping[int, Seen], list[str]]:
         for rank, process in enumerate(ranks[:-1]):
             output, errors = process.communicate(timeout=bound_s)
             if process.returncode == 0:
-                seen[rank] = Seen(**json.loads(output))
+                seen[rank] = ExchangeRecord(**json.loads(output))
             else:
                 faults.append(f"rank {rank} failed: {_last_line(errors)}")
     except subprocess.TimeoutExpired:
@@ -95,7 +95,7 @@ def _ran(arguments: Arguments) -> tuple[Mapping[int, Seen], list[str]]:
     return seen, faults
 
 
-def _faults(rank: int, seen: Seen, arguments: Arguments) -> Sequence[str]:
+def _faults(rank: int, seen: ExchangeRecord, arguments: Arguments) -> Sequence[str]:
     """What is wrong with what a rank saw."""
     faults, killed = [], arguments.num_ranks - 1
     if seen.exchanges < arguments.exchanges:

@@ -13,7 +13,7 @@ SCHEMA = 1
 NOISE = 0.03
 
 
-class Verdict(Enum):
+class GateStatus(Enum):
     """How far a gate got."""
 
     FAILED = "failed"
@@ -126,7 +126,7 @@ class Judgement:
     """A gate's outcome: geometric mean over shapes, the worst one, and why it failed."""
 
     gate: Gate
-    verdict: Verdict
+    verdict: GateStatus
     mean: float | None
     worst: float | None
     reasons: Sequence[str]
@@ -137,7 +137,7 @@ def judge(gate: Gate, samples: Sequence[Sample]) -> Judgement:
     """Compare samples with the gate's bars: a single shape fails it, however good the mean."""
     if not samples:
         return Judgement(
-            gate=gate, verdict=Verdict.NOT_RUN, mean=None, worst=None, reasons=(), samples=()
+            gate=gate, verdict=GateStatus.NOT_RUN, mean=None, worst=None, reasons=(), samples=()
         )
     values = [sample.value for sample in samples]
     is_positive = all(value > 0 for value in values)
@@ -151,17 +151,17 @@ def judge(gate: Gate, samples: Sequence[Sample]) -> Judgement:
     ]
     if not gate.reached(mean, gate.must, noise=NOISE):
         reasons.append(f"the mean is {mean:.3g}, the bar is {gate.must:g}")
-    verdict = Verdict.FAILED if reasons else _level(gate, mean)
+    verdict = GateStatus.FAILED if reasons else _level(gate, mean)
     worst = min(values) if gate.is_more_better else max(values)
     return Judgement(
         gate=gate, verdict=verdict, mean=mean, worst=worst, reasons=reasons, samples=samples
     )
 
 
-def _level(gate: Gate, mean: float) -> Verdict:
+def _level(gate: Gate, mean: float) -> GateStatus:
     if gate.reached(mean, gate.stretch):
-        return Verdict.STRETCH
-    return Verdict.TARGET if gate.reached(mean, gate.target) else Verdict.MUST
+        return GateStatus.STRETCH
+    return GateStatus.TARGET if gate.reached(mean, gate.target) else GateStatus.MUST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ def as_json(
 def has_passed(report: Mapping[str, Any]) -> bool:
     """Whether a run is valid and no gate failed."""
     verdicts = {gate["verdict"] for gate in report["gates"]}
-    return report["void_because"] is None and Verdict.FAILED.value not in verdicts
+    return report["void_because"] is None and GateStatus.FAILED.value not in verdicts
 
 
 def as_text(report: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-Call = Callable[[], Any]
+TimedCall = Callable[[], Any]
 
 _MIN_LAUNCHES = 20
 _REPLAYS = 15
@@ -31,13 +31,13 @@ class Timing:
 class Timer(Protocol):
     """What cases are timed by; tests have one without a GPU."""
 
-    def interleaved(self, candidates: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
+    def interleaved(self, candidates: Mapping[str, Sequence[TimedCall]]) -> dict[str, Timing]:
         """Time candidates in turns; each is a list of equal calls on different memory."""
 
-    def eager_us(self, call: Call) -> float:
+    def eager_us(self, call: TimedCall) -> float:
         """Microseconds that Python takes for a call."""
 
-    def kernel_names(self, call: Call) -> list[str]:
+    def kernel_names(self, call: TimedCall) -> list[str]:
         """Names of the kernels that a call runs on the device."""
 
 
@@ -47,7 +47,7 @@ class GraphTimer:
     def __init__(self) -> None:
         self._flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def interleaved(self, candidates: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
+    def interleaved(self, candidates: Mapping[str, Sequence[TimedCall]]) -> dict[str, Timing]:
         """See `Timer`: every replay of a candidate is followed by one of the next."""
         graphs = {name: _captured(calls) for name, calls in candidates.items()}
         pairs: dict[str, list[tuple[Any, Any]]] = {name: [] for name in candidates}
@@ -65,7 +65,7 @@ class GraphTimer:
             for name in candidates
         }
 
-    def eager_us(self, call: Call) -> float:
+    def eager_us(self, call: TimedCall) -> float:
         """See `Timer`: launches only, the device may still be at work."""
         call()
         torch.cuda.synchronize()
@@ -76,7 +76,7 @@ class GraphTimer:
         torch.cuda.synchronize()
         return elapsed * 1e6 / _EAGER_CALLS
 
-    def kernel_names(self, call: Call) -> list[str]:
+    def kernel_names(self, call: TimedCall) -> list[str]:
         """See `Timer`: from torch's profiler."""
         call()
         torch.cuda.synchronize()
@@ -86,7 +86,7 @@ class GraphTimer:
         return [event.name for event in profile.events()]
 
 
-def _captured(calls: Sequence[Call]) -> tuple[Any, int]:
+def _captured(calls: Sequence[TimedCall]) -> tuple[Any, int]:
     """A graph of at least 20 launches that rotates through the calls, and how many it has."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -88,7 +88,7 @@ def spread_slab(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guarded:
+class GuardedTensor:
     """A poisoned tensor inside a larger poisoned one.
 
     Poison is the byte 0xFF: NaN in every floating-point format of the suite.
@@ -118,7 +118,7 @@ def guarded(
     *,
     device: torch.device | str = "cpu",
     column_guard: int = 16,
-) -> Guarded:
+) -> GuardedTensor:
     """A poisoned tensor with poisoned rows around it and, in each row, columns after it."""
     *outer, num_rows, num_columns = shape
     storage = torch.empty(
@@ -126,7 +126,7 @@ def guarded(
     )
     _poison(storage)
     view = storage[..., _GUARD : _GUARD + num_rows, :num_columns]
-    return Guarded(view=view, storage=storage)
+    return GuardedTensor(view=view, storage=storage)
 
 
 def _poison(tensor: Tensor) -> None:
