@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from equipoise.worker.applier import placement_of
+from equipoise.worker.stager import placement_of
 from equipoise.worker.engine import Engine
 from equipoise.worker.group import RankGroup
 from equipoise.worker.scheduler import Scheduler

@@ -13,7 +13,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.messages import Heartbeat, HeartbeatAck, JoinEpoch, Peer, Report, Stage
-from equipoise.worker.applier import placement_of
+from equipoise.worker.stager import placement_of
 from equipoise.worker.core import ModelCore
 from equipoise.worker.held import HeldExperts, StagedGeneration
 from equipoise.worker.settings import WorkerSettings

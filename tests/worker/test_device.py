@@ -9,7 +9,7 @@ import torch
 
 from equipoise.planning.layout import Layout
 from equipoise.worker.alone import engine_alone
-from equipoise.worker.applier import Applier
+from equipoise.worker.stager import Stager
 from equipoise.worker.core import ModelCore
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import WorkerError
@@ -80,8 +80,8 @@ def tokens_and_loads(core, held, staged, settings):
 
 
 def built(core, held, stage):
-    """What an applier makes of a stage whose experts were pulled."""
-    applier = Applier(
+    """What an stager makes of a stage whose experts were pulled."""
+    stager = Stager(
         engine=None,
         held=held,
         puller=None,
@@ -92,7 +92,7 @@ def built(core, held, stage):
     )
     payloads = tuple(core.checkpoint.read_expert(move.layer, move.expert) for move in stage.moves)
     pulled = Pulled(payloads=payloads, peer_bytes=0, checkpoint_bytes=0)
-    return applier._build(stage, pulled, held.contents)
+    return stager._build(stage, pulled, held.contents)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from equipoise.wire.inference import BLAME_KEY, Blame
-from equipoise.worker.applier import placement_of
+from equipoise.worker.stager import placement_of
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import InvalidRequestError, StepError
 from equipoise.worker.group import RankGroup

@@ -26,7 +26,7 @@ from equipoise.wire.messages import (
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import RejectedError, WorkerError
 from equipoise.worker.lifecycle import LIVE, Worker, serve
-from equipoise.worker.place import find_place
+from equipoise.worker.location import find_location
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_kernels.plain.row_invariance import RowVarianceError
@@ -43,7 +43,7 @@ class Bench:
 @asynccontextmanager
 async def running(settings):
     stop = asyncio.Event()
-    worker = Worker(settings, core=ModelCore.load(settings), place=await find_place(settings))
+    worker = Worker(settings, core=ModelCore.load(settings), location=await find_location(settings))
     task = asyncio.create_task(worker.run(stop))
     try:
         yield Bench(worker, stop, task)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from equipoise.planning.layout import contiguous_layout
 from equipoise.telemetry.loading import Loading
-from equipoise.worker.applier import placement_of
+from equipoise.worker.stager import placement_of
 from equipoise.worker.core import ModelCore
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.group import RankGroup

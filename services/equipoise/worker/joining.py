@@ -32,7 +32,7 @@ from equipoise_model.operations import Operations
 
 _log = logging.getLogger(__name__)
 
-Place = tuple[int, int]
+SlotIndex = tuple[int, int]
 """A MoE layer and an own slot in it."""
 
 
@@ -111,7 +111,7 @@ class Slots:
         if held is None:
             await self._load(wanted, join_epoch, given_up=given_up)
             return lambda: self._fill(join_epoch)
-        lacking: dict[Place, int] = {
+        lacking: dict[SlotIndex, int] = {
             (int(layer), int(slot)): int(wanted[layer, slot])
             for layer, slot in np.argwhere(wanted != held.expert_of_slot)
         }
@@ -132,7 +132,7 @@ class Slots:
         done, total = 0, wanted.size
         with self._loading.of("experts") as told:
             for layer, row in enumerate(wanted.tolist()):
-                places: dict[Place, int] = {(layer, slot): one for slot, one in enumerate(row)}
+                places: dict[SlotIndex, int] = {(layer, slot): one for slot, one in enumerate(row)}
                 pulled = {place: one for place, one in places.items() if place in moved}
                 read = [{place: one} for place, one in places.items() if place not in moved]
                 for part in ([pulled] if pulled else []) + read:
@@ -144,8 +144,8 @@ class Slots:
                     )
 
     async def _get(
-        self, lacking: Mapping[Place, int], join_epoch: JoinEpoch, *, given_up: threading.Event
-    ) -> dict[Place, Tensor]:
+        self, lacking: Mapping[SlotIndex, int], join_epoch: JoinEpoch, *, given_up: threading.Event
+    ) -> dict[SlotIndex, Tensor]:
         """Payloads of experts by place: pulled where a move says from where, else read."""
         first = own_slots(join_epoch.layout, rank=join_epoch.rank).start
         moves = {(move.layer, move.slot - first): move for move in join_epoch.moves}
@@ -186,7 +186,7 @@ class Slots:
         finally:
             await puller.close()
 
-    def _ready(self, payloads: Mapping[Place, Tensor]) -> Callable[[], None]:
+    def _ready(self, payloads: Mapping[SlotIndex, Tensor]) -> Callable[[], None]:
         """What puts payloads in their slots: at once from the device, if it has room for them."""
         try:
             return StagedExperts.prepare(payloads, self._core.slots).apply
@@ -195,7 +195,7 @@ class Slots:
             _log.info("%d experts wait on the host, for want of device memory", len(payloads))
         return lambda: self._write(payloads)
 
-    def _write(self, payloads: Mapping[Place, Tensor]) -> None:
+    def _write(self, payloads: Mapping[SlotIndex, Tensor]) -> None:
         for (layer, slot), payload in payloads.items():
             self._core.slots[layer].write(slot, payload)
 
@@ -236,7 +236,7 @@ async def join(
     return Joined(join_epoch=join_epoch, group=group, held=slots.held, exchange=exchange)
 
 
-def _with(payloads: Mapping[Place, Tensor], checksums: Checksums) -> Checksums:
+def _with(payloads: Mapping[SlotIndex, Tensor], checksums: Checksums) -> Checksums:
     """Checksums of own slots, [layers, slots_per_rank, 16], when these payloads are in place."""
     changed = checksums.copy()
     for place, payload in payloads.items():

@@ -43,7 +43,7 @@ from equipoise.worker.errors import RejectedError, StepError, WorkerError
 from equipoise.worker.group import Rendezvous
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.metrics import WorkerCollector
-from equipoise.worker.place import Place, find_place
+from equipoise.worker.location import Location, find_location
 from equipoise.worker.rank import Rank
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.transfer import ExpertTransferService
@@ -86,11 +86,11 @@ async def serve(
     Raises:
         WorkerError: it cannot start, is rejected, or cannot load its experts.
     """
-    place = await find_place(settings)
+    location = await find_location(settings)
     core = await asyncio.to_thread(ModelCore.load, settings)
     if stop.is_set():
         return
-    await Worker(settings, core=core, place=place, tracer=tracer).run(stop)
+    await Worker(settings, core=core, location=location, tracer=tracer).run(stop)
 
 
 class Worker:
@@ -101,12 +101,12 @@ class Worker:
         settings: WorkerSettings,
         *,
         core: ModelCore,
-        place: Place,
+        location: Location,
         tracer: Tracer | None = None,
     ) -> None:
         self._settings = settings
         self._core = core
-        self._place = place
+        self._location = location
         self._credentials = Credentials(
             settings.tls,
             token_file=settings.token_file,
@@ -265,10 +265,10 @@ class Worker:
                 self._agent.heartbeat_interval_s = message.heartbeat_interval_s
                 self._epochs.join(message)
             case Stage() if rank:
-                rank.applier.stage(message)
+                rank.stager.stage(message)
             case Abort() if rank:
                 _log.info("generation %d is dropped: %s", message.generation, message.reason)
-                rank.applier.abort(message)
+                rank.stager.abort(message)
             case Rejection():
                 self._receive_rejection(message)
             case _:
@@ -303,14 +303,14 @@ class Worker:
     def _hello(self) -> Hello:
         rank = self._epochs.rank
         if rank is not None:
-            rank.applier.drop_unfinished()
+            rank.stager.drop_unfinished()
         return Hello(
             pool=self._settings.pool,
             worker=self._settings.worker,
             boot_id=self._boot_id,
-            node=self._place.node,
-            host=self._place.host,
-            zone=self._place.zone,
+            node=self._location.node,
+            host=self._location.host,
+            zone=self._location.zone,
             device=name_of(self._core.device),
             kernels=self._core.operations.kernels,
             backends=self._core.operations.backends,

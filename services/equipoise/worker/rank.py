@@ -21,7 +21,7 @@ from equipoise.wire.messages import (
     Staged,
     Switched,
 )
-from equipoise.worker.applier import Applier, placement_of
+from equipoise.worker.stager import Stager, placement_of
 from equipoise.worker.core import ModelCore, single_threaded
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.joining import Joined
@@ -104,7 +104,7 @@ class Rank:
             credentials=credentials,
             waits=waits,
         )
-        self.applier = Applier(
+        self.stager = Stager(
             engine=self.engine,
             held=held,
             puller=self._puller,
@@ -138,7 +138,7 @@ class Rank:
             self.engine.leave()
             reports.cancel()
             await asyncio.wait([stepping, reports])
-            await self.applier.close()
+            await self.stager.close()
             await self._puller.close()
             self._thread.shutdown()
 

@@ -11,47 +11,47 @@ import threading
 import pytest
 
 from equipoise.worker.errors import WorkerError
-from equipoise.worker.place import Place, find_place
+from equipoise.worker.location import Location, find_location
 from equipoise.worker.settings import WorkerSettings
 
 CLIQUE, ZONE = "nvidia.com/gpu.clique", "topology.kubernetes.io/zone"
 
 
 async def test_the_host_is_the_node_unless_a_fast_domain_is_named():
-    assert await find_place(WorkerSettings(host="m1")) == Place(node="m1", host="m1", zone="")
+    assert await find_location(WorkerSettings(host="m1")) == Location(node="m1", host="m1", zone="")
     named = WorkerSettings(host="m1", node="rack.3", zone="z")
-    assert await find_place(named) == Place(node="rack.3", host="m1", zone="z")
+    assert await find_location(named) == Location(node="rack.3", host="m1", zone="z")
 
 
 async def test_labels_of_the_cluster_name_the_fast_domain_and_the_zone(cluster):
     cluster.nodes["m1"] = {CLIQUE: "a1b2.7", ZONE: "zone-b"}
-    place = await find_place(asking("m1"), account=cluster.account)
-    assert place == Place(node="a1b2.7", host="m1", zone="zone-b")
+    location = await find_location(asking("m1"), account=cluster.account)
+    assert location == Location(node="a1b2.7", host="m1", zone="zone-b")
 
 
 async def test_a_machine_without_the_label_is_a_node_of_its_own(cluster):
     cluster.nodes["m1"] = {ZONE: "zone-b"}
-    place = await find_place(asking("m1"), account=cluster.account)
-    assert place == Place(node="m1", host="m1", zone="zone-b")
+    location = await find_location(asking("m1"), account=cluster.account)
+    assert location == Location(node="m1", host="m1", zone="zone-b")
 
 
 async def test_what_is_given_wins_over_labels(cluster):
     cluster.nodes["m1"] = {CLIQUE: "a1b2.7", ZONE: "zone-b"}
     settings = WorkerSettings(host="m1", node="mine", node_label=CLIQUE, zone_label=ZONE)
-    assert (await find_place(settings, account=cluster.account)).node == "mine"
+    assert (await find_location(settings, account=cluster.account)).node == "mine"
 
 
 async def test_a_cluster_that_refuses_is_named_with_the_remedy(cluster):
     with pytest.raises(WorkerError, match=r"does not show node m2 \(404 .*may the service account"):
-        await find_place(asking("m2"), account=cluster.account)
+        await find_location(asking("m2"), account=cluster.account)
     (cluster.account / "token").write_text("stale")
     with pytest.raises(WorkerError, match=r"does not show node m1 \(403 "):
-        await find_place(asking("m1"), account=cluster.account)
+        await find_location(asking("m1"), account=cluster.account)
 
 
 async def test_a_cluster_that_is_away_keeps_no_worker_from_serving(cluster, caplog):
     cluster.close()
-    assert await find_place(asking("m1"), account=cluster.account) == Place(
+    assert await find_location(asking("m1"), account=cluster.account) == Location(
         node="m1", host="m1", zone=""
     )
     assert "no labels of node m1, its name is the node" in caplog.text
@@ -60,10 +60,10 @@ async def test_a_cluster_that_is_away_keeps_no_worker_from_serving(cluster, capl
 async def test_labels_outside_a_cluster_and_without_an_account_are_refused(monkeypatch, tmp_path):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(WorkerError, match="this is no pod: give node and zone"):
-        await find_place(asking("m1"))
+        await find_location(asking("m1"))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     with pytest.raises(WorkerError, match=r"no service account .*mount its token"):
-        await find_place(asking("m1"), account=tmp_path)
+        await find_location(asking("m1"), account=tmp_path)
 
 
 def asking(host):

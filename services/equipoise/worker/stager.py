@@ -1,4 +1,4 @@
-"""`Applier`: from the balancer's Stage to a generation that the engine can switch to.
+"""`Stager`: from the balancer's Stage to a generation that the engine can switch to.
 
 Checks, pulls, builds; never touches a slot or the serving thread. At most one generation is being
 prepared or waits at a time, and the balancer's last word counts.
@@ -44,7 +44,7 @@ class _Preparation:
         return self.layout.same_placement(layout) and self.generation == layout.generation
 
 
-class Applier:
+class Stager:
     """Prepares generations for one rank of an epoch; used from the event loop only.
 
     `answer` takes what the balancer is to be told; it is called on the event loop.

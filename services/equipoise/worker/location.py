@@ -1,4 +1,4 @@
-"""`Place`: where a worker runs, as far as planning and people care. Owns finding it out at a start.
+"""`Location`: where a worker runs, as far as planning and people care. Owns finding it out at a start.
 
 Kubernetes tells a pod the name of its machine but not the machine's labels, which name its zone and
 its fast domain (`nvidia.com/gpu.clique`: whose GPUs NVLink joins, over several machines). They are
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Location:
     """`node` is the fast domain that plans go by, `host` the machine; `zone` may be empty."""
 
     node: str
@@ -38,7 +38,7 @@ class Place:
     zone: str
 
 
-async def find_place(settings: WorkerSettings, *, account: Path = ACCOUNT) -> Place:
+async def find_location(settings: WorkerSettings, *, account: Path = ACCOUNT) -> Location:
     """From the settings, and from the labels of the cluster's Node where they name labels to read.
 
     A cluster that cannot be reached is no reason not to serve: the machine is the node then.
@@ -51,7 +51,7 @@ async def find_place(settings: WorkerSettings, *, account: Path = ACCOUNT) -> Pl
         labels = await asyncio.to_thread(_labels_of_node, settings.host, account)
     zone = settings.zone or labels.get(settings.zone_label, "")
     node = settings.node or labels.get(settings.node_label, "") or settings.host
-    return Place(node=node, host=settings.host, zone=zone)
+    return Location(node=node, host=settings.host, zone=zone)
 
 
 def _labels_of_node(name: str, account: Path) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.shares import WHOLE
 from equipoise.wire.messages import Abort, Refused, Staged
-from equipoise.worker.applier import Applier, check_stage
+from equipoise.worker.stager import Stager, check_stage
 from equipoise.worker.errors import StageRefusedError
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.transfer import ExpertPuller
@@ -66,7 +66,7 @@ class SlowCheckpoint:
 
 
 class Bench:
-    """An applier of a rank alone, with everything around it in reach."""
+    """An stager of a rank alone, with everything around it in reach."""
 
     def __init__(self, core, held):
         self.core, self.held = core, held
@@ -84,7 +84,7 @@ class Bench:
             peers=(),
             expert_bytes=core.shape.expert_bytes,
         )
-        self.applier = Applier(
+        self.stager = Stager(
             engine=self.engine,
             held=held,
             puller=self.puller,
@@ -109,7 +109,7 @@ async def bench(rank_of_one):
     one.slow.may_give.set()
     yield one
     one.slow.may_give.set()
-    await one.applier.close()
+    await one.stager.close()
     await one.puller.close()
 
 
@@ -118,7 +118,7 @@ async def test_a_staged_generation_has_its_bytes_checksums_and_tables(
 ):
     layout = random_layout(2)
     stage = stage_to(bench.running, layout)
-    bench.applier.stage(stage)
+    bench.stager.stage(stage)
     answer = await bench.answer()
     assert isinstance(answer, Staged)
     assert (answer.epoch, answer.rank, answer.generation) == (1, 0, 2)
@@ -142,9 +142,9 @@ async def test_a_stage_is_a_span_below_the_balancers_that_says_what_came_of_it(
     bench, random_layout, stage_to
 ):
     stage = dataclasses.replace(stage_to(bench.running, random_layout(2)), traceparent=TRACEPARENT)
-    bench.applier.stage(stage)
+    bench.stager.stage(stage)
     await bench.answer()
-    bench.applier.stage(dataclasses.replace(stage, layout=random_layout(3), base_generation=2))
+    bench.stager.stage(dataclasses.replace(stage, layout=random_layout(3), base_generation=2))
     assert isinstance(await bench.answer(), Refused)
     good, refused = bench.spans.get_finished_spans()
     for span in (good, refused):
@@ -156,7 +156,7 @@ async def test_a_stage_is_a_span_below_the_balancers_that_says_what_came_of_it(
 
 async def test_a_stage_without_moves_is_staged_at_once(bench, stage_to):
     same = dataclasses.replace(bench.running, generation=2)
-    bench.applier.stage(stage_to(bench.running, same))
+    bench.stager.stage(stage_to(bench.running, same))
     answer = await bench.answer()
     assert isinstance(answer, Staged)
     assert bench.engine.staged_generation == 2
@@ -169,7 +169,7 @@ async def test_other_shares_are_a_generation_that_pulls_nothing(bench, stage_to)
     shares[0, replicas] = 0
     shares[0, replicas[-1]] = WHOLE
     other = dataclasses.replace(bench.running, generation=2, share_of_slot=shares)
-    bench.applier.stage(stage_to(bench.running, other))
+    bench.stager.stage(stage_to(bench.running, other))
     answer = await bench.answer()
     assert isinstance(answer, Staged)
     assert (answer.peer_bytes, answer.checkpoint_bytes) == (0, 0)
@@ -180,10 +180,10 @@ async def test_other_shares_are_a_generation_that_pulls_nothing(bench, stage_to)
 
 async def test_a_repeated_stage_is_answered_again_and_pulls_nothing(bench, random_layout, stage_to):
     stage = stage_to(bench.running, random_layout(2))
-    bench.applier.stage(stage)
+    bench.stager.stage(stage)
     first = await bench.answer()
     bench.slow.asked.clear()
-    bench.applier.stage(stage)
+    bench.stager.stage(stage)
     assert await bench.answer() is first
     assert not bench.slow.asked.is_set()
 
@@ -191,43 +191,43 @@ async def test_a_repeated_stage_is_answered_again_and_pulls_nothing(bench, rando
 async def test_a_repeated_stage_under_way_is_answered_once(bench, random_layout, stage_to):
     bench.slow.may_give.clear()
     stage = stage_to(bench.running, random_layout(2))
-    bench.applier.stage(stage)
+    bench.stager.stage(stage)
     await asyncio.to_thread(bench.slow.asked.wait, 60)
-    bench.applier.stage(stage)
+    bench.stager.stage(stage)
     bench.slow.may_give.set()
     assert isinstance(await bench.answer(), Staged)
-    await bench.applier.close()
+    await bench.stager.close()
     assert bench.answers.empty()
 
 
 async def test_the_last_stage_counts(bench, random_layout, stage_to):
     bench.slow.may_give.clear()
-    bench.applier.stage(stage_to(bench.running, random_layout(2)))
+    bench.stager.stage(stage_to(bench.running, random_layout(2)))
     await asyncio.to_thread(bench.slow.asked.wait, 60)
-    bench.applier.stage(stage_to(bench.running, random_layout(3)))
+    bench.stager.stage(stage_to(bench.running, random_layout(3)))
     bench.slow.may_give.set()
     assert (await bench.answer()).generation == 3
     assert bench.engine.staged_generation == 3
-    bench.applier.stage(stage_to(bench.running, random_layout(4)))
+    bench.stager.stage(stage_to(bench.running, random_layout(4)))
     assert bench.engine.staged_generation == 0
     assert (await bench.answer()).generation == 4
 
 
 async def test_an_abort_drops_what_waits_and_what_is_under_way(bench, random_layout, stage_to):
-    bench.applier.stage(stage_to(bench.running, random_layout(2)))
+    bench.stager.stage(stage_to(bench.running, random_layout(2)))
     await bench.answer()
-    bench.applier.abort(Abort(epoch=1, generation=9, reason="another one"))
-    bench.applier.abort(Abort(epoch=9, generation=2, reason="another epoch"))
+    bench.stager.abort(Abort(epoch=1, generation=9, reason="another one"))
+    bench.stager.abort(Abort(epoch=9, generation=2, reason="another epoch"))
     assert bench.engine.staged_generation == 2
-    bench.applier.abort(Abort(epoch=1, generation=2, reason="a rank refused"))
+    bench.stager.abort(Abort(epoch=1, generation=2, reason="a rank refused"))
     assert bench.engine.staged_generation == 0
 
     bench.slow.may_give.clear()
     bench.slow.asked.clear()
-    bench.applier.stage(stage_to(bench.running, random_layout(3)))
+    bench.stager.stage(stage_to(bench.running, random_layout(3)))
     await asyncio.to_thread(bench.slow.asked.wait, 60)
-    preparing = bench.applier._preparation.task
-    bench.applier.abort(Abort(epoch=1, generation=3, reason="a rank refused"))
+    preparing = bench.stager._preparation.task
+    bench.stager.abort(Abort(epoch=1, generation=3, reason="a rank refused"))
     bench.slow.may_give.set()
     await asyncio.wait([preparing], timeout=60)
     assert preparing.cancelled()
@@ -236,10 +236,10 @@ async def test_an_abort_drops_what_waits_and_what_is_under_way(bench, random_lay
 
 
 async def test_an_abort_behind_the_switch_changes_nothing(bench, random_layout, stage_to):
-    bench.applier.stage(stage_to(bench.running, random_layout(2)))
+    bench.stager.stage(stage_to(bench.running, random_layout(2)))
     await bench.answer()
     bench.engine.switch()
-    bench.applier.abort(Abort(epoch=1, generation=2, reason="too late"))
+    bench.stager.abort(Abort(epoch=1, generation=2, reason="too late"))
     assert bench.running.generation == 2
 
 
@@ -247,7 +247,7 @@ async def test_staging_that_a_switch_overtakes_is_refused(
     bench, random_layout, stage_to, staged_from_checkpoint
 ):
     bench.slow.may_give.clear()
-    bench.applier.stage(stage_to(bench.running, random_layout(3)))
+    bench.stager.stage(stage_to(bench.running, random_layout(3)))
     await asyncio.to_thread(bench.slow.asked.wait, 60)
     bench.held.switch(staged_from_checkpoint(bench.core, bench.running, random_layout(2)))
     bench.slow.may_give.set()
@@ -259,7 +259,7 @@ async def test_staging_that_a_switch_overtakes_is_refused(
 
 async def test_staging_that_takes_too_long_refuses_by_itself(bench, random_layout, stage_to):
     bench.slow.may_give.clear()
-    bench.applier.stage(stage_to(bench.running, random_layout(2), timeout_s=0.2))
+    bench.stager.stage(stage_to(bench.running, random_layout(2), timeout_s=0.2))
     answer = await bench.answer()
     assert isinstance(answer, Refused)
     assert "longer than the allowed 0.2 s" in answer.reason
@@ -268,7 +268,7 @@ async def test_staging_that_takes_too_long_refuses_by_itself(bench, random_layou
 async def test_a_checksum_that_no_source_can_meet_is_refused(bench, random_layout, stage_to):
     stage = stage_to(bench.running, random_layout(2))
     wrong = dataclasses.replace(stage.moves[0], checksum=bytes(CHECKSUM_BYTES))
-    bench.applier.stage(dataclasses.replace(stage, moves=(wrong, *stage.moves[1:])))
+    bench.stager.stage(dataclasses.replace(stage, moves=(wrong, *stage.moves[1:])))
     answer = await bench.answer()
     assert isinstance(answer, Refused)
     assert answer.generation == 2
@@ -278,9 +278,9 @@ async def test_a_checksum_that_no_source_can_meet_is_refused(bench, random_layou
 
 async def test_after_a_refusal_the_same_generation_may_be_staged(bench, random_layout, stage_to):
     stage = stage_to(bench.running, random_layout(2))
-    bench.applier.stage(dataclasses.replace(stage, epoch=7))
+    bench.stager.stage(dataclasses.replace(stage, epoch=7))
     assert isinstance(await bench.answer(), Refused)
-    bench.applier.stage(stage)
+    bench.stager.stage(stage)
     assert isinstance(await bench.answer(), Staged)
 
 
@@ -343,10 +343,10 @@ async def test_another_layout_of_the_same_number_replaces_the_one_that_waits(
 ):
     first, second = random_layout(2), random_layout(2, seed=99)
     assert not first.same_placement(second)
-    bench.applier.stage(stage_to(bench.running, first))
+    bench.stager.stage(stage_to(bench.running, first))
     await bench.answer()
-    bench.applier.stage(stage_to(bench.running, second))
-    assert bench.applier.waiting == 0, "what a forgetful balancer staged before is not switched to"
+    bench.stager.stage(stage_to(bench.running, second))
+    assert bench.stager.waiting == 0, "what a forgetful balancer staged before is not switched to"
     await bench.answer()
     bench.engine.switch()
     assert bench.running.same_placement(second)
@@ -356,11 +356,11 @@ async def test_what_is_unfinished_when_a_stream_begins_never_comes_to_wait(
     bench, random_layout, stage_to
 ):
     bench.slow.may_give.clear()
-    bench.applier.stage(stage_to(bench.running, random_layout(2)))
+    bench.stager.stage(stage_to(bench.running, random_layout(2)))
     assert await asyncio.to_thread(bench.slow.asked.wait, 60)
-    bench.applier.drop_unfinished()
+    bench.stager.drop_unfinished()
     bench.slow.may_give.set()
-    bench.applier.stage(stage_to(bench.running, random_layout(3)))
+    bench.stager.stage(stage_to(bench.running, random_layout(3)))
     assert (await bench.answer()).generation == 3
-    bench.applier.drop_unfinished()
-    assert bench.applier.waiting == 3, "what is staged is staged"
+    bench.stager.drop_unfinished()
+    assert bench.stager.waiting == 3, "what is staged is staged"
