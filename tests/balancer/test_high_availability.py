@@ -167,7 +167,7 @@ async def test_a_paused_leader_that_wakes_up_cannot_switch_anything(
             leader.signal(signal.SIGSTOP)
             # The word that would let it go on waits in its sockets until it wakes up.
             for rank in ranks:
-                rank.agent.send(rank.worker.answer_staged())
+                rank.outbox.send(rank.worker.answer_staged())
                 rank.worker.staged = None
                 rank.answers = True
             await follower.until_health(SERVING)

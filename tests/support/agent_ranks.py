@@ -3,10 +3,42 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-from equipoise.wire.messages import JoinEpoch, Stage
-from equipoise.worker.agent import Agent
+from equipoise.trust.credentials import Credentials
+from equipoise.wire.messages import Heartbeat, JoinEpoch, Stage
+from equipoise.worker.agent import Agent, Outbox
+from equipoise.worker.waits import Waits
 
 WAIT_S = 120.0
+
+
+def agent_of(addresses, handler, outbox, **changes):
+    """An agent without certificates; keyword arguments replace its collaborators."""
+    fields = {"credentials": Credentials(), "waits": Waits({})}
+    return Agent(addresses=addresses, handler=handler, outbox=outbox, **fields | changes)
+
+
+class RecordingHandler:
+    """A worker that records what its agent receives and drops."""
+
+    def __init__(self, hello) -> None:
+        self._hello = hello
+        self.received = asyncio.Queue()
+        self.dropped = asyncio.Queue()
+
+    def hello(self):
+        return self._hello
+
+    def heartbeat(self, sequence):
+        return Heartbeat(epoch=0, generation=0, staged_generation=0, sequence=sequence)
+
+    def running(self):
+        return None
+
+    def receive(self, message) -> None:
+        self.received.put_nowait(message)
+
+    def message_dropped(self, message, reason) -> None:
+        self.dropped.put_nowait(reason)
 
 
 class News:
@@ -33,30 +65,37 @@ class Rank:
         self.news = news
         self.obeyed = []
         self.answers = True
-        self.agent = Agent(
-            addresses=addresses,
-            hello=self.hello,
-            heartbeat=worker.heartbeat,
-            receive=self.receive,
-            dropped=lambda *_: None,
-            running=lambda: self.worker.layout,
+        self.outbox = Outbox()
+        self.agent = agent_of(
+            addresses,
+            self,
+            self.outbox,
+            heartbeat_interval_s=0.2,
             ack_timeout_s=1.0,
             backoff_s=0.05,
             max_backoff_s=0.5,
         )
-        self.agent.heartbeat_interval_s = 0.2
 
     def hello(self):
         return self.worker.reconnecting() if self.worker.join_epoch else self.worker.hello
+
+    def heartbeat(self, sequence):
+        return self.worker.heartbeat(sequence)
+
+    def running(self):
+        return self.worker.layout
+
+    def message_dropped(self, message, reason) -> None:
+        pass
 
     def receive(self, message) -> None:
         self.obeyed.append(message)
         self.worker.take(message)
         match message:
             case JoinEpoch():
-                self.agent.send(self.worker.serving())
+                self.outbox.send(self.worker.serving())
             case Stage() if self.answers:
-                self.agent.send(self.worker.answer_staged())
+                self.outbox.send(self.worker.answer_staged())
         self.news.tell()
 
 
@@ -83,7 +122,7 @@ async def traffic(ranks, load):
         while True:
             for rank in ranks:
                 rank.worker.serve_traffic(load)
-                rank.agent.send(rank.worker.report())
+                rank.outbox.send(rank.worker.report())
             await asyncio.sleep(0.1)
 
     task = asyncio.create_task(report())
@@ -99,4 +138,4 @@ def staged_by_all(ranks, *, term):
 
 def switch(ranks, *, step):
     for rank in ranks:
-        rank.agent.send(rank.worker.switch(step=step))
+        rank.outbox.send(rank.worker.switch(step=step))

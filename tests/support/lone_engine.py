@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from equipoise.worker.stager import placement_of
+from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.worker.engine import Engine
 from equipoise.worker.group import RankGroup
+from equipoise.worker.held import placement_of
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Request
 from equipoise_model.dispatch import ExpertParallel
@@ -37,27 +38,34 @@ class Client:
         self.then(self.engine, result)
 
 
-def engine_of(core, held, client, *, group=None, max_queued=32, max_step_tokens=12, num_drafts=0):
-    engine = Engine(
-        model=core.model,
-        cache=core.cache,
-        experts=ExpertParallel.local(core.checkpoint.config, placement_of(held.contents.layout)),
-        held=held,
-        group=group or RankGroup.alone(),
-        scheduler=Scheduler(
-            blocks=core.block_pool(),
-            max_requests=4,
-            max_queued=max_queued,
-            max_step_tokens=max_step_tokens,
-            num_drafts=num_drafts,
-        ),
-        epoch=1,
-        names=("worker-0",),
-        publish=client,
-        drafter=Drafter(core.model, num_drafts=num_drafts) if num_drafts else None,
+def engine_of(core, held, client, *, max_queued=32, max_step_tokens=12, num_drafts=0, **changes):
+    """An engine of the small model; keyword arguments replace its collaborators."""
+    scheduler = Scheduler(
+        blocks=core.block_pool(),
+        max_requests=4,
+        max_queued=max_queued,
+        max_step_tokens=max_step_tokens,
+        num_drafts=num_drafts,
     )
-    client.engine = engine
-    return engine
+    client.engine = lone_engine(
+        core, held, client, scheduler=scheduler, num_drafts=num_drafts, **changes
+    )
+    return client.engine
+
+
+def lone_engine(core, held, publish, *, kind=Engine, num_drafts=0, **changes):
+    """An engine of a rank alone; keyword arguments replace its collaborators."""
+    config, layout = core.checkpoint.config, held.contents.layout
+    fields = {
+        "core": core,
+        "experts": ExpertParallel.local(config, placement_of(layout), device=core.device),
+        "held": held,
+        "group": RankGroup.alone("worker-0"),
+        "publish": publish,
+        "step_s": Histogram(SHORT_S),
+        "drafter": Drafter(core.model, num_drafts=num_drafts) if num_drafts else None,
+    }
+    return kind(**fields | changes)
 
 
 def request(key, max_tokens=20, **changes):
@@ -65,8 +73,11 @@ def request(key, max_tokens=20, **changes):
 
 
 def leave_when_done(count):
+    finished = set()
+
     def then(engine, result):
-        if len(engine._publish.finished) == count:
+        finished.update(emission.key for emission in result.emissions if emission.finish)
+        if len(finished) == count:
             engine.leave()
 
     return then

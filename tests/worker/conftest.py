@@ -13,9 +13,8 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.messages import Heartbeat, HeartbeatAck, JoinEpoch, Peer, Report, Stage
-from equipoise.worker.stager import placement_of
 from equipoise.worker.core import ModelCore
-from equipoise.worker.held import HeldExperts, StagedGeneration
+from equipoise.worker.held import Contents, HeldExperts, StagedGeneration, placement_of
 from equipoise.worker.settings import WorkerSettings
 from equipoise_api.v1 import worker_link_pb2_grpc
 from equipoise_model.checkpoint import Checkpoint, save
@@ -139,14 +138,15 @@ def staged_from_checkpoint():
             for layer, slot in slots
         }
         sums = b"".join(checksum(payloads[place]) for place in slots)
+        checksums = np.frombuffer(sums, dtype=np.uint8)
         return StagedGeneration(
             base_generation=running.generation,
-            layout=layout,
+            contents=Contents(
+                layout=layout,
+                checksums=checksums.reshape(layout.num_layers, layout.num_slots, 16),
+            ),
             placement=placement_of(layout).to(core.device),
             experts=StagedExperts.prepare(payloads, core.slots),
-            checksums=np.frombuffer(sums, dtype=np.uint8).reshape(
-                layout.num_layers, layout.num_slots, 16
-            ),
         )
 
     return build

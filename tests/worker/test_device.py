@@ -9,16 +9,15 @@ import torch
 
 from equipoise.planning.layout import Layout
 from equipoise.worker.alone import engine_alone
-from equipoise.worker.stager import Stager
 from equipoise.worker.core import ModelCore
-from equipoise.worker.engine import Engine
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.group import RankGroup
 from equipoise.worker.held import HeldExperts
 from equipoise.worker.rank import _expert_parallel
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
-from equipoise.worker.transfer import Pulled
+from equipoise.worker.stager import Stager
+from equipoise.worker.transfer import PullResult
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from equipoise_model.device import DeviceError, choose_device
@@ -28,6 +27,7 @@ from equipoise_model.plain.transformer import Transformer
 from equipoise_model.sampling_params import SamplingParams
 from tests.support.fp8_models import NARROW
 from tests.support.kernel_backends import use_backends
+from tests.support.lone_engine import lone_engine
 from tests.support.pretended_device import CUDA, DeviceMixError, OnDevice, pretended_device
 
 pytestmark = pytest.mark.skipif(
@@ -59,18 +59,15 @@ def tokens_and_loads(core, held, staged, settings):
         if len(finished) == len(PROMPTS):
             engine.leave()
 
-    alone = RankGroup.alone()
+    alone = RankGroup.alone("worker-0")
     join_epoch = SimpleNamespace(layout=held.contents.layout)
-    engine = Engine(
-        model=core.model,
-        cache=core.cache,
+    engine = lone_engine(
+        core,
+        held,
+        publish,
         experts=_expert_parallel(SimpleNamespace(join_epoch=join_epoch, group=alone), core),
-        held=held,
         group=alone,
         scheduler=core.scheduler(settings),
-        epoch=1,
-        names=("worker-0",),
-        publish=publish,
     )
     for key, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
         engine.submit(Request(key=key, prompt=prompt, max_tokens=12, sampling=sampling))
@@ -80,18 +77,12 @@ def tokens_and_loads(core, held, staged, settings):
 
 
 def built(core, held, stage):
-    """What an stager makes of a stage whose experts were pulled."""
+    """What a stager makes of a stage whose experts were pulled."""
     stager = Stager(
-        engine=None,
-        held=held,
-        puller=None,
-        slots=core.slots,
-        epoch=1,
-        rank=0,
-        answer=lambda _answer: None,
+        engine=None, held=held, puller=None, epoch=1, send=lambda message: None, spans=None
     )
     payloads = tuple(core.checkpoint.read_expert(move.layer, move.expert) for move in stage.moves)
-    pulled = Pulled(payloads=payloads, peer_bytes=0, checkpoint_bytes=0)
+    pulled = PullResult(payloads=payloads, peer_bytes=0, checkpoint_bytes=0)
     return stager._build(stage, pulled, held.contents)
 
 

@@ -8,9 +8,11 @@ import torch
 from torch.distributed import DistBackendError
 
 from equipoise.wire.inference import Blame
-from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_WAIT_S
+from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_TURNS, LONG_IDLE_WAIT_S, idle_wait_s
 from equipoise.worker.errors import GroupError, QueueFullError, StepError
+from equipoise.worker.held import placement_of
 from equipoise.worker.sequence import FinishReason, Request
+from equipoise_model.dispatch import ExpertParallel
 from tests.support.lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 
 
@@ -143,22 +145,9 @@ def test_a_request_wakes_an_idle_engine_on_its_thread(rank_of_one, solo):
     assert not thread.is_alive()
 
 
-def test_an_idle_rank_looks_for_work_less_often_with_time_and_at_once_for_its_own(rank_of_one):
-    waits = []
-
-    class Wake(threading.Event):
-        def wait(self, timeout=None):
-            waits.append(timeout)
-            if len(waits) == 150:
-                engine.submit(request(1, max_tokens=2))
-            elif len(waits) == 151:
-                engine.leave()
-            return super().wait(0)
-
-    engine = engine_of(*rank_of_one(), Client())
-    engine._wake = Wake()
-    engine.run()
-    assert waits == [IDLE_WAIT_S] * 100 + [LONG_IDLE_WAIT_S] * 50 + [IDLE_WAIT_S]
+def test_an_idle_rank_looks_for_work_less_often_with_time():
+    waits = [idle_wait_s(num_idle) for num_idle in (1, LONG_IDLE_TURNS, LONG_IDLE_TURNS + 1)]
+    assert waits == [IDLE_WAIT_S, IDLE_WAIT_S, LONG_IDLE_WAIT_S]
 
 
 @pytest.mark.parametrize(
@@ -173,13 +162,15 @@ def test_a_device_that_fails_late_in_a_step_is_the_groups_or_the_ranks_end(
     rank_of_one, monkeypatch, fault, ends_with, words
 ):
     client = Client()
-    engine = engine_of(*rank_of_one(), client)
+    core, held = rank_of_one()
+    experts = ExpertParallel.local(core.checkpoint.config, placement_of(held.contents.layout))
+    engine = engine_of(core, held, client, experts=experts)
     engine.submit(request(3))
 
     def fail():
         raise fault
 
-    monkeypatch.setattr(engine._experts, "loads", fail)
+    monkeypatch.setattr(experts, "loads", fail)
     with pytest.raises(ends_with, match=words) as ended:
         engine.run()
     assert type(ended.value) is ends_with

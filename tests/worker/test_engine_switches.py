@@ -105,7 +105,7 @@ class TwoRanks(RankGroup):
     """This rank's headers, and those that a script makes of them for a second rank."""
 
     def __init__(self, script):
-        super().__init__(rank=0, num_ranks=1)
+        super().__init__(epoch=1, rank=0, names=("a", "b"))
         self.script = script
 
     def exchange(self, header):
@@ -151,6 +151,5 @@ def test_ranks_that_disagree_end_the_run(rank_of_one):
     core, held = rank_of_one()
     group = TwoRanks(lambda header: StepHeader(1, header.step + 1, 0, 1, 0, 0))
     engine = engine_of(core, held, Client(), group=group)
-    engine._names = ("a", "b")
     with pytest.raises(GroupError, match="disagree about the step"):
         engine.run()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.group import Rendezvous, backend, bound_nccl, first_line, meet
 from equipoise.worker.header import StepHeader
+from tests.support.worker_parts import join_epoch_of
 
 
 def header(rank):
@@ -31,16 +32,19 @@ def rendezvous():
 
 
 def form(address, **changes):
+    """Meet at an address; keyword arguments change the JoinEpoch or how to meet."""
     how = {
-        "epoch": 1,
-        "rank": 0,
-        "num_ranks": 2,
-        "meet_timeout_s": 60.0,
         "step_timeout_s": 20.0,
         "given_up": threading.Event(),
-        "met": lambda: None,
+        "on_met": lambda: None,
+        "device": torch.device("cpu"),
+        "announcement": "",
+        "check": lambda announcements: None,
     }
-    return meet(address, **how | changes)
+    how |= {name: changes.pop(name) for name in list(changes) if name in how}
+    peers = [""] * changes.pop("num_ranks", 2)
+    fields = {"rendezvous_address": address, "meet_timeout_s": 60.0}
+    return meet(join_epoch_of(*peers, **fields | changes), **how)
 
 
 def peer(address, behaviour, said, epoch):
@@ -94,7 +98,7 @@ def test_headers_come_in_rank_order_and_a_lost_peer_is_a_clear_error(rendezvous)
 def test_a_process_forms_one_group_after_another_at_the_same_place(rendezvous):
     for epoch in (1, 2, 3):
         met = []
-        with rank_0_of_two(rendezvous, "close", epoch=epoch, met=lambda: met.append(1)) as group:  # noqa: B023
+        with rank_0_of_two(rendezvous, "close", epoch=epoch, on_met=lambda: met.append(1)) as group:  # noqa: B023
             assert group.exchange(header(0)) == (header(0), header(1))
             assert met == [1]
 
@@ -116,7 +120,7 @@ def test_a_hanging_peer_is_an_error_within_the_timeout(rendezvous):
 
 def test_what_ranks_tell_each_other_is_heard_before_they_form(rendezvous):
     heard = []
-    with rank_0_of_two(rendezvous, "close", told="torch", hear=heard.append) as group:
+    with rank_0_of_two(rendezvous, "close", announcement="torch", check=heard.append) as group:
         assert heard == [("torch", "")]
         group.exchange(header(0))
 
@@ -131,14 +135,14 @@ def test_ranks_that_do_not_agree_do_not_form(rendezvous):
     met = []
     words = "^the 2 ranks of epoch 1 met but do not agree: ranks do not compute alike$"
     with pytest.raises(GroupError, match=words):
-        form(rendezvous, hear=refuse, met=lambda: met.append(1))
+        form(rendezvous, check=refuse, on_met=lambda: met.append(1))
     assert not met
 
 
 def test_ranks_that_never_meet_say_where_they_waited(rendezvous):
     met = []
     with pytest.raises(GroupError, match=f"epoch 1 did not meet at {rendezvous} within 1 s"):
-        form(rendezvous, meet_timeout_s=1, met=lambda: met.append(1))
+        form(rendezvous, meet_timeout_s=1, on_met=lambda: met.append(1))
     assert not met
 
 

@@ -8,8 +8,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.wire.inference import BLAME_KEY, Blame
-from equipoise.worker.stager import placement_of
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import InvalidRequestError, StepError
 from equipoise.worker.group import RankGroup
@@ -17,7 +17,7 @@ from equipoise.worker.inference import InferenceService, check_request
 from equipoise.worker.scheduler import Scheduler
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
-from equipoise_model.dispatch import ExpertParallel
+from tests.support.lone_engine import lone_engine
 
 PROMPT = (3, 1, 4, 1, 5)
 
@@ -26,7 +26,7 @@ class Gate(RankGroup):
     """A rank alone whose steps a test can hold up."""
 
     def __init__(self):
-        super().__init__(rank=0, num_ranks=1)
+        super().__init__(epoch=1, rank=0, names=("worker-0",))
         self.open = threading.Event()
         self.open.set()
 
@@ -72,23 +72,17 @@ async def stub_of(service):
 @pytest_asyncio.fixture
 async def bench(rank_of_one):
     core, held = rank_of_one()
-    service = InferenceService(vocab_size=64, context_length=96)
+    service = InferenceService(vocab_size=64, context_length=96, itl_s=Histogram(SHORT_S))
     loop, gate = asyncio.get_running_loop(), Gate()
-    engine = WatchedEngine(
-        model=core.model,
-        cache=core.cache,
-        experts=ExpertParallel.local(core.checkpoint.config, placement_of(held.contents.layout)),
-        held=held,
+    engine = lone_engine(
+        core,
+        held,
+        lambda result: loop.call_soon_threadsafe(service.deliver, result),
+        kind=WatchedEngine,
         group=gate,
         scheduler=Scheduler(
-            blocks=core.block_pool(),
-            max_requests=2,
-            max_queued=1,
-            max_step_tokens=8,
+            blocks=core.block_pool(), max_requests=2, max_queued=1, max_step_tokens=8
         ),
-        epoch=1,
-        names=("worker-0",),
-        publish=lambda result: loop.call_soon_threadsafe(service.deliver, result),
     )
     service.open(engine)
     stepping = asyncio.create_task(asyncio.to_thread(engine.run))
@@ -289,7 +283,9 @@ async def test_a_step_that_fails_blames_the_requests_that_were_in_it(bench, blam
 
 
 async def test_before_there_is_a_rank_clients_are_told_to_wait():
-    async with stub_of(InferenceService(vocab_size=64, context_length=96)) as stub:
+    async with stub_of(
+        InferenceService(vocab_size=64, context_length=96, itl_s=Histogram(SHORT_S))
+    ) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generated(stub.Generate(request(), timeout=60))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from equipoise.telemetry.loading import Loading
-from equipoise.trust.credentials import Credentials
-from equipoise.trust.settings import Tls
 from equipoise.worker.core import ModelCore
 from equipoise.worker.joining import Slots
-from equipoise.worker.waits import Waits
 from equipoise_model.experts import checksum
+from tests.support.worker_parts import parts_of
 
 HELLO = SimpleNamespace(
     address="127.0.0.1:1", node="n", worker="w", rendezvous_address="127.0.0.1:2"
@@ -20,9 +18,7 @@ HELLO = SimpleNamespace(
 
 
 def slots_of(core, settings, *, say=lambda *_: None):
-    return Slots(
-        core, credentials=Credentials(Tls()), waits=Waits.of(settings), loading=Loading(say=say)
-    )
+    return Slots(parts_of(settings, core=core), loading=Loading(say=say))
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -33,10 +29,10 @@ async def test_an_epoch_that_changes_every_slot_waits_on_the_host_where_a_device
     core = ModelCore.load(chosen)
     slots, first, second = slots_of(core, chosen), random_layout(1), random_layout(2)
     for layout in (first, second):
-        settle = await slots.prepare(join_epoch([HELLO], layout), given_up=threading.Event())
+        apply = await slots.stage(join_epoch([HELLO], layout), given_up=threading.Event())
         if layout is second:
             assert slots.held.contents.layout is first, "others have not met it yet"
-        settle()
+        apply()
         for experts in () if has_room else core.slots:
             monkeypatch.setattr(experts, "stage", _no_room)
     assert slots.held.contents.layout is second
@@ -71,8 +67,8 @@ async def test_experts_are_read_into_their_slots_one_by_one_and_it_is_told(
         noted("write", experts, "write")
     slots = slots_of(core, chosen, say=lambda _, done, total: said.append((done, total)))
     layout = random_layout(1)
-    settle = await slots.prepare(join_epoch([HELLO], layout), given_up=threading.Event())
-    settle()
+    apply = await slots.stage(join_epoch([HELLO], layout), given_up=threading.Event())
+    apply()
     num_experts = layout.expert_of_slot.size
     assert events == ["read", "write"] * num_experts
     total = num_experts * core.shape.expert_bytes

@@ -11,8 +11,9 @@ from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.topology import ModelShape
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.messages import Abort, Heartbeat, Hello, Rejection, Stage
-from equipoise.worker.agent import Agent
+from equipoise.worker.agent import Outbox
 from equipoise.worker.settings import WorkerSettings
+from tests.support.agent_ranks import RecordingHandler, agent_of
 
 BOUND_S = 60.0
 NO_LEADER = Rejection(reason="nobody leads yet", fatal=True, not_leading=True)
@@ -49,24 +50,20 @@ HELLO = Hello(
 )
 
 
-class Bench:
-    """An agent that puts down what it obeys and what it drops."""
+class Bench(RecordingHandler):
+    """An agent whose worker records what it receives and what is dropped."""
 
     def __init__(self, *addresses):
-        self.received = asyncio.Queue()
-        self.dropped = asyncio.Queue()
-        self.agent = Agent(
-            addresses=addresses,
-            hello=lambda: HELLO,
-            heartbeat=lambda sequence: Heartbeat(
-                epoch=0, generation=0, staged_generation=0, sequence=sequence
-            ),
-            receive=self.received.put_nowait,
-            dropped=lambda _, reason: self.dropped.put_nowait(reason),
+        super().__init__(HELLO)
+        self.outbox = Outbox()
+        self.agent = agent_of(
+            addresses,
+            self,
+            self.outbox,
+            heartbeat_interval_s=0.05,
             backoff_s=0.01,
             max_backoff_s=0.05,
         )
-        self.agent.heartbeat_interval_s = 0.05
 
 
 @asynccontextmanager
@@ -113,7 +110,7 @@ async def test_without_a_leader_the_balancers_are_asked_in_turn_until_there_is_o
                 link.hang_up()
         link = await balancer.link()
         await link.until(Heartbeat, lambda beat: beat.sequence == 2)
-        assert bench.agent.connected
+        assert bench.agent.num_failures == 0
         assert bench.received.empty(), "no rejection for the worker to stop at"
 
 
@@ -144,7 +141,7 @@ async def test_what_a_succeeded_balancer_still_pushes_is_refused(balancer, other
         for stale in (stage_of(3, term=4), Abort(epoch=1, generation=2, reason="x", term=0)):
             old.say(stale)
             reason = await soon(bench.dropped.get())
-            assert f"term {stale.term} is over, a balancer of term 5 has taken over" in reason
+            assert reason == f"its term {stale.term} has ended, the current term is 5"
         old.say(stage_of(3, term=5))
         assert (await soon(bench.received.get())).layout.generation == 3
         assert bench.received.empty()

@@ -25,7 +25,8 @@ from equipoise.wire.messages import (
 )
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import RejectedError, WorkerError
-from equipoise.worker.lifecycle import LIVE, Worker, serve
+from equipoise.worker.health import LIVE
+from equipoise.worker.lifecycle import Worker, serve
 from equipoise.worker.location import find_location
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
@@ -238,9 +239,9 @@ async def test_requests_are_told_why_when_no_group_forms_in_time(
             two = random_layout(2, num_ranks=2, slots_per_rank=8)
             late = join_epoch([link.hello, other], two, epoch=2, meet_timeout_s=0.2)
             link.say(late)
-            with pytest.raises(grpc.aio.AioRpcError, match=r"did not form anew within 0\.3 s"):
+            with pytest.raises(grpc.aio.AioRpcError, match=r"did not re-form .* within 0\.3 s"):
                 await _read_to_end(call)
-        with pytest.raises(grpc.aio.AioRpcError, match="did not form anew"):
+        with pytest.raises(grpc.aio.AioRpcError, match="did not re-form"):
             await generate(bench.worker.address, 5)
         link.say(join_epoch([link.hello], random_layout(3, slots_per_rank=8), epoch=3))
         await link.until(Serving, lambda said: said.epoch == 3)
@@ -306,7 +307,7 @@ async def test_a_stop_ends_requests_with_a_reason_and_says_so_and_goodbye(
         assert link.heard[-1] == Leaving(reason="w-7 was asked to stop")
         (drain,) = (bound for bound in link.heard[-2].stats.bounds if bound.name == Wait.DRAIN)
         assert (drain.bound_s, drain.reached) == (0.01, 1)
-        assert drain.latest == "w-7 handed back what it still had"
+        assert drain.latest == "w-7 handed back its open requests"
 
 
 async def _read_to_end(call):

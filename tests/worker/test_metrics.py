@@ -11,19 +11,18 @@ from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.timings import Timings
-from equipoise.worker.waits import Waits
 from tests.support.scrapes import documented, ours, scrape, value_of
+from tests.support.worker_parts import parts_of
 
 
 def collector(rank=None):
     blocks = BlockPool(num_blocks=4, block_tokens=16)
     scheduler = Scheduler(blocks=blocks, max_requests=4, max_queued=8, max_step_tokens=8)
-    timings = Timings(num_corrupted=2)
-    waits = Waits.of(WorkerSettings(drain_timeout_s=0.0))
-    waits.note(Wait.OUTAGE, "requests were ended")
-    waits.note(Wait.DRAIN, "it has none")
-    told = WorkerCollector(rank=lambda: rank, scheduler=scheduler, timings=timings, waits=waits)
-    return told, scheduler
+    settings = WorkerSettings(drain_timeout_s=0.0)
+    parts = parts_of(settings, scheduler=scheduler, timings=Timings(num_corrupted=2))
+    parts.waits.note(Wait.OUTAGE, "ended the requests")
+    parts.waits.note(Wait.DRAIN, "there is no such bound")
+    return WorkerCollector(rank=lambda: rank, parts=parts), scheduler
 
 
 async def test_a_worker_tells_what_the_docs_say_and_nothing_else():

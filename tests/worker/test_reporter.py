@@ -10,6 +10,7 @@ from equipoise.worker.engine import Progress
 from equipoise.worker.reporter import FINAL_REPORTS, Reporter
 from equipoise.worker.waits import Waits
 from equipoise_model.dispatch import SlotLoad
+from tests.support.worker_parts import join_epoch_of
 
 STATS = RankStats(
     steps=1,
@@ -23,11 +24,9 @@ STATS = RankStats(
 
 def reporter():
     return Reporter(
+        join_epoch_of(epoch=4, rank=2),
         engine=None,
         boot_id="b",
-        epoch=4,
-        rank=2,
-        interval_s=1.0,
         send=print,
         waits=Waits({Wait.STEP: 4.0}),
     )
@@ -48,7 +47,7 @@ def told(reports):
 
 
 def test_a_report_says_whose_counters_of_which_generation_they_are():
-    [report] = reporter().reports(progress(7))
+    [report] = reporter().build(progress(7))
     assert report.stats == replace(STATS, bounds=(WorkerBound(name="step", bound_s=4.0),))
     load = report.load
     assert (load.boot_id, load.epoch, load.rank, load.generation) == ("b", 4, 2, 7)
@@ -59,8 +58,8 @@ def test_a_report_says_whose_counters_of_which_generation_they_are():
 
 def test_final_counters_are_told_a_few_times_before_those_that_grow_and_then_no_more():
     one = reporter()
-    assert told(one.reports(progress(1))) == [1]
+    assert told(one.build(progress(1))) == [1]
     for _ in range(FINAL_REPORTS):
-        assert told(one.reports(progress(2, 1))) == [1, 2]
-    assert told(one.reports(progress(2, 1))) == [2]
-    assert told(one.reports(progress(3, 2))) == [2, 3]
+        assert told(one.build(progress(2, 1))) == [1, 2]
+    assert told(one.build(progress(2, 1))) == [2]
+    assert told(one.build(progress(3, 2))) == [2, 3]

@@ -7,16 +7,13 @@ import pytest
 
 from equipoise.planning.layout import contiguous_layout
 from equipoise.worker.core import ModelCore
-from equipoise.worker.engine import Engine
 from equipoise.worker.errors import WorkerError
-from equipoise.worker.group import RankGroup
 from equipoise.worker.held import HeldExperts
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
-from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.drafting import Drafter
 from equipoise_model.sampling_params import SamplingParams
+from tests.support.lone_engine import lone_engine
 
 CODE = (
     "import os\n\n\ndef main(argv=None):\n    parser = argparse.",
@@ -24,6 +21,7 @@ CODE = (
     "    def test_empty(self):\n        self.assertEqual(",
     "    for key, value in items.items():\n        if ",
 )
+
 NUM_TOKENS = 40
 
 
@@ -56,12 +54,10 @@ def run(core, *, num_drafts, sampling, prompts=CODE, max_drafting=None, lengths=
         if len(finished) == len(prompts):
             engine.leave()
 
-    engine = Engine(
-        model=core.model,
-        cache=core.cache,
-        experts=ExpertParallel.local(core.checkpoint.config),
-        held=HeldExperts(core.slots, layout=layout, rank=0),
-        group=RankGroup.alone(),
+    engine = lone_engine(
+        core,
+        HeldExperts(core.slots, layout=layout, rank=0),
+        publish,
         scheduler=Scheduler(
             blocks=core.block_pool(),
             max_requests=len(prompts),
@@ -70,10 +66,7 @@ def run(core, *, num_drafts, sampling, prompts=CODE, max_drafting=None, lengths=
             num_drafts=num_drafts,
             max_drafting=max_drafting,
         ),
-        epoch=1,
-        names=("worker-0",),
-        publish=publish,
-        drafter=Drafter(core.model, num_drafts=num_drafts) if num_drafts else None,
+        num_drafts=num_drafts,
     )
     for key, text in enumerate(prompts):
         engine.submit(

@@ -9,13 +9,14 @@ import grpc
 import pytest
 
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
-from equipoise.wire.messages import Peer, Wait
+from equipoise.wire.messages import Wait
 from equipoise.worker.errors import NotHeldError, TransferError
-from equipoise.worker.transfer import CHUNK_BYTES, ExpertPuller, ExpertTransferService
+from equipoise.worker.transfer import CHUNK_BYTES, ExpertTransferService
 from equipoise.worker.waits import Waits
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_model.experts import checksum
+from tests.support.worker_parts import join_epoch_of, puller_of
 
 
 @asynccontextmanager
@@ -75,6 +76,9 @@ class Endless(worker_pb2_grpc.ExpertTransferServicer):
             yield pb.FetchResponse(data=bytes(CHUNK_BYTES))
 
 
+NO_WAITS = Waits({})
+
+
 class NoCheckpoint:
     def read_expert(self, layer, expert):
         raise OSError("the disk is gone")
@@ -87,19 +91,13 @@ def puller(rank_of_one):
 
     @asynccontextmanager
     async def build(
-        *addresses, timeout_s=20.0, checkpoint=None, epoch=1, bytes_per_s=math.inf, waits=None
+        *addresses, timeout_s=20.0, checkpoint=None, epoch=1, bytes_per_s=math.inf, waits=NO_WAITS
     ):
-        peers = [
-            Peer(rank=rank, address=address, node="n", worker=f"worker-{rank}")
-            for rank, address in enumerate(["", *addresses])
-        ]
-        one = ExpertPuller(
-            checkpoint=checkpoint or core.checkpoint,
-            held=held,
-            epoch=epoch,
-            rank=0,
-            peers=peers,
-            expert_bytes=core.shape.expert_bytes,
+        one = puller_of(
+            core,
+            held,
+            join_epoch_of("", *addresses, epoch=epoch),
+            read_checkpoint=(checkpoint or core.checkpoint).read_expert,
             source_timeout_s=timeout_s,
             bytes_per_s=bytes_per_s,
             waits=waits,
@@ -191,7 +189,7 @@ async def test_a_silent_peer_costs_one_timeout_for_the_wave_and_its_calls_are_ca
         assert 1 <= silent.num_calls <= 4
         (told,) = waits.all()
         assert 1 <= told.reached <= 4
-        assert "from rank 1 (worker-1): the next source was asked" in told.latest
+        assert "from rank 1 (worker-1): tried the next source" in told.latest
     assert silent.num_cancelled == silent.num_calls
 
 

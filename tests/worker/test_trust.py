@@ -6,14 +6,14 @@ import pytest
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.guard import Guard
-from equipoise.wire.messages import Peer
 from equipoise.worker.errors import TransferError
 from equipoise.worker.lifecycle import _RIGHTS
-from equipoise.worker.transfer import ExpertPuller, ExpertTransferService
+from equipoise.worker.transfer import ExpertTransferService
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_model.experts import checksum
 from tests.support.authority import Authority, write_token
+from tests.support.worker_parts import join_epoch_of, puller_of
 
 WORKER_NAME = "worker.of.the.fleet"
 TOKEN = "token-of-the-gateway"
@@ -64,16 +64,8 @@ def pull(rank_of_one, checkpoint):
     )
 
     async def pulled(address, credentials):
-        peers = [Peer(rank=rank, address=address, node="n", worker=f"w-{rank}") for rank in (0, 1)]
-        puller = ExpertPuller(
-            checkpoint=core.checkpoint,
-            held=held,
-            epoch=1,
-            rank=0,
-            peers=peers,
-            expert_bytes=core.shape.expert_bytes,
-            credentials=credentials,
-        )
+        join_epoch = join_epoch_of(address, address)
+        puller = puller_of(core, held, join_epoch, credentials=credentials)
         try:
             return (await puller.pull([move])).peer_bytes
         finally:
@@ -141,17 +133,7 @@ async def test_a_token_does_where_there_is_no_certificate(listen, tmp_path):
         await generate(address, Credentials())
 
 
-async def test_experts_are_not_asked_of_other_machines_in_plain_text(rank_of_one, checkpoint):
-    puller = ExpertPuller(
-        checkpoint=checkpoint,
-        held=rank_of_one()[1],
-        epoch=1,
-        rank=0,
-        peers=[
-            Peer(rank=0, address="w:1", node="n", worker="w"),
-            Peer(rank=1, address="10.9.8.7:1", node="n", worker="v"),
-        ],
-        expert_bytes=1,
-    )
+async def test_experts_are_not_asked_of_other_machines_in_plain_text(rank_of_one):
+    puller = puller_of(*rank_of_one(), join_epoch_of("w:1", "10.9.8.7:1"))
     with pytest.raises(TransferError, match="is on another machine: add --tls-ca"):
         puller._dial("10.9.8.7:1")

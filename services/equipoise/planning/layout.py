@@ -78,6 +78,10 @@ class Layout:
         assert len(set(self.slots_of_rank)) == 1, "ask for slots_of_rank"
         return self.slots_of_rank[0]
 
+    def own_slots(self, rank: int) -> slice:
+        """Return the columns of the table that belong to a rank."""
+        return slice(self.first_slot[rank], self.first_slot[rank + 1])
+
     def replica_counts(self) -> Slots:
         """Replicas of each logical expert, int32 [layers, experts]; all at least 1."""
         return count_replicas(self.expert_of_slot, num_experts=self.num_experts)

@@ -1,7 +1,7 @@
-"""`Agent`: keeps a stream to the balancer that leads, for as long as the worker lives.
+"""`Agent`: keeps a stream open to the leading balancer for the worker's lifetime.
 
-Owns finding the leader, connecting, liveness and back-off. What messages mean is decided by whom it
-is given; nothing here ever holds up serving.
+It finds the leader, connects, detects a dead link and backs off. The `LinkHandler` decides what
+messages mean. Nothing here ever delays serving.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import grpc
 
@@ -39,126 +40,164 @@ from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
 Call = grpc.aio.StreamStreamCall[pb.ConnectRequest, pb.ConnectResponse]
 
 _OUTBOX_LENGTH = 256
+"""Messages that wait for the stream at most; further ones are dropped."""
+
 _NOT_LEADING_BACKOFF_S = 2.0
-"""Longest wait while balancers answer, but none of them leads yet: that ends within seconds."""
+"""Longest backoff while balancers answer but none leads yet; an election takes seconds."""
 
 _REPORT_MAY_BE_LATE = 1.1
-"""Intervals from a heartbeat that went with a report to one by itself: by default the next report
-is due at the same moment, and takes it along."""
+"""Heartbeat intervals between a heartbeat sent with a report and one sent alone: by default the
+next report is due at the same moment and carries the heartbeat."""
 
 _CHANNEL_OPTIONS = (
-    # A subchannel shared with an earlier attempt would sit out that one's back-off.
+    # A subchannel shared with an earlier attempt would wait out that attempt's backoff.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 _log = logging.getLogger(__name__)
 
 
+class LinkHandler(Protocol):
+    """What the agent needs from its worker; called on the event loop, and must not block."""
+
+    def hello(self) -> Hello:
+        """Return the worker's current state, for a new stream."""
+
+    def heartbeat(self, sequence: int) -> Heartbeat:
+        """Return the worker's current heartbeat."""
+
+    def running(self) -> Layout | None:
+        """Return the layout in use, which a Stage may refer to; None if there is none."""
+
+    def receive(self, message: BalancerMessage) -> None:
+        """Handle a valid message other than an acknowledgement."""
+
+    def message_dropped(self, message: pb.ConnectResponse, reason: str) -> None:
+        """Handle a message that the agent dropped as invalid or outdated."""
+
+
+class Outbox:
+    """Messages for the balancer, kept only while a stream is open; for the event loop only."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[WorkerMessage] | None = None
+
+    def open(self, hello: Hello) -> asyncio.Queue[WorkerMessage]:
+        """Start keeping messages for a new stream, which begins with `hello`."""
+        self._queue = asyncio.Queue(_OUTBOX_LENGTH)
+        self._queue.put_nowait(hello)
+        return self._queue
+
+    def close(self) -> None:
+        """Drop what is left; the next Hello reports the state."""
+        self._queue = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a stream takes messages."""
+        return self._queue is not None
+
+    def send(self, message: WorkerMessage) -> None:
+        """Send a message if a stream is open; otherwise the next Hello reports the state."""
+        if self._queue is None:
+            return
+        try:
+            self._queue.put_nowait(message)
+        except asyncio.QueueFull:
+            # The balancer stopped reading; the liveness check is about to close the stream.
+            _log.warning("the balancer does not read: a %s is dropped", type(message).__name__)
+
+
 class Agent:
     """The worker's end of the stream; used from the event loop only.
 
-    `addresses` are those of all balancers. One that does not lead says who does; one that cannot be
-    reached is followed by the next. What a balancer of a lower term than was heard of before sends
-    is dropped: it has lost its leadership and does not know yet.
+    A balancer that does not lead names the leader; one that cannot be reached is followed by the
+    next address. Messages of a term lower than the highest seen are dropped: their sender has lost
+    its leadership and does not know yet.
 
-    `hello` and `heartbeat(sequence)` say what the worker is and does at that moment. `receive`
-    gets every valid message but acknowledgements, `dropped` an invalid one with the reason;
-    both must not block. `running` gives the layout that runs, of which changes may be told. A
-    balancer that says nothing for `ack_timeout_s`, although every heartbeat asks for an answer,
-    is taken for lost. Between two attempts the agent waits a random time ("full jitter") below
-    a bound that doubles from `backoff_s` to `max_backoff_s`.
+    Between two attempts the agent waits a random time below a bound that doubles with each round of
+    failures ("full jitter": AWS Architecture Blog, "Exponential Backoff And Jitter").
     """
 
     def __init__(
         self,
         *,
         addresses: Sequence[str],
-        hello: Callable[[], Hello],
-        heartbeat: Callable[[int], Heartbeat],
-        receive: Callable[[BalancerMessage], None],
-        dropped: Callable[[pb.ConnectResponse, str], None],
-        running: Callable[[], Layout | None] = lambda: None,
-        credentials: Credentials | None = None,
-        waits: Waits | None = None,
+        handler: LinkHandler,
+        outbox: Outbox,
+        credentials: Credentials,
+        waits: Waits,
+        heartbeat_interval_s: float = 1.0,
         ack_timeout_s: float = ACK_TIMEOUT_S,
         backoff_s: float = 0.2,
         max_backoff_s: float = 5.0,
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        self.heartbeat_interval_s = 1.0
+        """`addresses` are those of all balancers.
+
+        `heartbeat_interval_s` holds until a JoinEpoch sets it. A balancer that sends nothing for
+        `ack_timeout_s`, although it must acknowledge every heartbeat, is considered lost.
+        """
         self._addresses = tuple(addresses)
         self._address = self._addresses[0]
-        self._hello = hello
-        self._heartbeat = heartbeat
-        self._receive = receive
-        self._dropped = dropped
-        self._running = running
-        self._credentials = credentials or Credentials()
-        self._waits = waits or Waits()
+        self._handler = handler
+        self._outbox = outbox
+        self._credentials = credentials
+        self._waits = waits
+        self._heartbeat_interval_s = heartbeat_interval_s
         self._ack_timeout_s = ack_timeout_s
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
-        self._random = random.Random()  # noqa: S311 - spreads retries, guards nothing
-        self._outbox: asyncio.Queue[WorkerMessage] | None = None
-        self._heard_at = 0.0
-        self._failures = 0
+        self._uniform = uniform
+        self._received_s = 0.0
+        self._num_failures = 0
         self._highest_term = 0
-        self._said: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
         self._leaving = False
         self._ended = asyncio.Event()
 
     @property
-    def connected(self) -> bool:
-        """Whether a stream is open and the balancer has answered on it."""
-        return self._outbox is not None and self._failures == 0
-
-    def send(self, message: WorkerMessage) -> None:
-        """Tell the balancer, if a stream is open; the next Hello tells the state anyway."""
-        if self._outbox is None:
-            return
-        try:
-            self._outbox.put_nowait(message)
-        except asyncio.QueueFull:
-            # The balancer has not read for long, and the liveness check is about to say so.
-            _log.warning("the balancer does not read: a %s is dropped", type(message).__name__)
+    def num_failures(self) -> int:
+        """Consecutive attempts without a balancer that accepted this worker."""
+        return self._num_failures
 
     async def run(self) -> None:
-        """Connect, and connect again, until cancelled or left."""
+        """Connect and reconnect, until cancelled or `leave` is called."""
         while not self._leaving:
             longest_s, leader = self._max_backoff_s, None
             try:
                 await self._connect()
-            except NotLeadingError as answer:
-                longest_s, leader = min(longest_s, _NOT_LEADING_BACKOFF_S), answer.leader_address
-                self._say(f"sent on by {self._address}: {answer}", level=logging.INFO)
-            except LinkLostError as lost:
+            except NotLeadingError as error:
+                longest_s, leader = min(longest_s, _NOT_LEADING_BACKOFF_S), error.leader_address
+                self._log_change(logging.INFO, f"redirected by {self._address}: {error}")
+            except LinkLostError as error:
                 if not self._leaving:
-                    self._say(
-                        f"no link to the balancer at {self._address}: {lost}; trying on",
-                        level=logging.WARNING,
+                    self._log_change(
+                        logging.WARNING, f"cannot reach balancer {self._address}: {error}; retrying"
                     )
-            self._failures += 1
+            self._num_failures += 1
             self._address = leader or self._next_address()
-            rounds = min(16, -(-self._failures // len(self._addresses)))
+            rounds = min(16, -(-self._num_failures // len(self._addresses)))
             bound_s = min(longest_s, self._backoff_s * 2**rounds)
-            await asyncio.sleep(self._random.uniform(0, bound_s))
+            await asyncio.sleep(self._uniform(0, bound_s))
 
     async def leave(self, reason: str, *, timeout_s: float = 2.0) -> None:
-        """Announce a wilful stop, if there is a stream to say it on, and connect no more.
+        """Announce a graceful shutdown if a stream is open, and stop connecting.
 
         Waits at most `timeout_s` for the balancer to close the stream.
         """
         self._leaving = True
-        if self._outbox is None:
+        if not self._outbox.is_open:
             return
-        self.send(Leaving(reason=reason))
+        self._outbox.send(Leaving(reason=reason))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
         except TimeoutError:
-            _log.warning("the balancer did not take the goodbye in %g s", timeout_s)
+            _log.warning("the balancer did not close the stream within %g s", timeout_s)
 
     async def _connect(self) -> None:
-        """One stream from Hello to its end."""
+        """Run one stream from its Hello to its end."""
         try:
             opened = self._credentials.balancer_channel(self._address, options=_CHANNEL_OPTIONS)
         except TrustError as error:
@@ -167,115 +206,118 @@ class Agent:
             call: Call = pb_grpc.WorkerLinkStub(channel).Connect(
                 None, metadata=self._credentials.metadata()
             )
-            hello = replace(self._hello(), highest_term=self._highest_term)
-            self._outbox = asyncio.Queue(_OUTBOX_LENGTH)
-            self._outbox.put_nowait(hello)
+            hello = replace(self._handler.hello(), highest_term=self._highest_term)
+            queue = self._outbox.open(hello)
             self._ended.clear()
-            self._heard_at = _now()
-            ends = [
+            self._received_s = _now_s()
+            tasks = [
                 asyncio.create_task(self._read(call, hello)),
-                asyncio.create_task(self._write(call, self._outbox)),
+                asyncio.create_task(self._write(call, queue)),
                 asyncio.create_task(self._watch()),
             ]
             try:
-                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                for end in done:
-                    end.result()
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
             except grpc.aio.AioRpcError as error:
-                words = self._credentials.explain(error.details())
-                raise LinkLostError(f"{error.code().name} {words}") from error
+                details = self._credentials.explain(error.details())
+                raise LinkLostError(f"{error.code().name} {details}") from error
             except asyncio.InvalidStateError as error:
                 raise LinkLostError("the stream is closed") from error
             finally:
-                self._outbox = None
+                self._outbox.close()
                 self._ended.set()
                 call.cancel()
-                for end in ends:
-                    end.cancel()
-                await asyncio.gather(*ends, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, call: Call, hello: Hello) -> None:
         async for message in call:
-            self._heard_at = _now()
+            self._received_s = _now_s()
             try:
-                value = from_balancer(message, hello=hello, running=self._running())
+                value = from_balancer(message, hello=hello, running=self._handler.running())
             except InvalidMessageError as error:
-                _log.warning("a message of the balancer is dropped (%s): %s", error.kind, error)
-                self._dropped(message, str(error))
+                _log.warning("dropped an invalid message (%s): %s", error.kind, error)
+                self._handler.message_dropped(message, str(error))
                 continue
             if isinstance(value, Rejection) and value.not_leading:
                 raise NotLeadingError(value.reason, leader_address=value.leader_address)
-            if stale := self._staleness(value):
-                _log.warning("a %s is dropped: %s", type(value).__name__, stale)
-                self._dropped(message, stale)
+            if reason := self._outdated(value):
+                _log.warning("dropped a %s: %s", type(value).__name__, reason)
+                self._handler.message_dropped(message, reason)
                 continue
-            if not isinstance(value, Rejection):
-                self._failures = 0
-            self._say(f"linked to the balancer at {self._address}", level=logging.INFO)
-            if not isinstance(value, HeartbeatAck):
-                self._receive(value)
+            self._accept(value)
         raise LinkLostError("the balancer closed the stream")
 
-    async def _write(self, call: Call, outbox: asyncio.Queue[WorkerMessage]) -> None:
-        """Send what is put out, and a heartbeat at every interval, with a report if one is sent."""
+    def _accept(self, message: BalancerMessage) -> None:
+        if not isinstance(message, Rejection):
+            self._num_failures = 0
+        self._log_change(logging.INFO, f"linked to the balancer at {self._address}")
+        if isinstance(message, JoinEpoch):
+            self._heartbeat_interval_s = message.heartbeat_interval_s
+        if not isinstance(message, HeartbeatAck):
+            self._handler.receive(message)
+
+    async def _write(self, call: Call, queue: asyncio.Queue[WorkerMessage]) -> None:
+        """Send queued messages, and a heartbeat at every interval: in a report if one is sent."""
         sequence = 0
-        beat_at = _now() + self.heartbeat_interval_s
+        beat_s = _now_s() + self._heartbeat_interval_s
         while True:
             message: WorkerMessage
-            if _now() >= beat_at:
+            if _now_s() >= beat_s:
                 sequence += 1
-                beat_at = _now() + self.heartbeat_interval_s
-                message = self._heartbeat(sequence)
+                beat_s = _now_s() + self._heartbeat_interval_s
+                message = self._handler.heartbeat(sequence)
             else:
                 try:
-                    async with asyncio.timeout_at(beat_at):
-                        message = await outbox.get()
+                    async with asyncio.timeout_at(beat_s):
+                        message = await queue.get()
                 except TimeoutError:
                     continue
             if isinstance(message, Report):
                 sequence += 1
-                beat_at = _now() + self.heartbeat_interval_s * _REPORT_MAY_BE_LATE
-                message = replace(message, heartbeat=self._heartbeat(sequence))
+                beat_s = _now_s() + self._heartbeat_interval_s * _REPORT_MAY_BE_LATE
+                message = replace(message, heartbeat=self._handler.heartbeat(sequence))
             await call.write(to_balancer(message))
             if isinstance(message, Leaving):
-                # Nothing follows; the balancer reads to the end and closes.
+                # It is the last message; the balancer reads to the end and closes the stream.
                 await call.done_writing()
                 return await asyncio.Future()
 
     async def _watch(self) -> None:
-        """End the stream when nothing is heard for too long: a hung peer closes no connection."""
+        """End the stream after a long silence: a hung peer does not close its connection."""
         while True:
-            left_s = self._heard_at + self._ack_timeout_s - _now()
+            left_s = self._received_s + self._ack_timeout_s - _now_s()
             if left_s <= 0:
-                self._waits.note(Wait.ACK, f"the balancer at {self._address} was given up")
+                self._waits.note(Wait.ACK, f"gave up on the balancer at {self._address}")
                 raise LinkLostError(f"no answer for {self._ack_timeout_s:g} s")
             await asyncio.sleep(left_s)
 
-    def _staleness(self, value: BalancerMessage) -> str:
-        """Why a message of a balancer that was succeeded must not be obeyed; empty if it may."""
-        match value:
-            case JoinEpoch() | Stage() | Abort() if value.term < self._highest_term:
+    def _outdated(self, message: BalancerMessage) -> str:
+        """Return why a former leader's message must be dropped, or an empty string."""
+        match message:
+            case JoinEpoch() | Stage() | Abort() if message.term < self._highest_term:
                 return (
-                    f"term {value.term} is over, a balancer of term {self._highest_term} has taken "
-                    "over"
+                    f"its term {message.term} has ended, the current term is {self._highest_term}"
                 )
             case JoinEpoch() | Stage() | Abort():
-                self._highest_term = value.term
+                self._highest_term = message.term
         return ""
 
     def _next_address(self) -> str:
-        """The address after the current one; the first when the current one was a hint."""
+        """Return the address after the current one; the first if the current one was a redirect."""
         if self._address not in self._addresses:
             return self._addresses[0]
-        place = self._addresses.index(self._address) + 1
-        return self._addresses[place % len(self._addresses)]
+        index = self._addresses.index(self._address) + 1
+        return self._addresses[index % len(self._addresses)]
 
-    def _say(self, message: str, *, level: int) -> None:
-        """Log a balancer's change once, not every attempt."""
-        if message != self._said.get(self._address):
-            self._said[self._address] = message
+    def _log_change(self, level: int, message: str) -> None:
+        """Log a change in a balancer's state, not every attempt."""
+        if message != self._logged.get(self._address):
+            self._logged[self._address] = message
             _log.log(level, "%s", message)
 
 
-def _now() -> float:
+def _now_s() -> float:
     return asyncio.get_running_loop().time()

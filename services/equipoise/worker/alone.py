@@ -1,18 +1,18 @@
-"""`engine_alone`: an engine that is a whole pool by itself, in whoever's process asks for it.
+"""`engine_alone`: an engine that is a whole pool by itself, without a balancer.
 
-Owns putting one together without a balancer: every expert lies in a slot of its own, for good.
+It runs in the caller's process; every expert has a slot of its own.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from equipoise.planning.layout import contiguous_layout
+from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.telemetry.loading import Loading
-from equipoise.worker.stager import placement_of
 from equipoise.worker.core import ModelCore
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.group import RankGroup
-from equipoise.worker.held import HeldExperts
+from equipoise.worker.held import HeldExperts, placement_of
 from equipoise.worker.settings import WorkerSettings
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.dispatch import ExpertParallel
@@ -24,13 +24,13 @@ def engine_alone(
     publish: Callable[[StepResult], None],
     loading: Loading | None = None,
 ) -> Engine:
-    """An engine with all experts of the settings' checkpoint; its `run` is the caller's to call.
+    """Return an engine that holds all experts of the settings' checkpoint; the caller runs it.
 
-    `loading` tells how far it is; the log unless given.
+    `loading` reports progress; to the log by default.
 
     Raises:
-        CheckpointError, UnsupportedConfigError: there is no such checkpoint, or it is of no use.
-        WorkerError: it is not made for these settings.
+        CheckpointError, UnsupportedConfigError: the checkpoint is missing, damaged or unsupported.
+        WorkerError: the checkpoint does not fit the settings.
     """
     config = Checkpoint.open(settings.checkpoint).config
     loading = loading or Loading(log_format=settings.log_format)
@@ -43,17 +43,15 @@ def engine_alone(
         num_ranks=1,
         slots_per_rank=core.shape.num_experts,
     )
-    with loading.of("experts") as told:
-        core.checkpoint.load_slots(core.model, layout.expert_of_slot, progress=told)
+    with loading.of("experts") as report:
+        core.checkpoint.load_slots(core.model, layout.expert_of_slot, progress=report)
     return Engine(
-        model=core.model,
-        cache=core.cache,
+        core=core,
         experts=ExpertParallel.local(config, placement_of(layout), device=core.device),
         held=HeldExperts(core.slots, layout=layout, rank=0),
-        group=RankGroup.alone(),
+        group=RankGroup.alone(settings.worker),
         scheduler=core.scheduler(settings),
         drafter=core.drafter(settings),
-        epoch=1,
-        names=(settings.worker,),
         publish=publish,
+        step_s=Histogram(SHORT_S),
     )

@@ -1,8 +1,8 @@
-"""`Engine`: the step loop of one rank, on a thread of its own; it waits for nobody but peers.
+"""`Engine`: the step loop of one rank, on a thread of its own; it blocks only on peer ranks.
 
-A step is: exchange headers, switch if all ranks can, run the scheduled tokens, hand out what was
-sampled. Other threads reach in through a few short verbs, whose effect shows at the next step's
-start; the engine reaches out through one call per step. It knows nothing of gRPC or the balancer.
+A step is: exchange headers, switch if all ranks can, run the scheduled tokens, publish what was
+sampled. Other threads call a few short methods, which take effect when the next step starts; the
+engine calls out once per step. It knows nothing of gRPC or the balancer.
 """
 
 import logging
@@ -17,9 +17,10 @@ import torch
 from torch.distributed import DistError
 
 from equipoise.planning.arrays import Checksums
-from equipoise.telemetry.histogram import SHORT_S, Histogram
+from equipoise.telemetry.histogram import Histogram
 from equipoise.wire.inference import Blame
 from equipoise.wire.messages import RankStats
+from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.header import StepHeader, agreed_generation, check_group
@@ -29,19 +30,17 @@ from equipoise.worker.sequence import Emission, Request, StepPlan
 from equipoise_model.dispatch import ExpertParallel, SlotLoad
 from equipoise_model.drafting import Drafter, DraftLine
 from equipoise_model.exchange import ExchangeError
-from equipoise_model.latent_cache import LatentCache
 from equipoise_model.sampling import sample
 from equipoise_model.sampling_params import SampledToken
-from equipoise_model.serving_model import ServingModel
 from equipoise_model.step import StepBatch, StepOutput
 
 IDLE_WAIT_S = 0.005
-"""An idle rank looks for its peers' work this often, and for its own at once."""
+"""How often an idle rank looks for its peers' work; its own work wakes it at once."""
 
 LONG_IDLE_WAIT_S = 0.03
-"""The same after `_LONG_IDLE_TURNS` in vain: an exchange of headers costs about 1 ms of CPU."""
+"""The same after `LONG_IDLE_TURNS` idle turns: a header exchange costs about 1 ms of CPU time."""
 
-_LONG_IDLE_TURNS = 100
+LONG_IDLE_TURNS = 100
 
 _log = logging.getLogger(__name__)
 
@@ -51,21 +50,21 @@ _MEDIAN_STEPS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Switch:
-    """A switch as this rank saw it: `step` is the first in the new generation.
-
-    `checksums` are of all own slots behind it, uint8 [layers, slots_per_rank, 16].
-    """
+    """A switch as this rank saw it."""
 
     generation: int
     checksums: Checksums
+    """Of all own slots after the switch, uint8 [layers, slots_per_rank, 16]."""
     step: int
+    """First step in the new generation."""
     stall_us: int
     median_step_us: int
+    """Of the steps before the switch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What a step gave to the world, and the epoch and generation it ran in."""
+    """A step's published result, and the epoch and generation it ran in."""
 
     epoch: int
     step: int
@@ -76,50 +75,46 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Progress:
-    """Counters as they stood at a step's end: of this generation, then of the one before."""
+    """A rank's counters after a step."""
 
     loads: tuple[SlotLoad, ...]
+    """Of the current generation, then of the previous one."""
     stats: RankStats
 
 
 class Engine:
-    """Generates tokens as rank `group.rank` of an epoch, for the requests of `scheduler`.
+    """Generates tokens as one rank of an epoch.
 
     Steps are counted from 1 in every epoch, because ranks that come together must agree on them.
-
-    `names` are the workers' names in rank order, for people. `publish` is called on the engine's
-    thread behind every step that made tokens or switched, and must not block. `drafter` guesses
-    tokens for the scheduler to have verified; without one, each step gives a request one token.
-    `step_s` counts how long steps take.
     """
 
     def __init__(
         self,
         *,
-        model: ServingModel,
-        cache: LatentCache,
+        core: ModelCore,
         experts: ExpertParallel,
         held: HeldExperts,
         group: RankGroup,
         scheduler: Scheduler,
-        epoch: int,
-        names: tuple[str, ...],
         publish: Callable[[StepResult], None],
-        step_s: Histogram | None = None,
-        drafter: Drafter | None = None,
+        step_s: Histogram,
+        drafter: Drafter | None,
     ) -> None:
-        self._model = model
+        """`publish` is called on the engine's thread after each step that made tokens or switched.
+
+        It must not block. `step_s` collects the durations of steps. `drafter` guesses tokens for
+        the scheduler to have verified; without one, a step gives each request one token.
+        """
+        self._model = core.model
+        self._cache = core.cache
         self._drafter = drafter
-        self._cache = cache
         self._experts = experts
         self._held = held
         self._group = group
         self._scheduler = scheduler
-        self._epoch = epoch
-        self._names = names
         self._publish = publish
-        self._step_s = step_s or Histogram(SHORT_S)
-        # Guards everything that both the engine and other threads touch; held for microseconds.
+        self._step_s = step_s
+        # Guards what both the engine and other threads touch; held for microseconds.
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._staged: StagedGeneration | None = None
@@ -141,35 +136,35 @@ class Engine:
 
     @property
     def staged_generation(self) -> int:
-        """Generation that waits for the other ranks; 0 if none does."""
+        """Generation that is ready for the switch; 0 if there is none."""
         staged = self._staged
         return staged.generation if staged else 0
 
     @property
     def step_log(self) -> tuple[tuple[int, int], ...]:
-        """The latest steps and the generation each ran in, oldest first."""
+        """The latest steps with their generations, oldest first."""
         with self._lock:
             return tuple(self._step_log)
 
     def submit(self, request: Request) -> None:
-        """Take a request; its tokens come by `publish`.
+        """Queue a request; its tokens arrive through `publish`.
 
         Raises:
-            QueueFullError: there is no place in line.
+            QueueFullError: the queue is full.
         """
         with self._lock:
             self._scheduler.submit(request)
         self._wake.set()
 
     def cancel(self, key: int) -> None:
-        """Forget a request, if it is still known."""
+        """Forget a request, if there is one with this key."""
         with self._lock:
             self._scheduler.cancel(key)
 
     def offer(self, staged: StagedGeneration) -> bool:
-        """Have a generation ready for the switch, in place of any other that waits.
+        """Make a generation ready for the switch, in place of any other.
 
-        False if the ranks have left its base generation meanwhile; then nothing is changed.
+        Returns False, and changes nothing, if the ranks have left its base generation.
         """
         with self._lock:
             if staged.base_generation != self.generation:
@@ -179,22 +174,22 @@ class Engine:
         return True
 
     def drop(self, generation: int) -> None:
-        """Forget a generation that waits, if it is this one.
+        """Forget the staged generation, if it has this number.
 
-        A switch whose headers are exchanged already happens all the same: the other ranks do it.
+        A switch whose headers have been exchanged still happens: the other ranks make it.
         """
         with self._lock:
             if self.staged_generation == generation:
                 self._staged = None
 
     def leave(self) -> None:
-        """Say so in the next header and end `run` behind it."""
+        """Announce it in the next header and end `run` afterwards."""
         with self._lock:
             self._leaving = True
         self._wake.set()
 
     def progress(self) -> Progress:
-        """Counters for a report; the median step is of the steps since the last call."""
+        """Return counters for a report; the median step is of the steps since the last call."""
         with self._lock:
             counts, blocks = self._scheduler.counts, self._scheduler.blocks
             stats = RankStats(
@@ -219,7 +214,7 @@ class Engine:
     # For the engine's thread.
 
     def run(self) -> None:
-        """Step until told to leave.
+        """Step until `leave` is called.
 
         Raises:
             GroupError: a peer failed, left or disagrees; no further step is possible.
@@ -229,24 +224,15 @@ class Engine:
             pass
 
     def _turn(self) -> bool:
-        """One exchange of headers and what follows from it; False when it was the last."""
+        """Exchange headers and do what they agree on; returns False when this rank leaves."""
         began, waited_s = time.perf_counter(), self._waited_s
         self._wake.clear()
         with self._lock:
             plan, staged, leaving = self._scheduler.plan(), self._staged, self._leaving
-        headers = self._group.exchange(
-            StepHeader(
-                epoch=self._epoch,
-                step=self._num_steps,
-                num_tokens=plan.num_tokens,
-                generation=self.generation,
-                staged_generation=staged.generation if staged else 0,
-                leaving=int(leaving),
-            )
-        )
+        headers = self._group.exchange(self._header(plan, staged, leaving=leaving))
         if leaving:
             return False
-        check_group(headers, names=self._names)
+        check_group(headers, names=self._group.names)
         switch = None
         if staged is not None and agreed_generation(headers) is not None:
             switch = self._switch(staged)
@@ -254,51 +240,65 @@ class Engine:
         emissions: tuple[Emission, ...] = ()
         if any(tokens_by_rank):
             emissions = self._step(plan, tokens_by_rank, began=began)
-            self._note_busy(began=began, waited_s=self._waited_s - waited_s)
+            self._count_busy(began=began, waited_s=self._waited_s - waited_s)
+        self._publish_result(emissions, switch)
+        self._rest(idle=not any(tokens_by_rank))
+        return True
+
+    def _header(
+        self, plan: StepPlan, staged: StagedGeneration | None, *, leaving: bool
+    ) -> StepHeader:
+        return StepHeader(
+            epoch=self._group.epoch,
+            step=self._num_steps,
+            num_tokens=plan.num_tokens,
+            generation=self.generation,
+            staged_generation=staged.generation if staged else 0,
+            leaving=int(leaving),
+        )
+
+    def _publish_result(self, emissions: tuple[Emission, ...], switch: Switch | None) -> None:
         if emissions or switch:
             self._publish(
                 StepResult(
-                    epoch=self._epoch,
+                    epoch=self._group.epoch,
                     step=self._num_steps,
                     generation=self.generation,
                     emissions=emissions,
                     switch=switch,
                 )
             )
-        self._rest(idle=not any(tokens_by_rank))
-        return True
 
     @property
     def _waited_s(self) -> float:
-        """Seconds in which this rank was in exchanges with its peers so far."""
+        """Total time this rank has spent in exchanges with its peers, seconds."""
         return self._group.waited_s + self._experts.waited_s
 
-    def _note_busy(self, *, began: float, waited_s: float) -> None:
-        """A step is done: what was no wait for peers, this rank worked."""
+    def _count_busy(self, *, began: float, waited_s: float) -> None:
+        """Count the part of a step in which this rank did not wait for its peers."""
         with self._lock:
             self._busy_s += max(0.0, time.perf_counter() - began - waited_s)
 
     def _rest(self, *, idle: bool) -> None:
-        """Wait a little when no rank has work; the longer, the longer there was none."""
+        """Sleep while no rank has work, until work arrives here."""
         self._num_idle_turns = self._num_idle_turns + 1 if idle else 0
         if idle:
-            long = self._num_idle_turns > _LONG_IDLE_TURNS
-            self._wake.wait(LONG_IDLE_WAIT_S if long else IDLE_WAIT_S)
+            self._wake.wait(idle_wait_s(self._num_idle_turns))
 
     def _switch(self, staged: StagedGeneration) -> Switch:
-        """Run in a staged generation from the coming step on: the time that serving stalls."""
+        """Use a staged generation from the coming step on; serving stalls while this runs."""
         began = time.perf_counter()
         self._held.switch(staged)
         self._experts.switch(staged.placement)
         stall_us = _microseconds_since(began)
         loads = self._experts.loads()
         with self._lock:
-            # Whatever waits now, this or a later one, starts from a generation that is gone.
+            # Whatever is staged by now starts from the generation that has just ended.
             self._staged = None
             self._loads = loads
             return Switch(
                 generation=staged.generation,
-                checksums=staged.checksums,
+                checksums=staged.contents.checksums,
                 step=self._num_steps + 1,
                 stall_us=stall_us,
                 median_step_us=_median(self._recent_us),
@@ -307,7 +307,7 @@ class Engine:
     def _step(
         self, plan: StepPlan, tokens_by_rank: list[int], *, began: float
     ) -> tuple[Emission, ...]:
-        """Run a plan's tokens, even none, with the other ranks' and record what came of it."""
+        """Run a plan's tokens, even none, together with the other ranks, and commit the result."""
         self._experts.agree(tokens_by_rank)
         # Other ranks' tokens run here too, up to the logits.
         num_foreign = sum(tokens_by_rank) - plan.num_tokens
@@ -342,11 +342,16 @@ class Engine:
     def _draft(
         self, plan: StepPlan, sampled: list[SampledToken], output: StepOutput
     ) -> dict[int, tuple[int, ...]]:
-        """Guesses by request at what follows the tokens of this step."""
+        """Return guesses, by request, at what follows the tokens of this step."""
         if self._drafter is None or not plan.drafts:
             return {}
         guesses = self._drafter.draft(output, _draft_lines(plan, sampled))
         return {chunk.key: guess for chunk, guess in zip(plan.chunks, guesses, strict=True)}
+
+
+def idle_wait_s(num_idle_turns: int) -> float:
+    """Return how long to sleep after this many consecutive idle turns, seconds."""
+    return LONG_IDLE_WAIT_S if num_idle_turns > LONG_IDLE_TURNS else IDLE_WAIT_S
 
 
 def _batch(plan: StepPlan) -> StepBatch:

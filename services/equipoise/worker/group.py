@@ -1,7 +1,6 @@
-"""`RankGroup`: the process group of an epoch's ranks, and the header they exchange before a step.
+"""The process group of an epoch's ranks: `Rendezvous` and `meet` form it, `RankGroup` uses it.
 
-Owns forming it (`Rendezvous`, `meet`), and turning its failures into words. What a header means is
-`header`'s business.
+`RankGroup` exchanges the header before every step; `header` decides what the headers mean.
 """
 
 import os
@@ -9,53 +8,59 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from equipoise.settings.address import parse_address
+from equipoise.wire.messages import JoinEpoch
 from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.header import HEADER_WIDTH, StepHeader, pack, unpack
+from equipoise.worker.torch_workarounds import interruptible_store, reset_group_count
 
-_HOST = torch.device("cpu")
 _POLL_S = 0.05
 _CONNECT_TIMEOUT_S = 2.0
-_GRACE_S = 0.5
-_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # in the words of gloo, and of NCCL
+_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo's and NCCL's wording
 
 
 class RankGroup:
-    """Ranks that step together; a rank alone needs no group and exchanges nothing.
+    """The ranks that step together in an epoch; a single rank exchanges nothing.
 
-    Every collective of the group is bounded by the timeout it was formed with. `waited_s` is how
-    long exchanges of headers took so far. Used from the engine's thread only, once it is formed.
+    Every collective is bounded by the timeout that the group was formed with. Only the engine's
+    thread uses a formed group.
     """
 
-    def __init__(self, *, rank: int, num_ranks: int) -> None:
+    def __init__(self, *, epoch: int, rank: int, names: tuple[str, ...]) -> None:
+        """`names` are the workers' names in rank order."""
+        self.epoch = epoch
         self.rank = rank
-        self.num_ranks = num_ranks
+        self.names = names
         self.waited_s = 0.0
-        self._gathered = torch.zeros(num_ranks * HEADER_WIDTH, dtype=torch.int64)
-        # torch reads from it whenever it likes, so it lives as long as the group.
+        """Total time spent in header exchanges, seconds."""
+        self._gathered = torch.zeros(self.num_ranks * HEADER_WIDTH, dtype=torch.int64)
+        # torch may read from the store at any time, so it lives as long as the group.
         self._store: object = None
 
     @classmethod
-    def alone(cls) -> Self:
-        """The only rank of its pool."""
-        return cls(rank=0, num_ranks=1)
+    def alone(cls, name: str, *, epoch: int = 1) -> Self:
+        """Return the group of a pool with a single rank."""
+        return cls(epoch=epoch, rank=0, names=(name,))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks, this one included."""
+        return len(self.names)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """What collectives run on; None for a rank alone."""
+        """What collectives run on; None for a single rank."""
         return None if self.num_ranks == 1 else dist.group.WORLD
 
     def exchange(self, header: StepHeader) -> tuple[StepHeader, ...]:
-        """Give one's own header and get all ranks', in rank order.
+        """Send this rank's header and return all ranks' headers, in rank order.
 
         Raises:
             GroupError: a rank did not answer in time, or its connection broke.
@@ -72,7 +77,7 @@ class RankGroup:
         return tuple(unpack(row) for row in self._gathered.view(-1, HEADER_WIDTH).tolist())
 
     def keep(self, store: object) -> None:
-        """Hold on to the store that it was formed by."""
+        """Keep the store that formed the group alive."""
         self._store = store
 
     def close(self) -> None:
@@ -83,10 +88,10 @@ class RankGroup:
 
 
 class Rendezvous:
-    """The store by which ranks find each other, hosted by every worker for its whole life.
+    """The store through which ranks find each other; every worker hosts one for its lifetime.
 
-    An epoch uses that of its rank 0. So the address never changes, and nobody else can take the
-    port between two epochs.
+    An epoch uses that of its rank 0. The address therefore never changes, and no other process can
+    take the port between two epochs.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -101,92 +106,100 @@ class Rendezvous:
         )
 
     def close(self) -> None:
-        """Host it no more; whoever waits at it fails."""
+        """Stop hosting it; clients that still wait on it fail."""
         self._store = None
 
 
 def meet(
-    address: str,
+    join_epoch: JoinEpoch,
     *,
-    epoch: int,
-    rank: int,
-    num_ranks: int,
     step_timeout_s: float,
-    meet_timeout_s: float,
     given_up: threading.Event,
-    met: Callable[[], None],
-    device: torch.device = _HOST,
-    told: str = "",
-    hear: Callable[[tuple[str, ...]], None] = lambda _told: None,
+    on_met: Callable[[], None],
+    device: torch.device,
+    announcement: str,
+    check: Callable[[tuple[str, ...]], None],
 ) -> RankGroup:
-    """Form an epoch's group at rank 0's rendezvous `address` (host:port).
+    """Form an epoch's group at the rendezvous of its rank 0.
 
-    `met` is called once when all ranks are there and before they form: from then on nobody needs
-    what this one held before. Waits at most `meet_timeout_s` for the others, and not much longer
-    than until `given_up` is set; then every collective is bounded by `step_timeout_s`. `device` is
-    where the rows are that the ranks will exchange.
+    Calls `on_met` once, when all ranks have arrived and before they form the group: from then on no
+    peer needs what this rank held before. Waits at most the message's `meet_timeout_s` for the
+    other ranks, and returns shortly after `given_up` is set. Afterwards every collective is bounded
+    by `step_timeout_s`. `device` holds the rows that the ranks will exchange.
 
-    `told` is a word to all ranks; `hear` gets all of them, in rank order, before anything changes,
-    and may refuse by raising ValueError or RuntimeError.
+    Every rank publishes its `announcement`. `check` receives all of them in rank order before
+    `on_met`, and may raise ValueError or RuntimeError to refuse.
 
     Raises:
         GroupError: the ranks did not meet or form in time, or do not agree.
     """
-    if num_ranks == 1:
-        hear((told,))
-        met()
-        return RankGroup.alone()
-    until = time.monotonic() + meet_timeout_s
+    names = tuple(peer.worker for peer in join_epoch.peers)
+    group = RankGroup(epoch=join_epoch.epoch, rank=join_epoch.rank, names=names)
+    if group.num_ranks == 1:
+        check((announcement,))
+        on_met()
+        return group
+    address, timeout_s = join_epoch.rendezvous_address, join_epoch.meet_timeout_s
+    deadline_s = time.monotonic() + timeout_s
     try:
-        with _cutting_off(address, until=until, given_up=given_up):
-            store = _reach(address, until=until, given_up=given_up)
-            # An epoch before may have left its marks.
+        with interruptible_store(address, deadline_s=deadline_s, given_up=given_up):
+            store = _connect(address, deadline_s=deadline_s, given_up=given_up)
+            # An earlier epoch may have left keys behind.
             store = dist.PrefixStore(  # type: ignore[attr-defined]
-                f"epoch-{epoch}", store
+                f"epoch-{group.epoch}", store
             )
-            # torch bounds the forming by the collectives' timeout, so all must be here before.
-            store.set(_arrived(rank), told)
-            arrived = [_arrived(peer) for peer in range(num_ranks)]
-            while not store.check(arrived):
-                _wait(until=until, given_up=given_up)
-            words = tuple(store.get(key).decode() for key in arrived)
-            _agree(words, hear=hear, epoch=epoch)
-            met()
-            group = RankGroup(rank=rank, num_ranks=num_ranks)
-            _form(group, store, epoch=epoch, step_timeout_s=step_timeout_s, device=device)
+            # torch bounds forming by the collectives' timeout, so all ranks must arrive first.
+            store.set(_arrival_key(group.rank), announcement)
+            keys = [_arrival_key(rank) for rank in range(group.num_ranks)]
+            while not store.check(keys):
+                _pause(deadline_s=deadline_s, given_up=given_up)
+            _agree(tuple(store.get(key).decode() for key in keys), check=check, group=group)
+            on_met()
+            _form(group, store, step_timeout_s=step_timeout_s, device=device)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise GroupError(
-            f"the {num_ranks} ranks of epoch {epoch} did not meet at {address} within "
-            f"{meet_timeout_s:g} s: {first_line(error)}"
+            f"the {group.num_ranks} ranks of epoch {group.epoch} did not meet at {address} within "
+            f"{timeout_s:g} s: {first_line(error)}"
         ) from error
     group.keep(store)
     return group
 
 
 def backend(device: torch.device) -> str:
-    """What collectives run on: gloo; for a model on a GPU its rows go by NCCL.
+    """Return torch's backend: gloo on the host, and NCCL for rows that live on a GPU.
 
-    Headers stay on the CPU, and so on gloo, in either case: reading them must not wait for the GPU.
+    Headers stay on the CPU and therefore on gloo: reading them must not wait for the GPU.
     """
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def bound_nccl(environment: MutableMapping[str, str]) -> None:
-    """Have NCCL's collectives wait on the host, within the group's timeout, unless set already.
+    """Make NCCL's collectives block the host up to the group's timeout, unless already set.
 
-    Else they are only enqueued: a dead peer shows at whatever reads from the device next, and
-    torch's watchdog ends the process. To be called before a group is formed.
+    Otherwise they are only enqueued: a dead peer surfaces at the next read from the device, and
+    torch's watchdog ends the process. Call before forming a group.
     """
     environment.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
 
 
-def _form(
-    group: RankGroup, store: Any, *, epoch: int, step_timeout_s: float, device: torch.device
+def _agree(
+    announcements: tuple[str, ...], *, check: Callable[[tuple[str, ...]], None], group: RankGroup
 ) -> None:
-    """Connect to the other ranks, who all do so now.
+    """Check all ranks' announcements; reports a disagreement as such, not as a failure to meet."""
+    try:
+        check(announcements)
+    except (RuntimeError, ValueError) as error:
+        raise GroupError(
+            f"the {group.num_ranks} ranks of epoch {group.epoch} met but do not agree: "
+            f"{first_line(error)}"
+        ) from error
 
-    One that is gone is looked for as long as a step may take; gloo tries for some five times as
-    long where it is there and does not answer.
+
+def _form(group: RankGroup, store: Any, *, step_timeout_s: float, device: torch.device) -> None:
+    """Connect to the other ranks, which all do so now.
+
+    A dead rank is retried for `step_timeout_s`; gloo waits about five times as long for one that
+    accepts connections and does not answer.
     """
     if device.type == "cuda":
         bound_nccl(os.environ)
@@ -199,38 +212,15 @@ def _form(
             timeout=timedelta(seconds=step_timeout_s),
         )
     except (RuntimeError, ValueError) as error:
-        _forget_attempts()
+        reset_group_count()
         raise GroupError(
-            f"the {group.num_ranks} ranks of epoch {epoch} met but did not form: "
+            f"the {group.num_ranks} ranks of epoch {group.epoch} met but did not form: "
             f"{first_line(error)}"
         ) from error
 
 
-def _forget_attempts() -> None:
-    """Have torch name the next group as in a process that never tried to form one.
-
-    torch names a group by how many this process has tried to form, and ranks look for each other
-    under that name: where one attempt more has failed than elsewhere, no group would ever form
-    again. Only the end of a group makes it count anew, so one of this rank alone is formed and
-    ended.
-    """
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    dist.destroy_process_group()
-
-
-def _agree(words: tuple[str, ...], *, hear: Callable[[tuple[str, ...]], None], epoch: int) -> None:
-    """Have all ranks' words heard; a disagreement is no failure to meet."""
-    try:
-        hear(words)
-    except (RuntimeError, ValueError) as error:
-        raise GroupError(
-            f"the {len(words)} ranks of epoch {epoch} met but do not agree: {first_line(error)}"
-        ) from error
-
-
-def _reach(address: str, *, until: float, given_up: threading.Event) -> Any:
-    """A connection to the rendezvous; a TCPStore, untyped by torch."""
+def _connect(address: str, *, deadline_s: float, given_up: threading.Event) -> Any:
+    """Connect to the rendezvous; returns a TCPStore, which torch does not type."""
     host, port = parse_address(address)
     while True:
         try:
@@ -242,75 +232,24 @@ def _reach(address: str, *, until: float, given_up: threading.Event) -> Any:
                 wait_for_workers=False,
             )
         except RuntimeError:
-            # A native wait cannot be given up, so it is short and repeated.
-            _wait(until=until, given_up=given_up)
+            # A native wait cannot be interrupted, so it is short and repeated.
+            _pause(deadline_s=deadline_s, given_up=given_up)
 
 
-def _wait(*, until: float, given_up: threading.Event) -> None:
-    """Wait a little, if there is patience left; else raise TimeoutError."""
+def _pause(*, deadline_s: float, given_up: threading.Event) -> None:
+    """Sleep between two polls; raises TimeoutError if given up or past the deadline."""
     if given_up.wait(_POLL_S):
         raise TimeoutError("given up")
-    if time.monotonic() > until:
-        raise TimeoutError("some are not here yet")
+    if time.monotonic() > deadline_s:
+        raise TimeoutError("some ranks have not arrived")
 
 
-@contextmanager
-def _cutting_off(address: str, *, until: float, given_up: threading.Event) -> Iterator[None]:
-    """End a native call inside the block that waits for a hung host beyond the bound.
-
-    torch reads answers of a store without a timeout; the only way out is to cut the connection.
-    """
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(_POLL_S):
-            if given_up.is_set() or time.monotonic() > until + _GRACE_S:
-                _cut_connections(address)
-
-    watcher = threading.Thread(target=watch, name="rendezvous watch", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-
-
-def _cut_connections(address: str) -> None:
-    """Shut down this process's connections to an address, whoever owns them."""
-    host, port = parse_address(address)
-    ips = _ips(host)
-    for open_file in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # It may be gone meanwhile, or not connected.
-            if not open_file.is_socket():
-                continue
-            with socket.socket(fileno=os.dup(int(open_file.name))) as connection:
-                peer = connection.getpeername()
-                if not isinstance(peer, tuple) or peer[1] != port:
-                    continue
-                if ips is None or _plain(peer[0]) in ips:
-                    connection.shutdown(socket.SHUT_RDWR)
-
-
-def _ips(host: str) -> set[str | int] | None:
-    """Addresses of a host; None where its name is gone, as that of a pod that ended."""
-    try:
-        return {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return None
-
-
-def _plain(ip: str) -> str:
-    """An IPv4 address as such, also where it was told as an IPv6 one."""
-    return ip.removeprefix("::ffff:")
-
-
-def _arrived(rank: int) -> str:
+def _arrival_key(rank: int) -> str:
     return f"arrived/{rank}"
 
 
 def collective_failed(error: Exception) -> GroupError:
-    """What to raise and tell people when a collective of a step failed."""
+    """Return the error to raise when a collective of a step failed."""
     kind = StepTimeoutError if _TIMED_OUT.search(str(error)) else GroupError
     return kind(
         f"a peer rank failed or hangs, so this group cannot take a step: {first_line(error)}"
@@ -318,7 +257,7 @@ def collective_failed(error: Exception) -> GroupError:
 
 
 def first_line(error: Exception) -> str:
-    """What a message of torch says, without where in its sources and what it guesses."""
+    """Return a torch error's message without its source location and its guesses."""
     line = str(error).strip().partition("\n")[0]
     line = re.sub(r"\[/[^\]]*\] ", "", line).partition(". This is typically")[0]
     return line[:300] or type(error).__name__

@@ -1,7 +1,7 @@
-"""What ranks tell each other before every step, and what follows from it. Pure.
+"""The header that ranks exchange before every step, and the decisions that follow from it. Pure.
 
-The header is the whole of the switch protocol: because every rank sees the same headers and
-applies the same rule, all ranks switch at the same step or none does, with no balancer involved.
+The header is the entire switch protocol: every rank sees the same headers and applies the same
+rule, so all ranks switch at the same step or none does, without the balancer.
 """
 
 from dataclasses import astuple, dataclass, fields
@@ -11,58 +11,62 @@ from equipoise.worker.errors import GroupError, PeerLeftError
 
 @dataclass(frozen=True, slots=True)
 class StepHeader:
-    """One rank's header: a row of int64, in this order.
-
-    `step` is the number of the step it precedes. `staged_generation` is 0 when nothing is staged.
-    `leaving` is 1 when the rank stops after this header.
-    """
+    """One rank's header; travels as a row of int64, in the order of the fields."""
 
     epoch: int
     step: int
+    """Number of steps completed in the epoch."""
     num_tokens: int
+    """Tokens that the rank runs in the coming step."""
     generation: int
     staged_generation: int
+    """0 if no generation is staged."""
     leaving: int
+    """1 if the rank stops after this header."""
 
 
 HEADER_WIDTH = len(fields(StepHeader))
 
 
 def pack(header: StepHeader) -> tuple[int, ...]:
-    """The header as the row that travels."""
+    """Return the row that travels."""
     return astuple(header)
 
 
 def unpack(row: list[int]) -> StepHeader:
-    """The header that a row of `HEADER_WIDTH` numbers means."""
+    """Return the header of a row of `HEADER_WIDTH` numbers."""
     assert len(row) == HEADER_WIDTH
     return StepHeader(*row)
 
 
 def check_group(headers: tuple[StepHeader, ...], *, names: tuple[str, ...]) -> None:
-    """See that all ranks stay, and stand at the same step of the same epoch and generation.
+    """Check that all ranks stay, and are at the same step of the same epoch and generation.
 
-    `headers` and `names` (of workers, for people) are in rank order.
+    `headers` and `names` (of workers, for the message) are in rank order.
 
     Raises:
-        PeerLeftError: a rank said that it leaves.
-        GroupError: ranks disagree; a step would mix layouts or wait for ever.
+        PeerLeftError: a rank leaves.
+        GroupError: ranks disagree; a step would mix layouts or hang.
     """
     leaving = [names[rank] for rank, header in enumerate(headers) if header.leaving]
     if leaving:
-        raise PeerLeftError(f"{' and '.join(leaving)} left the pool, so its ranks must form anew")
+        raise PeerLeftError(
+            f"{' and '.join(leaving)} left the pool: the ranks must form a new group"
+        )
     for field in ("epoch", "step", "generation"):
         values = [getattr(header, field) for header in headers]
         if len(set(values)) > 1:
-            told = ", ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
-            raise GroupError(f"ranks disagree about the {field} ({told}): restart these workers")
+            detail = ", ".join(
+                f"{name}: {value}" for name, value in zip(names, values, strict=True)
+            )
+            raise GroupError(f"ranks disagree about the {field} ({detail}): restart these workers")
 
 
 def agreed_generation(headers: tuple[StepHeader, ...]) -> int | None:
-    """The generation that every rank has staged and can switch to now, or None.
+    """Return the generation that every rank has staged and can switch to now, or None.
 
-    All must have staged the same one. A minimum over ranks would be wrong: after an abort and a
-    new stage, it could name a generation that some rank has dropped.
+    All ranks must have staged the same one. A minimum over ranks would be wrong: after an abort
+    and a new stage, it could name a generation that some rank has dropped.
     """
     staged = {header.staged_generation for header in headers}
     if len(staged) > 1:

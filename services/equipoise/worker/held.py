@@ -1,7 +1,7 @@
-"""`HeldExperts`: what lies in this rank's slots now. `StagedGeneration`: what will next."""
+"""`HeldExperts`: the experts in this rank's slots, and the generations staged to replace them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,47 +14,57 @@ from equipoise.worker.errors import NotHeldError
 from equipoise_model.experts import PhysicalSlots, StagedExperts, checksum
 from equipoise_model.placement import PlacementTables
 
+SlotIndex = tuple[int, int]
+"""A MoE layer and one of this rank's slots in it, both from 0."""
+
 _READ_ATTEMPTS = 100
 _READ_PAUSE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StagedGeneration:
-    """Everything a switch needs, built off the engine's thread from verified bytes.
+class Contents:
+    """A layout in use, and this rank's slots in it."""
 
-    `checksums` is uint8 [layers, slots_per_rank, 16], of all own slots after the switch.
-    """
-
-    base_generation: int
     layout: Layout
-    placement: PlacementTables
-    experts: StagedExperts
     checksums: Checksums
+    """Of this rank's slots, uint8 [layers, slots_per_rank, 16]."""
 
-    @property
-    def generation(self) -> int:
-        """Number of the generation that waits."""
-        return self.layout.generation
+    def changed(self, layout: Layout, checksums: Mapping[SlotIndex, bytes]) -> "Contents":
+        """Return the contents under another layout, with new checksums for some slots."""
+        updated = self.checksums.copy()
+        for index, sum_ in checksums.items():
+            updated[index] = np.frombuffer(sum_, dtype=np.uint8)
+        updated.flags.writeable = False
+        return Contents(layout=layout, checksums=updated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Contents:
-    """A layout that runs, and the checksums of this rank's slots in it."""
+class StagedGeneration:
+    """Everything a switch needs, built from verified bytes off the engine's thread."""
 
-    layout: Layout
-    checksums: Checksums
+    base_generation: int
+    """Generation that the switch starts from."""
+    contents: Contents
+    """What the slots hold after the switch."""
+    placement: PlacementTables
+    experts: StagedExperts
+
+    @property
+    def generation(self) -> int:
+        """The generation's number."""
+        return self.contents.layout.generation
 
 
 class HeldExperts:
-    """The experts in one rank's slots, and the layout that says which they are.
+    """The experts in one rank's slots, and the layout that names them.
 
-    The engine's thread alone writes, between steps. Any thread reads, without a lock that the
-    engine might have to wait for: the writer makes `_version` odd before it touches a slot and
-    even behind it, and a reader whose copy saw an odd or a changed version throws it away.
+    Only the engine's thread writes, between steps. Any thread may read, without a lock that the
+    engine could block on (a seqlock): the writer makes `_version` odd before it touches a slot and
+    even afterwards, and a reader discards its copy if the version was odd or has changed.
     """
 
     def __init__(self, slots: Sequence[PhysicalSlots], *, layout: Layout, rank: int) -> None:
-        """Slots that are filled with `rank`'s part of a layout already."""
+        """`slots` must already hold the experts of `rank` in `layout`."""
         self._slots = slots
         self._rank = rank
         self._version = 0
@@ -62,24 +72,43 @@ class HeldExperts:
 
     @property
     def contents(self) -> Contents:
-        """What runs now; layout and checksums belong together."""
+        """The layout in use and its checksums, read together."""
         return self._contents
 
     @property
+    def rank(self) -> int:
+        """The rank whose share of the layout the slots hold."""
+        return self._rank
+
+    @property
     def expert_of_slot(self) -> ExpertTable:
-        """Logical experts in own slots, int32 [layers, slots_per_rank]."""
+        """Logical experts in this rank's slots, int32 [layers, slots_per_rank]."""
         layout = self._contents.layout
-        return layout.expert_of_slot[:, own_slots(layout, rank=self._rank)]
+        return layout.expert_of_slot[:, layout.own_slots(self._rank)]
+
+    def prepare(
+        self, base: Contents, contents: Contents, payloads: Mapping[SlotIndex, Tensor]
+    ) -> StagedGeneration:
+        """Copy payloads to staging memory and build the tables of `contents`; on any thread.
+
+        Raises:
+            PayloadError: a payload does not have the size of this model's experts.
+        """
+        return StagedGeneration(
+            base_generation=base.layout.generation,
+            contents=contents,
+            placement=placement_of(contents.layout).to(self._slots[0].device),
+            experts=StagedExperts.prepare(payloads, self._slots),
+        )
 
     def switch(self, staged: StagedGeneration) -> None:
         """Copy staged experts into their slots; on the engine's thread, between steps."""
-        contents = Contents(layout=staged.layout, checksums=staged.checksums)
-        self.become(contents, rank=self._rank, fill=staged.experts.apply)
+        self.replace(staged.contents, rank=self._rank, fill=staged.experts.apply)
 
-    def become(self, contents: Contents, *, rank: int, fill: Callable[[], None]) -> None:
-        """Hold another rank's part of another layout, which `fill` puts into the slots.
+    def replace(self, contents: Contents, *, rank: int, fill: Callable[[], None]) -> None:
+        """Hold another rank's share of another layout; `fill` writes it into the slots.
 
-        No engine may run between two epochs.
+        Between two epochs no engine runs, so any thread may call this.
         """
         self._version += 1
         fill()
@@ -87,10 +116,12 @@ class HeldExperts:
         self._version += 1
 
     def read(self, *, layer: int, expert: int) -> Tensor:
-        """The payload of a logical expert held here, uint8 [expert_bytes]; waits out a switch.
+        """Return the payload of a logical expert held here, uint8 [expert_bytes].
+
+        Retries while a switch is in progress.
 
         Raises:
-            NotHeldError: no slot of this rank holds it, or slots changed all the time.
+            NotHeldError: no slot of this rank holds it, or the slots kept changing.
         """
         for _ in range(_READ_ATTEMPTS):
             version = self._version
@@ -105,19 +136,25 @@ class HeldExperts:
     def _slot_of(self, layer: int, expert: int) -> int:
         layout = self._contents.layout
         if 0 <= layer < layout.num_layers:
-            own = own_slots(layout, rank=self._rank)
+            own = layout.own_slots(self._rank)
             found = np.flatnonzero(layout.expert_of_slot[layer, own] == expert)
             if len(found):
                 return int(found[0])
         raise NotHeldError(
-            f"rank {self._rank} holds no expert {expert} in layer {layer} "
+            f"rank {self._rank} does not hold expert {expert} of layer {layer} "
             f"in generation {layout.generation}: ask another source"
         )
 
 
-def own_slots(layout: Layout, *, rank: int) -> slice:
-    """Columns of a layout's table that belong to a rank."""
-    return slice(rank * layout.slots_per_rank, (rank + 1) * layout.slots_per_rank)
+def placement_of(layout: Layout) -> PlacementTables:
+    """Return the tables that the model dispatches by in a layout."""
+    return PlacementTables.from_layout(
+        layout.expert_of_slot,
+        num_experts=layout.num_experts,
+        num_ranks=layout.num_ranks,
+        generation=layout.generation,
+        share_of_slot=layout.share_of_slot,
+    )
 
 
 def _checksums(slots: Sequence[PhysicalSlots]) -> Checksums:

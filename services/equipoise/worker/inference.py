@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from equipoise.telemetry.histogram import SHORT_S, Histogram
+from equipoise.telemetry.histogram import Histogram
 from equipoise.wire.inference import BLAME_KEY, Blame
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.errors import InvalidRequestError, QueueFullError, StepError
@@ -48,13 +48,13 @@ class InferenceService(pb_grpc.InferenceServicer):
     `vocab_size` and `context_length` (prompt and output together) bound what a request may ask.
     """
 
-    def __init__(self, *, vocab_size: int, context_length: int) -> None:
+    def __init__(self, *, vocab_size: int, context_length: int, itl_s: Histogram) -> None:
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._engine: Engine | None = None
         self._closed = "this worker has no rank yet: try again when its health says SERVING"
         self._keys = itertools.count(1)
-        self.itl_s = Histogram(SHORT_S)
+        self._itl_s = itl_s
         # What each open request has not sent yet. It holds at most the request's own tokens; None
         # ends it when the engine has ended.
         self._streams: dict[int, asyncio.Queue[_Token | None]] = {}
@@ -159,7 +159,7 @@ class InferenceService(pb_grpc.InferenceServicer):
                 elif tokens:
                     now = time.perf_counter()
                     if last_s:
-                        self.itl_s.observe((now - last_s) / len(tokens))
+                        self._itl_s.observe((now - last_s) / len(tokens))
                     last_s = now
                     await context.write(_response(tokens, with_logprobs=with_logprobs))
                     finished = tokens[-1].emission.finish is not None

@@ -1,7 +1,7 @@
-"""From a JoinEpoch to a group: fill what the slots lack, meet the other ranks, form.
+"""Joins an epoch: stages the experts its slots lack, meets the other ranks, forms the group.
 
-The slots keep what they hold until all ranks have met, because peers pull from them; so a new epoch
-begins as a generation does: nobody changes before everybody has verified bytes.
+Slots keep their experts until all ranks have met, because peers pull from them. A new epoch
+therefore begins as a generation does: no rank changes before every rank has verified bytes.
 """
 
 import asyncio
@@ -14,73 +14,83 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.planning.arrays import Checksums, ExpertTable
+from equipoise.planning.arrays import ExpertTable
 from equipoise.planning.moves import Move
 from equipoise.telemetry.loading import Loading
-from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import JoinEpoch
-from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import GroupError
 from equipoise.worker.group import RankGroup, first_line, meet
-from equipoise.worker.held import Contents, HeldExperts, own_slots
-from equipoise.worker.settings import WorkerSettings
+from equipoise.worker.held import HeldExperts, SlotIndex
+from equipoise.worker.parts import WorkerParts
 from equipoise.worker.transfer import ExpertPuller
-from equipoise.worker.waits import Waits
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.fp8.slot_exchange import SlotExchange
-from equipoise_model.operations import Operations
 
 _log = logging.getLogger(__name__)
 
-SlotIndex = tuple[int, int]
-"""A MoE layer and an own slot in it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Joined:
-    """The group this worker joined and the experts it holds for it.
-
-    `exchange` is what a model in FP8 carries rows to the other ranks with.
-    """
+class EpochGroup:
+    """An epoch that this worker has joined."""
 
     join_epoch: JoinEpoch
     group: RankGroup
     held: HeldExperts
-    exchange: SlotExchange | None = None
+    exchange: SlotExchange | None
+    """Carries rows between ranks for the FP8 model; None for the plain model and a single rank."""
 
 
 class Slots:
-    """This worker's slots over all epochs. `held` is None until they were filled once."""
+    """This worker's slots in all epochs."""
 
-    def __init__(
-        self, core: ModelCore, *, credentials: Credentials, waits: Waits, loading: Loading
-    ) -> None:
-        self._core = core
-        self._credentials = credentials
-        self._waits = waits
+    def __init__(self, parts: WorkerParts, *, loading: Loading) -> None:
+        self._parts = parts
+        self._core = parts.core
         self._loading = loading
         self.held: HeldExperts | None = None
+        """None until the slots were filled once."""
 
-    @property
-    def operations(self) -> Operations:
-        """What computes with them."""
-        return self._core.operations
+    async def stage(
+        self, join_epoch: JoinEpoch, *, given_up: threading.Event
+    ) -> Callable[[], None]:
+        """Fetch the experts that the slots lack; the result applies them once all ranks have met.
 
-    def open_exchange(
-        self, group: RankGroup, join_epoch: JoinEpoch, settings: WorkerSettings
-    ) -> SlotExchange | None:
-        """What carries rows between the group's ranks, if the model needs it; all open it together.
+        Slots that were never filled serve no peer and are filled at once.
 
         Raises:
-            GroupError: a rank is gone, or they find no way to exchange rows.
+            GroupError: `given_up` was set.
+            TransferError: an expert is unavailable from every source.
+        """
+        held = self.held
+        layout, rank = join_epoch.layout, join_epoch.rank
+        wanted = layout.expert_of_slot[:, layout.own_slots(rank)]
+        if held is None:
+            await self._load(wanted, join_epoch, given_up=given_up)
+            return lambda: self._hold(join_epoch)
+        missing: dict[SlotIndex, int] = {
+            (int(layer), int(slot)): int(wanted[layer, slot])
+            for layer, slot in np.argwhere(wanted != held.expert_of_slot)
+        }
+        payloads = await self._fetch(missing, join_epoch, given_up=given_up)
+        checksums = await asyncio.to_thread(_checksums, payloads)
+        contents = held.contents.changed(layout, checksums)
+        fill = await asyncio.to_thread(self._filling, payloads)
+        return lambda: held.replace(contents, rank=rank, fill=fill)
+
+    def open_exchange(self, group: RankGroup, join_epoch: JoinEpoch) -> SlotExchange | None:
+        """Open what carries rows between ranks, if the model needs it; all ranks open it together.
+
+        Raises:
+            GroupError: a rank is gone, or no backend serves all ranks.
         """
         process_group = group.process_group
         if process_group is None:
             return None
+        settings = self._parts.settings
         try:
-            return self.operations.exchange(
+            return self._core.operations.exchange(
                 self._core.checkpoint.config,
-                slots_per_rank=join_epoch.layout.num_slots // len(join_epoch.peers),
+                slots_per_rank=join_epoch.layout.slots_per_rank,
                 generation=join_epoch.layout.generation,
                 max_step_tokens=settings.max_step_tokens,
                 max_graph_rows=settings.max_requests,
@@ -90,159 +100,107 @@ class Slots:
         except RuntimeError as error:
             group.close()
             raise GroupError(
-                f"the {len(join_epoch.peers)} ranks of epoch {join_epoch.epoch} met but cannot "
-                f"exchange rows: {first_line(error)}"
+                f"the {group.num_ranks} ranks of epoch {group.epoch} met but cannot exchange "
+                f"rows: {first_line(error)}"
             ) from error
-
-    async def prepare(
-        self, join_epoch: JoinEpoch, *, given_up: threading.Event
-    ) -> Callable[[], None]:
-        """Get what the slots lack; the result puts it there once all ranks have met.
-
-        Slots that were never filled serve nobody and are filled at once.
-
-        Raises:
-            GroupError: `given_up` was set meanwhile.
-            TransferError: an expert could be had from no source.
-        """
-        held = self.held
-        own = own_slots(join_epoch.layout, rank=join_epoch.rank)
-        wanted = join_epoch.layout.expert_of_slot[:, own]
-        if held is None:
-            await self._load(wanted, join_epoch, given_up=given_up)
-            return lambda: self._fill(join_epoch)
-        lacking: dict[SlotIndex, int] = {
-            (int(layer), int(slot)): int(wanted[layer, slot])
-            for layer, slot in np.argwhere(wanted != held.expert_of_slot)
-        }
-        payloads = await self._get(lacking, join_epoch, given_up=given_up)
-        contents = Contents(
-            layout=join_epoch.layout,
-            checksums=await asyncio.to_thread(_with, payloads, held.contents.checksums),
-        )
-        fill = await asyncio.to_thread(self._ready, payloads)
-        return lambda: held.become(contents, rank=join_epoch.rank, fill=fill)
 
     async def _load(
         self, wanted: ExpertTable, join_epoch: JoinEpoch, *, given_up: threading.Event
     ) -> None:
-        """Fill every slot: a layer's pulled experts together, those that are read one by one."""
-        first = own_slots(join_epoch.layout, rank=join_epoch.rank).start
+        """Fill every slot: a layer's pulled experts together, experts read from disk one by one."""
+        first = join_epoch.layout.own_slots(join_epoch.rank).start
         moved = {(move.layer, move.slot - first) for move in join_epoch.moves}
-        done, total = 0, wanted.size
-        with self._loading.of("experts") as told:
+        expert_bytes, done = self._core.shape.expert_bytes, 0
+        with self._loading.of("experts") as report:
             for layer, row in enumerate(wanted.tolist()):
-                places: dict[SlotIndex, int] = {(layer, slot): one for slot, one in enumerate(row)}
-                pulled = {place: one for place, one in places.items() if place in moved}
-                read = [{place: one} for place, one in places.items() if place not in moved]
-                for part in ([pulled] if pulled else []) + read:
-                    payloads = await self._get(part, join_epoch, given_up=given_up)
+                experts: dict[SlotIndex, int] = {(layer, slot): one for slot, one in enumerate(row)}
+                pulled = {index: one for index, one in experts.items() if index in moved}
+                read = [{index: one} for index, one in experts.items() if index not in moved]
+                for batch in ([pulled] if pulled else []) + read:
+                    payloads = await self._fetch(batch, join_epoch, given_up=given_up)
                     await asyncio.to_thread(self._write, payloads)
-                    done += len(part)
-                    told(
-                        done * self._core.shape.expert_bytes, total * self._core.shape.expert_bytes
-                    )
+                    done += len(batch)
+                    report(done * expert_bytes, wanted.size * expert_bytes)
 
-    async def _get(
-        self, lacking: Mapping[SlotIndex, int], join_epoch: JoinEpoch, *, given_up: threading.Event
+    async def _fetch(
+        self, missing: Mapping[SlotIndex, int], join_epoch: JoinEpoch, *, given_up: threading.Event
     ) -> dict[SlotIndex, Tensor]:
-        """Payloads of experts by place: pulled where a move says from where, else read."""
-        first = own_slots(join_epoch.layout, rank=join_epoch.rank).start
+        """Return the payload for each slot: pulled if there is a move for it, else read."""
+        first = join_epoch.layout.own_slots(join_epoch.rank).start
         moves = {(move.layer, move.slot - first): move for move in join_epoch.moves}
-        pulled = [place for place in lacking if place in moves]
-        payloads = dict(
-            zip(
-                pulled,
-                await self._pull([moves[place] for place in pulled], join_epoch, given_up=given_up),
-                strict=True,
-            )
-        )
-        for (layer, slot), expert in lacking.items():
-            if (layer, slot) not in payloads:
+        pulled = [index for index in missing if index in moves]
+        _check(given_up)
+        payloads = await self._pull([moves[index] for index in pulled], join_epoch)
+        by_index = dict(zip(pulled, payloads, strict=True))
+        for (layer, slot), expert in missing.items():
+            if (layer, slot) not in by_index:
                 _check(given_up)
-                payloads[layer, slot] = await asyncio.to_thread(
+                by_index[layer, slot] = await asyncio.to_thread(
                     self._core.checkpoint.read_expert, layer, expert
                 )
-        return payloads
+        return by_index
 
-    async def _pull(
-        self, moves: list[Move], join_epoch: JoinEpoch, *, given_up: threading.Event
-    ) -> tuple[Tensor, ...]:
-        _check(given_up)
+    async def _pull(self, moves: list[Move], join_epoch: JoinEpoch) -> tuple[Tensor, ...]:
         if not moves:
             return ()
         puller = ExpertPuller(
-            checkpoint=self._core.checkpoint,
+            join_epoch,
             held=self.held,
-            epoch=join_epoch.epoch,
-            rank=join_epoch.rank,
-            peers=join_epoch.peers,
+            read_checkpoint=self._core.checkpoint.read_expert,
             expert_bytes=self._core.shape.expert_bytes,
-            credentials=self._credentials,
-            waits=self._waits,
+            credentials=self._parts.credentials,
+            waits=self._parts.waits,
         )
         try:
             return (await puller.pull(moves)).payloads
         finally:
             await puller.close()
 
-    def _ready(self, payloads: Mapping[SlotIndex, Tensor]) -> Callable[[], None]:
-        """What puts payloads in their slots: at once from the device, if it has room for them."""
+    def _filling(self, payloads: Mapping[SlotIndex, Tensor]) -> Callable[[], None]:
+        """Return what writes the payloads: from device memory if there is room, else the host."""
         try:
             return StagedExperts.prepare(payloads, self._core.slots).apply
         except torch.OutOfMemoryError:
-            # An epoch may change every slot. From the host it takes longer, and no more memory.
-            _log.info("%d experts wait on the host, for want of device memory", len(payloads))
+            # An epoch may change every slot. Writing from the host takes longer, and no memory.
+            _log.info("%d experts stay on the host: not enough device memory", len(payloads))
         return lambda: self._write(payloads)
 
     def _write(self, payloads: Mapping[SlotIndex, Tensor]) -> None:
         for (layer, slot), payload in payloads.items():
             self._core.slots[layer].write(slot, payload)
 
-    def _fill(self, join_epoch: JoinEpoch) -> None:
+    def _hold(self, join_epoch: JoinEpoch) -> None:
         self.held = HeldExperts(self._core.slots, layout=join_epoch.layout, rank=join_epoch.rank)
 
 
 async def join(
-    join_epoch: JoinEpoch,
-    *,
-    slots: Slots,
-    settings: WorkerSettings,
-    given_up: threading.Event,
-) -> Joined:
-    """Become a rank of an epoch; not much longer than until `given_up` is set.
+    join_epoch: JoinEpoch, *, slots: Slots, parts: WorkerParts, given_up: threading.Event
+) -> EpochGroup:
+    """Become a rank of an epoch; returns shortly after `given_up` is set.
 
     Raises:
         GroupError: the ranks did not meet in time, or cannot exchange rows.
-        TransferError: an expert could be had from no source.
+        TransferError: an expert is unavailable from every source.
     """
-    settle = await slots.prepare(join_epoch, given_up=given_up)
+    operations = parts.core.operations
+    apply = await slots.stage(join_epoch, given_up=given_up)
     group = await asyncio.to_thread(
         meet,
-        join_epoch.rendezvous_address,
-        epoch=join_epoch.epoch,
-        rank=join_epoch.rank,
-        num_ranks=len(join_epoch.peers),
-        step_timeout_s=settings.step_timeout_s,
-        meet_timeout_s=join_epoch.meet_timeout_s,
+        join_epoch,
+        step_timeout_s=parts.settings.step_timeout_s,
         given_up=given_up,
-        met=settle,
-        device=slots.operations.device,
-        told=slots.operations.announcement,
-        hear=slots.operations.agree,
+        on_met=apply,
+        device=operations.device,
+        announcement=operations.announcement,
+        check=operations.agree,
     )
-    assert slots.held is not None, "settled"
-    exchange = await asyncio.to_thread(slots.open_exchange, group, join_epoch, settings)
-    return Joined(join_epoch=join_epoch, group=group, held=slots.held, exchange=exchange)
+    assert slots.held is not None, "applied when the ranks met"
+    exchange = await asyncio.to_thread(slots.open_exchange, group, join_epoch)
+    return EpochGroup(join_epoch=join_epoch, group=group, held=slots.held, exchange=exchange)
 
 
-def _with(payloads: Mapping[SlotIndex, Tensor], checksums: Checksums) -> Checksums:
-    """Checksums of own slots, [layers, slots_per_rank, 16], when these payloads are in place."""
-    changed = checksums.copy()
-    for place, payload in payloads.items():
-        changed[place] = np.frombuffer(checksum(payload), dtype=np.uint8)
-    changed.flags.writeable = False
-    return changed
+def _checksums(payloads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, bytes]:
+    return {index: checksum(payload) for index, payload in payloads.items()}
 
 
 def _check(given_up: threading.Event) -> None:

@@ -1,8 +1,8 @@
-"""`Location`: where a worker runs, as far as planning and people care. Owns finding it out at a start.
+"""`Location`: the node, machine and zone a worker runs on, found at start-up.
 
-Kubernetes tells a pod the name of its machine but not the machine's labels, which name its zone and
-its fast domain (`nvidia.com/gpu.clique`: whose GPUs NVLink joins, over several machines). They are
-at the cluster's Node, one GET away; whoever must not ask the cluster is given them as settings.
+Kubernetes tells a pod its machine's name, but not the machine's labels. They name its zone and its
+fast domain (`nvidia.com/gpu.clique`: machines whose GPUs share NVLink). This module reads them from
+the cluster's Node with one GET; workers that may not read Nodes get them as settings.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from equipoise.worker.errors import WorkerError
 from equipoise.worker.settings import WorkerSettings
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds its service account's token and the cluster's certificate."""
+"""Where Kubernetes mounts the service account's token and the cluster's certificate."""
 
 _TIMEOUT_S = 5.0
 
@@ -31,20 +31,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """`node` is the fast domain that plans go by, `host` the machine; `zone` may be empty."""
+    """Where a worker runs."""
 
     node: str
+    """The fast domain, which plans are made by."""
     host: str
+    """The machine."""
     zone: str
+    """Empty if there is none."""
 
 
 async def find_location(settings: WorkerSettings, *, account: Path = ACCOUNT) -> Location:
-    """From the settings, and from the labels of the cluster's Node where they name labels to read.
+    """Return the location from the settings and from the Node labels that they name.
 
-    A cluster that cannot be reached is no reason not to serve: the machine is the node then.
+    If the cluster cannot be reached, the worker still serves, with its machine as its node.
 
     Raises:
-        WorkerError: the cluster refuses, or there is none.
+        WorkerError: the cluster denies access, or this is not a pod.
     """
     labels: Mapping[str, str] = {}
     if settings.node_label or settings.zone_label:
@@ -58,8 +61,8 @@ def _labels_of_node(name: str, account: Path) -> Mapping[str, str]:
     server = os.environ.get("KUBERNETES_SERVICE_HOST")
     if server is None:
         raise WorkerError(
-            "node_label and zone_label are read from a Kubernetes cluster, and this is no pod: "
-            "give node and zone"
+            "node_label and zone_label need a Kubernetes cluster, and this is not a pod: "
+            "set node and zone"
         )
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     host = f"[{server}]" if ":" in server else server
@@ -71,7 +74,7 @@ def _labels_of_node(name: str, account: Path) -> Mapping[str, str]:
         context = ssl.create_default_context(cafile=account / "ca.crt")
     except OSError as error:
         raise WorkerError(
-            f"no service account ({error}): mount its token, or give node and zone"
+            f"no service account ({error}): mount its token, or set node and zone"
         ) from error
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:  # noqa: S310
@@ -79,9 +82,9 @@ def _labels_of_node(name: str, account: Path) -> Mapping[str, str]:
             return labels
     except urllib.error.HTTPError as error:
         raise WorkerError(
-            f"the cluster does not show node {name} ({error.code} {error.reason}): is host the "
-            "node's name, and may the service account get nodes?"
+            f"cannot read node {name} ({error.code} {error.reason}): is host the node's name, and "
+            "may the service account get nodes?"
         ) from error
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-        _log.warning("no labels of node %s, its name is the node: %r", name, error)
+        _log.warning("cannot read labels of node %s, using its name as node: %r", name, error)
         return {}

@@ -1,7 +1,6 @@
-"""`WorkerCollector`: one worker's metrics, read from its state when somebody asks.
+"""`WorkerCollector`: one worker's metrics, read from its state at each scrape.
 
-Owns names, which docs/metrics.md explains. Keeps nothing and changes nothing. The number of series
-does not depend on the model or the pool.
+docs/metrics.md explains the names. The number of series does not depend on the model or the pool.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,32 +13,23 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from equipoise.worker.parts import WorkerParts
 from equipoise.worker.rank import Rank
-from equipoise.worker.scheduler import Scheduler
-from equipoise.worker.timings import Timings
-from equipoise.worker.waits import Waits
 
 
 class WorkerCollector(Collector):
-    """Collects from a worker's requests, timings and waits, and from `rank()`: what it is now."""
+    """Collects from a worker's parts and from its current rank."""
 
-    def __init__(
-        self,
-        *,
-        rank: Callable[[], Rank | None],
-        scheduler: Scheduler,
-        timings: Timings,
-        waits: Waits,
-    ) -> None:
+    def __init__(self, *, rank: Callable[[], Rank | None], parts: WorkerParts) -> None:
         self._rank = rank
-        self._scheduler = scheduler
-        self._timings = timings
-        self._waits = waits
+        self._scheduler = parts.scheduler
+        self._timings = parts.timings
+        self._waits = parts.waits
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they stand now."""
+        """Yield all metrics with their current values."""
         yield from self._requests()
-        yield from self._place()
+        yield from self._epoch()
         reached = CounterMetricFamily(
             "equipoise_worker_bound_reached",
             "How often a wait reached its bound.",
@@ -106,7 +96,7 @@ class WorkerCollector(Collector):
         ):
             yield _gauge(name, text, value)
 
-    def _place(self) -> Iterator[Metric]:
+    def _epoch(self) -> Iterator[Metric]:
         rank = self._rank()
         epoch, number, generation, staged = 0, -1, 0, 0
         if rank is not None:

@@ -1,6 +1,6 @@
-"""`Reporter`: tells the balancer, at an interval, what this rank's slots received.
+"""`Reporter`: sends this rank's load counters to the balancer at an interval.
 
-Counters are cumulative, so nothing is kept, repeated or made up for when a report is lost.
+Counters are cumulative, so a lost report needs no retry.
 """
 
 import asyncio
@@ -10,59 +10,57 @@ from dataclasses import replace
 import numpy as np
 
 from equipoise.planning.counters import LoadReport, Phase
-from equipoise.wire.messages import Report
+from equipoise.wire.messages import JoinEpoch, Report
 from equipoise.worker.engine import Engine, Progress
 from equipoise.worker.waits import Waits
 
 FINAL_REPORTS = 3
-"""How often the final counters of a generation are told; then only those of the one that runs."""
+"""How often a generation's final counters are sent after a switch."""
 
 
 class Reporter:
-    """Sends reports of one rank of an epoch; used from the event loop only."""
+    """Sends the reports of one rank of an epoch; used from the event loop only."""
 
     def __init__(
         self,
+        join_epoch: JoinEpoch,
         *,
         engine: Engine,
         boot_id: str,
-        epoch: int,
-        rank: int,
-        interval_s: float,
         send: Callable[[Report], None],
-        waits: Waits | None = None,
+        waits: Waits,
     ) -> None:
+        self._epoch = join_epoch.epoch
+        self._rank = join_epoch.rank
+        self._interval_s = join_epoch.report_interval_s
         self._engine = engine
         self._boot_id = boot_id
-        self._epoch = epoch
-        self._rank = rank
-        self._interval_s = interval_s
         self._send = send
-        self._waits = waits or Waits()
+        self._waits = waits
         self._generation = 0
         self._finals_left = 0
 
     async def run(self) -> None:
-        """Report at every interval until cancelled."""
+        """Send reports at every interval until cancelled."""
         while True:
             await asyncio.sleep(self._interval_s)
-            self.report()
+            self.send_now()
 
-    def report(self) -> None:
-        """Report now."""
-        for report in self.reports(self._engine.progress()):
+    def send_now(self) -> None:
+        """Send the reports that are due at the next interval."""
+        for report in self.build(self._engine.progress()):
             self._send(report)
 
-    def reports(self, progress: Progress) -> list[Report]:
-        """Reports of the generation before, which are final, and of this one, in this order.
+    def build(self, progress: Progress) -> list[Report]:
+        """Return the previous generation's final report, then the current generation's.
 
-        The final ones end after a few, because a balancer that starts anew knows that generation's
-        layout no more and would refuse them for ever.
+        The final report stops after `FINAL_REPORTS`: a restarted balancer no longer knows that
+        generation's layout and would refuse it forever.
         """
-        now, *before = progress.loads
-        if now.generation != self._generation:
-            self._generation, self._finals_left = now.generation, FINAL_REPORTS
-        finals = before if self._finals_left > 0 else []
+        current, *previous = progress.loads
+        if current.generation != self._generation:
+            self._generation, self._finals_left = current.generation, FINAL_REPORTS
+        finals = previous if self._finals_left > 0 else []
         self._finals_left -= 1
         stats = replace(progress.stats, bounds=self._waits.all())
         return [
@@ -72,11 +70,11 @@ class Reporter:
                     epoch=self._epoch,
                     rank=self._rank,
                     generation=load.generation,
-                    # Prompts and generated tokens share steps here, so their loads are one.
+                    # Prompt and generated tokens share steps, so their loads are one.
                     phase=Phase.MIXED,
                     assignments=load.rows_LS.astype(np.uint64),
                 ),
                 stats=stats,
             )
-            for load in (*finals, now)
+            for load in (*finals, current)
         ]

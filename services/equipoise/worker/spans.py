@@ -1,4 +1,4 @@
-"""`RankSpans`: what a rank does about a rollout, told as spans of the rollout's trace."""
+"""`RankSpans`: a rank's stages and switches as spans of the rollout's trace."""
 
 import asyncio
 import time
@@ -13,24 +13,24 @@ from equipoise.wire.messages import Stage, Staged, Switched
 
 
 class RankSpans:
-    """Used from the event loop only; makes nothing without a `tracer`."""
+    """Records spans, or nothing without a tracer; used from the event loop only."""
 
-    def __init__(self, tracer: Tracer | None = None, *, pool: str = "", worker: str = "") -> None:
+    def __init__(self, tracer: Tracer | None, *, pool: str, worker: str) -> None:
         self._tracer = tracer or NoOpTracer()
-        self._who = {"pool": pool, "worker": worker}
+        self._labels = {"pool": pool, "worker": worker}
         self._generation = 0
         self._parent = Context()
 
     @contextmanager
     def staging(self, stage: Stage) -> Iterator["Staging"]:
-        """The span of preparing a generation, whose switch will belong beside it."""
+        """Record preparing a generation; its switch becomes a sibling span."""
         self._generation = stage.layout.generation
         self._parent = parent_of(stage.traceparent)
         span = self._tracer.start_span(
             "rank stage",
             context=self._parent,
             attributes={
-                **self._who,
+                **self._labels,
                 "generation": stage.layout.generation,
                 "moves": len(stage.moves),
             },
@@ -38,13 +38,13 @@ class RankSpans:
         try:
             yield Staging(span)
         except asyncio.CancelledError:
-            failed(span, "dropped: it was aborted, or another generation is wanted")
+            failed(span, "dropped: aborted, or replaced by another generation")
             raise
         finally:
             span.end()
 
     def switched(self, switched: Switched) -> None:
-        """The span of a switch that has just ended, as long as the engine says it took."""
+        """Record a switch that has just ended."""
         parent = self._parent if switched.generation == self._generation else Context()
         ended_ns = time.time_ns()
         span = self._tracer.start_span(
@@ -52,7 +52,7 @@ class RankSpans:
             context=parent,
             start_time=ended_ns - 1000 * switched.stall_us,
             attributes={
-                **self._who,
+                **self._labels,
                 "rank": switched.rank,
                 "generation": switched.generation,
                 "step": switched.step,
@@ -63,13 +63,13 @@ class RankSpans:
 
 
 class Staging:
-    """A generation that is being prepared."""
+    """The span of a generation that is being prepared."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
 
     def done(self, staged: Staged) -> None:
-        """All bytes are here and verified."""
+        """Record where the verified bytes came from."""
         self._span.set_attributes(
             {
                 "rank": staged.rank,
@@ -79,5 +79,5 @@ class Staging:
         )
 
     def refused(self, reason: str) -> None:
-        """It cannot be had."""
+        """Record why it was refused."""
         failed(self._span, reason)

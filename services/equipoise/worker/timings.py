@@ -1,7 +1,6 @@
-"""`Timings`: how long a worker's steps, tokens and switches took since it started.
+"""`Timings`: how long a worker's steps, tokens and switches took since it started, over all epochs.
 
-It outlives epochs. The engine's thread writes `step_s`, the event loop the others; each histogram
-has one writer.
+The engine's thread writes `step_s`, the event loop the others: each histogram has one writer.
 """
 
 from dataclasses import dataclass, field
@@ -15,12 +14,13 @@ def _short() -> Histogram:
 
 @dataclass(slots=True, kw_only=True)
 class Timings:
-    """Histograms in seconds, and what is counted beyond an epoch.
-
-    `num_corrupted` are pulled experts whose checksum was wrong, in epochs that are over.
-    """
+    """Histograms, and what is counted beyond one epoch."""
 
     step_s: Histogram = field(default_factory=_short)
+    """Duration of a step, seconds."""
     itl_s: Histogram = field(default_factory=_short)
+    """Time from one token of a request to its next, seconds."""
     stall_s: Histogram = field(default_factory=_short)
+    """Duration of a switch, seconds."""
     num_corrupted: int = 0
+    """Pulled experts that failed their checksum, in epochs that have ended."""

@@ -1,16 +1,15 @@
-"""Experts' bytes between ranks: `ExpertTransferService` gives them, `ExpertPuller` gets them.
+"""Moves experts between ranks: `ExpertTransferService` serves them, `ExpertPuller` pulls them.
 
-Pulled bytes are believed only by their checksum. Nothing here touches a slot: what is pulled goes
-to staging memory.
+Pulled bytes are accepted only if their checksum matches. Nothing here writes to a slot: pulled
+experts go to staging memory.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from equipoise.planning.moves import CheckpointSource, Move, RankSource, Source
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
-from equipoise.wire.messages import Peer, Wait
+from equipoise.wire.messages import JoinEpoch, Wait
 from equipoise.worker.errors import NotHeldError, TransferError
 from equipoise.worker.held import HeldExperts
 from equipoise.worker.waits import SOURCE_TIMEOUT_S, Waits
@@ -27,7 +26,7 @@ from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 from equipoise_model.experts import checksum, payload_from_bytes
 
 CHUNK_BYTES = 256 * 1024
-"""Large enough that messages cost little, small enough that a slow peer holds little memory."""
+"""Size of a message: large enough to be cheap, small enough for a slow peer to hold."""
 
 _MAX_STREAMS = 8
 _MAX_PULLS = 4
@@ -37,27 +36,27 @@ _log = logging.getLogger(__name__)
 
 
 class ExpertTransferService(pb_grpc.ExpertTransferServicer):
-    """Streams experts from this rank's slots; a slow peer costs one copy of one expert."""
+    """Streams experts from this rank's slots; a slow peer holds one copy of one expert."""
 
     def __init__(self) -> None:
         self._held: HeldExperts | None = None
         self._epoch = 0
-        self._opened = asyncio.Event()
+        self._epoch_changed = asyncio.Event()
         self._streams = asyncio.Semaphore(_MAX_STREAMS)
 
     def open(self, held: HeldExperts, *, epoch: int) -> None:
-        """Begin to answer peers of an epoch; others are refused."""
+        """Start serving the peers of an epoch; callers in another epoch are refused."""
         self._held, self._epoch = held, epoch
-        opened, self._opened = self._opened, asyncio.Event()
-        opened.set()
+        changed, self._epoch_changed = self._epoch_changed, asyncio.Event()
+        changed.set()
 
-    # A coroutine that writes, not a generator: its clean-up runs the moment the peer goes away.
-    async def Fetch(  # type: ignore[override]  # noqa: N802 - named by the contract
+    # A coroutine that writes, not a generator: its clean-up runs as soon as the peer disconnects.
+    async def Fetch(  # type: ignore[override]  # noqa: N802 - named by the proto
         self,
         request: pb.FetchRequest,
         context: grpc.aio.ServicerContext[pb.FetchRequest, pb.FetchResponse],
     ) -> None:
-        """Send one expert's payload in chunks, as it was at one moment."""
+        """Send a consistent copy of one expert's payload, in chunks."""
         await self._until_epoch(request.epoch)
         if self._held is None or request.epoch != self._epoch:
             await context.abort(
@@ -76,61 +75,54 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
                 await context.write(pb.FetchResponse(data=chunk.numpy().tobytes()))
 
     async def _until_epoch(self, epoch: int) -> None:
-        """A peer may hear of a new epoch a little before this worker does."""
+        """Wait for a peer's epoch: a peer may learn of it slightly earlier than this worker."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_EPOCH_WAIT_S):
                 while self._epoch < epoch:
-                    await self._opened.wait()
-
-
-class ExpertStore(Protocol):
-    """Where every expert can be read as the checkpoint stores it; it must bear many threads."""
-
-    def read_expert(self, layer: int, expert: int) -> Tensor:
-        """The payload of a logical expert of a MoE layer, uint8 [expert_bytes]."""
+                    await self._epoch_changed.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulled:
-    """Verified payloads, in the order of their moves, and where the bytes came from."""
+class PullResult:
+    """Verified experts, and where their bytes came from."""
 
     payloads: tuple[Tensor, ...]
+    """In the order of the moves."""
     peer_bytes: int
     checkpoint_bytes: int
 
 
 class ExpertPuller:
-    """Pulls experts from sources in order of preference until the bytes are right.
-
-    `peers` are the ranks of the epoch in rank order. One source is waited for at most
-    `source_timeout_s` per expert. No more than `bytes_per_s` are asked for in a second, so that
-    steps which share cores or a network with the pulls keep their pace.
-    """
+    """Pulls experts for one epoch, from each move's sources in order until the bytes verify."""
 
     def __init__(
         self,
+        join_epoch: JoinEpoch,
         *,
-        checkpoint: ExpertStore,
         held: HeldExperts | None,
-        epoch: int,
-        rank: int,
-        peers: Sequence[Peer],
+        read_checkpoint: Callable[[int, int], Tensor],
         expert_bytes: int,
-        credentials: Credentials | None = None,
-        source_timeout_s: float = SOURCE_TIMEOUT_S,
+        credentials: Credentials,
+        waits: Waits,
         bytes_per_s: float = math.inf,
-        waits: Waits | None = None,
+        source_timeout_s: float = SOURCE_TIMEOUT_S,
     ) -> None:
+        """`held` serves moves whose source is this rank; None before its slots are filled.
+
+        `read_checkpoint` returns the payload of (layer, expert), on any thread. `bytes_per_s`
+        limits the rate at which pulls start, so that steps sharing cores or a network with them
+        keep their pace. `source_timeout_s` bounds each attempt.
+        """
         assert bytes_per_s > 0
-        self._checkpoint = checkpoint
+        self._epoch = join_epoch.epoch
+        self._rank = join_epoch.rank
+        self._peers = join_epoch.peers
         self._held = held
-        self._epoch = epoch
-        self._rank = rank
-        self._peers = peers
+        self._read_checkpoint = read_checkpoint
         self._expert_bytes = expert_bytes
-        self._credentials = credentials or Credentials()
+        self._credentials = credentials
         self._source_timeout_s = source_timeout_s
-        self._waits = waits or Waits()
+        self._waits = waits
         self._pull_interval_s = expert_bytes / bytes_per_s
         self._next_pull_s = 0.0
         self._channels: dict[tuple[int, int], grpc.aio.Channel] = {}
@@ -138,17 +130,17 @@ class ExpertPuller:
 
     @property
     def num_corrupted(self) -> int:
-        """Pulls since boot whose bytes failed their checksum."""
+        """Number of pulled experts whose bytes failed their checksum."""
         return self._num_corrupted
 
-    async def pull(self, moves: Sequence[Move]) -> Pulled:
-        """Pull a wave's experts, a few at a time.
+    async def pull(self, moves: Sequence[Move]) -> PullResult:
+        """Pull the experts of some moves, at most four at a time.
 
         Raises:
-            TransferError: an expert could be had from no source; names each and its fault.
+            TransferError: no source delivered an expert; names every source and its fault.
         """
         limit = asyncio.Semaphore(_MAX_PULLS)
-        # Ranks that failed in this wave are asked last, so that one hung peer costs one timeout.
+        # Ranks that failed during this call are tried last: one hung peer costs one timeout.
         failed: set[int] = set()
 
         async def pull_one(move: Move) -> tuple[Tensor, Source]:
@@ -163,20 +155,20 @@ class ExpertPuller:
             for task in tasks:
                 task.cancel()
         num_peer = sum(isinstance(source, RankSource) for _, source in pulled)
-        return Pulled(
+        return PullResult(
             payloads=tuple(payload for payload, _ in pulled),
             peer_bytes=num_peer * self._expert_bytes,
             checkpoint_bytes=(len(pulled) - num_peer) * self._expert_bytes,
         )
 
     async def close(self) -> None:
-        """Drop the connections to peers."""
+        """Close the connections to peers."""
         for channel in self._channels.values():
             await channel.close(grace=None)
         self._channels.clear()
 
     async def _until_turn(self) -> None:
-        """Wait until the next pull may begin, and book it."""
+        """Wait until the rate limit allows the next pull."""
         now_s = asyncio.get_running_loop().time()
         begin_s = max(now_s, self._next_pull_s)
         self._next_pull_s = begin_s + self._pull_interval_s
@@ -194,26 +186,27 @@ class ExpertPuller:
             except TimeoutError:
                 fault = f"no answer in {self._source_timeout_s:g} s"
                 what = f"expert {move.expert} of layer {move.layer} from {self._name(source)}"
-                self._waits.note(Wait.PULL, f"{what}: the next source was asked")
+                self._waits.note(Wait.PULL, f"{what}: tried the next source")
             else:
                 return payload, source
             faults.append(f"{self._name(source)}: {fault}")
             _log.warning(
-                "expert %d of layer %d not had from %s", move.expert, move.layer, faults[-1]
+                "could not fetch expert %d of layer %d from %s",
+                move.expert,
+                move.layer,
+                faults[-1],
             )
             if isinstance(source, RankSource):
                 failed.add(source.rank)
         raise TransferError(
-            f"expert {move.expert} of layer {move.layer} could be had from no source "
+            f"expert {move.expert} of layer {move.layer} is unavailable from every source "
             f"({'; '.join(faults)})"
         )
 
     async def _read(self, source: Source, move: Move) -> Tensor:
         if isinstance(source, CheckpointSource):
             try:
-                return await asyncio.to_thread(
-                    self._checkpoint.read_expert, move.layer, move.expert
-                )
+                return await asyncio.to_thread(self._read_checkpoint, move.layer, move.expert)
             except (OSError, ValueError) as error:
                 raise TransferError(str(error)) from error
         if source.rank == self._rank and self._held is not None:
@@ -223,11 +216,12 @@ class ExpertPuller:
     async def _fetch(self, rank: int, move: Move) -> bytearray:
         if not 0 <= rank < len(self._peers):
             raise TransferError(f"there is no rank {rank} in epoch {self._epoch}")
-        place = (rank, self._credentials.version())
-        if place not in self._channels:
-            self._channels[place] = self._dial(self._peers[rank].address)
+        # Reloaded certificates need a new connection.
+        key = (rank, self._credentials.version())
+        if key not in self._channels:
+            self._channels[key] = self._dial(self._peers[rank].address)
         request = pb.FetchRequest(epoch=self._epoch, layer=move.layer, expert=move.expert)
-        call = pb_grpc.ExpertTransferStub(self._channels[place]).Fetch(
+        call = pb_grpc.ExpertTransferStub(self._channels[key]).Fetch(
             request, timeout=self._source_timeout_s, metadata=self._credentials.metadata()
         )
         data = bytearray()
@@ -239,8 +233,8 @@ class ExpertPuller:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TimeoutError from error
-            words = self._credentials.explain(error.details())
-            raise TransferError(f"{error.code().name} {words}") from error
+            details = self._credentials.explain(error.details())
+            raise TransferError(f"{error.code().name} {details}") from error
         finally:
             call.cancel()
         return data
@@ -268,6 +262,6 @@ class ExpertPuller:
 
 
 def _in_order(sources: Iterable[Source], failed: set[int]) -> list[Source]:
-    """Ranks as preferred, those that failed behind them, and always the checkpoint at the end."""
+    """Ranks in order of preference, failed ones after the others, and finally the checkpoint."""
     ranks = [source for source in sources if isinstance(source, RankSource)]
     return [*sorted(ranks, key=lambda source: source.rank in failed), CheckpointSource()]

@@ -1,6 +1,6 @@
-"""`Waits`: every wait of a worker that has a bound, how often it was reached, and its outcome.
+"""`Waits`: every bounded wait of a worker: how often it timed out, and the latest outcome.
 
-It counts since the worker started, over all epochs, and measures nothing itself.
+Counts since the worker started, over all epochs.
 """
 
 import threading
@@ -11,25 +11,24 @@ from equipoise.wire.messages import Wait, WorkerBound
 from equipoise.worker.settings import WorkerSettings
 
 SOURCE_TIMEOUT_S = 5.0
-"""Longest that one source of an expert is waited for."""
+"""Timeout for fetching an expert from one source."""
 
 ACK_TIMEOUT_S = 5.0
-"""Longest that a balancer may say nothing, although every heartbeat asks for an answer."""
+"""Timeout for a balancer that sends nothing, although it must acknowledge every heartbeat."""
 
 
 class Waits:
-    """Counts by wait; for any thread. Waits without a bound are not told of."""
+    """Timeouts by wait; for any thread. Waits without a bound are not reported."""
 
-    def __init__(self, bounds_s: Mapping[Wait, float] | None = None) -> None:
+    def __init__(self, bounds_s: Mapping[Wait, float]) -> None:
         self._lock = threading.Lock()
         self._bounds = {
-            wait: WorkerBound(name=wait, bound_s=bound_s)
-            for wait, bound_s in (bounds_s or {}).items()
+            wait: WorkerBound(name=wait, bound_s=bound_s) for wait, bound_s in bounds_s.items()
         }
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> "Waits":
-        """Those of a worker with these settings; a wait of no length is none."""
+        """Return the waits of a worker with these settings; one of 0 s is left out."""
         bounds_s = {
             Wait.STEP: settings.step_timeout_s,
             Wait.PULL: SOURCE_TIMEOUT_S,
@@ -39,14 +38,14 @@ class Waits:
         }
         return cls({wait: bound_s for wait, bound_s in bounds_s.items() if bound_s > 0})
 
-    def note(self, wait: Wait, what: str) -> None:
-        """A bound was reached; `what` says what came of it."""
+    def note(self, wait: Wait, outcome: str) -> None:
+        """Count a timeout and keep its outcome."""
         with self._lock:
             known = self._bounds.get(wait)
             if known is not None:
-                self._bounds[wait] = replace(known, reached=known.reached + 1, latest=what)
+                self._bounds[wait] = replace(known, reached=known.reached + 1, latest=outcome)
 
     def all(self) -> tuple[WorkerBound, ...]:
-        """Every bound."""
+        """Return every bounded wait."""
         with self._lock:
             return tuple(self._bounds.values())

@@ -1,0 +1,57 @@
+"""What a worker's classes are built from, in a test that is about only one of them."""
+
+from equipoise.trust.credentials import Credentials
+from equipoise.wire.messages import JoinEpoch, Peer
+from equipoise.worker.health import WorkerHealth
+from equipoise.worker.inference import InferenceService
+from equipoise.worker.parts import WorkerParts
+from equipoise.worker.spans import RankSpans
+from equipoise.worker.timings import Timings
+from equipoise.worker.transfer import ExpertPuller, ExpertTransferService
+from equipoise.worker.waits import Waits
+
+
+def join_epoch_of(*addresses, epoch=1, rank=0, layout=None, **changes):
+    """A JoinEpoch whose peers have these addresses, in rank order, and are called worker-RANK."""
+    peers = tuple(
+        Peer(rank=number, address=address, node="n", worker=f"worker-{number}")
+        for number, address in enumerate(addresses)
+    )
+    fields = {
+        "rendezvous_address": "127.0.0.1:2",
+        "report_interval_s": 1.0,
+        "heartbeat_interval_s": 1.0,
+    }
+    return JoinEpoch(epoch=epoch, rank=rank, peers=peers, layout=layout, **fields | changes)
+
+
+def puller_of(core, held, join_epoch, **changes):
+    """A puller of experts; keyword arguments replace its collaborators."""
+    fields = {
+        "held": held,
+        "read_checkpoint": core.checkpoint.read_expert,
+        "expert_bytes": core.shape.expert_bytes,
+        "credentials": Credentials(),
+        "waits": Waits({}),
+    }
+    return ExpertPuller(join_epoch, **fields | changes)
+
+
+def parts_of(settings, *, core=None, scheduler=None, **changes):
+    """The parts of a worker that has no balancer."""
+    timings = Timings()
+    fields = {
+        "settings": settings,
+        "boot_id": "boot-1",
+        "core": core,
+        "scheduler": scheduler or core.scheduler(settings),
+        "inference": InferenceService(vocab_size=64, context_length=96, itl_s=timings.itl_s),
+        "transfer": ExpertTransferService(),
+        "health": WorkerHealth(),
+        "credentials": Credentials(),
+        "send": lambda message: None,
+        "waits": Waits.of(settings),
+        "timings": timings,
+        "spans": RankSpans(None, pool="p", worker="w"),
+    }
+    return WorkerParts(**fields | changes)

@@ -1,0 +1,33 @@
+"""Workarounds for torch touch nothing but what they are for."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from equipoise.worker.torch_workarounds import interruptible_store
+
+
+@pytest.fixture
+def host():
+    """A host that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def test_only_connections_opened_inside_the_block_are_shut_down(host):
+    address = host.getsockname()[:2]
+    with socket.create_connection(address) as earlier:
+        given_up = threading.Event()
+        given_up.set()
+        name = f"{address[0]}:{address[1]}"
+        with (
+            interruptible_store(name, deadline_s=time.monotonic() + 60, given_up=given_up),
+            socket.create_connection(address) as blocked,
+        ):
+            blocked.settimeout(30)
+            assert blocked.recv(1) == b"", "the blocked read ends"
+        earlier.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            earlier.recv(1)
