@@ -1,4 +1,5 @@
-"""Between protobuf and planning's types: the one place that distrusts what others send.
+"""Conversion between protobuf and planning's types, with the checks of what others send.
 
-Both sides program against the values of `messages`; `convert` turns them into protobuf and back.
+Both sides of the WorkerLink use the values of `messages`; `convert` turns them into protobuf and
+back. Must not decide anything.
 """

@@ -1,6 +1,6 @@
-"""Checks of single fields: each returns a value worth trusting or raises `InvalidMessageError`.
+"""Checks of single fields. Each returns the valid value or raises `InvalidMessageError`.
 
-`kind` is the message's name and leads the error's kind: a wrong rank in "staged" is "staged_rank".
+`kind` is the message's name and the first part of the error's kind: "staged" gives "staged_rank".
 """
 
 import math
@@ -13,18 +13,18 @@ from equipoise.settings.address import parse_address
 from equipoise.wire.errors import InvalidMessageError
 
 MAX_COUNT = 2**53
-"""Highest counter, generation, epoch or duration: float64, in which loads are averaged, is exact up
-to here, and nothing real comes near. It also unmasks floats sent where counters belong: the bits of
-any ordinary float64, NaN included, read as a far larger integer."""
+"""Highest counter, generation, epoch or duration. Float64, in which loads are averaged, is exact up
+to it, and real values are far below. It also detects floats sent as counters: the bits of an
+ordinary float64, including NaN, are a far larger integer."""
 
 MAX_CELLS = 2**20
-"""Most cells of a table: what fits into gRPC's 4 MiB message as int32."""
+"""Most cells of a table; as int32 they fit into gRPC's default message limit of 4 MiB."""
 
 MAX_RANKS = 2**16
-"""More ranks than any pool has."""
+"""Upper bound of the ranks of any pool."""
 
 MAX_DURATION_S = 3600.0
-"""Longest interval or timeout that makes sense between a balancer and its workers, seconds."""
+"""Longest valid interval or timeout, seconds."""
 
 _MAX_NAME_LENGTH = 253
 _MAX_REASON_LENGTH = 1000
@@ -32,7 +32,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def name(kind: str, field: str, value: str) -> str:
-    """A name people will read: printable, not empty, as long as a DNS name at most."""
+    """A name for display: printable, not empty, at most as long as a DNS name."""
     if not value or len(value) > _MAX_NAME_LENGTH or not value.isprintable() or value.isspace():
         raise InvalidMessageError(
             f"{kind}_name",
@@ -52,7 +52,7 @@ def address(kind: str, field: str, value: str) -> str:
 
 
 def reason(value: str) -> str:
-    """One line for people: clipped, and free of what could steer a terminal. Never refused."""
+    """One line for display: truncated, without control characters. Never raises."""
     line = "".join(character if character.isprintable() else " " for character in value).strip()
     if len(line) > _MAX_REASON_LENGTH:
         line = line[: _MAX_REASON_LENGTH - 1] + "…"
@@ -60,7 +60,7 @@ def reason(value: str) -> str:
 
 
 def traceparent(value: str) -> str:
-    """W3C's name of a span; anything else is as good as none, and no reason to refuse."""
+    """A W3C traceparent; anything else becomes empty. Never raises."""
     return value if _TRACEPARENT.fullmatch(value) else ""
 
 
@@ -74,10 +74,10 @@ def count(kind: str, field: str, value: int, *, least: int = 0) -> int:
 
 
 def rank(kind: str, value: int, *, num_ranks: int = MAX_RANKS) -> int:
-    """A rank of `num_ranks`; how many a pool has now, only who keeps its members can tell."""
+    """A rank below `num_ranks`. Whether the pool has it now is for the caller to check."""
     if value >= num_ranks:
         raise InvalidMessageError(
-            f"{kind}_rank", f"{kind}: the pool has the ranks 0 to {num_ranks - 1}, not {value}"
+            f"{kind}_rank", f"{kind}: rank must be from 0 to {num_ranks - 1}, not {value}"
         )
     return value
 
@@ -93,12 +93,13 @@ def duration_s(kind: str, field: str, value: float) -> float:
 
 
 def staged_generation(kind: str, value: int, *, generation: int) -> int:
-    """0 for none, else a generation that follows the running one."""
+    """0 for none, or a generation above the running one."""
     count(kind, "staged_generation", value)
     if 0 < value <= generation:
         raise InvalidMessageError(
             f"{kind}_generation",
-            f"{kind}: generation {value} is said to be staged, but {generation} runs already",
+            f"{kind}: staged_generation must be 0 or above the running generation {generation}, "
+            f"not {value}",
         )
     return value
 
@@ -106,7 +107,7 @@ def staged_generation(kind: str, value: int, *, generation: int) -> int:
 def table(
     kind: str, field: str, data: bytes, *, dtype: str, shape: tuple[int, ...]
 ) -> npt.NDArray[np.generic]:
-    """Packed little-endian bytes as a read-only array, row-major."""
+    """Packed little-endian bytes as a read-only, row-major array."""
     wanted = math.prod(shape) * np.dtype(dtype).itemsize
     if len(data) != wanted:
         raise InvalidMessageError(
@@ -118,5 +119,5 @@ def table(
 
 
 def shorten(value: str) -> str:
-    """A value of any length and content, quoted so that it can stand in a message."""
+    """Any text, quoted and truncated for an error message."""
     return repr(value if len(value) <= 60 else value[:59] + "…")

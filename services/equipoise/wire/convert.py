@@ -1,8 +1,8 @@
-"""Values of `messages` to protobuf and back: the four doors of the stream.
+"""Conversion of `messages` to protobuf and back: the four entry points of the WorkerLink.
 
-`to_*` trusts its own side. `from_*` trusts nobody: whatever it returns has the shapes, ranges and
-finite numbers that the types promise, and anything else raises `InvalidMessageError`. Shapes come
-from the worker's `Hello`, which both sides keep for the life of the stream.
+`to_*` trusts its input. `from_*` checks it: the result has valid shapes and ranges and finite
+numbers, and any other input raises `InvalidMessageError`. Shapes come from the worker's `Hello`,
+which both sides keep for the life of the stream.
 """
 
 from typing import assert_never
@@ -31,8 +31,8 @@ from equipoise.wire.messages import (
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 
-def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a case a message
-    """What a worker sends."""
+def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a case per message
+    """Convert a worker's message."""
     match value:
         case Hello():
             return pb.ConnectRequest(hello=requests.hello_to_proto(value))
@@ -56,21 +56,21 @@ def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a
             assert_never(value)
 
 
-def from_worker(  # noqa: C901, PLR0911, PLR0912 - a case a message
+def from_worker(  # noqa: C901, PLR0911, PLR0912 - a case per message
     message: pb.ConnectRequest, *, hello: Hello | None
 ) -> WorkerMessage:
-    """What the balancer received from a worker that introduced itself by `hello`.
+    """Check and convert a message from the worker that sent `hello`.
 
-    `hello` is None for the first message of a stream, which must be the Hello and nothing else.
+    `hello` is None for the first message of a stream, which must be a Hello.
 
     Raises:
-        InvalidMessageError: the message cannot be used.
+        InvalidMessageError: the message is invalid.
     """
     kind = message.WhichOneof("message")
     if kind == "hello":
         if hello is not None:
             raise InvalidMessageError(
-                "hello_repeated", f"hello: {hello.worker} introduced itself on this stream before"
+                "hello_repeated", f"hello: {hello.worker} already sent a Hello on this stream"
             )
         return requests.hello_from_proto(message.hello)
     if hello is None:
@@ -101,14 +101,14 @@ def from_worker(  # noqa: C901, PLR0911, PLR0912 - a case a message
             return requests.group_lost_from_proto(message.group_lost, hello=hello)
         case None:
             raise InvalidMessageError(
-                "message_empty", f"{hello.worker} sent a message with nothing this balancer knows"
+                "message_empty", f"{hello.worker} sent a message of an unknown kind"
             )
         case _:
             assert_never(kind)
 
 
 def to_worker(value: BalancerMessage) -> pb.ConnectResponse:
-    """What the balancer sends."""
+    """Convert a balancer's message."""
     match value:
         case JoinEpoch():
             return pb.ConnectResponse(join_epoch=responses.join_epoch_to_proto(value))
@@ -127,12 +127,12 @@ def to_worker(value: BalancerMessage) -> pb.ConnectResponse:
 def from_balancer(
     message: pb.ConnectResponse, *, hello: Hello, running: Layout | None = None
 ) -> BalancerMessage:
-    """What the worker that introduced itself by `hello` received from its balancer.
+    """Check and convert a message from the balancer to the worker that sent `hello`.
 
-    `running` is the layout that it runs, of which the balancer may tell changes only.
+    `running` is the layout that the worker runs, from which the balancer may send a change only.
 
     Raises:
-        InvalidMessageError: the message cannot be used.
+        InvalidMessageError: the message is invalid.
     """
     kind = message.WhichOneof("message")
     match kind:
@@ -148,7 +148,7 @@ def from_balancer(
             return responses.rejection_from_proto(message.rejection)
         case None:
             raise InvalidMessageError(
-                "message_empty", "the balancer sent a message with nothing this worker knows"
+                "message_empty", "the balancer sent a message of an unknown kind"
             )
         case _:
             assert_never(kind)

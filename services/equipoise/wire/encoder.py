@@ -1,6 +1,6 @@
-"""`Encoder`: what the balancer tells the ranks of a pool, as bytes.
+"""`Encoder`: serialises the balancer's messages to the ranks of a pool.
 
-Ranks are told nearly the same: who is who, and one layout. That is serialised once for all of them.
+The messages of a push have the same peers and layout for all ranks, which are serialised once.
 """
 
 from dataclasses import fields, replace
@@ -13,16 +13,16 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 
 
 class Encoder:
-    """Messages as bytes of a ConnectResponse; keeps those of the latest push of each kind."""
+    """Serialises messages as ConnectResponse; caches the shared part of the latest push by type."""
 
     def __init__(self) -> None:
         self._latest: dict[type[BalancerMessage], tuple[BalancerMessage, bytes]] = {}
 
     def encode(self, value: BalancerMessage) -> bytes:
-        """The message for one worker.
+        """Serialise the message to one worker.
 
-        Protobuf merges what follows on each other, so a push is the bytes for all ranks, and after
-        them those for this one.
+        Protobuf merges concatenated messages, so a push is the shared bytes followed by those of
+        this rank.
         """
         match value:
             case Stage():
@@ -37,9 +37,9 @@ class Encoder:
                 return to_worker(value).SerializeToString()
 
     def _for_all(self, value: JoinEpoch | Stage, **own: Any) -> bytes:
-        """The bytes of a push without what is the receiver's `own`."""
+        """The bytes of a push with the receiver's fields replaced by `own`."""
         known, data = self._latest.get(type(value), (None, b""))
-        # Layouts are equal if they are the same object, so this compares no tables.
+        # Layouts compare by identity, so this compares no tables.
         if known is None or any(
             getattr(known, name) != getattr(value, name)
             for name in _FIELDS[type(value)]

@@ -1,11 +1,11 @@
-"""What can be wrong with a message from outside."""
+"""The error of an invalid message."""
 
 
 class InvalidMessageError(ValueError):
-    """A message that cannot be used; it is dropped and counted, and the sender is told.
+    """A received message is invalid. It is dropped and counted, and the sender gets the reason.
 
-    `kind` is short and fixed, so that faults can be counted by it (for example
-    "report_shape"); the message names the field, the value and the remedy.
+    `kind` is a short constant to count errors by, such as "report_shape". The text names the field,
+    the value and the valid values.
     """
 
     def __init__(self, kind: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Layouts and their changes, model shapes and checksums: the parts that several messages carry."""
+"""Conversion of what several messages contain: layouts, their changes, shapes and checksums."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 
 
 def layout_to_proto(layout: Layout) -> pb.Layout:
-    """The layout as its message."""
+    """Convert a layout."""
     shares = layout.share_of_slot
     return pb.Layout(
         generation=layout.generation,
@@ -29,18 +29,18 @@ def layout_to_proto(layout: Layout) -> pb.Layout:
 
 
 def layout_from_proto(message: pb.Layout, *, kind: str = "layout") -> Layout:
-    """The layout in a message; whether it suits a pool is `check_layout_suits`.
+    """Check and convert a layout. `check_layout_suits` checks whether it suits a worker.
 
     Raises:
-        InvalidMessageError: "_shape" when a table has another size than the message says,
-            "_layout" when it is not a layout that any pool may run.
+        InvalidMessageError: "_shape" if a table's size does not match the message's dimensions,
+            "_layout" if it is not a valid layout.
     """
     shape = (message.num_layers, message.num_slots)
-    # Sizes before contents: what is allocated below must be bounded by what was sent.
+    # Check sizes before contents, so that allocations are bounded by the bytes received.
     if not 0 < message.num_layers * message.num_slots <= checks.MAX_CELLS:
         raise InvalidMessageError(
             f"{kind}_shape",
-            f"{kind}: a layout has from 1 to 2^20 cells, not {shape[0]} layers x {shape[1]} slots",
+            f"{kind}: a layout must have 1 to 2^20 cells, not {shape[0]} layers x {shape[1]} slots",
         )
     if not 0 < message.num_experts <= message.num_slots:
         raise InvalidMessageError(
@@ -65,7 +65,7 @@ def layout_from_proto(message: pb.Layout, *, kind: str = "layout") -> Layout:
 
 
 def change_to_proto(change: LayoutChange) -> pb.LayoutChange:
-    """The change as its message."""
+    """Convert a layout change."""
     shares = change.share_of_cell
     return pb.LayoutChange(
         generation=change.generation,
@@ -77,11 +77,11 @@ def change_to_proto(change: LayoutChange) -> pb.LayoutChange:
 
 
 def changed_from_proto(message: pb.LayoutChange, *, kind: str, base: Layout) -> Layout:
-    """The layout that a change makes of `base`.
+    """Check a layout change and apply it to `base`.
 
     Raises:
-        InvalidMessageError: "_shape" when a table has another size than there are cells, "_layout"
-            when what comes out is no layout, or not the one that was meant.
+        InvalidMessageError: "_shape" if a table does not match the number of cells; "_layout" if
+            the result is not a valid layout or its digest differs.
     """
     num_cells = len(message.cells) // 4
     cells = checks.table(kind, "cells", message.cells, dtype="<u4", shape=(num_cells,))
@@ -97,7 +97,7 @@ def changed_from_proto(message: pb.LayoutChange, *, kind: str, base: Layout) -> 
     if len(message.digest) != DIGEST_BYTES:
         raise InvalidMessageError(
             f"{kind}_shape",
-            f"{kind}: a digest has {DIGEST_BYTES} bytes, not {len(message.digest)}",
+            f"{kind}: digest must have {DIGEST_BYTES} bytes, not {len(message.digest)}",
         )
     change = LayoutChange(
         generation=checks.count(kind, "generation", message.generation, least=1),
@@ -113,12 +113,12 @@ def changed_from_proto(message: pb.LayoutChange, *, kind: str, base: Layout) -> 
 
 
 def check_layout_suits(kind: str, layout: Layout, *, hello: Hello) -> None:
-    """Refuse a layout for another model, or for ranks of another size.
+    """Check that a layout matches the worker's model and slots per rank.
 
-    It may have any number of ranks: pools grow and shrink.
+    The number of ranks is not checked, because pools grow and shrink.
 
     Raises:
-        InvalidMessageError: "_shape", naming both shapes.
+        InvalidMessageError: "_shape" if it does not match.
     """
     has = (layout.num_layers, layout.num_experts, layout.slots_per_rank)
     wanted = (hello.model.num_layers, hello.model.num_experts, hello.slots_per_rank)
@@ -131,7 +131,7 @@ def check_layout_suits(kind: str, layout: Layout, *, hello: Hello) -> None:
 
 
 def model_to_proto(model: ModelShape) -> pb.ModelShape:
-    """The shape as its message."""
+    """Convert a model shape."""
     return pb.ModelShape(
         num_layers=model.num_layers,
         num_experts=model.num_experts,
@@ -141,17 +141,17 @@ def model_to_proto(model: ModelShape) -> pb.ModelShape:
 
 
 def model_from_proto(message: pb.ModelShape, *, kind: str = "model") -> ModelShape:
-    """The shape in a message.
+    """Check and convert a model shape.
 
     Raises:
-        InvalidMessageError: "_model" when no model has this shape.
+        InvalidMessageError: "_model" if it is not valid.
     """
     checks.count(kind, "expert_bytes", message.expert_bytes, least=1)
     if message.num_layers * message.num_experts > checks.MAX_CELLS:
         raise InvalidMessageError(
             f"{kind}_model",
-            f"{kind}: {message.num_layers} layers x {message.num_experts} experts is more than "
-            "2^20 experts in all",
+            f"{kind}: {message.num_layers} layers x {message.num_experts} experts must be at most "
+            "2^20",
         )
     try:
         return ModelShape(
@@ -165,7 +165,7 @@ def model_from_proto(message: pb.ModelShape, *, kind: str = "model") -> ModelSha
 
 
 def checksums_to_bytes(checksums: Checksums) -> bytes:
-    """Checksums of own slots, packed."""
+    """Pack the checksums of a worker's slots."""
     assert checksums.dtype == np.uint8, checksums.dtype
     assert checksums.ndim == 3, checksums.shape
     assert checksums.shape[2] == CHECKSUM_BYTES, checksums.shape
@@ -175,10 +175,10 @@ def checksums_to_bytes(checksums: Checksums) -> bytes:
 def checksums_from_bytes(
     kind: str, data: bytes, *, model: ModelShape, slots_per_rank: int
 ) -> Checksums:
-    """Checksums of own slots, uint8 [layers, slots_per_rank, 16], read-only.
+    """Checksums of a worker's slots, uint8 [layers, slots_per_rank, 16], read-only.
 
     Raises:
-        InvalidMessageError: "_shape" when the bytes are not as many.
+        InvalidMessageError: "_shape" if the number of bytes does not match.
     """
     shape = (model.num_layers, slots_per_rank, CHECKSUM_BYTES)
     return checks.table(kind, "slot_checksums", data, dtype="|u1", shape=shape).astype(

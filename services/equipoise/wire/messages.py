@@ -1,8 +1,7 @@
-"""What workers and the balancer say to each other, as values of planning's types.
+"""The messages between workers and the balancer, as values of planning's types.
 
-These are what both sides program against; nothing here knows protobuf. A value that came through
-`wire` is right in itself (shapes, ranges, finite numbers); whether it fits the pool's state is
-the receiver's question.
+Both sides use these; nothing here knows protobuf. Values that come out of `wire` have valid shapes
+and ranges and finite numbers. Whether they match the pool's state is for the receiver to check.
 """
 
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ from equipoise.planning.moves import Move
 from equipoise.planning.topology import ModelShape
 
 PROTOCOL_VERSION = 2
-"""Version of the contract that this code speaks; `wire` writes it and refuses any other."""
-
-"""BLAKE2b-128 of the expert in each own slot, uint8 [layers, slots_per_rank, 16]."""
+"""Version of the contract; a Hello with another version is rejected."""
 
 
 # From a worker ------------------------------------------------------------------------------------
@@ -25,18 +22,25 @@ PROTOCOL_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunningState:
-    """What a reconnecting worker runs: the truth that the balancer reconciles with.
-
-    `staged_generation` is verified but not switched to; 0 if there is none. `layout` is the one
-    in use. `checksums` is uint8 [layers, slots_per_rank, 16], read-only. `steps` is Serving's.
-    """
+    """What a reconnecting worker runs. The balancer reconciles its state with it."""
 
     epoch: int
+    """Epoch of the worker's group."""
+
     rank: int
+    """The worker's rank in it."""
+
     staged_generation: int
+    """Generation that is verified but not switched to; 0 for none."""
+
     layout: Layout
+    """Layout in use."""
+
     checksums: Checksums
+    """Of the expert in each own slot; uint8 [layers, slots_per_rank, 16], read-only."""
+
     steps: str = ""
+    """As `Serving.steps`."""
 
     @property
     def generation(self) -> int:
@@ -46,192 +50,299 @@ class RunningState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """First message of a stream: who the worker is and what it has memory for.
+    """First message of a stream: what the worker is and what it has memory for.
 
-    It also fixes the shapes of everything else on the stream, so both sides keep it. `node` is the
-    fast domain that plans go by; the machine `host`, its `zone`, and the `device` and `kernels` it
-    computes with are for people. `backends` are all that it could compute with, "operation=a|b"
-    an operation, of which a pool's workers must share one each; empty if it did not tell.
-    `cache_token_bytes` is what a token takes in its latent cache, for people; 0 if it did not tell.
-    `highest_term` is that of any balancer the worker heard of; 0 if there was none. `group_lost`
-    is set, in place of `running`, while the worker waits for a new group.
+    It determines the shapes of all later messages of the stream, so both sides keep it.
     """
 
     pool: str
+    """Pool to join."""
+
     worker: str
+    """Name of the worker, stable across restarts."""
+
     boot_id: str
+    """Changes with every start of the process."""
+
     node: str
+    """Domain of fast interconnect, used for planning."""
+
     address: str
+    """host:port for peers and clients."""
+
     rendezvous_address: str
+    """host:port where the ranks meet if this worker is rank 0."""
+
     model: ModelShape
+    """Shape of the model."""
+
     slots_per_rank: int
+    """Physical slots per MoE layer that the worker has memory for."""
+
     num_ranks: int
+    """Workers that the pool waits for at its first start."""
+
     checkpoint_fingerprint: str
+    """Hex digest of config and checkpoint, the same for all workers of a pool."""
+
     running: RunningState | None = None
+    """What a reconnecting worker runs; None at its first start."""
+
     highest_term: int = 0
+    """Highest term of any balancer the worker has seen; 0 for none."""
+
     group_lost: "GroupLost | None" = None
+    """Set instead of `running` while the worker waits for a new group."""
+
     host: str = ""
+    """Machine of the worker, for display."""
+
     zone: str = ""
+    """Zone of the machine, for display."""
+
     device: str = ""
+    """Device that the model computes on, for display."""
+
     kernels: str = ""
+    """Kernel backends in use, for display."""
+
     backends: tuple[str, ...] = ()
+    """Backends that the worker supports, as "operation=a|b" per operation. A pool's workers must
+    share a backend for each. Empty if unknown."""
+
     cache_token_bytes: int = 0
+    """Bytes of a token in the latent cache, for display; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Serving:
-    """The worker holds its part of a layout and takes part in steps.
-
-    `steps` says how these run and how rows travel between ranks, for people; it may be empty.
-    """
+    """The worker has loaded its slots of a layout and takes part in steps."""
 
     epoch: int
+    """Epoch that it joined."""
+
     rank: int
+    """Its rank."""
+
     generation: int
+    """Generation of the layout."""
+
     checksums: Checksums
+    """Of the expert in each own slot; uint8 [layers, slots_per_rank, 16], read-only."""
+
     steps: str = ""
+    """How steps run and rows travel between ranks, for display; may be empty."""
 
 
 class Wait(StrEnum):
-    """A wait of a worker that has a bound."""
+    """A wait of a worker that has a timeout."""
 
     STEP = "step"
-    """A collective of a step: for peers."""
+    """For peers, in a collective of a step."""
 
     PULL = "pull"
-    """An expert from one source; the next source follows."""
+    """For an expert from one source; the next source is tried after it."""
 
     ACK = "ack"
-    """Any word of the balancer; another connection follows."""
+    """For any message from the balancer; the worker reconnects after it."""
 
     OUTAGE = "outage"
-    """Requests here while the ranks form anew; then they end with an error."""
+    """Of requests while the ranks re-form; they fail after it."""
 
     DRAIN = "drain"
-    """Requests here when the worker is asked to stop; those left are handed back."""
+    """For requests in flight during a graceful shutdown; the rest fail after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerBound:
-    """A wait on a worker: at most `bound_s` seconds, reached so often, the last time in words.
-
-    `name` is a `Wait`, or one that only a newer release knows.
-    """
+    """The timeout of a wait on a worker, and how often it was reached."""
 
     name: str
+    """A `Wait`, or one of a newer release."""
+
     bound_s: float
+    """The timeout in seconds."""
+
     reached: int = 0
+    """Times that it was reached."""
+
     latest: str = ""
+    """What happened the last time, human-readable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStats:
-    """What a rank did since boot, and does now. `median_step_us` is 0 if it made no step.
-
-    `steps` and `busy_us`, the time in them without waits for peers, are of the epoch. The latent
-    cache has room for `cache_tokens`; active requests hold `cache_tokens_used` of them.
-    """
+    """Statistics of a rank."""
 
     steps: int
+    """Steps in this epoch."""
+
     tokens_processed: int
+    """Tokens run through the model since boot, prompt and generated."""
+
     tokens_generated: int
+    """Tokens generated since boot."""
+
     median_step_us: int
+    """Median duration of the steps since the previous report, microseconds; 0 for no step."""
+
     active_requests: int
+    """Requests being generated now."""
+
     queued_requests: int
+    """Requests waiting now."""
+
     busy_us: int = 0
+    """Time in this epoch's steps without waits for peers, microseconds."""
+
     bounds: tuple[WorkerBound, ...] = ()
+    """Every wait that has a timeout."""
+
     cache_tokens: int = 0
+    """Tokens that the latent cache has room for."""
+
     cache_tokens_used: int = 0
+    """Tokens in the cache that active requests use."""
+
     prefix_tokens_sought: int = 0
+    """Tokens of admitted requests since boot."""
+
     prefix_tokens_found: int = 0
+    """Those of them that were cache hits."""
+
     requests_paused: int = 0
+    """Times since boot that a request was preempted for lack of cache room."""
+
     drafts: int = 0
+    """Draft tokens verified since boot."""
+
     drafts_accepted: int = 0
+    """Those of them that were accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Cumulative counters of one generation, with the rank's statistics.
-
-    A `heartbeat` that is due goes along.
-    """
+    """A load report with the rank's statistics."""
 
     load: LoadReport
+    """Cumulative counters of one generation."""
+
     stats: RankStats
+    """Statistics of the rank."""
+
     heartbeat: "Heartbeat | None" = None
+    """A heartbeat that is due, which saves a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """Every slot that a generation changes on this rank holds verified bytes."""
+    """All experts that a generation changes on this rank are staged and verified."""
 
     epoch: int
+    """Epoch of the rank."""
+
     rank: int
+    """The rank."""
+
     generation: int
+    """Generation that is staged."""
+
     peer_bytes: int
+    """Bytes pulled from peers."""
+
     checkpoint_bytes: int
+    """Bytes read from the checkpoint."""
+
     duration_us: int
+    """Duration of staging, microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The worker keeps what it has; `reason` is one sentence."""
+    """The worker did not stage a generation, or did not join an epoch, and changed nothing."""
 
     epoch: int
+    """Epoch of the refused message."""
+
     rank: int
+    """The rank."""
+
     generation: int
+    """Generation of the refused message."""
+
     reason: str
+    """One sentence, human-readable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Switched:
-    """The rank uses `generation` from `step` on, which is the same step on all ranks.
-
-    `stall_us` is the time of the switch itself, `median_step_us` that of the steps before it.
-    """
+    """The rank has switched to a staged generation."""
 
     epoch: int
+    """Epoch of the rank."""
+
     rank: int
+    """The rank."""
+
     generation: int
+    """Generation in use."""
+
     step: int
+    """First step with it, the same on all ranks."""
+
     stall_us: int
+    """Duration of the switch itself, microseconds."""
+
     median_step_us: int
+    """Median duration of the steps before it, microseconds."""
+
     checksums: Checksums
+    """Of the expert in each own slot; uint8 [layers, slots_per_rank, 16], read-only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Proof of life. `epoch` and `generation` are 0 before the worker has one.
-
-    `draining`: it was asked to stop, and takes no new request.
-    """
+    """Shows that the worker is alive."""
 
     epoch: int
+    """Epoch of the worker; 0 before its first."""
+
     generation: int
+    """Generation in use; 0 before the first."""
+
     staged_generation: int
+    """Generation that is verified but not switched to; 0 for none."""
+
     sequence: int
+    """Number of the heartbeat, repeated in the HeartbeatAck."""
+
     draining: bool = False
+    """Whether the worker is shutting down gracefully and accepts no new request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """The worker is about to stop by its own will."""
+    """The worker is about to stop, as part of a graceful shutdown."""
 
     reason: str
+    """Why, human-readable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupLost:
-    """The group of an epoch is over for this worker, which lives on and waits for another.
-
-    `expert_of_slot` is int32 [layers, slots_per_rank]: what its slots hold; None for nothing.
-    `generation` is the highest that it ran or staged, 0 for none: its number is used up.
-    """
+    """The worker's process group has failed; the worker is alive and waits for a new epoch."""
 
     epoch: int
+    """Epoch whose group failed."""
+
     reason: str
+    """Why, human-readable."""
+
     expert_of_slot: ExpertTable | None
+    """Experts in its slots, int32 [layers, slots_per_rank]; None for empty slots."""
+
     generation: int = 0
+    """Highest generation that it ran or staged, which must not be reused; 0 for none."""
 
 
 WorkerMessage = (
@@ -244,86 +355,127 @@ WorkerMessage = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One rank of an epoch: where it is reached and what people call it."""
+    """One rank of an epoch."""
 
     rank: int
+    """The rank."""
+
     address: str
+    """host:port for peers and clients."""
+
     node: str
+    """Domain of fast interconnect that it is in."""
+
     worker: str
+    """Name of the worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinEpoch:
-    """Makes a worker a rank of an epoch. `peers` are all ranks in rank order, it included.
-
-    `moves` say where to pull what its slots lack of `layout`; sources are ranks of this epoch with
-    what they held before it. Slots without one come from the checkpoint. The ranks must have met
-    within `meet_timeout_s`. `term`, here and below, is the fencing number of the balancer that
-    speaks.
-    """
+    """Makes a worker a rank of an epoch."""
 
     epoch: int
+    """The epoch."""
+
     rank: int
+    """Rank of the receiver."""
+
     peers: tuple[Peer, ...]
+    """All ranks in order, including the receiver."""
+
     rendezvous_address: str
+    """host:port where the ranks meet."""
+
     layout: Layout
+    """Layout to start with."""
+
     report_interval_s: float
+    """Time between load reports, seconds."""
+
     heartbeat_interval_s: float
+    """Time between heartbeats, seconds."""
+
     term: int = 0
+    """Fencing number of the sending balancer."""
+
     moves: tuple[Move, ...] = ()
+    """Where to pull the experts that the receiver lacks: from ranks of this epoch, with the experts
+    they held before it. Slots without a move are loaded from the checkpoint."""
+
     meet_timeout_s: float = 60.0
+    """Time within which the ranks must have met, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Fill staging memory for `layout`. `moves` fill the receiver's slots only; may be empty.
-
-    `traceparent` is W3C's name of the rollout's span, below which the worker's belong; empty where
-    nobody traces.
-
-    `base` is the layout of `base_generation`, if it is known that the receiver runs it: then only
-    what changes is sent.
-    """
+    """Stage the experts of a new layout."""
 
     epoch: int
+    """Epoch of the rollout."""
+
     layout: Layout
+    """The new layout."""
+
     base_generation: int
+    """Generation that the moves start from."""
+
     moves: tuple[Move, ...]
+    """Experts to stage for the receiver's own slots; may be empty."""
+
     timeout_s: float
+    """Time to stage them, seconds."""
+
     base: Layout | None = None
+    """Layout of `base_generation`, if the receiver is known to run it. Only the change from it is
+    then sent."""
+
     term: int = 0
+    """Fencing number of the sending balancer."""
+
     traceparent: str = ""
+    """W3C traceparent of the rollout's span; empty without tracing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Drop a staged generation, unless it was switched to already."""
+    """Drop a staged generation, unless the rank has switched to it."""
 
     epoch: int
+    """Epoch of the rollout."""
+
     generation: int
+    """Generation to drop."""
+
     reason: str
+    """Why, human-readable."""
+
     term: int = 0
+    """Fencing number of the sending balancer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatAck:
-    """The balancer heard the heartbeat with this sequence number."""
+    """The balancer received a heartbeat."""
 
     sequence: int
+    """Number of the heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """Closes the door on a worker (`fatal`, the stream ends) or on one message.
-
-    `not_leading`: nothing is wrong, but this balancer does not lead; the one at `leader_address`
-    does, if that is known.
-    """
+    """The balancer rejects a worker or one of its messages."""
 
     reason: str
+    """Why, human-readable."""
+
     fatal: bool
+    """Whether the stream ends; otherwise one message was rejected."""
+
     not_leading: bool = False
+    """Whether the only reason is that this balancer does not lead."""
+
     leader_address: str | None = None
+    """host:port of the leader, if known."""
 
 
 BalancerMessage = JoinEpoch | Stage | Abort | HeartbeatAck | Rejection

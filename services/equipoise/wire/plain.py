@@ -1,4 +1,4 @@
-"""Messages in plain values, for JSON: what programs read that speak no protobuf."""
+"""Status messages as plain values, for JSON."""
 
 import math
 import re
@@ -8,15 +8,15 @@ from google.protobuf.message import Message
 
 
 def as_json(message: Message) -> dict[str, Any]:
-    """A status message in plain values: every field present, numbers as numbers, enums as words.
+    """Convert a message: every field is present, numbers are numbers, enums are lower-case names.
 
-    Absent optional messages are None. (protobuf's own JSON writes 64-bit numbers as strings.)
+    Absent optional messages are None. (Protobuf's own JSON writes 64-bit numbers as strings.)
     """
     return {field.name: _field_as_json(message, field) for field in message.DESCRIPTOR.fields}
 
 
 def _field_as_json(message: Message, field: Any) -> Any:
-    # `field` is a FieldDescriptor, of which protobuf has two that share no type.
+    # `field` is a FieldDescriptor; protobuf has two unrelated types of them.
     value = getattr(message, field.name)
     if field.is_repeated:
         return [_value_as_json(one, field) for one in value]
@@ -31,12 +31,12 @@ def _value_as_json(value: Any, field: Any) -> Any:
     if field.enum_type is not None:
         return _enum_word(field.enum_type, value)
     if isinstance(value, float) and not math.isfinite(value):
-        return None  # JSON has no such number
+        return None  # not representable in JSON
     return value
 
 
 def _enum_word(enum: Any, number: int) -> str:
-    """POOL_HEALTH_SERVING of PoolHealth is "serving"."""
+    """The name of an enum value: POOL_HEALTH_SERVING of PoolHealth gives "serving"."""
     known = enum.values_by_number.get(number)
     if known is None:
         return str(number)

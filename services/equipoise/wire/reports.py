@@ -1,4 +1,4 @@
-"""What a worker says at intervals, to its protobuf message and back: `Report` and `Heartbeat`."""
+"""Conversion of the periodic messages: `Report` and `Heartbeat`."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from equipoise.wire.messages import Heartbeat, RankStats, Report, WorkerBound
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 MAX_BOUNDS = 16
-"""Most waits with a bound that a worker may tell of."""
+"""Most bounds in a report."""
 
 _PHASES = {
     pb.PHASE_PREFILL: Phase.PREFILL,
@@ -21,7 +21,7 @@ _PHASE_NUMBERS = {phase: number for number, phase in _PHASES.items()}
 
 
 def report_to_proto(report: Report) -> pb.LoadReport:
-    """The message of cumulative counters."""
+    """Convert a report."""
     load, stats = report.load, report.stats
     assert load.assignments.ndim == 2, load.assignments.shape
     return pb.LoadReport(
@@ -30,42 +30,31 @@ def report_to_proto(report: Report) -> pb.LoadReport:
         generation=load.generation,
         phase=_PHASE_NUMBERS[load.phase],
         assignments=load.assignments.astype("<u8", copy=False).tobytes(),
-        steps=stats.steps,
-        tokens_processed=stats.tokens_processed,
-        tokens_generated=stats.tokens_generated,
-        median_step_us=stats.median_step_us,
         active_requests=stats.active_requests,
         queued_requests=stats.queued_requests,
-        busy_us=stats.busy_us,
         bounds=[
             pb.WorkerBound(
                 name=bound.name, bound_s=bound.bound_s, reached=bound.reached, latest=bound.latest
             )
             for bound in stats.bounds
         ],
-        cache_tokens=stats.cache_tokens,
-        cache_tokens_used=stats.cache_tokens_used,
-        prefix_tokens_sought=stats.prefix_tokens_sought,
-        prefix_tokens_found=stats.prefix_tokens_found,
-        requests_paused=stats.requests_paused,
-        drafts=stats.drafts,
-        drafts_accepted=stats.drafts_accepted,
         heartbeat=None if report.heartbeat is None else heartbeat_to_proto(report.heartbeat),
+        **{name: getattr(stats, name) for name in _STAT_COUNTS},
     )
 
 
 def report_from_proto(
     message: pb.LoadReport, *, model: ModelShape, slots_per_rank: int, boot_id: str
 ) -> Report:
-    """The counters, uint64 [layers, slots_per_rank], and the statistics beside them.
+    """Check and convert a report; its counters are uint64 [layers, slots_per_rank].
 
     Raises:
         InvalidMessageError: "report_shape", "report_phase", "report_rank" or "report_range"; the
-            last also when floats were sent, NaN included.
+            last also if the counters are floats, including NaN.
     """
     if message.phase not in _PHASES:
         raise InvalidMessageError(
-            "report_phase", f"report: phase {message.phase} is none of prefill, decode and mixed"
+            "report_phase", f"report: phase must be prefill, decode or mixed, not {message.phase}"
         )
     assignments = checks.table(
         "report",
@@ -79,8 +68,7 @@ def report_from_proto(
         raise InvalidMessageError(
             "report_range",
             f"report: the counter of layer {layer}, own slot {slot} is "
-            f"{int(assignments[layer, slot])}, above 2^53: counters are whole numbers, "
-            "little-endian",
+            f"{int(assignments[layer, slot])}, above 2^53: send little-endian whole numbers",
         )
     load = LoadReport(
         boot_id=boot_id,
@@ -95,7 +83,7 @@ def report_from_proto(
 
 
 def heartbeat_to_proto(heartbeat: Heartbeat) -> pb.Heartbeat:
-    """Proof of life."""
+    """Convert a heartbeat."""
     return pb.Heartbeat(
         epoch=heartbeat.epoch,
         generation=heartbeat.generation,
@@ -106,7 +94,7 @@ def heartbeat_to_proto(heartbeat: Heartbeat) -> pb.Heartbeat:
 
 
 def heartbeat_from_proto(message: pb.Heartbeat) -> Heartbeat:
-    """Raises InvalidMessageError: a number is out of range."""
+    """Check and convert a heartbeat. Raises InvalidMessageError: a number is out of range."""
     return Heartbeat(
         epoch=checks.count("heartbeat", "epoch", message.epoch),
         generation=checks.count("heartbeat", "generation", message.generation),
@@ -134,7 +122,8 @@ def _stats_from_proto(message: pb.LoadReport) -> RankStats:
 def _bounds_from_proto(message: pb.LoadReport) -> tuple[WorkerBound, ...]:
     if len(message.bounds) > MAX_BOUNDS:
         raise InvalidMessageError(
-            "report_bounds", f"report: at most {MAX_BOUNDS} bounds, not {len(message.bounds)}"
+            "report_bounds",
+            f"report: bounds must be at most {MAX_BOUNDS}, not {len(message.bounds)}",
         )
     return tuple(
         WorkerBound(

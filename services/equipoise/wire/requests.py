@@ -1,7 +1,4 @@
-"""What a worker says: each value of `WorkerMessage` to its protobuf message and back.
-
-Reports, which say the most, have `reports.py`.
-"""
+"""Conversion of the messages of workers, except those of `reports`."""
 
 from dataclasses import replace
 
@@ -25,11 +22,11 @@ from equipoise.wire.messages import (
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 MAX_OPERATIONS = 64
-"""Most operations of kernels that a worker may tell of."""
+"""Most kernel operations in `Hello.backends`."""
 
 
 def hello_to_proto(hello: Hello) -> pb.Hello:
-    """The message that opens a stream."""
+    """Convert the first message of a stream."""
     return pb.Hello(
         pool=hello.pool,
         worker=hello.worker,
@@ -55,16 +52,16 @@ def hello_to_proto(hello: Hello) -> pb.Hello:
 
 
 def hello_from_proto(message: pb.Hello) -> Hello:
-    """Who speaks, and what everything else it says must look like.
+    """Check and convert the first message of a stream.
 
     Raises:
-        InvalidMessageError: a field is missing or out of range, or the worker speaks another
-            version of the protocol.
+        InvalidMessageError: a field is missing or out of range, or the worker uses another protocol
+            version.
     """
     if message.protocol_version != PROTOCOL_VERSION:
         raise InvalidMessageError(
             "hello_protocol_version",
-            f"hello: the worker speaks protocol version {message.protocol_version}, the balancer "
+            f"hello: the worker uses protocol version {message.protocol_version}, the balancer "
             f"{PROTOCOL_VERSION}: run the same release on both sides",
         )
     model = layouts.model_from_proto(message.model, kind="hello")
@@ -100,7 +97,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
 
 
 def serving_to_proto(serving: Serving) -> pb.Serving:
-    """The message of a worker that takes part in steps."""
+    """Convert a Serving."""
     return pb.Serving(
         epoch=serving.epoch,
         rank=serving.rank,
@@ -111,7 +108,7 @@ def serving_to_proto(serving: Serving) -> pb.Serving:
 
 
 def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
-    """Raises InvalidMessageError: a number is out of range or the checksums misshapen."""
+    """Raises InvalidMessageError: a number is out of range, or the checksums have another shape."""
     return Serving(
         epoch=checks.count("serving", "epoch", message.epoch, least=1),
         rank=checks.rank("serving", message.rank),
@@ -127,7 +124,7 @@ def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
 
 
 def staged_to_proto(staged: Staged) -> pb.Staged:
-    """The yes to a Stage."""
+    """Convert a Staged."""
     return pb.Staged(
         epoch=staged.epoch,
         rank=staged.rank,
@@ -151,7 +148,7 @@ def staged_from_proto(message: pb.Staged) -> Staged:
 
 
 def refused_to_proto(refused: Refused) -> pb.Refused:
-    """The no to a Stage or a JoinEpoch."""
+    """Convert a Refused."""
     return pb.Refused(
         epoch=refused.epoch,
         rank=refused.rank,
@@ -171,7 +168,7 @@ def refused_from_proto(message: pb.Refused) -> Refused:
 
 
 def switched_to_proto(switched: Switched) -> pb.Switched:
-    """The message of a rank that uses another generation."""
+    """Convert a Switched."""
     return pb.Switched(
         epoch=switched.epoch,
         rank=switched.rank,
@@ -184,7 +181,7 @@ def switched_to_proto(switched: Switched) -> pb.Switched:
 
 
 def switched_from_proto(message: pb.Switched, *, hello: Hello) -> Switched:
-    """Raises InvalidMessageError: a number is out of range or the checksums misshapen."""
+    """Raises InvalidMessageError: a number is out of range, or the checksums have another shape."""
     return Switched(
         epoch=checks.count("switched", "epoch", message.epoch, least=1),
         rank=checks.rank("switched", message.rank),
@@ -202,17 +199,17 @@ def switched_from_proto(message: pb.Switched, *, hello: Hello) -> Switched:
 
 
 def leaving_to_proto(leaving: Leaving) -> pb.Leaving:
-    """The last message of a worker that stops."""
+    """Convert a Leaving."""
     return pb.Leaving(reason=leaving.reason)
 
 
 def leaving_from_proto(message: pb.Leaving) -> Leaving:
-    """Never refused: whoever wants to leave may."""
+    """Convert a Leaving. Never raises."""
     return Leaving(reason=checks.reason(message.reason))
 
 
 def group_lost_to_proto(lost: GroupLost) -> pb.GroupLost:
-    """The message of a worker whose group is over."""
+    """Convert a GroupLost."""
     held = lost.expert_of_slot
     return pb.GroupLost(
         epoch=lost.epoch,
@@ -223,7 +220,7 @@ def group_lost_to_proto(lost: GroupLost) -> pb.GroupLost:
 
 
 def group_lost_from_proto(message: pb.GroupLost, *, hello: Hello) -> GroupLost:
-    """Raises InvalidMessageError: a number is out of range or the table none of this model."""
+    """Raises InvalidMessageError: a number or an expert is out of range."""
     return GroupLost(
         epoch=checks.count("group_lost", "epoch", message.epoch, least=1),
         reason=checks.reason(message.reason),
@@ -243,7 +240,7 @@ def _held_from_proto(message: pb.GroupLost, *, hello: Hello) -> ExpertTable:
     if table.min() < 0 or table.max() >= hello.model.num_experts:
         raise InvalidMessageError(
             "group_lost_shape",
-            f"group_lost: experts are 0 to {hello.model.num_experts - 1}, "
+            f"group_lost: experts must be from 0 to {hello.model.num_experts - 1}, "
             f"not {table.min()} to {table.max()}",
         )
     return table
@@ -278,8 +275,8 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
     if layout.generation != message.generation:
         raise InvalidMessageError(
             "running_generation",
-            f"running: generation {message.generation} is said to run, but the layout sent is "
-            f"that of generation {layout.generation}",
+            f"running: generation {message.generation} differs from the layout's generation "
+            f"{layout.generation}",
         )
     return RunningState(
         epoch=checks.count("running", "epoch", message.epoch, least=1),
@@ -299,11 +296,11 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
 
 
 def _backends(message: pb.Hello) -> tuple[str, ...]:
-    told = tuple(checks.name("hello", "backends", one) for one in message.backends)
-    if len(told) > MAX_OPERATIONS or not all("=" in one for one in told):
+    found = tuple(checks.name("hello", "backends", one) for one in message.backends)
+    if len(found) > MAX_OPERATIONS or not all("=" in one for one in found):
         raise InvalidMessageError(
             "hello_backends",
             f"hello: backends must be at most {MAX_OPERATIONS} of operation=backend|backend, "
-            f"not {checks.shorten(' '.join(told))}",
+            f"not {checks.shorten(' '.join(found))}",
         )
-    return told
+    return found

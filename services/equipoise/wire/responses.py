@@ -1,4 +1,4 @@
-"""What the balancer says: each value of `BalancerMessage` to its protobuf message and back."""
+"""Conversion of the messages of the balancer."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 
 
 def join_epoch_to_proto(join_epoch: JoinEpoch) -> pb.JoinEpoch:
-    """Who is who, and the layout to start in."""
+    """Convert a JoinEpoch."""
     message = pb.JoinEpoch(
         epoch=join_epoch.epoch,
         rank=join_epoch.rank,
@@ -40,11 +40,11 @@ def join_epoch_to_proto(join_epoch: JoinEpoch) -> pb.JoinEpoch:
 
 
 def join_epoch_from_proto(message: pb.JoinEpoch, *, hello: Hello) -> JoinEpoch:
-    """The receiver's place in an epoch.
+    """Check and convert a JoinEpoch.
 
     Raises:
-        InvalidMessageError: a number is out of range, the layout is none or another model's, or the
-            peers are not the layout's ranks in order with the receiver in its place.
+        InvalidMessageError: a number is out of range, the layout is invalid or another model's, or
+            the peers are not the layout's ranks in order with the receiver at its rank.
     """
     layout = layouts.layout_from_proto(message.layout, kind="join_epoch")
     layouts.check_layout_suits("join_epoch", layout, hello=hello)
@@ -69,7 +69,7 @@ def join_epoch_from_proto(message: pb.JoinEpoch, *, hello: Hello) -> JoinEpoch:
 
 
 def stage_to_proto(stage: Stage) -> pb.Stage:
-    """What to fill staging memory with; the layout as a change of its base, if that is shorter."""
+    """Convert a Stage, with the layout as a change from its base if that is shorter."""
     message = pb.Stage(
         epoch=stage.epoch,
         base_generation=stage.base_generation,
@@ -89,15 +89,15 @@ def stage_to_proto(stage: Stage) -> pb.Stage:
 
 
 def stage_from_proto(message: pb.Stage, *, hello: Hello, running: Layout | None) -> Stage:
-    """Moves that fill, each in a slot of its own, what the layout says.
+    """Check and convert a Stage.
 
-    `running` is the receiver's own layout, which a change is of. Whether the moves are for the
-    receiver's slots, and all that change, only the receiver can tell.
+    `running` is the receiver's layout, to which a change is applied. Whether the moves cover the
+    receiver's changed slots is for the receiver to check.
 
     Raises:
-        InvalidMessageError: a number is out of range, the layout is none or another model's, it is
-            told as a change of a generation that does not run, or a move contradicts the layout,
-            names no source or fills a slot twice.
+        InvalidMessageError: a number is out of range, the layout is invalid or another model's, it
+            is a change from a generation that is not running, or a move contradicts the layout, has
+            no source or fills a slot twice.
     """
     base_generation = checks.count("stage", "base_generation", message.base_generation, least=1)
     base = None
@@ -110,7 +110,8 @@ def stage_from_proto(message: pb.Stage, *, hello: Hello, running: Layout | None)
     if base_generation >= layout.generation:
         raise InvalidMessageError(
             "stage_generation",
-            f"stage: generation {layout.generation} cannot follow generation {base_generation}",
+            f"stage: generation {layout.generation} must be above the base generation "
+            f"{base_generation}",
         )
     return Stage(
         epoch=checks.count("stage", "epoch", message.epoch, least=1),
@@ -125,7 +126,7 @@ def stage_from_proto(message: pb.Stage, *, hello: Hello, running: Layout | None)
 
 
 def abort_to_proto(abort: Abort) -> pb.Abort:
-    """Which generation to drop."""
+    """Convert an Abort."""
     return pb.Abort(
         epoch=abort.epoch, generation=abort.generation, reason=abort.reason, term=abort.term
     )
@@ -142,7 +143,7 @@ def abort_from_proto(message: pb.Abort) -> Abort:
 
 
 def heartbeat_ack_to_proto(ack: HeartbeatAck) -> pb.HeartbeatAck:
-    """The answer to a heartbeat."""
+    """Convert a HeartbeatAck."""
     return pb.HeartbeatAck(sequence=ack.sequence)
 
 
@@ -152,7 +153,7 @@ def heartbeat_ack_from_proto(message: pb.HeartbeatAck) -> HeartbeatAck:
 
 
 def rejection_to_proto(rejection: Rejection) -> pb.Rejection:
-    """Why a worker or a message is not accepted."""
+    """Convert a Rejection."""
     return pb.Rejection(
         reason=rejection.reason,
         fatal=rejection.fatal,
@@ -162,7 +163,7 @@ def rejection_to_proto(rejection: Rejection) -> pb.Rejection:
 
 
 def rejection_from_proto(message: pb.Rejection) -> Rejection:
-    """Raises InvalidMessageError: the leader's address cannot be dialled."""
+    """Raises InvalidMessageError: the leader's address is not host:port."""
     leader_address = None
     if message.leader_address:
         leader_address = checks.address("rejection", "leader_address", message.leader_address)
@@ -175,10 +176,10 @@ def rejection_from_proto(message: pb.Rejection) -> Rejection:
 
 
 def add_moves(moves: Iterable[Move], *, to: pb.JoinEpoch | pb.Stage) -> None:
-    """What a rank is to copy, in order.
+    """Append moves to a message.
 
-    Filled in place: messages that are made first and then put into others are copied twice, and
-    thousands of ranks are told moves at a time.
+    In place, because building messages first would copy them twice, and moves are sent to
+    thousands of ranks at a time.
     """
     for move in moves:
         message = to.moves.add()
@@ -208,12 +209,12 @@ def _peers_from_proto(message: pb.JoinEpoch, *, num_ranks: int, hello: Hello) ->
         for peer in message.peers
     )
     if len({peer.worker for peer in peers}) < num_ranks:
-        raise InvalidMessageError("join_epoch_peers", "join_epoch: two ranks have one worker")
+        raise InvalidMessageError("join_epoch_peers", "join_epoch: a worker has two ranks")
     if peers[message.rank].worker != hello.worker:
         raise InvalidMessageError(
             "join_epoch_peers",
-            f"join_epoch: rank {message.rank} is said to be {peers[message.rank].worker}, "
-            f"but this is {hello.worker}",
+            f"join_epoch: rank {message.rank} is {peers[message.rank].worker}, but the receiver "
+            f"is {hello.worker}",
         )
     return peers
 
@@ -223,8 +224,7 @@ def _base(generation: int, *, running: Layout | None, hello: Hello) -> Layout:
         runs = "nothing yet" if running is None else f"generation {running.generation}"
         raise InvalidMessageError(
             "stage_base",
-            f"stage: it changes generation {generation}, but {hello.worker} runs {runs}: plan from "
-            "there",
+            f"stage: change starts from generation {generation}, but {hello.worker} runs {runs}",
         )
     return running
 
@@ -249,17 +249,17 @@ def _move_from_proto(kind: str, message: pb.Move, *, layout: Layout) -> Move:
     if message.expert != expert:
         raise InvalidMessageError(
             f"{kind}_move",
-            f"{where} is moved expert {message.expert}, but the layout wants expert {expert}",
+            f"{where} must get expert {expert} of the layout, not expert {message.expert}",
         )
     if len(message.checksum) != CHECKSUM_BYTES:
         raise InvalidMessageError(
             f"{kind}_checksum",
-            f"{where}: a checksum has {CHECKSUM_BYTES} bytes, not {len(message.checksum)}",
+            f"{where}: checksum must have {CHECKSUM_BYTES} bytes, not {len(message.checksum)}",
         )
     sources = tuple(_source_from_proto(kind, source, where, layout) for source in message.sources)
     if not sources or len(set(sources)) < len(sources):
         raise InvalidMessageError(
-            f"{kind}_source", f"{where} needs sources, each named once, not {len(sources)}"
+            f"{kind}_source", f"{where}: sources must be distinct and at least one"
         )
     return Move(
         layer=message.layer,
@@ -277,5 +277,5 @@ def _source_from_proto(kind: str, message: pb.Source, where: str, layout: Layout
         return CheckpointSource()
     raise InvalidMessageError(
         f"{kind}_source",
-        f"{where} can be pulled from a rank 0 to {layout.num_ranks - 1} or the checkpoint only",
+        f"{where}: a source must be a rank from 0 to {layout.num_ranks - 1} or the checkpoint",
     )
