@@ -58,18 +58,43 @@ def test_torch_is_pinned_exactly_where_it_is_named():
     assert '"torch==2.13.0"' in (ROOT / "pyproject.toml").read_text()
 
 
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md")),
+    *(ROOT / "docs").rglob("*.md"),
+]
+
+
 def test_links_in_the_documents_lead_somewhere():
-    pages = [
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md")),
-        *(ROOT / "docs").rglob("*.md"),
-    ]
     broken = [
         f"{page.relative_to(ROOT)}: {target}"
-        for page in pages
+        for page in PAGES
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
         if not (page.parent / target).exists()
     ]
     assert not broken
+
+
+_FOLDERS = [
+    ROOT,
+    *(ROOT / name for name in ("docs", "tests", "helm/equipoise")),
+    *(ROOT / name for name in ("services/equipoise", "services/equipoise/worker")),
+    *(ROOT / "model" / "equipoise_model" / name for name in ("", "checkpoints/tiny")),
+    *(ROOT / "kernels" / "equipoise_kernels" / name for name in ("", "fp8")),
+    ROOT / "model",
+]
+"""Folders that paths in a document may start from, besides the document's own."""
+
+
+def test_files_that_the_documents_name_exist():
+    """A path in backquotes that ends in .py or / is one of ours, or a placeholder in capitals."""
+    missing = [
+        f"{page.relative_to(ROOT)}: {path}"
+        for page in PAGES
+        for path in re.findall(r"`([a-z_0-9.-]+(?:/[a-z_0-9.-]*)+)(?::[^`]*)?`", page.read_text())
+        if path.endswith((".py", "/")) and "://" not in path
+        if not any((folder / path).exists() for folder in (*_FOLDERS, page.parent))
+    ]
+    assert not missing
 
 
 def test_every_room_has_its_line_in_the_architecture():
