@@ -3,12 +3,12 @@
 isort:skip_file
 The contract between workers and the balancer.
 
-One stream per worker carries everything. The worker speaks first (Hello), the balancer
-answers with a JoinEpoch or refuses with a reason. From then on the stream is
-level-triggered: either side may repeat what it said, and the last word counts.
+Each worker has one stream. It sends a Hello first; the balancer answers with a JoinEpoch or
+rejects it with a reason. From then on the stream is level-triggered: either side may repeat a
+message, and the latest one counts.
 
-Words follow docs/architecture.md. Arrays are packed little-endian `bytes`, because a
-`repeated` field of 17,000 counters costs a varint each and is decoded element by element.
+Terms are defined in docs/architecture.md. Arrays are packed little-endian `bytes`: a `repeated`
+field of 17,000 counters would cost a varint each and be decoded element by element.
 """
 
 from collections import abc as _abc
@@ -34,25 +34,25 @@ class _Phase:
 class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PHASE_UNSPECIFIED: _Phase.ValueType  # 0
-    """Not set: refused."""
+    """Not set: invalid."""
     PHASE_PREFILL: _Phase.ValueType  # 1
     """Prompt tokens."""
     PHASE_DECODE: _Phase.ValueType  # 2
     """Generated tokens."""
     PHASE_MIXED: _Phase.ValueType  # 3
-    """Both in the same step."""
+    """Both, in the same steps."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
-    """Phase separates loads that need different layouts."""
+    """Phase separates loads that would need different layouts."""
 
 PHASE_UNSPECIFIED: Phase.ValueType  # 0
-"""Not set: refused."""
+"""Not set: invalid."""
 PHASE_PREFILL: Phase.ValueType  # 1
 """Prompt tokens."""
 PHASE_DECODE: Phase.ValueType  # 2
 """Generated tokens."""
 PHASE_MIXED: Phase.ValueType  # 3
-"""Both in the same step."""
+"""Both, in the same steps."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
@@ -76,11 +76,11 @@ class ConnectRequest(_message.Message):
 
     @_builtins.property
     def serving(self) -> Global___Serving:
-        """The worker has loaded the layout it was assigned and takes part in steps."""
+        """The worker holds the experts of its rank and takes part in steps."""
 
     @_builtins.property
     def load_report(self) -> Global___LoadReport:
-        """Cumulative assignment counters, sent every report interval."""
+        """Cumulative assignment counters, sent at every report interval."""
 
     @_builtins.property
     def staged(self) -> Global___Staged:
@@ -92,19 +92,19 @@ class ConnectRequest(_message.Message):
 
     @_builtins.property
     def switched(self) -> Global___Switched:
-        """All ranks switched to a generation at one step; sent once per generation and rank."""
+        """All ranks switched to a generation at the same step; sent once per generation and rank."""
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Proof of life between other messages."""
+        """Sent at an interval, so that a hung worker is noticed."""
 
     @_builtins.property
     def leaving(self) -> Global___Leaving:
-        """The worker is about to stop by its own will."""
+        """The worker shuts down gracefully."""
 
     @_builtins.property
     def group_lost(self) -> Global___GroupLost:
-        """The worker's group of ranks is over; the worker waits for a rank in a new one."""
+        """The worker's group of ranks broke; the worker waits for a JoinEpoch."""
 
     def __init__(
         self,
@@ -142,23 +142,23 @@ class ConnectResponse(_message.Message):
     REJECTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join_epoch(self) -> Global___JoinEpoch:
-        """Answer to Hello once the pool is complete: who is who, and the layout to start in."""
+        """Answer to Hello once the pool is complete: the ranks and the layout to start with."""
 
     @_builtins.property
     def stage(self) -> Global___Stage:
-        """Copy experts into staging memory and verify them."""
+        """Fetch experts into staging memory and verify them."""
 
     @_builtins.property
     def abort(self) -> Global___Abort:
-        """Drop staging memory of a generation, unless it was switched to already."""
+        """Drop a staged generation, unless the worker has switched to it."""
 
     @_builtins.property
     def heartbeat_ack(self) -> Global___HeartbeatAck:
-        """The balancer heard the worker; lets the worker notice a hung balancer."""
+        """Acknowledges a heartbeat, so that a hung balancer is noticed."""
 
     @_builtins.property
     def rejection(self) -> Global___Rejection:
-        """The balancer does not accept this worker or message; the reason says what to change."""
+        """The balancer does not accept this worker or message; the reason names the remedy."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ Global___ConnectResponse: _TypeAlias = ConnectResponse  # noqa: Y015
 
 @_typing.final
 class ModelShape(_message.Message):
-    """ModelShape says how many tables and counters there are. All workers of a pool agree on it."""
+    """ModelShape fixes the dimensions of tables and counters. It is the same for all workers of a pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -196,7 +196,7 @@ class ModelShape(_message.Message):
     num_groups: _builtins.int
     """Expert groups per layer, for group-limited routing and hierarchical placement."""
     expert_bytes: _builtins.int
-    """Bytes of one expert's weights and scales in one layer; prices a move."""
+    """Bytes of one expert's weights and scales in one layer: the cost of a move."""
     def __init__(
         self,
         *,
@@ -215,7 +215,7 @@ Global___ModelShape: _TypeAlias = ModelShape  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """Hello introduces a worker process; it claims nothing about rank, which the balancer assigns."""
+    """Hello introduces a worker process. The balancer assigns the rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -240,57 +240,57 @@ class Hello(_message.Message):
     BACKENDS_FIELD_NUMBER: _builtins.int
     CACHE_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool the worker wants to serve in; the balancer knows pools by this name."""
+    """Name of the pool to serve in."""
     worker: _builtins.str
-    """Stable name of the worker (pod name), so that a restarted worker gets its rank back."""
+    """Stable name of the worker (the pod's name), so that a restarted worker gets its rank back."""
     boot_id: _builtins.str
-    """Changes with every start of the process; counters of another boot are not compared."""
+    """Changes with every start of the process; counters of different boots are not compared."""
     node: _builtins.str
-    """Node (fast domain) the worker runs on; ranks of one node are close to each other."""
+    """Node (fast domain) the worker runs on; ranks of the same node have a fast interconnect."""
     address: _builtins.str
-    """host:port where peers fetch experts and clients send requests."""
+    """host:port from which peers fetch experts, and to which clients send requests."""
     rendezvous_address: _builtins.str
-    """host:port on which this worker would host the rendezvous of its process group."""
+    """host:port of the rendezvous that this worker hosts as rank 0."""
     slots_per_rank: _builtins.int
     """Physical slots per MoE layer that this worker has memory for."""
     num_ranks: _builtins.int
-    """Number of workers that a pool waits for before it first opens; later it grows and shrinks."""
+    """Number of workers that the pool waits for before its first epoch; later it grows and shrinks."""
     checkpoint_fingerprint: _builtins.str
-    """Hex fingerprint of config and checkpoint; all workers of a pool must agree."""
+    """Hex fingerprint of config and checkpoint; must be the same for all workers of a pool."""
     protocol_version: _builtins.int
-    """Protocol version the worker speaks; the balancer refuses one it does not know."""
+    """Protocol version of the worker; the balancer rejects an unknown one."""
     highest_term: _builtins.int
-    """Highest term of a balancer that this worker heard of; 0 if none. A balancer of a lower term
-    does not lead, or must lead in a higher one.
+    """Highest term that this worker has seen; 0 if none. A balancer with a lower term does not lead,
+    or must lead with a higher one.
     """
     host: _builtins.str
-    """Machine the worker runs on, which `node` is unless several share a fast domain; may be empty."""
-    zone: _builtins.str
-    """Zone of that machine; empty where there are none."""
-    device: _builtins.str
-    """Where the model computes, such as "cpu" or "cuda:0 (NVIDIA H200)"; for people."""
-    kernels: _builtins.str
-    """What it computes with: "torch", or the kernels' backends; for people."""
-    cache_token_bytes: _builtins.int
-    """Memory that a token takes in the worker's latent cache, in bytes, all layers; 0 if it does not
-    tell.
+    """Machine the worker runs on; the same as `node` unless machines share a fast domain. May be
+    empty.
     """
+    zone: _builtins.str
+    """Zone of the machine; empty if there is none."""
+    device: _builtins.str
+    """Device of the model, such as "cpu" or "cuda:0 (NVIDIA H200)"; human-readable."""
+    kernels: _builtins.str
+    """What the model computes with: "torch", or the kernels' backends; human-readable."""
+    cache_token_bytes: _builtins.int
+    """Size of a token in the worker's latent cache, over all layers, bytes; 0 if not reported."""
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
 
     @_builtins.property
     def running(self) -> Global___RunningState:
-        """What a reconnecting worker runs; absent at first start."""
+        """What a reconnecting worker runs; absent before its first epoch."""
 
     @_builtins.property
     def group_lost(self) -> Global___GroupLost:
-        """Set instead of `running` by a worker whose group is over, until it is a rank again."""
+        """Set instead of `running` by a worker that lost its group, until it serves again."""
 
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Every backend it could compute with, as "operation=backend|backend", an operation each. Workers
-        of a pool must share one for each operation. Empty if it does not tell.
+        """Available backends, one entry per operation: "operation=backend|backend". Workers of a pool
+        must share a backend for each operation. Empty if not reported.
         """
 
     def __init__(
@@ -334,7 +334,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class RunningState(_message.Message):
-    """RunningState is the truth a reconnecting worker reports; the balancer reconciles with it."""
+    """RunningState is what a reconnecting worker runs; the balancer reconciles its state with it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -346,20 +346,20 @@ class RunningState(_message.Message):
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Membership number the worker serves in."""
+    """Epoch the worker serves in."""
     rank: _builtins.int
     """Rank within that epoch."""
     generation: _builtins.int
-    """Generation used by the latest step."""
+    """Generation of the latest step."""
     staged_generation: _builtins.int
-    """Highest generation staged and verified but not switched to; 0 if none."""
+    """Generation that is staged and verified but not switched to; 0 if none."""
     slot_checksums: _builtins.bytes
-    """Checksums of the experts held now, as in Serving."""
+    """Checksums of the slots, as in Serving or, after a switch, as in Switched."""
     steps: _builtins.str
     """How steps run, as in Serving."""
     @_builtins.property
     def layout(self) -> Global___Layout:
-        """The layout of `generation`, so that a balancer that lost its store can recover it."""
+        """Layout of `generation`; a balancer that lost its store recovers it from here."""
 
     def __init__(
         self,
@@ -382,7 +382,7 @@ Global___RunningState: _TypeAlias = RunningState  # noqa: Y015
 
 @_typing.final
 class Layout(_message.Message):
-    """Layout says which logical expert each physical slot holds."""
+    """Layout maps each physical slot to the logical expert it holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -406,9 +406,9 @@ class Layout(_message.Message):
     expert_of_slot: _builtins.bytes
     """int32 little-endian [num_layers, num_slots], row-major: logical expert of each slot."""
     share_of_slot: _builtins.bytes
-    """uint16 little-endian, same shape: share of its expert's assignments that each slot serves, in
-    1/32768ths; an expert's parts sum to 32768, so that all ranks divide alike to the last one.
-    Absent when every expert is split evenly over its slots.
+    """uint16 little-endian, same shape: each slot's share of its expert's assignments, in 1/32768ths.
+    An expert's shares sum to 32768, so that all ranks divide identically, to the last assignment.
+    Absent if every expert is split evenly over its slots.
     """
     def __init__(
         self,
@@ -446,9 +446,9 @@ class Peer(_message.Message):
     address: _builtins.str
     """host:port for expert transfer and requests."""
     node: _builtins.str
-    """Node name, so that a worker prefers near sources."""
+    """Node (fast domain), so that a worker prefers near sources."""
     worker: _builtins.str
-    """Stable worker name, for messages to people."""
+    """Stable worker name; for messages."""
     def __init__(
         self,
         *,
@@ -482,34 +482,34 @@ class JoinEpoch(_message.Message):
     MOVES_FIELD_NUMBER: _builtins.int
     MEET_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Membership number; grows by one with every change of who takes part."""
+    """Membership number; grows by one with every change of membership."""
     rank: _builtins.int
     """Rank of the receiver, from 0."""
     rendezvous_address: _builtins.str
-    """host:port of the process group's rendezvous (rank 0 hosts it)."""
+    """host:port of the rendezvous, hosted by rank 0."""
     report_interval_s: _builtins.float
-    """Seconds between load reports; a policy of the balancer."""
+    """Seconds between load reports."""
     heartbeat_interval_s: _builtins.float
-    """Seconds between heartbeats; a policy of the balancer."""
+    """Seconds between heartbeats."""
     term: _builtins.int
-    """Term of the balancer that says so, its fencing number. It grows with every change of leader;
-    a worker that heard of a higher one refuses.
+    """Term of the sending balancer: a fencing token that grows with every change of leader. A worker
+    that has seen a higher term drops the message.
     """
     meet_timeout_s: _builtins.float
-    """Seconds in which all ranks must have met; who waited longer says GroupLost."""
+    """Timeout for all ranks to meet, seconds; a rank that waited longer sends GroupLost."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
         """All ranks of the epoch, the receiver included, ordered by rank."""
 
     @_builtins.property
     def layout(self) -> Global___Layout:
-        """Layout to start in; complete, so that a worker needs nothing else."""
+        """Complete layout to start with."""
 
     @_builtins.property
     def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___Move]:
-        """Where to pull what the receiver's slots lack of the layout, as in Stage. Ranks are those of this
-        epoch; they hold what they held before until all have met. Slots that have no move here and do
-        not hold their expert are filled from the checkpoint.
+        """Experts that the receiver's slots lack, and their sources, as in Stage. Ranks are those of this
+        epoch; they keep their experts until all ranks have met. A slot without a move that does not
+        hold its expert is filled from the checkpoint.
         """
 
     def __init__(
@@ -536,7 +536,7 @@ Global___JoinEpoch: _TypeAlias = JoinEpoch  # noqa: Y015
 
 @_typing.final
 class Serving(_message.Message):
-    """Serving says that a worker holds its part of a layout and takes part in steps."""
+    """Serving: a worker holds the experts of its rank and takes part in steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -550,13 +550,14 @@ class Serving(_message.Message):
     rank: _builtins.int
     """Rank within that epoch."""
     generation: _builtins.int
-    """Generation whose layout it loaded."""
+    """Generation of the layout that it holds."""
     slot_checksums: _builtins.bytes
-    """16 bytes per slot, [num_layers, slots_per_rank, 16]: BLAKE2b-128 of the expert's bytes.
-    The balancer merges them into the checksum table that moves are verified against.
+    """16 bytes per slot, [num_layers, slots_per_rank, 16]: BLAKE2b-128 of the expert's bytes,
+    computed from the slots' bytes when they are first filled. The balancer merges them into the
+    checksum table that moves are verified against.
     """
     steps: _builtins.str
-    """How decode steps run and how rows travel between ranks, for people; may be empty."""
+    """How decode steps run and how rows travel between ranks; human-readable, may be empty."""
     def __init__(
         self,
         *,
@@ -576,8 +577,8 @@ Global___Serving: _TypeAlias = Serving  # noqa: Y015
 
 @_typing.final
 class LoadReport(_message.Message):
-    """LoadReport carries counters that only grow, so that losing, repeating or delaying one is
-    harmless. A generation has its own counters, because slots mean different experts in another.
+    """LoadReport carries cumulative counters, so that a lost, repeated or late report does no harm.
+    Each generation has its own counters, because its slots hold different experts.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -606,54 +607,53 @@ class LoadReport(_message.Message):
     epoch: _builtins.int
     """Epoch the assignments were counted in."""
     rank: _builtins.int
-    """Rank that received the assignments."""
+    """Rank whose slots received the assignments."""
     generation: _builtins.int
     """Generation the assignments were routed by."""
     phase: Global___Phase.ValueType
     """Phase the assignments belong to."""
     assignments: _builtins.bytes
-    """uint64 little-endian [num_layers, slots_per_rank]: assignments (token-expert pairs)
-    received per slot since this generation began on this boot. Padding and dummy tokens do not
-    count.
+    """uint64 little-endian [num_layers, slots_per_rank]: assignments (token-expert pairs) per slot
+    since this boot first ran the generation. Padding and dummy tokens do not count.
     """
     steps: _builtins.int
     """Forward steps taken by this rank in this epoch."""
     tokens_processed: _builtins.int
     """Tokens run through the model on this rank since boot (prompt and generated)."""
     median_step_us: _builtins.int
-    """Median duration of a step since the previous report, microseconds; 0 if there was none."""
+    """Median duration of the steps since the previous report, microseconds; 0 if there were none."""
     active_requests: _builtins.int
-    """Requests being generated on this rank now."""
+    """Requests that are generating on this rank."""
     queued_requests: _builtins.int
-    """Requests waiting on this rank now."""
+    """Requests that are queued on this rank."""
     tokens_generated: _builtins.int
     """Tokens generated on this rank since boot."""
     busy_us: _builtins.int
-    """Time of this epoch's steps in which this rank did not wait for its peers, microseconds. All
-    steps of a pool are equally long; by this the slow rank is told from those that wait for it.
+    """Time in this epoch's steps that this rank did not wait for its peers, microseconds. Steps take
+    equally long on all ranks; this identifies the slow rank.
     """
     cache_tokens: _builtins.int
-    """Tokens that the latent cache of this rank has room for."""
+    """Capacity of this rank's latent cache, tokens."""
     cache_tokens_used: _builtins.int
-    """Of these, tokens in blocks that active requests hold now. Blocks kept only because another
-    request may begin alike do not count: their room is given to whoever needs it.
+    """Tokens in blocks that active requests hold. Blocks kept only for prefix caching do not count:
+    they are reused on demand.
     """
     prefix_tokens_sought: _builtins.int
-    """Tokens of admitted requests since boot, and how many of them were in the cache already."""
+    """Tokens of requests admitted since boot, and prefix cache hits among them."""
     prefix_tokens_found: _builtins.int
     requests_paused: _builtins.int
-    """How often since boot a request was paused because the cache had no room."""
+    """Number of times since boot that a request was paused because the cache was full."""
     drafts: _builtins.int
-    """Tokens guessed and verified since boot, and how many of the guesses were right."""
+    """Draft tokens verified since boot, and accepted ones among them."""
     drafts_accepted: _builtins.int
     @_builtins.property
     def bounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerBound]:
-        """Every wait of this worker that has a bound."""
+        """All bounded waits of this worker."""
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """A heartbeat that is due goes along, and is answered like one by itself: where reports are as
-        frequent as heartbeats, that is half the messages.
+        """A heartbeat that is due, acknowledged like one sent alone. If reports are as frequent as
+        heartbeats, this halves the number of messages.
         """
 
     def __init__(
@@ -691,7 +691,7 @@ Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
 class WorkerBound(_message.Message):
-    """WorkerBound is a wait on a worker that has a bound, and what came of it."""
+    """WorkerBound is a bounded wait of a worker, and its outcome."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -700,15 +700,15 @@ class WorkerBound(_message.Message):
     REACHED_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """step (a collective, for peers), pull (an expert from one source), ack (any word of the
-    balancer), outage (requests, while ranks form anew) or drain (requests, when it is to stop).
+    """step (a collective with peers), pull (an expert from one source), ack (any message of the
+    balancer), outage (requests, while ranks re-form) or drain (requests, at a graceful shutdown).
     """
     bound_s: _builtins.float
-    """Longest wait, seconds."""
+    """Timeout, seconds."""
     reached: _builtins.int
-    """How often it was reached since boot."""
+    """Number of timeouts since boot."""
     latest: _builtins.str
-    """What happened the last time, in words; empty if it never was."""
+    """Outcome of the latest timeout, human-readable; empty if there was none."""
     def __init__(
         self,
         *,
@@ -727,7 +727,7 @@ Global___WorkerBound: _TypeAlias = WorkerBound  # noqa: Y015
 
 @_typing.final
 class Source(_message.Message):
-    """Source is a place where an expert's bytes can be pulled from."""
+    """Source is where an expert's bytes can be pulled from."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -736,7 +736,7 @@ class Source(_message.Message):
     rank: _builtins.int
     """A rank that holds the expert in the current generation."""
     checkpoint: _builtins.bool
-    """The checkpoint every worker can read."""
+    """The checkpoint, which every worker can read."""
     def __init__(
         self,
         *,
@@ -771,10 +771,10 @@ class Move(_message.Message):
     expert: _builtins.int
     """Logical expert the slot will hold."""
     checksum: _builtins.bytes
-    """BLAKE2b-128 of the expert's bytes; the worker refuses anything else."""
+    """BLAKE2b-128 of the expert's bytes; the worker rejects any other bytes."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___Source]:
-        """Where to pull from, best first; the checkpoint is last."""
+        """Where to pull from, best first; the checkpoint comes last."""
 
     def __init__(
         self,
@@ -795,7 +795,7 @@ Global___Move: _TypeAlias = Move  # noqa: Y015
 
 @_typing.final
 class LayoutChange(_message.Message):
-    """LayoutChange tells a layout by what it changes in another one, of as many layers and slots."""
+    """LayoutChange describes a layout as a change of another one with the same dimensions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -809,15 +809,15 @@ class LayoutChange(_message.Message):
     cells: _builtins.bytes
     """uint32 little-endian, ascending: cells that differ, each layer * num_slots + slot."""
     expert_of_cell: _builtins.bytes
-    """int32 little-endian, one a cell: the logical expert that it holds."""
+    """int32 little-endian, one per cell: the logical expert that it holds."""
     share_of_cell: _builtins.bytes
-    """uint16 little-endian, one a cell: its share, as in Layout. Absent when the new layout splits
-    every expert evenly, cells that are not named included.
+    """uint16 little-endian, one per cell: its share, as in Layout. Absent if the new layout splits
+    every expert evenly, including those outside `cells`.
     """
     digest: _builtins.bytes
-    """BLAKE2b-128 of the complete new layout: over those of its layers, in order. A layer's is over
-    its experts, and behind them its shares if one of its experts is split unevenly, as int32
-    little-endian. Who comes to another one has changed another layout, and refuses.
+    """BLAKE2b-128 of the complete new layout: the digest of its layers' digests, in order. A layer's
+    digest covers its experts, followed by its shares if an expert is split unevenly, as int32
+    little-endian. A worker that computes another digest changed another layout, and refuses.
     """
     def __init__(
         self,
@@ -840,7 +840,7 @@ Global___LayoutChange: _TypeAlias = LayoutChange  # noqa: Y015
 
 @_typing.final
 class Stage(_message.Message):
-    """Stage asks a rank to fill staging memory for the next generation."""
+    """Stage makes a rank fetch and verify the experts of the next generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -853,28 +853,26 @@ class Stage(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CHANGE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch the moves are meant for; another epoch refuses."""
+    """Epoch of the moves; a rank of another epoch refuses."""
     base_generation: _builtins.int
-    """Generation the moves start from; must be what the worker runs."""
+    """Generation the moves start from; must be the one the worker runs."""
     timeout_s: _builtins.float
-    """Seconds the worker may take before it refuses by itself."""
+    """Timeout after which the worker refuses by itself, seconds."""
     term: _builtins.int
-    """Term of the balancer, as in JoinEpoch."""
+    """Term of the sending balancer, as in JoinEpoch."""
     traceparent: _builtins.str
-    """W3C trace context of the rollout, so that what the worker does about it is found with it; empty
-    where nobody traces.
-    """
+    """W3C trace context of the rollout, the parent of the worker's spans; empty without tracing."""
     @_builtins.property
     def layout(self) -> Global___Layout:
-        """Complete layout of the generation to prepare; absent if `change` says it."""
+        """Complete layout of the generation to stage; absent if `change` is set."""
 
     @_builtins.property
     def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___Move]:
-        """Moves into the receiver's slots only; may be empty (the rank still takes part)."""
+        """Moves into the receiver's slots; may be empty (the rank still takes part)."""
 
     @_builtins.property
     def change(self) -> Global___LayoutChange:
-        """In place of `layout`, where that is shorter: what changes against `base_generation`."""
+        """Replaces `layout` where that is shorter: the change from `base_generation`."""
 
     def __init__(
         self,
@@ -898,9 +896,8 @@ Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
 class GroupLost(_message.Message):
-    """GroupLost: the ranks of an epoch cannot take another step together, for example because one of
-    them died. The worker lives on, keeps its requests and what its slots hold, and waits for a
-    JoinEpoch of a later epoch.
+    """GroupLost: the ranks of an epoch cannot take another step together, for example because one
+    died. The worker keeps running with its requests and experts, and waits for a later JoinEpoch.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -910,17 +907,16 @@ class GroupLost(_message.Message):
     EXPERT_OF_SLOT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch that is over for this worker."""
+    """Epoch that has ended for this worker."""
     reason: _builtins.str
-    """Why, in words."""
+    """Why, as a message."""
     expert_of_slot: _builtins.bytes
-    """int32 little-endian [num_layers, slots_per_rank]: the logical expert that each own slot holds,
-    whatever layout it came by; empty when they hold nothing yet. Survivors keep their slots where
-    they can.
+    """int32 little-endian [num_layers, slots_per_rank]: the logical expert in each own slot, from
+    whichever layout; empty if the slots were never filled. Survivors keep their slots if possible.
     """
     generation: _builtins.int
-    """Highest generation that it ran or staged: numbers are never used again, even if the store
-    forgot them. 0 for none.
+    """Highest generation that it ran or staged, 0 for none: numbers are never reused, even if the
+    store lost them.
     """
     def __init__(
         self,
@@ -940,7 +936,7 @@ Global___GroupLost: _TypeAlias = GroupLost  # noqa: Y015
 
 @_typing.final
 class Staged(_message.Message):
-    """Staged: every moved slot of a generation holds verified bytes on this rank."""
+    """Staged: this rank has verified bytes for every slot that a generation changes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -953,7 +949,7 @@ class Staged(_message.Message):
     epoch: _builtins.int
     """Epoch of the answer."""
     rank: _builtins.int
-    """Rank that answers."""
+    """The answering rank."""
     generation: _builtins.int
     """Generation that was staged."""
     peer_bytes: _builtins.int
@@ -993,11 +989,11 @@ class Refused(_message.Message):
     epoch: _builtins.int
     """Epoch of the answer."""
     rank: _builtins.int
-    """Rank that answers."""
+    """The answering rank."""
     generation: _builtins.int
     """Generation that was refused."""
     reason: _builtins.str
-    """One sentence: what was wrong and what would help."""
+    """One sentence: the fault and the remedy."""
     def __init__(
         self,
         *,
@@ -1016,7 +1012,7 @@ Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
 @_typing.final
 class Switched(_message.Message):
-    """Switched: the rank uses a generation from a step on."""
+    """Switched: the rank has switched to a generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1030,17 +1026,20 @@ class Switched(_message.Message):
     epoch: _builtins.int
     """Epoch of the switch."""
     rank: _builtins.int
-    """Rank that reports."""
+    """The reporting rank."""
     generation: _builtins.int
     """Generation in use now."""
     step: _builtins.int
-    """First step that used it; equal on all ranks."""
+    """First step that used it; the same on all ranks."""
     stall_us: _builtins.int
-    """Time the switch itself took (copies and tables), microseconds."""
+    """Duration of the switch (copies and tables), microseconds."""
     median_step_us: _builtins.int
-    """Median duration of the steps before the switch, microseconds, to compare the stall with."""
+    """Median duration of the steps before the switch, microseconds; to compare `stall_us` with."""
     slot_checksums: _builtins.bytes
-    """Checksums of all slots after the switch, as in Serving."""
+    """Checksums of all slots after the switch, shaped as in Serving. Those of moved slots are copied
+    from the Stage, whose bytes were verified before they were staged; they are not computed again
+    from the slots, so they do not prove what the slots hold.
+    """
     def __init__(
         self,
         *,
@@ -1075,9 +1074,9 @@ class Abort(_message.Message):
     generation: _builtins.int
     """Generation to drop."""
     reason: _builtins.str
-    """Why, for the worker's log."""
+    """Why; for the worker's log."""
     term: _builtins.int
-    """Term of the balancer, as in JoinEpoch."""
+    """Term of the sending balancer, as in JoinEpoch."""
     def __init__(
         self,
         *,
@@ -1096,9 +1095,7 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Heartbeat is sent at every interval, by itself or with a report, and carries what reconciliation
-    needs.
-    """
+    """Heartbeat is sent at every interval, alone or in a report. It carries what reconciliation needs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1108,15 +1105,15 @@ class Heartbeat(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch the worker serves in; 0 before it has one."""
+    """Epoch the worker serves in; 0 if none."""
     generation: _builtins.int
     """Generation in use."""
     staged_generation: _builtins.int
-    """Generation staged and waiting; 0 if none."""
+    """Generation that awaits the switch; 0 if none."""
     sequence: _builtins.int
     """Sequence number, echoed in HeartbeatAck."""
     draining: _builtins.bool
-    """The worker was asked to stop: it ends the requests that it has, and takes no other."""
+    """The worker shuts down gracefully: it finishes its requests and accepts no others."""
     def __init__(
         self,
         *,
@@ -1142,7 +1139,7 @@ class HeartbeatAck(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Sequence of the heartbeat that is answered."""
+    """Sequence number of the heartbeat."""
     def __init__(
         self,
         *,
@@ -1158,13 +1155,13 @@ Global___HeartbeatAck: _TypeAlias = HeartbeatAck  # noqa: Y015
 
 @_typing.final
 class Leaving(_message.Message):
-    """Leaving announces a wilful stop."""
+    """Leaving announces a graceful shutdown."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why the worker stops, for people."""
+    """Why the worker stops; human-readable."""
     def __init__(
         self,
         *,
@@ -1180,7 +1177,7 @@ Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
 
 @_typing.final
 class Rejection(_message.Message):
-    """Rejection closes the door on a worker or a message, with words."""
+    """Rejection refuses a worker or a message, with the reason."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1191,13 +1188,13 @@ class Rejection(_message.Message):
     reason: _builtins.str
     """One sentence that names the fault and the remedy."""
     fatal: _builtins.bool
-    """True when the stream ends after this; false when only one message was dropped."""
+    """True if the balancer closes the stream; false if it only dropped a message."""
     not_leading: _builtins.bool
-    """True when nothing is wrong with the worker: this balancer does not lead now. Try another one,
-    or this one again.
+    """True if this balancer does not lead now and has no objection to the worker. Try another one, or
+    retry this one.
     """
     leader_address: _builtins.str
-    """host:port of the balancer that leads, as far as this one knows; only with `not_leading`."""
+    """host:port of the leader, if this balancer knows it; only with `not_leading`."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerLinkStub:
-    """WorkerLink is the only path by which layouts reach workers and loads reach the balancer.
+    """WorkerLink carries layouts to workers and loads to the balancer; there is no other path.
     """
 
     def __init__(self, channel):
@@ -43,12 +43,12 @@ class WorkerLinkStub:
 
 
 class WorkerLinkServicer:
-    """WorkerLink is the only path by which layouts reach workers and loads reach the balancer.
+    """WorkerLink carries layouts to workers and loads to the balancer; there is no other path.
     """
 
     def Connect(self, request_iterator, context):
-        """Connect lives as long as the worker serves. A broken stream is re-opened by the worker with
-        back-off; serving never waits for it.
+        """Connect stays open for the worker's lifetime. The worker reopens a broken stream with backoff;
+        serving never waits for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +71,7 @@ def add_WorkerLinkServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerLink:
-    """WorkerLink is the only path by which layouts reach workers and loads reach the balancer.
+    """WorkerLink carries layouts to workers and loads to the balancer; there is no other path.
     """
 
     @staticmethod

@@ -3,12 +3,12 @@
 isort:skip_file
 The contract between workers and the balancer.
 
-One stream per worker carries everything. The worker speaks first (Hello), the balancer
-answers with a JoinEpoch or refuses with a reason. From then on the stream is
-level-triggered: either side may repeat what it said, and the last word counts.
+Each worker has one stream. It sends a Hello first; the balancer answers with a JoinEpoch or
+rejects it with a reason. From then on the stream is level-triggered: either side may repeat a
+message, and the latest one counts.
 
-Words follow docs/architecture.md. Arrays are packed little-endian `bytes`, because a
-`repeated` field of 17,000 counters costs a varint each and is decoded element by element.
+Terms are defined in docs/architecture.md. Arrays are packed little-endian `bytes`: a `repeated`
+field of 17,000 counters would cost a varint each and be decoded element by element.
 """
 
 from collections import abc as _abc
@@ -35,29 +35,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerLinkStub:
-    """WorkerLink is the only path by which layouts reach workers and loads reach the balancer."""
+    """WorkerLink carries layouts to workers and loads to the balancer; there is no other path."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerLinkAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_worker_link_pb2.ConnectRequest, _worker_link_pb2.ConnectResponse]
-    """Connect lives as long as the worker serves. A broken stream is re-opened by the worker with
-    back-off; serving never waits for it.
+    """Connect stays open for the worker's lifetime. The worker reopens a broken stream with backoff;
+    serving never waits for it.
     """
 
 @_typing.type_check_only
 class WorkerLinkAsyncStub(WorkerLinkStub):
-    """WorkerLink is the only path by which layouts reach workers and loads reach the balancer."""
+    """WorkerLink carries layouts to workers and loads to the balancer; there is no other path."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_worker_link_pb2.ConnectRequest, _worker_link_pb2.ConnectResponse]  # type: ignore[assignment]
-    """Connect lives as long as the worker serves. A broken stream is re-opened by the worker with
-    back-off; serving never waits for it.
+    """Connect stays open for the worker's lifetime. The worker reopens a broken stream with backoff;
+    serving never waits for it.
     """
 
 class WorkerLinkServicer(metaclass=_abc_1.ABCMeta):
-    """WorkerLink is the only path by which layouts reach workers and loads reach the balancer."""
+    """WorkerLink carries layouts to workers and loads to the balancer; there is no other path."""
 
     @_abc_1.abstractmethod
     def Connect(
@@ -65,8 +65,8 @@ class WorkerLinkServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_link_pb2.ConnectRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_link_pb2.ConnectResponse], _abc.AsyncIterator[_worker_link_pb2.ConnectResponse]]:
-        """Connect lives as long as the worker serves. A broken stream is re-opened by the worker with
-        back-off; serving never waits for it.
+        """Connect stays open for the worker's lifetime. The worker reopens a broken stream with backoff;
+        serving never waits for it.
         """
 
 def add_WorkerLinkServicer_to_server(servicer: WorkerLinkServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ExpertTransferStub:
-    """ExpertTransfer lets peers pull experts. It only reads; a slow peer cannot hold up a step.
+    """ExpertTransfer lets peers pull experts. It only reads; a slow peer cannot delay a step.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class ExpertTransferStub:
 
 
 class ExpertTransferServicer:
-    """ExpertTransfer lets peers pull experts. It only reads; a slow peer cannot hold up a step.
+    """ExpertTransfer lets peers pull experts. It only reads; a slow peer cannot delay a step.
     """
 
     def Fetch(self, request, context):
@@ -70,7 +70,7 @@ def add_ExpertTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExpertTransfer:
-    """ExpertTransfer lets peers pull experts. It only reads; a slow peer cannot hold up a step.
+    """ExpertTransfer lets peers pull experts. It only reads; a slow peer cannot delay a step.
     """
 
     @staticmethod
