@@ -1,1 +1,1 @@
-"""A DeepSeek-V3-style model whose routed experts lie where a layout says."""
+"""A DeepSeek-V3-style model whose layout decides which slot holds which routed expert."""

@@ -1,9 +1,9 @@
 """`Checkpoint`: a model's weights on disk, in Hugging Face's layout.
 
-A checkpoint is a folder with `config.json` and safetensors, in one file or in shards with an index;
-weights are BF16, or FP8 with scales. Everything is checked when it is opened, so that a wrong file
-is named before any weight is used. Which expert belongs in which slot is the caller's business;
-`checkpoint_writer` writes.
+A checkpoint is a folder with `config.json` and safetensors, in one file or in shards with an index.
+Weights are BF16, or FP8 with scales. Opening checks everything, so that a wrong file is reported
+before any weight is used. The caller decides which expert goes into which slot; `checkpoint_writer`
+writes checkpoints.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ from equipoise_model.tensor_names import dense_tensors, is_mtp, payload_names
 __all__ = ["Checkpoint", "CheckpointError", "ProgressCallback", "save"]
 
 ProgressCallback = Callable[[int, int], None]
-"""Told the bytes that are done and all that there are, behind each tensor or expert."""
+"""Called after each tensor or expert with the bytes loaded so far and the total."""
 
-_IGNORED = ".rotary_emb.inv_freq"  # old checkpoints store what the config says
+_IGNORED = ".rotary_emb.inv_freq"  # old checkpoints store these; the config already defines them
 _ORIGINALS = {
     ".embed_tokens.weight": "model.embed_tokens.weight",
     ".shared_head.head.weight": "lm_head.weight",
@@ -45,16 +45,16 @@ _PIECE_BYTES = 8 << 20
 
 
 class Checkpoint:
-    """An opened checkpoint: every tensor is known to be there, of the right shape and type.
+    """An opened checkpoint: every tensor is present, with the right shape and type.
 
-    Weights are mapped, not read: opening is cheap, each read touches its own bytes only, and keeps
-    some MiB of them in memory at most. Reads may come from any thread.
+    Weights are memory-mapped: opening is cheap, and a read touches only its own bytes and keeps a
+    few MiB of them in memory. Safe to read from any thread.
     """
 
     def __init__(
         self, *, path: Path, config: ModelConfig, fingerprint: str, shards: Mapping[str, Shard]
     ) -> None:
-        """Use `open`; `shards` has the opened file of every tensor."""
+        """Call `open` instead; `shards` maps every tensor name to its opened file."""
         self.path = path
         self.config = config
         self.fingerprint = fingerprint
@@ -68,13 +68,13 @@ class Checkpoint:
 
         Args:
             path: the folder.
-            keep_fp8: whether payloads of a checkpoint in FP8 are its codes and scales. Otherwise
-                they, and `config`, are those of the same checkpoint converted to BF16.
-            quantize_as: how a checkpoint in BF16 is quantised as it is read, so that its payloads
-                and `config` are those of one in FP8; without effect on one that is.
+            keep_fp8: whether payloads of an FP8 checkpoint are its codes and scales. Otherwise
+                payloads and `config` are those of the checkpoint converted to BF16.
+            quantize_as: how to quantise a BF16 checkpoint while reading, so that its payloads and
+                `config` are those of an FP8 checkpoint; ignored for an FP8 checkpoint.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or a tensor is missing, unknown, or of
+            CheckpointError: a file is missing or damaged, or a tensor is missing, unknown, or has
                 another shape or type than the config implies.
             UnsupportedConfigError: the model cannot run the checkpoint's config.
         """
@@ -90,7 +90,7 @@ class Checkpoint:
 
     @property
     def has_mtp(self) -> bool:
-        """Whether multi-token-prediction modules are stored; their config alone does not say."""
+        """Whether multi-token-prediction modules are stored; the config alone does not tell."""
         return any(is_mtp(name, self.config) for name in self._shards)
 
     @property
@@ -105,12 +105,12 @@ class Checkpoint:
         mtp: bool = False,
         progress: ProgressCallback | None = None,
     ) -> Transformer:
-        """A model in one process, slot e holding expert e in every layer.
+        """Load the whole model into one process: slot e holds expert e in every layer.
 
-        `progress` counts twice from 0: the dense tensors, then the experts.
+        `progress` runs twice from 0: for the dense tensors, then for the experts.
 
         Raises:
-            CheckpointError: `mtp` is asked for, the checkpoint has no such modules.
+            CheckpointError: `mtp` is set, but the checkpoint has no such modules.
         """
         model = Transformer(self.config, row_block=row_block, mtp=mtp)
         self.load_dense(model, progress=progress)
@@ -120,12 +120,13 @@ class Checkpoint:
 
     @torch.no_grad()
     def load_dense(self, model: ServingModel, *, progress: ProgressCallback | None = None) -> None:
-        """Load everything but the routed experts that a layout places.
+        """Load everything but the routed experts, which a layout places.
 
-        Multi-token-prediction modules are loaded whole, if the model has them.
+        Loads multi-token-prediction modules whole, if the model has them.
 
         Raises:
-            CheckpointError: the model has multi-token-prediction modules, the checkpoint has not.
+            CheckpointError: the model has multi-token-prediction modules and the checkpoint does
+                not.
         """
         assert model.config == self.config
         if model.num_mtp_layers and not self.has_mtp:
@@ -151,7 +152,7 @@ class Checkpoint:
         *,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """Load routed experts into this rank's slots, integers [MoE layers, slots of the rank]."""
+        """Load routed experts into this rank's slots, integers [MoE layers, slots per rank]."""
         assert model.config == self.config
         table = np.asarray(expert_of_slot)
         done, total = 0, table.size * self.config.expert_bytes
@@ -164,14 +165,15 @@ class Checkpoint:
 
     @torch.no_grad()
     def read_expert(self, layer: int, expert: int) -> Tensor:
-        """The payload of a logical expert, uint8 [expert_bytes]; MoE layers count from 0.
+        """Read a logical expert's payload, uint8 [expert_bytes]; MoE layers count from 0.
 
-        Gate, up and down in BF16; or their codes, then their scales (`keep_fp8`).
+        Gate, up and down in BF16, or with `keep_fp8` their codes, then their scales.
         """
         assert 0 <= layer < self.config.num_moe_layers
         assert 0 <= expert < self.config.n_routed_experts
         names = payload_names(self.config, layer=layer, expert=expert)
-        # Pages of its own: small objects would settle in the holes that payloads leave in a heap.
+        # Pages of its own: small objects would otherwise settle in the holes that payloads leave in
+        # the heap.
         pages = mmap.mmap(-1, self.config.expert_bytes)
         payload = torch.frombuffer(pages, dtype=torch.uint8)
         shapes = [self._shards[name].tensors[name].shape for name in names]
@@ -188,9 +190,9 @@ class Checkpoint:
         return payload
 
     def read(self, name: str) -> Tensor:
-        """A new tensor by checkpoint name: float32 if it is stored so, else BF16.
+        """Read a tensor by checkpoint name into a new tensor: float32 if stored so, else BF16.
 
-        Copies of the embedding and the head may be left out of a checkpoint; here they never are.
+        Handles checkpoints that omit the repeated embedding and head.
         """
         if name not in self._shards:
             name = next(own for copy, own in _ORIGINALS.items() if name.endswith(copy))
@@ -201,7 +203,7 @@ class Checkpoint:
         return out
 
     def read_quantized(self, name: str, *, codes: Tensor, scales: Tensor) -> None:
-        """Fill codes and scales of a weight, as they are stored, or of its BF16 weights."""
+        """Fill codes and scales of a weight: as stored, or by quantising its BF16 weights."""
         if self._shards[name].tensors[name].dtype == FP8:
             self.read_into(name, codes)
             self.read_into(name + SCALE_SUFFIX, scales)
@@ -212,7 +214,7 @@ class Checkpoint:
         scales.copy_(quantized.scales)
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Fill a tensor of a stored one's shape; FP8 becomes BF16 if `out` is not FP8 itself."""
+        """Fill a tensor of the stored shape; FP8 is converted to BF16 unless `out` is FP8."""
         shard = self._shards[name]
         if shard.tensors[name].dtype != FP8 or out.dtype == torch.float8_e4m3fn:
             for rows, part in shard.pieces(name, max_bytes=_PIECE_BYTES):
@@ -226,7 +228,7 @@ class Checkpoint:
 def _parts(
     payload: Tensor, shapes: Sequence[tuple[int, ...]], *, dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor]:
-    """Tensors that follow each other from a payload's start, sharing its bytes, and the rest."""
+    """Split a payload into tensors that share its bytes; also return the remaining bytes."""
     parts = []
     for shape in shapes:
         size = math.prod(shape) * dtype.itemsize
@@ -243,7 +245,7 @@ def _read_config(file: Path) -> ModelConfig:
 
 
 def _open_shards(path: Path) -> dict[str, Shard]:
-    """The opened file of every tensor, whether there is an index or not."""
+    """Open the file of every tensor, with or without an index."""
     index = path / INDEX
     if not index.exists():
         shard = Shard.open(path / WEIGHTS)
@@ -259,26 +261,26 @@ def _open_shards(path: Path) -> dict[str, Shard]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor, in the index's own folder."""
+    """Return each tensor's file; every file must lie in the index's own folder."""
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         good = all(isinstance(file, str) for file in file_of.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of shards: {error!r}") from error
     if not good:
-        raise CheckpointError(f"{index} is not an index of shards: a file's name is no text")
+        raise CheckpointError(f"{index} is not an index of shards: a file name is not text")
     for name, file in file_of.items():
-        # Reading `..` or `/etc/passwd` as weights would tell a stranger what is there.
+        # Reading `..` or `/etc/passwd` as weights would disclose their contents.
         if Path(file).name != file or not file.endswith(".safetensors") or "\\" in file:
             raise CheckpointError(
-                f"{index}: {name} is said to be in {file!r}, which is no safetensors file of this "
+                f"{index}: {name} is listed in {file!r}, which is not a safetensors file of this "
                 "folder"
             )
     return dict(file_of)
 
 
 def _check_tensors(shards: Mapping[str, Shard], *, config: ModelConfig, path: Path) -> None:
-    """Compare names, shapes and types with those that the config implies."""
+    """Compare names, shapes and types with those the config implies."""
     expected = manifest(config, mtp=any(is_mtp(name, config) for name in shards))
     for name in sorted(shards.keys() - expected.keys()):
         raise CheckpointError(f"{shards[name].file}: {name} is not part of a model of this config")
@@ -303,10 +305,10 @@ def _check_tensor(name: str, spec: TensorSpec, *, shard: Shard) -> None:
 
 
 def _fingerprint(config: ModelConfig, files: list[Path]) -> str:
-    """32 hex digits that differ for different checkpoints, wherever they are stored.
+    """Return 32 hex digits that identify a checkpoint, wherever it is stored.
 
-    Covers the config, each shard's header and size, and the first and last MiB of its weights: a
-    change of a few weights within a large shard may go unseen, experts' checksums see it.
+    Covers the config, each shard's header and size, and the first and last MiB of its weights. A
+    change of a few weights within a large shard may go unnoticed here; experts' checksums catch it.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(config.to_dict(), sort_keys=True).encode())

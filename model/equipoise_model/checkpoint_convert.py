@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint from BF16 to FP8 or back, and into other shards, a tensor at a time."""
+"""`convert`: convert a checkpoint from BF16 to FP8 or back, or reshard it, one tensor at a time."""
 
 import dataclasses
 from pathlib import Path
@@ -16,13 +16,14 @@ def convert(
     max_shard_bytes: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Write a checkpoint again: linear maps in FP8, or everything in BF16 (`fp8` None).
+    """Write a checkpoint again with linear maps in FP8, or with everything in BF16 (`fp8` None).
 
-    From FP8 to BF16 is what readers compute with; back is not exact, so it is not done twice.
-    Multi-token-prediction modules are kept. For the rest see `write`.
+    Converting FP8 to BF16 gives the numbers that readers compute with. Quantising them again would
+    not be exact, so an FP8 source cannot be converted to FP8. Keeps multi-token-prediction modules.
+    For the other arguments see `write`.
 
     Raises:
-        CheckpointError: the source is in FP8 already, or the folder is the source's.
+        CheckpointError: the source is already FP8, or the folder is the source's own.
         OSError: the folder cannot be written.
     """
     if fp8 is not None and source.is_fp8:

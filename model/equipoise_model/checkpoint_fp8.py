@@ -1,7 +1,7 @@
 """FP8 weights of checkpoints: E4M3 codes and a float32 scale for every 128 x 128 block.
 
-Owns the walk over large matrices, strip by strip, so that little memory is in use at once. The
-format and its arithmetic are `equipoise_kernels.formats`'.
+Walks large matrices strip by strip, so that little memory is in use at once. The format and its
+arithmetic belong to `equipoise_kernels.formats`.
 """
 
 import torch
@@ -15,9 +15,9 @@ STRIP_BYTES = 1 << 20
 
 
 def quantize(weight: Tensor, fp8: Fp8Config) -> QuantizedWeight:
-    """Codes of weights [N, K] of any float dtype, on their device; edges need not be whole blocks.
+    """Quantise weights [N, K] of any float dtype, on their device; edge blocks may be partial.
 
-    The rounding is that of DeepSeek-V3: largest absolute value of a block / 448, by float32.
+    Rounds like DeepSeek-V3: a block's largest absolute value / 448, in float32.
     """
     scale_format = ScaleFormat.FP32 if fp8.scale_fmt is None else ScaleFormat.UE8M0
     out = QuantizedWeight(
@@ -33,10 +33,10 @@ def quantize(weight: Tensor, fp8: Fp8Config) -> QuantizedWeight:
 
 
 def dequantize_strip(codes: Tensor, scales: Tensor, *, first: int) -> Tensor:
-    """BF16 weights of consecutive rows of a matrix, whose first begins a row of blocks.
+    """Return BF16 weights of consecutive rows of a matrix; the first row starts a row of blocks.
 
-    `codes` are those rows [n, K], `scales` the whole matrix's. Published weights are used in BF16
-    in just this way: code times scale in float32, rounded once.
+    `codes` are those rows [n, K], `scales` the whole matrix's. Published checkpoints are used in
+    BF16 the same way: code times scale in float32, rounded once.
     """
     assert first % GROUP == 0
     strip = QuantizedWeight(codes=codes, scales=scales[scale_rows(first, codes)])
@@ -44,10 +44,10 @@ def dequantize_strip(codes: Tensor, scales: Tensor, *, first: int) -> Tensor:
 
 
 def strip_rows(num_columns: int) -> int:
-    """Rows of a strip of codes of about STRIP_BYTES, in whole blocks and at least one."""
+    """Rows per strip of about STRIP_BYTES of codes: whole blocks, at least one."""
     return max(STRIP_BYTES // num_columns // GROUP, 1) * GROUP
 
 
 def scale_rows(first: int, codes: Tensor) -> slice:
-    """The rows of scales that belong to rows of codes beginning at row `first`."""
+    """The rows of scales for rows of codes that start at row `first`."""
     return slice(first // GROUP, -(-(first + codes.shape[0]) // GROUP))

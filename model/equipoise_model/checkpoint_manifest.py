@@ -1,7 +1,6 @@
-"""`manifest`: every tensor of a checkpoint, as its config implies it.
+"""`manifest`: every tensor of a checkpoint, derived from its config.
 
-Owns which tensors there are, their shapes and how they are stored: arithmetic on sizes, without a
-model and without files.
+Knows which tensors exist, their shapes and storage types. Needs neither a model nor files.
 """
 
 import math
@@ -18,28 +17,28 @@ ITEM_BYTES = {BF16: 2, F32: 4, FP8: 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor: its shape, and the type that is written, by safetensors' name.
-
-    `also` are types that are read as well. A tensor that repeats another one is `optional`.
-    """
+    """A tensor's shape and storage type, by safetensors' name."""
 
     shape: tuple[int, ...]
     dtype: str
+    """The type that is written."""
     also: tuple[str, ...] = ()
+    """Further types that are read."""
     optional: bool = False
+    """Whether it repeats another tensor, so that a checkpoint may omit it."""
 
     @property
     def num_bytes(self) -> int:
-        """Size as written."""
+        """Size in bytes, as written."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def manifest(config: ModelConfig, *, mtp: bool = True) -> dict[str, TensorSpec]:
-    """The tensors of a checkpoint by name, in the order of the layers.
+    """List the tensors of a checkpoint by name, in layer order.
 
-    Multi-token-prediction modules are those of the config, or left out. With
-    `quantization_config` each linear map of attention and of feed-forward networks is a pair,
-    `weight` and `weight_scale_inv`.
+    Includes the multi-token-prediction modules of the config, or none. With `quantization_config`,
+    each linear map of attention and of feed-forward networks is a pair, `weight` and
+    `weight_scale_inv`.
     """
     dim, vocab = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, dim)}
@@ -64,7 +63,7 @@ def manifest(config: ModelConfig, *, mtp: bool = True) -> dict[str, TensorSpec]:
     return specs
 
 
-# Every linear map but the router, the head, and `eh_proj`.
+# Every linear map except the router, the head, and `eh_proj`.
 _QUANTIZED = (
     *(f".{name}_proj.weight" for name in ("q", "q_a", "q_b", "kv_b", "o", "gate", "up", "down")),
     ".kv_a_proj_with_mqa.weight",
@@ -76,7 +75,7 @@ def _under(prefix: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[i
 
 
 def _mtp_module(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """A sparse layer, what joins its two inputs, and copies of the embedding and the head."""
+    """A sparse layer, the projection of its two inputs, and copies of the embedding and head."""
     dim, vocab = config.hidden_size, config.vocab_size
     return _block(config, sparse=True) | {
         "embed_tokens.weight": (vocab, dim),

@@ -1,9 +1,8 @@
-"""`Shard`: one safetensors file, checked as it is opened and mapped where it is read.
+"""`Shard`: one safetensors file, checked when opened and mapped where it is read.
 
-Owns the file format: a header of JSON behind its length, then the tensors' bytes without a gap.
-Knows nothing of models. Only the rows that are asked for are mapped, and only as long as they are
-used, so a process that loads a few tensors of a large file stays small, and a file may be larger
-than memory.
+Owns the file format: a length, a JSON header, then the tensors' bytes without gaps. Maps only the
+requested rows, and only while they are in use: loading a few tensors of a large file needs little
+memory, and a file may be larger than memory.
 """
 
 import json
@@ -35,7 +34,7 @@ _ITEM_BYTES = {
 
 
 class CheckpointError(Exception):
-    """A checkpoint that is missing, damaged or not of its config; names the file and tensor."""
+    """A checkpoint is missing, damaged or does not match its config; names the file and tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +48,10 @@ class StoredTensor:
 
 
 class Shard:
-    """An opened file; reads may come from any thread."""
+    """An opened file; safe to read from any thread."""
 
     def __init__(self, *, file: Path, tensors: Mapping[str, StoredTensor], descriptor: int) -> None:
-        """Use `open`; the descriptor is closed with the shard."""
+        """Call `open` instead; closing the shard closes the descriptor."""
         self.file = file
         self.tensors = tensors
         self._descriptor = descriptor
@@ -80,9 +79,10 @@ class Shard:
     def pieces(
         self, name: str, *, max_bytes: int, multiple: int = 1
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Consecutive rows of a tensor, of about `max_bytes`, in multiples of `multiple` rows.
+        """Yield consecutive rows of a tensor, in pieces of about `max_bytes`.
 
-        Each is mapped from the file for as long as somebody holds it.
+        The number of rows in a piece is a multiple of `multiple`. Each piece stays mapped while it
+        is referenced.
 
         Raises:
             CheckpointError: the file has become shorter since it was opened.
@@ -98,10 +98,10 @@ class Shard:
             yield rows, data.view(DTYPES[stored.dtype]).view(shape)
 
     def _mapped(self, name: str, start: int, count: int) -> Tensor:
-        """Bytes of the file, uint8 [count]."""
+        """Map bytes of the file, uint8 [count]."""
         before = start % mmap.ALLOCATIONGRANULARITY
         try:
-            # A private map may be written to, which spares torch a warning; nobody does.
+            # A private map is writable, which avoids a warning by torch; nothing writes to it.
             pages = mmap.mmap(
                 self._descriptor, before + count, access=mmap.ACCESS_COPY, offset=start - before
             )
@@ -111,7 +111,7 @@ class Shard:
 
 
 def header_of(tensors: Mapping[str, StoredTensor]) -> bytes:
-    """The start of a file that holds tensors, whose places count from the header's end."""
+    """Return the start of a file that holds tensors; offsets count from the header's end."""
     values: dict[str, Any] = {_METADATA: {"format": "pt"}}
     for name, stored in tensors.items():
         values[name] = {
@@ -125,7 +125,7 @@ def header_of(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 class _DamagedError(Exception):
-    """What is wrong with a file, in words."""
+    """A file is damaged; the message says how."""
 
 
 def _read_header(stream: BinaryIO, *, size: int) -> dict[str, StoredTensor]:
@@ -159,7 +159,7 @@ def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _stored(name: str, value: Mapping[str, Any], *, begin: int) -> StoredTensor:
-    """One entry of a header; raises what ill-formed JSON values raise."""
+    """Parse one header entry; malformed JSON values raise their own exceptions."""
     start, end = value["data_offsets"]
     dtype, shape = value["dtype"], tuple(value["shape"])
     if any(type(number) is not int or number < 0 for number in (start, end, *shape)):

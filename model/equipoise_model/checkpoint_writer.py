@@ -1,8 +1,7 @@
-"""`save`: write a model as a checkpoint; `write`: the same from any source of tensors.
+"""`save`: write a model as a checkpoint; `write`: write one from any source of tensors.
 
-Owns how tensors are dealt to shards and how files are replaced: each as a whole, and the index
-last, so that a crash leaves the old checkpoint or one that is refused. One tensor at a time is in
-memory besides the source.
+Assigns tensors to shards and replaces files atomically, the index last: after a crash there is the
+old checkpoint, or one that readers refuse. Holds one tensor in memory at a time besides the source.
 """
 
 import dataclasses
@@ -42,8 +41,8 @@ def save(
 ) -> None:
     """Write a checkpoint of a model whose slot e holds expert e in every layer.
 
-    Weights are rounded to BF16, or linear maps to `fp8`; routers' biases stay float32.
-    Multi-token-prediction modules are written if the model has them. For the rest see `write`.
+    Rounds weights to BF16, or quantises linear maps to `fp8`; routers' biases stay float32. Writes
+    multi-token-prediction modules if the model has them. For the other arguments see `write`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -68,15 +67,16 @@ def write(
     max_shard_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write a checkpoint of a config, weights in FP8 if it says so.
+    """Write a checkpoint of a config, with FP8 weights if it says so.
 
     Args:
-        path: the folder; made if need be, a checkpoint there is replaced.
+        path: the folder; created if missing. An existing checkpoint is replaced.
         config: of the checkpoint to write.
-        read: gives a weight of any float dtype by name; never asked for scales.
-        mtp: whether there are multi-token-prediction modules.
-        max_shard_bytes: one file unless given; a shard is larger if one tensor is.
-        progress: told the bytes done and all bytes, behind each tensor.
+        read: returns a weight of any float dtype by name; never called for scales.
+        mtp: whether to write multi-token-prediction modules.
+        max_shard_bytes: size of a shard, exceeded only by a single larger tensor; one file by
+            default.
+        progress: called after each tensor with the bytes written so far and the total.
 
     Raises:
         OSError: the folder cannot be written.
@@ -108,13 +108,13 @@ def write(
 
 
 class _ShardWriter:
-    """Writes the tensors of one file, each at its place, in any order."""
+    """Writes the tensors of one file in any order, each at its offset."""
 
     def __init__(self, stream: BinaryIO, specs: Mapping[str, TensorSpec]) -> None:
         self._stream = stream
         self._places: dict[str, StoredTensor] = {}
         end = 0
-        # Wide items first, so that every tensor begins at a multiple of its items' size.
+        # Widest element type first, so that every tensor starts at a multiple of its element size.
         for name in sorted(specs, key=lambda name: (-ITEM_BYTES[specs[name].dtype], name)):
             spec = specs[name]
             begin, end = end, end + spec.num_bytes
@@ -127,7 +127,7 @@ class _ShardWriter:
         stream.truncate(self._begin + end)
 
     def put(self, name: str, tensor: Tensor, *, fp8: Fp8Config | None) -> int:
-        """Write a tensor, and its scales if it is to be quantised; the number of bytes."""
+        """Write a tensor, with its scales if it is quantised; return the number of bytes."""
         if self._places[name].dtype != FP8:
             return self._put(name, tensor)
         assert fp8 is not None
@@ -144,7 +144,7 @@ class _ShardWriter:
 
 
 def _deal(specs: Mapping[str, TensorSpec], *, max_bytes: int) -> list[list[str]]:
-    """Consecutive tensors to shards; a weight and its scales stay together."""
+    """Assign consecutive tensors to shards; a weight and its scales stay together."""
     shards: list[list[str]] = [[]]
     room = max_bytes
     for name in specs:
@@ -171,7 +171,7 @@ def _write_json(file: Path, value: object) -> None:
 
 
 def _replace(path: Path, files: Sequence[str]) -> None:
-    """Put the new files in the place of all old ones."""
+    """Replace all old files with the new ones."""
     (path / INDEX).unlink(missing_ok=True)
     for old in [path / WEIGHTS, *path.glob("model-*-of-*.safetensors")]:
         if old.name not in files:

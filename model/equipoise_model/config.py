@@ -1,6 +1,6 @@
 """`ModelConfig`: the sizes of a DeepSeek-V3-style model, under Hugging Face's field names.
 
-Reads and writes `config.json`. Owns every check of it: a config that the model would compute
+Reads and writes `config.json` and owns every check of it. A config that the model would compute
 differently from what its author meant cannot be constructed.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["Fp8Config", "ModelConfig", "RopeConfig", "UnsupportedConfigError", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes and constants of one model; defaults are DeepSeek-V3's where a size is not given.
+    """Sizes and constants of one model; a size that is not given has DeepSeek-V3's value.
 
     Raises:
         UnsupportedConfigError: a value is out of range, or sizes contradict each other.
@@ -86,12 +86,12 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with routed experts, the MTP layers left out: the `layers` of a layout."""
+        """Layers with routed experts, without MTP layers: the `layers` of a layout."""
         return self.num_hidden_layers - self.first_k_dense_replace
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one routed expert's payload: gate, up and down in BF16, or FP8 and scales."""
+        """Bytes of a routed expert's payload: gate, up and down, in BF16 or FP8 with scales."""
         weights = 3 * self.moe_intermediate_size * self.hidden_size
         if self.quantization_config is None:
             return weights * 2
@@ -100,17 +100,17 @@ class ModelConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of one head's query: the part without position and the rotated part."""
+        """Width of one head's query: the unrotated part and the rotated part."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def latent_dim(self) -> int:
-        """Values cached per token and layer: compressed key-value and the shared rotary key."""
+        """Values cached per token and layer: compressed key-value and shared rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of attention scores; YaRN sharpens it by mscale squared."""
+        """Factor of attention scores; YaRN multiplies it by mscale squared."""
         scale = 1 / math.sqrt(self.qk_head_dim)
         if self.rope.factor is None or not self.rope.mscale_all_dim:
             return scale
@@ -121,7 +121,7 @@ class ModelConfig:
         """Read a `config.json`.
 
         Raises:
-            UnsupportedConfigError: the file is no JSON object, or `from_dict` refuses it.
+            UnsupportedConfigError: the file is not a JSON object, or `from_dict` refuses it.
             OSError: the file cannot be read.
         """
         try:
@@ -137,7 +137,7 @@ class ModelConfig:
         """Build from Hugging Face's fields, with `rope_scaling` (old) or `rope_parameters` (new).
 
         Raises:
-            UnsupportedConfigError: a field is missing, unknown, or asks for something the model
+            UnsupportedConfigError: a field is missing, unknown, or requires something the model
                 does not compute; the message names it.
         """
         rest = dict(values)
@@ -169,7 +169,7 @@ class ModelConfig:
         return cls(**known, **parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields of a `config.json` that transformers 5 and `from_dict` both load."""
+        """Return the fields of a `config.json` that both transformers 5 and `from_dict` load."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _PARTS}
         values = {
             "architectures": ["DeepseekV3ForCausalLM"],
@@ -231,7 +231,7 @@ _PARTS = {"rope", "quantization_config"}
 
 _REQUIRED = (*_POSITIVE, "first_k_dense_replace", "q_lora_rank")
 
-# Fields of which the model computes one value only; the first is the one to write.
+# Fields with one supported value; the first is the one written.
 _FIXED: dict[str, tuple[object, ...]] = {
     "model_type": ("deepseek_v3",),
     "hidden_act": ("silu",),

@@ -1,6 +1,6 @@
-"""The parts of a `ModelConfig` that are objects of their own: rotary embedding and FP8 weights.
+"""The nested objects of a `ModelConfig`: rotary embedding and FP8 weights.
 
-Owns how `config.json` spells them, in its old and its new form, and the checks of single values
+Knows how `config.json` spells them, in its old and new form, and has the checks of single values
 that `config` shares.
 """
 
@@ -12,15 +12,15 @@ from typing import Any, get_args, get_type_hints
 
 
 class UnsupportedConfigError(ValueError):
-    """A config this model cannot run faithfully; the message names the field and the remedy."""
+    """This model cannot run a config faithfully; the message names the field and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding: plain (`factor` is None) or YaRN (arXiv 2309.00071).
 
-    Names are those of Hugging Face's `rope_parameters`. `original_max_position_embeddings` is the
-    context length, in tokens, before YaRN stretched it by `factor`.
+    Field names are those of Hugging Face's `rope_parameters`. `original_max_position_embeddings` is
+    the context length, in tokens, before YaRN extended it by `factor`.
     """
 
     rope_theta: float = 10_000.0
@@ -53,13 +53,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Config:
-    """Linear maps stored as E4M3 codes with a float32 scale for every 128 x 128 block.
-
-    Attributes:
-        scale_fmt: None for any float32 scales (DeepSeek-V3), "ue8m0" for powers of two (V3.1).
-    """
+    """Linear maps stored as E4M3 codes with a float32 scale for every 128 x 128 block."""
 
     scale_fmt: str | None = None
+    """None for any float32 scales (DeepSeek-V3), "ue8m0" for powers of two (V3.1)."""
 
     def __post_init__(self) -> None:
         require(
@@ -71,22 +68,22 @@ class Fp8Config:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's magnitude correction for a context stretched by `factor`."""
+    """YaRN's magnitude correction for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def read_rope(rest: dict[str, Any]) -> RopeConfig:
-    """Take the rotary fields of either form out of `rest`.
+    """Pop the rotary fields of either form from `rest`.
 
     Raises:
-        UnsupportedConfigError: one is unknown, or of another type or value than its name allows.
+        UnsupportedConfigError: a field is unknown, or its type or value is not supported.
     """
     old = rest.pop("rope_scaling", None)
     new = rest.pop("rope_parameters", None)
     theta = rest.pop("rope_theta", None)
     given = new or old or {}
     if not isinstance(given, Mapping):
-        raise UnsupportedConfigError(f"rope_parameters = {given!r} is no JSON object")
+        raise UnsupportedConfigError(f"rope_parameters = {given!r} is not a JSON object")
     values = dict(given)
     new_kind, old_kind = values.pop("rope_type", None), values.pop("type", None)
     kind = new_kind or old_kind or "default"
@@ -123,15 +120,15 @@ def rope_to_dict(rope: RopeConfig) -> dict[str, Any]:
 
 
 def read_fp8(given: object) -> Fp8Config | None:
-    """What `quantization_config` means.
+    """Parse `quantization_config`.
 
     Raises:
-        UnsupportedConfigError: it asks for another kind of weights, or has an unknown field.
+        UnsupportedConfigError: it describes another kind of weights, or has an unknown field.
     """
     if given is None:
         return None
     if not isinstance(given, Mapping):
-        raise UnsupportedConfigError(f"quantization_config = {given!r} is no JSON object")
+        raise UnsupportedConfigError(f"quantization_config = {given!r} is not a JSON object")
     for name in sorted(_FP8_REQUIRED - given.keys()):
         raise UnsupportedConfigError(f"quantization_config {name} is missing")
     for name in sorted(given.keys() - {"scale_fmt"}):
@@ -162,13 +159,13 @@ def fp8_to_dict(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def require(condition: bool, name: str, value: object, wanted: str) -> None:
-    """Raise UnsupportedConfigError, with the field's name and value, unless a condition holds."""
+    """Raise UnsupportedConfigError with the field's name and value unless a condition holds."""
     if not condition:
         raise UnsupportedConfigError(f"{name} = {value!r} is not supported: it must be {wanted}")
 
 
 def check_type(name: str, value: object, hint: Any) -> None:
-    """Refuse a JSON value that is not of its field's type; a whole number is a good float."""
+    """Refuse a JSON value of the wrong type for its field; an integer is accepted for a float."""
     allowed = get_args(hint) or (hint,)
     good = type(value) in allowed or (type(value) is int and float in allowed)
     if isinstance(value, float) and not math.isfinite(value):
@@ -181,7 +178,7 @@ _ROPE_FIELDS = tuple(f.name for f in fields(RopeConfig))
 
 _FP8_REQUIRED = {"quant_method", "weight_block_size"}
 
-# Fields of which one meaning is supported; the first is the one to write.
+# Fields with one supported meaning; the first is the one written.
 _FP8_FIXED: dict[str, list[object]] = {
     "quant_method": ["fp8"],
     "weight_block_size": [[128, 128]],
@@ -190,6 +187,6 @@ _FP8_FIXED: dict[str, list[object]] = {
     "dequantize": [False, True],
     "expert_dtype": ["fp8"],
     "modules_to_convert": [None, []],
-    # The head is in BF16 anyway.
+    # The head is always in BF16.
     "modules_to_not_convert": [None, [], ["lm_head"]],
 }

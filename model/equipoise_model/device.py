@@ -1,7 +1,7 @@
-"""Where a model computes: the choice of a device, and copies that run beside the computation.
+"""Where a model computes: the choice of a device, and copies that overlap computation.
 
-Everything a step touches lies on one device, which the model's own tensors tell; nothing here is
-remembered between calls.
+All tensors of a step are on one device, that of the model's own tensors; nothing is remembered
+between calls.
 """
 
 import os
@@ -14,20 +14,20 @@ from torch import Tensor
 AUTO = "auto"
 
 Arrive = Callable[..., None]
-"""Makes the device's computation wait for copies before it goes on, and keeps the memory of the
-given tensors until it has; the host waits for nothing."""
+"""Makes the device's computation wait for copies, and keeps the given tensors' memory until it has;
+the host does not wait."""
 
 
 class DeviceError(ValueError):
-    """A device that this machine does not have; the message says what it has."""
+    """This machine does not have the device; the message lists what it has."""
 
 
 def choose_device(wanted: str, *, environment: Mapping[str, str] = os.environ) -> torch.device:
-    """The device that `auto`, `cpu`, `cuda` or `cuda:N` means here.
+    """Return the device that `auto`, `cpu`, `cuda` or `cuda:N` means here.
 
-    `auto` is a CUDA device where there is one, else the CPU. Without a number it is the first that
-    this process sees (a pod sees its own only), or that of LOCAL_RANK where processes share a
-    machine's devices.
+    `auto` is a CUDA device if there is one, else the CPU. Without a number, it is the device
+    LOCAL_RANK names where processes share a machine's devices, else the first that this process
+    sees (a pod sees only its own).
 
     Raises:
         DeviceError: there is no such device.
@@ -38,12 +38,12 @@ def choose_device(wanted: str, *, environment: Mapping[str, str] = os.environ) -
     if kind == "cpu" and not number:
         return torch.device("cpu")
     if kind != "cuda" or (":" in wanted and not _is_number(number)):
-        raise DeviceError(f"{wanted!r} is no device: choose auto, cpu, cuda or cuda:N")
+        raise DeviceError(f"{wanted!r} is not a device: choose auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not number:
         number = environment.get("LOCAL_RANK", "0")
         if not _is_number(number):
-            raise DeviceError(f"LOCAL_RANK is {number!r}: give a number, or the device itself")
+            raise DeviceError(f"LOCAL_RANK is {number!r}: set it to a number, or name the device")
     if int(number) >= count:
         raise DeviceError(
             f"there is no device cuda:{number}: this process sees {count} CUDA device(s); choose "
@@ -53,24 +53,24 @@ def choose_device(wanted: str, *, environment: Mapping[str, str] = os.environ) -
 
 
 def name_of(device: torch.device) -> str:
-    """A device as people know it, such as `cuda:0 (NVIDIA H200)`."""
+    """A device's human-readable name, such as `cuda:0 (NVIDIA H200)`."""
     if device.type != "cuda":
         return str(device)
     return f"{device} ({torch.cuda.get_device_name(device)})"
 
 
 def use(device: torch.device) -> None:
-    """Make a device the calling thread's own: kernels are launched there."""
+    """Make a device current for the calling thread; its kernels launch there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[Arrive]:
-    """Run copies to a device on a stream of their own, so that no step waits for them.
+    """Copy to a device on a separate stream, so that no step waits for the copies.
 
-    What is yielded is to be called, behind the block and on the thread that computes, before the
-    first use of what was copied. On the CPU copies are done when they return.
+    Call the yielded function after the block, on the thread that computes, before the first use of
+    what was copied. On the CPU, copies are complete when they return.
     """
     if device.type != "cuda":
         yield lambda *_tensors: None
@@ -80,11 +80,11 @@ def beside(device: torch.device) -> Iterator[Arrive]:
     def arrive(*tensors: Tensor) -> None:
         computing = torch.cuda.current_stream(device)
         computing.wait_event(event)
-        # The allocator must not give the memory away while the computation's stream reads it.
+        # The allocator must not reuse the memory while the computation's stream reads it.
         for tensor in tensors:
             tensor.record_stream(computing)
 
-    # What is overwritten may be in use by what was computed last.
+    # The last computation may still be reading what is overwritten.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield arrive

@@ -1,16 +1,22 @@
-"""`ExpertParallel`: carries rows to the ranks that hold their experts, and back.
+"""`ExpertParallel`: one rank's part in sending rows to experts; `ExpertStep`: one step of it.
 
-The one place that turns logical experts into physical slots, and the one that counts rows per slot.
+Both data planes begin a step here and read its tables; they differ in what follows:
+
+  where                 expert -> physical slot          assignments counted by
+  plain                 ExpertStep._choose_slots         _run_pairs
+  FP8, one rank         fp8/moe/route.py route_kernel    route_kernel
+  FP8, several ranks    fp8/moe/route.py route_kernel    SlotExchange._run_part, on the receiver
+
 No row is ever dropped, however skewed the routing.
 
-A layer costs two all-to-all exchanges: every rank sends its rows and their slots to all ranks, each
-runs its own slots' experts, and every output goes back by itself. Sending a row only where its
-experts are, as the kernels' `EpBuffer` does, needs a third exchange before, for the counts. While a
-pool has about as many ranks as a row has experts, that saves no traffic, and a small step's time is
-the number of exchanges: between four ranks over gloo on two busy cores, rows of 256 numbers and 4
-choices, medians of 60 alternating rounds were 8.8 ms against 20.9 ms with 2 rows a rank, and 8.8 ms
-against 17.4 ms with 64. On GPUs the counts travel with the rows, and the host need not know them:
-there, in FP8, the layers go through `slot_exchange` by the tables that a step has.
+In the plain plane a layer costs two all-to-all exchanges: every rank sends its rows and their slots
+to all ranks, each runs its own slots' experts, and every output returns separately. Sending a row
+only to the ranks of its experts, as the kernels' `EpBuffer` does, needs a third exchange for the
+counts. That saves no traffic while a pool has about as many ranks as a row has experts, and the
+number of exchanges determines the time of a small step: between four ranks over gloo on two busy
+cores, with rows of 256 numbers and 4 choices, medians of 60 alternating rounds were 8.8 ms against
+20.9 ms with 2 rows per rank, and 8.8 ms against 17.4 ms with 64. On GPUs the counts travel with the
+rows, and the host does not need them.
 """
 
 from collections.abc import Sequence
@@ -35,17 +41,18 @@ from equipoise_model.plain.router import Routing
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotLoad:
-    """Rows that one rank's slots received in one generation: int64 [layers, slots of the rank]."""
+    """The assignments that one rank's slots received in one generation."""
 
     generation: int
     rows_LS: npt.NDArray[np.int64]
+    """Assignments, int64 [layers, slots per rank]."""
 
 
 class ExpertParallel:
-    """One rank's part in dispatching a model's rows; used from the engine's thread only.
+    """Dispatches a model's rows on one rank; used from the engine's thread only.
 
-    It counts where its placement's tables are, which is where the model must be. Use `local` or
-    `distributed`.
+    It counts on the device of its placement's tables, which must be the model's. Construct it with
+    `local` or `distributed`.
     """
 
     def __init__(
@@ -69,9 +76,9 @@ class ExpertParallel:
         *,
         device: torch.device | None = None,
     ) -> Self:
-        """One rank that holds every expert: slot e holds expert e, unless a placement is given.
+        """One rank that holds every expert; slot e holds expert e, unless a placement is given.
 
-        Its tables are on `device`, unless they are to stay where they are.
+        Its tables move to `device`, if given.
         """
         placement = placement or PlacementTables.identity(
             num_layers=config.num_moe_layers, num_experts=config.n_routed_experts
@@ -89,39 +96,40 @@ class ExpertParallel:
     ) -> Self:
         """This process's rank of a group; all ranks start with the same placement.
 
-        `exchange` is what a model in FP8 carries rows with, in that placement's generation.
+        `exchange` sends rows between ranks of an FP8 model; it starts with that placement's
+        generation.
         """
         return cls(placement, ranks=RankGroup.of_group(group), exchange=exchange)
 
     @property
     def waited_s(self) -> float:
-        """Seconds spent in exchanges with the other ranks so far."""
+        """Total seconds spent exchanging rows with other ranks."""
         return self._ranks.waited_s + (self._exchange.waited_s if self._exchange else 0.0)
 
     @property
     def placement(self) -> PlacementTables:
-        """The running generation's."""
+        """The current generation's tables."""
         return self._placement
 
     def agree(self, tokens_by_rank: Sequence[int]) -> None:
-        """Say how many rows each rank brings to the next step, if a step header told.
+        """Set how many rows each rank brings to the next step, as the step header says.
 
-        Without it, a distributed `begin_step` asks the ranks: one exchange more.
+        Without it, a distributed `begin_step` gathers the numbers, at the cost of one exchange.
         """
         assert len(tokens_by_rank) == self._ranks.count
         self._agreed = tuple(tokens_by_rank)
 
     def begin_step(self, *, num_tokens: int) -> "ExpertStep":
-        """Start a forward step with `num_tokens` rows of this rank; 0 is fine.
+        """Start a forward step with `num_tokens` rows of this rank, possibly 0.
 
         Raises:
-            ExchangeError: the ranks had to be asked, and one of them did not answer.
+            ExchangeError: another rank did not answer when the numbers of rows were gathered.
         """
         tokens_by_rank, self._agreed = self._agreed, None
         if tokens_by_rank is None:
             tokens_by_rank = self._ranks.gather_numbers(num_tokens)
         assert tokens_by_rank[self._ranks.rank] == num_tokens
-        # RankGroup take turns in one sequence, so that their choices of replicas interleave too.
+        # Ranks take turns in one sequence, so that their choices of replicas interleave too.
         first = self._num_tokens_seen
         self._num_tokens_seen += num_tokens
         turns_T = torch.arange(first, first + num_tokens, device=self._rows_LS.device)
@@ -136,12 +144,12 @@ class ExpertParallel:
         )
 
     def close(self) -> None:
-        """Give back what the ranks exchange rows through; no step follows."""
+        """Release the memory of the exchange; no step may follow."""
         if self._exchange is not None:
             self._exchange.close()
 
     def switch(self, placement: PlacementTables) -> None:
-        """Use another placement from the next step on; its experts are in their slots already."""
+        """Use another placement from the next step on; its experts must be in their slots."""
         assert placement.generation > self._placement.generation
         assert placement.slots_of_expert.shape[:2] == self._placement.slots_of_expert.shape[:2]
         assert placement.slots_per_rank == self._placement.slots_per_rank
@@ -153,9 +161,9 @@ class ExpertParallel:
             self._exchange.switch(placement.generation)
 
     def loads(self) -> tuple[SlotLoad, ...]:
-        """Copies of what was counted in this generation, and finally in the one before if any.
+        """Return copies of this generation's counters and of the previous one's final counters.
 
-        Counts only grow within a generation. To be called between steps.
+        Counters only grow within a generation. Call between steps.
         """
         return (self._load(),) if self._previous is None else (self._load(), self._previous)
 
@@ -166,11 +174,17 @@ class ExpertParallel:
 
 
 class ExpertStep:
-    """One forward step; its MoE layers call `run` once each, in order, on all ranks.
+    """One forward step. Its MoE layers call `run` once each, in order, on all ranks.
 
-    `token_ids_T` are the running numbers of its rows, int64, `rows_LS` this generation's counters,
-    int64 [layers, slots of the rank], which it adds to. `exchange` is what several ranks of a model
-    in FP8 carry rows with; its layers use that and the tables here, and do not call `run`.
+    FP8 layers call `enter_layer` instead, and use the tables, counters and exchange themselves.
+
+    Args:
+        placement: tables of the generation that the step runs in.
+        ranks: the group of ranks that take the step.
+        tokens_by_rank: rows that each rank brings.
+        token_ids_T: running numbers of this rank's rows, int64.
+        rows_LS: counters of the generation, int64 [layers, slots per rank]; the step adds to them.
+        exchange: sends rows between several ranks of an FP8 model; None otherwise.
     """
 
     def __init__(
@@ -198,7 +212,7 @@ class ExpertStep:
 
     @property
     def ranks(self) -> RankGroup:
-        """Whose step it is."""
+        """The ranks that take this step."""
         return self._ranks
 
     @property
@@ -208,19 +222,19 @@ class ExpertStep:
 
     @property
     def placement(self) -> PlacementTables:
-        """The generation that this step runs in."""
+        """Tables of the generation that this step runs in."""
         return self._placement
 
     def enter_layer(self) -> int:
-        """The index of the layer that comes now, for who runs it by these tables, not by `run`."""
+        """Return the index of the next layer, for layers that do not call `run`."""
         self._layer += 1
         return self._layer - 1
 
     def run(self, x_TD: Tensor, routing: Routing, experts: PhysicalSlots) -> Tensor:
-        """The routed experts' weighted sum for rows [T, D], in the rows' dtype.
+        """Return the routed experts' weighted sum for rows [T, D], in the rows' dtype.
 
         Raises:
-            ExchangeError: a rank is gone or slower than the group's timeout.
+            ExchangeError: another rank is gone or slower than the group's timeout.
         """
         layer = self.enter_layer()
         assert x_TD.shape[0] == self.token_ids_T.shape[0]
@@ -244,7 +258,7 @@ class ExpertStep:
     def _run_here(
         self, x_TD: Tensor, slots_TK: Tensor, experts: PhysicalSlots, load_S: Tensor
     ) -> Tensor:
-        """Outputs of all T * K (row, choice) pairs, by row and then choice."""
+        """Return the outputs of all T * K assignments, by row and then choice."""
         slots_N = slots_TK.flatten()
         pairs_N = torch.arange(slots_N.shape[0], device=slots_N.device)
         return _run_pairs(
@@ -254,11 +268,11 @@ class ExpertStep:
     def _run_everywhere(
         self, x_TD: Tensor, slots_TK: Tensor, experts: PhysicalSlots, load_S: Tensor
     ) -> Tensor:
-        """The same as `_run_here`, computed by all ranks together."""
+        """Compute what `_run_here` does, on all ranks together."""
         ranks, num_slots, dim = self._ranks, experts.num_slots, x_TD.shape[1]
         if not any(self._tokens_by_rank):
             return x_TD.new_zeros(0, dim)
-        # Slots travel beside their row, as its dtype's bits; nothing computes with them meanwhile.
+        # Slots travel next to their row, reinterpreted as its dtype; nothing computes with them.
         message = torch.cat([x_TD, slots_TK.to(torch.int32).view(x_TD.dtype)], dim=1)
         message = ranks.share(message, tokens_by_rank=self._tokens_by_rank)
         x_AD, slots_AK = message[:, :dim], message[:, dim:].contiguous().view(torch.int32)
@@ -291,7 +305,7 @@ def _run_pairs(
     load_S: Tensor,
     top_k: int,
 ) -> Tensor:
-    """Outputs of (row, choice) pairs, in their order, through this rank's slots; counts them."""
+    """Count assignments, run them through this rank's slots, and return outputs in their order."""
     order_N = slot_order(slots_N)
     rows_S = torch.bincount(slots_N, minlength=experts.num_slots)
     load_S += rows_S
@@ -300,7 +314,7 @@ def _run_pairs(
 
 
 def _combine(y_ND: Tensor, weights_TK: Tensor) -> Tensor:
-    """Weighted sum over a row's choices in float32, choice 0 first.
+    """Sum a row's choices in float32, weighted, choice 0 first.
 
     The fixed order makes the sum independent of the layout, to the last bit.
     """

@@ -1,12 +1,12 @@
-"""`Drafter`: guesses tokens to come by multi-token prediction (arXiv 2412.19437, section 2.2).
+"""`Drafter`: drafts tokens by multi-token prediction (arXiv 2412.19437, section 2.2).
 
-A guess costs one layer instead of all, and the model verifies it in its next step. Owns the pass
-of the modules behind each step; who is guessed for, and what comes of it, is the caller's business.
+A draft costs one layer instead of all of them, and the model verifies it in its next step. Runs the
+modules after each step; the scheduler decides which sequences draft and what to accept.
 
-Module k runs on every row of a step, because it keeps latents of its own. It learns of a position
-once: if the tokens to come were guesses then and failed, deeper modules remember the wrong ones.
-That may cost later guesses, never tokens. Guesses may depend on the batch; the modules run in the
-fast form and all their experts are on this rank.
+Module k runs on every row of a step, because it has latents of its own. It sees a position once: if
+the following tokens were drafts then, and were rejected, deeper modules keep latents of the wrong
+tokens. That may cost later drafts, never tokens. Drafts may depend on the batch: the modules use
+the fast form, and all their experts are on this rank.
 """
 
 import dataclasses
@@ -24,16 +24,15 @@ from equipoise_model.step import StepOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLine:
-    """One sequence's part of a step: `num_rows` rows, of which the first stands at `tokens[0]`.
-
-    `tokens` go on behind the rows as far as they are known, at least by one. With `sampling`, for
-    the token behind `tokens`, there is something to guess; rows from the last of `tokens` on are
-    those of failed guesses. Without, the modules only keep the rows' latents.
-    """
+    """One sequence's part of a step."""
 
     num_rows: int
+    """Rows of the sequence in this step; the first is `tokens[0]`."""
     tokens: Sequence[int]
+    """The rows' tokens and those known to follow, at least one. Rows from the last of `tokens` on
+    are rejected drafts."""
     sampling: SamplingRow | None
+    """How to draft the token after `tokens`; None to only store the rows' latents."""
 
 
 class Drafter:
@@ -47,12 +46,11 @@ class Drafter:
 
     @torch.no_grad()
     def draft(self, output: StepOutput, lines: Sequence[DraftLine]) -> list[tuple[int, ...]]:
-        """Guesses for each line, in the order of the step's rows; none for lines without sampling.
+        """Draft tokens for each line, in the order of the step's rows.
 
-        A guess is chosen as the token itself will be, penalties, temperature and seed included: the
-        same random number picks both, so that they are likely to be the same.
-
-        Where the modules' logits are not finite the guess is any token: the model rejects it.
+        Lines without sampling get none. A draft is sampled as the token itself will be, with the
+        same penalties, temperature, seed and random number, so that the two are likely to be equal.
+        If the modules' logits are not finite, the draft is any token; the model rejects it.
         """
         guesses: list[tuple[int, ...]] = [() for _ in lines]
         if not output.hidden_TD.shape[0]:
@@ -77,7 +75,7 @@ class Drafter:
 
 
 def _last_rows(lines: Sequence[DraftLine]) -> list[int]:
-    """For each line with sampling, the row whose next token is the newest known."""
+    """For each line with sampling, the row that predicts the first unknown token."""
     rows, first = [], 0
     for line in lines:
         if line.sampling is not None:
@@ -89,7 +87,7 @@ def _last_rows(lines: Sequence[DraftLine]) -> list[int]:
 def _following(
     lines: Sequence[DraftLine], guesses: Sequence[tuple[int, ...]], *, depth: int
 ) -> list[int]:
-    """The token `depth` places behind every row; of rows that do not count, just any."""
+    """The token `depth` positions after every row; arbitrary for rows that do not count."""
     following: list[int] = []
     for line, guessed in zip(lines, guesses, strict=True):
         tokens = (*line.tokens, *guessed)
@@ -99,7 +97,7 @@ def _following(
 
 
 def _row(sampling: SamplingRow | None, guessed: tuple[int, ...]) -> SamplingRow:
-    """How the next guess is chosen, behind those before it."""
+    """Sampling parameters for the next draft, after the drafts so far."""
     assert sampling is not None
     return dataclasses.replace(
         sampling,

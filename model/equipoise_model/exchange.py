@@ -1,7 +1,7 @@
 """`RankGroup`: all-to-all exchanges of rows between the ranks of a group, differentiable.
 
-Owns the collectives of a step and turns their failures into words; knows nothing of experts. Every
-exchange is bounded by the timeout its process group was made with.
+Owns the collectives of a step and turns their failures into messages. Every exchange is bounded by
+the timeout of its process group.
 """
 
 import time
@@ -14,14 +14,14 @@ from torch import distributed as dist
 
 
 class ExchangeError(RuntimeError):
-    """RankGroup could not exchange rows: one of them is gone, stuck or unreachable."""
+    """Ranks could not exchange rows: one of them is gone, stuck or unreachable."""
 
 
 class RankGroup:
-    """This rank among `count` of a group; a rank alone has no group and exchanges nothing.
+    """This rank among `count` ranks; a rank alone has no group and exchanges nothing.
 
-    `waited_s` is how long it was in exchanges so far, most of it for slower peers. Where they run
-    on a device beside the host, it is only what the host waited.
+    `waited_s` is the total time in exchanges, most of it spent waiting for slower peers. With a
+    GPU, it is only the time that the host waited.
     """
 
     def __init__(self, *, group: dist.ProcessGroup | None, rank: int, count: int) -> None:
@@ -39,14 +39,14 @@ class RankGroup:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to exchange with."""
+        """Whether there are no other ranks."""
         return self._group is None
 
     def gather_numbers(self, number: int) -> tuple[int, ...]:
-        """Every rank's number, in rank order.
+        """Gather every rank's number, in rank order.
 
         Raises:
-            ExchangeError: a rank is gone or slower than the group's timeout.
+            ExchangeError: another rank is gone or slower than the group's timeout.
         """
         if self.alone:
             return (number,)
@@ -56,24 +56,24 @@ class RankGroup:
         return tuple(int(value) for value in gathered.flatten())
 
     def share(self, x_TD: Tensor, *, tokens_by_rank: Sequence[int]) -> Tensor:
-        """Every rank's rows, [sum of tokens_by_rank, D], in rank order.
+        """Gather every rank's rows, [sum of tokens_by_rank, D], in rank order.
 
         Raises:
-            ExchangeError: a rank is gone or slower than the group's timeout.
+            ExchangeError: another rank is gone or slower than the group's timeout.
         """
         own = [x_TD.shape[0]] * self.count
         return self.exchange(x_TD.repeat(self.count, 1), send=own, receive=tokens_by_rank)
 
     def exchange(self, x_ND: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Give each rank its part of the rows and get a part from each, in rank order.
+        """Send each rank its share of the rows and receive one from each, in rank order.
 
         Args:
-            x_ND: first the rows for rank 0, then those for rank 1, and so on.
-            send: rows for each rank, which sum to N.
-            receive: rows that each rank gives to this one; 0 is fine in both.
+            x_ND: the rows for rank 0, then those for rank 1, and so on.
+            send: rows for each rank; they sum to N.
+            receive: rows that each rank sends to this one; 0 is allowed in both.
 
         Raises:
-            ExchangeError: a rank is gone or slower than the group's timeout.
+            ExchangeError: another rank is gone or slower than the group's timeout.
         """
         assert self._group is not None
         began = time.perf_counter()
@@ -85,7 +85,7 @@ class RankGroup:
 
 
 class _AllToAll(torch.autograd.Function):
-    """`all_to_all_single`, whose gradient travels the same way back."""
+    """`all_to_all_single`; the gradient takes the same way back."""
 
     @staticmethod
     def forward(
@@ -103,7 +103,7 @@ class _AllToAll(torch.autograd.Function):
 def _all_to_all(
     x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    # A programmer's fault must not look like a peer's: torch raises RuntimeError for both.
+    # A bug here must not look like a peer's failure: torch raises RuntimeError for both.
     assert sum(send) == x_ND.shape[0]
     assert len(send) == len(receive) == dist.get_world_size(group)
     received = x_ND.new_empty(sum(receive), *x_ND.shape[1:])

@@ -18,15 +18,15 @@ CHECKSUM_BYTES = 16
 
 
 class PayloadError(ValueError):
-    """An expert's payload that does not fit the model; the message names the sizes."""
+    """An expert's payload does not fit the model; the message gives the sizes."""
 
 
 Settle = Callable[[Arrive], None]
-"""Has staged experts in their slots, once they have arrived."""
+"""Puts staged experts into their slots, once the copies are complete."""
 
 
 class PhysicalSlots(Protocol):
-    """One rank's physical slots of one layer, in whichever form they compute."""
+    """One rank's expert slots in one layer, in either data plane."""
 
     @property
     def num_slots(self) -> int:
@@ -34,32 +34,33 @@ class PhysicalSlots(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device that holds the slots."""
 
     def __call__(self, x_ND: Tensor, rows_per_slot: Sequence[int]) -> Tensor:
-        """Rows in slot order through their slots' networks, [N, D]; N may be 0."""
+        """Run rows in slot order through their slots' networks, [N, D]; N may be 0."""
 
     def read(self, slot: int) -> Tensor:
-        """The payload of one slot, a new uint8 tensor [expert_bytes] on the host."""
+        """Read the payload of one slot into a new uint8 tensor [expert_bytes] on the host."""
 
     def write(self, slot: int, payload: Tensor) -> None:
-        """Overwrite one slot from a payload, or raise PayloadError."""
+        """Overwrite one slot with a payload. Raises PayloadError if it does not fit."""
 
     def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
-        """Have payloads by slot ready for a switch, or raise PayloadError; on any thread."""
+        """Prepare payloads by slot for a switch, on any thread, or raise PayloadError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedExperts:
-    """Experts that wait for a switch, already on the device and in the form that computes.
+    """Experts that wait for a switch, already on the device and in compute format.
 
-    `prepare` does the slow part on any thread, and where there is a device beside the host on a
-    stream of its own; `apply` is a few copies per changed layer, and the only part that serving
-    waits for.
+    `prepare` does the slow part on any thread, on a separate stream if there is a GPU. `apply`
+    makes a few copies per changed layer and is the only part that serving waits for.
     """
 
     settle: tuple[Settle, ...]
+    """Puts one layer's experts into their slots."""
     arrive: Arrive
+    """Makes the computation wait for the copies."""
 
     @classmethod
     @torch.no_grad()
@@ -69,7 +70,7 @@ class StagedExperts:
         """Decode payloads by (layer, slot of this rank) for the rank's MoE layers.
 
         Raises:
-            PayloadError: a payload is not of this model's expert size.
+            PayloadError: a payload does not have this model's expert size.
         """
         of_layer: dict[int, dict[int, Tensor]] = {}
         for layer, slot in sorted(payloads):
@@ -80,13 +81,13 @@ class StagedExperts:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Have them in their slots: once, between steps, on the engine's thread."""
+        """Put them into their slots: call once, between steps, on the engine's thread."""
         for settle in self.settle:
             settle(self.arrive)
 
 
 def check_payload(payload: Tensor, num_bytes: int) -> None:
-    """Raise PayloadError unless a payload has so many bytes."""
+    """Raise PayloadError unless a payload has `num_bytes` bytes."""
     if payload.dtype != torch.uint8 or payload.shape != (num_bytes,):
         raise PayloadError(
             f"an expert's payload is {num_bytes} bytes, not {payload.dtype} of shape "
@@ -100,5 +101,5 @@ def payload_from_bytes(data: bytearray) -> Tensor:
 
 
 def checksum(payload: Tensor) -> bytes:
-    """BLAKE2b-128 of a payload: 16 bytes that every holder of an expert must agree on."""
+    """BLAKE2b-128 of a payload, 16 bytes; all holders of an expert must agree on it."""
     return hashlib.blake2b(payload.numpy().data, digest_size=CHECKSUM_BYTES).digest()

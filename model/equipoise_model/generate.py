@@ -1,7 +1,6 @@
-"""`greedy`: batch generation in one process, the reference that every other way is compared to.
+"""`greedy`: batch generation in one process, the reference for every other way to serve.
 
-Owns the loop from prompts to tokens. Scheduling, streaming and more than one process are the
-worker's.
+Scheduling, streaming and several processes are the worker's business.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,16 +22,16 @@ def greedy(
     experts: ExpertParallel | None = None,
     chunk_tokens: int | None = None,
 ) -> list[list[int]]:
-    """Continue all prompts at once, always by the most likely token (the lowest, if several are).
+    """Continue all prompts at once with the most likely token, the lowest id among equals.
 
     Args:
         model: with the experts that `experts` places.
         prompts: at least one token each.
-        max_tokens: tokens to generate for each, at least 1; prompt and output fit
-            `max_position_embeddings` together.
+        max_tokens: tokens to generate per prompt, at least 1; prompt and output together must fit
+            `max_position_embeddings`.
         stop_tokens: each ends its sequence early and is part of the output.
-        experts: where experts are; slot e holds expert e unless given.
-        chunk_tokens: most tokens of a prompt in one step; all at once unless given.
+        experts: where experts are; slot e holds expert e by default.
+        chunk_tokens: most tokens of a prompt per step; all of them by default.
 
     Returns:
         The generated tokens of each prompt.
@@ -73,7 +72,7 @@ def greedy(
 
 
 def block_tables(num_sequences: int, *, max_len: int) -> list[range]:
-    """A table for each of so many sequences, with blocks of its own for all its positions."""
+    """A table per sequence, with blocks of its own for all its positions."""
     size = blocks_for(max_len)
     return [range(size * first, size * (first + 1)) for first in range(num_sequences)]
 
@@ -87,7 +86,7 @@ def _step(
     tables: Sequence[Sequence[int]],
     chunks: Sequence[tuple[int, range]],
 ) -> list[int]:
-    """Run positions of sequences; the most likely token after each chunk."""
+    """Run positions of sequences; return the most likely token after each chunk."""
     device = model.embed_tokens.weight.device
     places = [(row, position) for row, chunk in chunks for position in chunk]
     ends = torch.tensor([len(chunk) for _, chunk in chunks]).cumsum(0) - 1

@@ -1,8 +1,7 @@
-"""`LatentCache`: what serving keeps of past tokens. `CacheStep`: which queries attend together.
+"""`LatentCache`: the latents of past tokens; `CacheStep`: which queries attend together.
 
-The cache is paged, as in vLLM (arXiv 2309.06180): blocks of positions, and for each sequence a
-table of its blocks. Knows shapes and places only; the arithmetic is `attention`'s, and which block
-belongs to whom is the scheduler's to know.
+The cache is paged, as in vLLM (arXiv 2309.06180): blocks of positions, and a table of blocks per
+sequence. Attention does the arithmetic, and the scheduler assigns blocks to sequences.
 """
 
 from collections import defaultdict
@@ -17,31 +16,32 @@ from equipoise_kernels.fp8.attention.latents import Latents, PlainLatents, Quant
 from equipoise_model.config import ModelConfig
 
 BLOCK_TOKENS = 16
-"""Positions of a block, unless attention's backend wants others: requests share whole blocks."""
+"""Positions per block, unless attention's backend requires another size. Requests share whole
+blocks."""
 
-# Positions that the first queries of a sequence attend to in the row-block form; later ones
+# Positions that the first queries of a sequence attend to in the row-block form; later queries
 # attend to a power of two times as many.
 _SHORTEST_STRETCH = 64
 
 
 class LatentCache:
-    """Blocks of `block_tokens` positions, and for every decoder layer a latent at each.
+    """Blocks of `block_tokens` positions, with a latent per position and decoder layer.
 
-    A block belongs to one sequence at a time, or to several that begin alike. Blocks are not
-    cleared between sequences: a position is seen only by queries at or after it, and it is written
-    before they run, so what an earlier sequence left is out of sight. Blocks that may hold NaN must
-    be cleared: a masked position weighs nothing, but 0 x NaN is NaN.
+    A block belongs to one sequence at a time, or to several with the same prefix. Blocks are not
+    cleared between sequences: a position is visible only to queries at or after it, and is written
+    before they run, so leftovers of an earlier sequence are never seen. Blocks that may hold NaN
+    must be cleared: a masked position has weight 0, but 0 x NaN is NaN.
 
     Args:
         config: sizes.
-        num_blocks: blocks, shared by all sequences; one place in a table is the same in all layers.
+        num_blocks: blocks, shared by all sequences; a block has the same index in all layers.
         max_len: most positions of a sequence, at most `max_position_embeddings`.
-        mtp: whether to keep latents of the multi-token-prediction modules too.
+        mtp: whether to store latents of the multi-token-prediction modules too.
         dtype: the model's compute dtype.
-        device: where the model is.
-        block_tokens: positions of a block, a power of two.
-        fp8: whether to keep latents in FP8, as the kernels' `QuantizedLatents`; for the model in
-            FP8 only, and for `kv_lora_rank` in whole groups.
+        device: the model's device.
+        block_tokens: positions per block, a power of two.
+        fp8: whether to store latents in FP8, as the kernels' `QuantizedLatents`; only for the FP8
+            model, and if `kv_lora_rank` is a multiple of the group size.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class LatentCache:
         self.block_tokens = block_tokens
         self._rank = config.kv_lora_rank
         num_layers = config.num_hidden_layers + mtp * config.num_nextn_predict_layers
-        # The last block is nobody's and stays zero: what short sequences read beyond their end.
-        # A masked position weighs nothing, but 0 x NaN is NaN.
+        # The last block stays zero and belongs to no sequence; short sequences read it beyond their
+        # end. A masked position has weight 0, but 0 x NaN is NaN.
         places = (num_layers, num_blocks + 1, block_tokens)
         kinds: tuple[tuple[int, torch.dtype], ...] = ((config.latent_dim, dtype),)
         if fp8:
@@ -80,13 +80,13 @@ class LatentCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory of one position in all layers."""
+        """Memory of one position in all layers, in bytes."""
         return sum(
             store.shape[0] * store.shape[-1] * store.element_size() for store in self._stores
         )
 
     def latents(self, layer: int) -> Latents:
-        """One layer's blocks as kernels see them; nobody's is the last."""
+        """One layer's blocks in the kernels' format; the last is the zero block."""
         if len(self._stores) == 1:
             return PlainLatents(latents_BPC=self._stores[0][layer], rank=self._rank)
         codes_BPR, scales_BPG, rotary_BPP = (store[layer] for store in self._stores)
@@ -99,12 +99,12 @@ class LatentCache:
 
     @property
     def _plain_latents(self) -> Tensor:
-        """All latents as they are, [layers, num_blocks + 1, block_tokens, C]."""
+        """All unquantised latents, [layers, num_blocks + 1, block_tokens, C]."""
         (latents_LBPC,) = self._stores
         return latents_LBPC
 
     def fill(self, generator: torch.Generator) -> None:
-        """Overwrite all blocks with noise, for trying a model out before it serves."""
+        """Overwrite all blocks with noise, to test a model before it serves."""
         self._plain_latents[:, : self.num_blocks].normal_(generator=generator)
 
     def begin_step(
@@ -117,15 +117,16 @@ class LatentCache:
     ) -> "CacheStep":
         """Place a step's tokens; T may be 0.
 
-        `block_tables` has the blocks of each sequence, from its position 0 to at least the step's
-        last; token t stands at `positions_T[t]` of sequence `sequences_T[t]`, int64 [T] each, on
-        the host: who attends with whom is decided there.
+        `block_tables` lists the blocks of each sequence, from position 0 to at least the step's
+        last. Token t is at `positions_T[t]` of sequence `sequences_T[t]`; both are int64 [T] on the
+        host, where queries are grouped.
 
-        Fast form (`row_block` None): sequences with one query attend together if they are about
-        equally long, a sequence with several attends alone. Batch-invariant form: groups of exactly
-        `row_block` queries, each with a table of its own, and as long a stretch of cache as the
-        query's position alone says; so its products have one shape, whatever it is batched with. A
-        group that is not full repeats its last query, which gives the same result twice.
+        Fast form (`row_block` None): sequences with one query attend together if their lengths are
+        similar; a sequence with several queries attends alone. Batch-invariant form: groups of
+        exactly `row_block` queries, each with its own table, over a stretch of cache whose length
+        depends on the query's position alone. Every product then has the same shape, whatever the
+        batch. A group that is not full repeats its last query, which computes the same result
+        twice.
         """
         sequences, positions = sequences_T.tolist(), positions_T.tolist()
         assert all(0 <= position < self.max_len for position in positions)
@@ -161,7 +162,7 @@ class LatentCache:
         )
 
     def _stretch_tables(self, tables: Sequence[Sequence[int]], *, length: int) -> Tensor:
-        """The blocks that hold the first `length` positions, nobody's where there are none."""
+        """Blocks of the first `length` positions; the zero block where a table is shorter."""
         size = blocks_for(length, block_tokens=self.block_tokens)
         padded = [[*table[:size], *[self.num_blocks] * (size - len(table))] for table in tables]
         return torch.tensor(padded, dtype=torch.int64, device=self._plain_latents.device)
@@ -169,36 +170,35 @@ class LatentCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QueryGroup:
-    """Queries that attend in one product, Q of each of B sequences, over L positions.
-
-    `places_N` says where they stand in the step, those of the first sequence first; `blocks_BS` are
-    the sequences' blocks. A query sees the positions up to its own, not what is `unseen_BQL`.
-    """
+    """Queries that attend in one product: Q of each of B sequences, over L positions."""
 
     places_N: Tensor
+    """The queries' rows in the step, those of the first sequence first."""
     blocks_BS: Tensor
+    """The sequences' blocks."""
     unseen_BQL: Tensor
+    """Positions that a query must not see: those after its own."""
 
     @property
     def length(self) -> int:
-        """L: positions from 0 on that some query of the group may see."""
+        """L: positions, from 0, that some query of the group may see."""
         return int(self.unseen_BQL.shape[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheStep:
-    """One forward step's tokens in the cache: where they are kept, and who attends with whom."""
+    """One step's tokens in the cache: where they are stored, and which queries attend together."""
 
     latents_LBPC: Tensor
     written_T: Tensor
     groups: tuple[QueryGroup, ...]
 
     def write(self, layer: int, latents_TC: Tensor) -> None:
-        """Keep the latents of the step's tokens in decoder layer `layer`."""
+        """Store the latents of the step's tokens in decoder layer `layer`."""
         self.latents_LBPC[layer].flatten(0, 1)[self.written_T] = latents_TC
 
     def read(self, layer: int, group: QueryGroup) -> Tensor:
-        """Copies of the group's latents, positions after its queries too: [B, length, C]."""
+        """Copy the group's latents, including positions after its queries: [B, length, C]."""
         num_tables, num_blocks = group.blocks_BS.shape
         read_NPC = self.latents_LBPC[layer].index_select(0, group.blocks_BS.flatten())
         read_BLC = read_NPC.view(num_tables, num_blocks * read_NPC.shape[1], -1)
@@ -206,12 +206,12 @@ class CacheStep:
 
 
 def blocks_for(num_tokens: int, *, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Blocks that hold so many positions."""
+    """Blocks that hold `num_tokens` positions."""
     return -(-num_tokens // block_tokens)
 
 
 def stretches(max_len: int) -> Iterator[range]:
-    """The positions whose queries attend to one stretch of cache, stretch by stretch."""
+    """Yield the ranges of positions whose queries attend to the same stretch of cache."""
     start = 0
     while start < max_len:
         stop = _stretch(start + 1)
@@ -222,11 +222,11 @@ def stretches(max_len: int) -> Iterator[range]:
 def _by_sequence(
     sequences: Sequence[int], positions: Sequence[int]
 ) -> Iterator[tuple[list[int], int, int]]:
-    """Places, queries per sequence, and length of each group."""
+    """Yield rows, queries per sequence, and length of each group."""
     places_of_sequence = defaultdict(list)
     for place, sequence in enumerate(sequences):
         places_of_sequence[sequence].append(place)
-    # One long sequence must not make all others as long.
+    # One long sequence must not lengthen all others.
     singles = defaultdict(list)
     for places in places_of_sequence.values():
         if len(places) == 1:
@@ -241,7 +241,7 @@ def _by_sequence(
 def _by_stretch(
     positions: Sequence[int], *, row_block: int
 ) -> Iterator[tuple[list[int], int, int]]:
-    """Places, queries per sequence, and length of each group."""
+    """Yield rows, queries per sequence, and length of each group."""
     places_of_stretch = defaultdict(list)
     for place, position in enumerate(positions):
         places_of_stretch[_stretch(position + 1)].append(place)
@@ -252,5 +252,5 @@ def _by_stretch(
 
 
 def _stretch(length: int) -> int:
-    """The stretch of cache that holds `length` positions."""
+    """Length of the stretch of cache that holds `length` positions."""
     return max(_SHORTEST_STRETCH, 1 << (length - 1).bit_length())

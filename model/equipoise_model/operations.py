@@ -1,7 +1,7 @@
-"""`Operations`: what a model computes with, decided once: torch as it is, or FP8 on the kernels.
+"""`Operations`: which data plane computes a model, decided once at start-up.
 
-Owns the choice and its name for people. Which backend runs a kernel is the kernels' own choice
-(EQUIPOISE_KERNELS); here it is asked for, so that it is made at a start and logged.
+The plain plane is torch; the FP8 plane is the kernels, whose own selection (EQUIPOISE_KERNELS) is
+made here too, so that it happens at start-up and is logged.
 """
 
 import json
@@ -38,26 +38,26 @@ AUTO, BF16, FP8 = "auto", "bf16", "fp8"
 
 _TORCH = "torch"
 
-# What decides: where it falls to the torch twin, FP8 is slower than BF16 in torch.
+# The operation that decides `auto`: if its backend is the torch twin, FP8 is slower than BF16.
 _CORE = "grouped_gemm"
 _ATTENTION = "mla_decode"
 
 
 class OperationsError(ValueError):
-    """What was asked for cannot be had; the message says why, and what can."""
+    """A requested choice is not available here; the message says why, and what is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """On `device`: by torch, or with `fp8` set on the kernel suite, in that kind of FP8.
-
-    `fp8_latents` says whether latents are kept in FP8 too, `block_tokens` in blocks of how many.
-    """
+    """How a model computes on a device."""
 
     device: torch.device
     fp8: Fp8Config | None
+    """The kind of FP8 weights for the FP8 plane; None for the plain plane."""
     fp8_latents: bool = False
+    """Whether latents are stored in FP8 too."""
     block_tokens: int = BLOCK_TOKENS
+    """Positions per block of the latent cache."""
 
     @classmethod
     def choose(
@@ -70,24 +70,24 @@ class Operations:
         latents: str = BF16,
         block_tokens: int = 0,
     ) -> Self:
-        """What `auto`, `bf16` or `fp8` means for a checkpoint's config, as it is stored.
+        """Resolve `auto`, `bf16` or `fp8` for a checkpoint's config as stored.
 
-        `auto` is FP8 where the checkpoint is, on a GPU whose kernels are the suite's, unless the
-        batch-invariant form is wanted, which is torch's. `latents` are `bf16` (the model's compute
-        dtype) or `fp8`. `block_tokens` of 0 is what the best backend of attention wants.
+        `auto` is FP8 if the checkpoint is, on a GPU with kernels, unless batch-invariant mode is
+        on: only the plain plane has it. `latents` is `bf16` (the model's compute dtype) or `fp8`.
+        With `block_tokens` 0, the best attention backend decides.
 
         Raises:
-            OperationsError: there is no such choice, or it cannot be had here.
+            OperationsError: a choice does not exist or is not available here.
         """
         fp8 = _weights(wanted, config=config, device=device, batch_invariant=batch_invariant)
         if latents not in (BF16, FP8):
             raise OperationsError(f"latents {latents!r} are neither bf16 nor fp8")
         if latents == FP8 and fp8 is None:
-            raise OperationsError("latents in FP8 need the model in FP8: choose weights fp8 too")
+            raise OperationsError("latents in FP8 require weights in FP8: choose weights fp8 too")
         if latents == FP8 and config.kv_lora_rank % GROUP != 0:
             raise OperationsError(
-                f"latents in FP8 cannot be had: kv_lora_rank is {config.kv_lora_rank}, no multiple "
-                f"of {GROUP}"
+                "latents in FP8 are not available: "
+                f"kv_lora_rank is {config.kv_lora_rank}, not a multiple of {GROUP}"
             )
         if fp8 is not None and not _always_twins(device):
             try:
@@ -105,7 +105,7 @@ class Operations:
 
     @property
     def kernels(self) -> str:
-        """What computes, for people: torch, or the suite's commonest backend and exceptions."""
+        """What computes, human-readable: torch, or the commonest backend and its exceptions."""
         if self.fp8 is None:
             return _TORCH
         if _always_twins(self.device):
@@ -118,7 +118,7 @@ class Operations:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """All that could compute, "operation=backend|backend" each; ranks must share one each."""
+        """What could compute, as "operation=backend|backend"; ranks must share one of each."""
         if self.fp8 is None:
             return (f"model={_TORCH}",)
         if _always_twins(self.device):
@@ -129,19 +129,19 @@ class Operations:
 
     @property
     def announcement(self) -> str:
-        """What the ranks of a pool tell each other when they meet."""
+        """What this rank sends to the others when a group forms, as input of `agree`."""
         if self.fp8 is None or _always_twins(self.device):
             return self.kernels
         own = asdict(selection.own())
         return json.dumps(own | {"latents": self._kind_of_latents}, sort_keys=True)
 
     def agree(self, announcements: Sequence[str]) -> None:
-        """Compute with what all ranks can, given what each told: they must not differ in bits.
+        """Compute with what all ranks can run, given their announcements, so that no bits differ.
 
-        An empty word is of a rank that did not tell.
+        An empty announcement is from a rank that sent none.
 
         Raises:
-            OperationsError: they cannot agree.
+            OperationsError: the ranks cannot agree.
         """
         words = {self.announcement, *filter(None, announcements)}
         others = sorted(word for word in words if not word.startswith("{"))
@@ -149,12 +149,12 @@ class Operations:
             return
         if others:
             raise OperationsError(
-                f"ranks do not compute alike ({', '.join(others)} and more): give all of them the "
+                f"ranks compute differently ({', '.join(others)} and more): give all of them the "
                 f"same weights, device and {selection.VARIABLE}"
             )
         if len({str(json.loads(word)["latents"]) for word in words}) > 1:
             raise OperationsError(
-                "some ranks keep latents in FP8 and some do not: give all of them the same latents"
+                "some ranks store latents in FP8 and some do not: set the same latents on all ranks"
             )
         try:
             selection.adopt(selection.agree([_selection(word) for word in sorted(words)]))
@@ -171,10 +171,10 @@ class Operations:
         mtp: bool,
         max_graph_rows: int,
     ) -> ServingModel:
-        """A model of a config whose weights are still to be loaded.
+        """Build a model of a config, without weights.
 
-        `num_spare` and `max_graph_rows` (rows of the largest captured step) are FP8's, `row_block`
-        and `mtp` the other form's.
+        `num_spare` and `max_graph_rows` (rows of the largest captured step) only apply to the FP8
+        plane, `row_block` and `mtp` only to the plain one.
         """
         with self.device:
             if self.fp8 is None:
@@ -198,12 +198,12 @@ class Operations:
         group: dist.ProcessGroup,
         timeout_s: float,
     ) -> SlotExchange | None:
-        """What several ranks of the model in FP8 carry rows with; all of them open it together.
+        """Open the exchange of an FP8 model with several ranks, which all call this together.
 
-        None for the other form, whose layers exchange rows by themselves.
+        None in the plain plane, whose layers exchange rows themselves.
 
         Raises:
-            RuntimeError: a rank is gone, or no backend serves all of them.
+            RuntimeError: another rank is gone, or no backend works for all ranks.
         """
         if self.fp8 is None:
             return None
@@ -227,7 +227,7 @@ class Operations:
         )
 
     def steps(self, exchange: SlotExchange | None) -> str:
-        """How decode steps run and how rows travel, for people; empty for the other form."""
+        """How decode steps run and how rows travel, human-readable; empty in the plain plane."""
         if self.fp8 is None:
             return ""
         reason = capture_obstacle(exchange)
@@ -256,21 +256,21 @@ class Operations:
 
     @property
     def _kind_of_latents(self) -> tuple[str, ...]:
-        """In words, if it is not the usual one: who keeps them otherwise makes other tokens."""
+        """Latents in FP8, which change tokens; empty for the default."""
         return (f"latents={FP8}",) if self.fp8_latents else ()
 
 
 def _weights(
     wanted: str, *, config: ModelConfig, device: torch.device, batch_invariant: bool
 ) -> Fp8Config | None:
-    """The FP8 that weights are held in, or None; selects kernels where there are any."""
+    """The FP8 that weights are stored in, or None; starts the kernels if there are any."""
     if wanted not in (AUTO, BF16, FP8):
-        raise OperationsError(f"{wanted!r} is none of auto, bf16 and fp8")
+        raise OperationsError(f"{wanted!r} is not one of auto, bf16 and fp8")
     reason = obstacle(config)
     if batch_invariant:
-        reason = "batch-invariant mode has its own arithmetic: turn it off, or choose bf16"
+        reason = "batch-invariant mode is only available with bf16: turn it off, or choose bf16"
     if wanted == FP8 and reason:
-        raise OperationsError(f"FP8 cannot be had: {reason}")
+        raise OperationsError(f"FP8 is not available: {reason}")
     try:
         if wanted == FP8 or (wanted == AUTO and not reason and _pays(config, device)):
             if not _always_twins(device):
@@ -282,7 +282,7 @@ def _weights(
 
 
 def _fit_attention(config: ModelConfig, *, block_tokens: int, quantized: bool) -> int:
-    """Positions of a block, after leaving out what cannot attend to the model's latents so."""
+    """Positions per block, after excluding backends that cannot attend to the model's latents."""
 
     def reason(backend: str, tokens: int) -> str | None:
         shape = LatentShape(
@@ -308,7 +308,7 @@ def _start_kernels() -> None:
 
 
 def _pays(config: ModelConfig, device: torch.device) -> bool:
-    """Whether weights are in FP8 already, and the device's kernels are not the torch twins."""
+    """Whether weights are stored in FP8 and the device's kernels are not the torch twins."""
     if config.quantization_config is None or device.type != "cuda":
         return False
     _start_kernels()
@@ -316,7 +316,7 @@ def _pays(config: ModelConfig, device: torch.device) -> bool:
 
 
 def _always_twins(device: torch.device) -> bool:
-    """Whether the kernels' torch twins compute there, whatever is chosen."""
+    """Whether the kernels' torch twins compute on the device, whatever is selected."""
     return device.type == "cpu" and not is_interpreting()
 
 

@@ -1,6 +1,6 @@
-"""`PlacementTables`: one generation's layout as the tables that dispatch looks up.
+"""`PlacementTables`: one generation's layout as lookup tables for dispatch.
 
-Built off the engine's thread from a layout's numbers; switching is one assignment of a reference.
+Built off the engine's thread from a layout's numbers; a switch replaces one reference.
 """
 
 from dataclasses import dataclass, replace
@@ -16,22 +16,25 @@ from equipoise_kernels.replica_choice import SHARE_BITS
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacementTables:
-    """Where every logical expert's replicas are, and nothing else of a layout.
+    """Where every logical expert's replicas are.
 
-    `slots_of_expert` is int64 [layers, experts, most replicas], ascending, unused places -1;
-    `replica_count` is int64 [layers, experts], at least 1. `share_ends`, of the shape of
-    `slots_of_expert`, says where each replica's share of its expert's tokens ends, as
-    `choose_replicas` wants it; None if all split evenly. Rank r owns the physical slots
-    [r * slots_per_rank, (r + 1) * slots_per_rank). Tables must not be written to; they are on the
-    host until they are moved `to` the model's device.
+    Rank r owns the physical slots [r * slots_per_rank, (r + 1) * slots_per_rank). Tables are
+    read-only, and on the host until `to` copies them to the model's device.
     """
 
     generation: int
+    """Number of the layout."""
     num_ranks: int
+    """Ranks of the pool."""
     num_slots: int
+    """Physical slots of the pool, per layer."""
     slots_of_expert: Tensor
+    """Each expert's slots, ascending, int64 [layers, experts, most replicas]; -1 where unused."""
     replica_count: Tensor
+    """Int64 [layers, experts], at least 1."""
     share_ends: Tensor | None = None
+    """Where each replica's share of its expert's tokens ends, in the form of `choose_replicas` and
+    the shape of `slots_of_expert`; None if all replicas share evenly."""
 
     @property
     def num_layers(self) -> int:
@@ -44,7 +47,7 @@ class PlacementTables:
         return self.num_slots // self.num_ranks
 
     def to(self, device: torch.device) -> Self:
-        """The same with its tables on a device."""
+        """Copy the tables to a device."""
         ends = self.share_ends
         return replace(
             self,
@@ -65,10 +68,9 @@ class PlacementTables:
     ) -> Self:
         """Build from the logical expert of every physical slot, integers [layers, slots].
 
-        `share_of_slot`, of the same shape, is the part of its expert's tokens that each slot
-        serves, in 1/2^SHARE_BITS; None: even parts. The layout is one that the control plane or a
-        test has validated: every expert is present in every layer, shares sum up, and slots divide
-        over ranks.
+        `share_of_slot`, of the same shape, is the share of its expert's tokens that each slot
+        serves, in 1/2^SHARE_BITS; None for even shares. The layout must be valid: every expert is
+        present in every layer, shares add up to 1, and the ranks divide the slots evenly.
         """
         table_LP = np.asarray(expert_of_slot, dtype=np.int64)
         num_layers, num_slots = table_LP.shape
@@ -76,7 +78,8 @@ class PlacementTables:
         flat = (table_LP + np.arange(num_layers)[:, None] * num_experts).ravel()
         count = np.bincount(flat, minlength=num_layers * num_experts)
         assert count.min() >= 1 and len(count) == num_layers * num_experts  # noqa: PT018
-        # Sorted by expert, a slot's place among its expert's is its index less the expert's first.
+        # Sorted by expert, a slot's index among its expert's slots is its index less the expert's
+        # first.
         order = np.argsort(flat, kind="stable")
         experts = flat[order]
         place = np.arange(len(flat)) - (np.cumsum(count) - count)[experts]

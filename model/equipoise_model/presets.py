@@ -1,16 +1,16 @@
-"""Presets: the configurations that have a name.
+"""Presets: configurations with names.
 
-`tiny` is what the repository trains and ships; the others have the sizes of published models.
+The repository trains and ships `tiny`; the others have the sizes of published models.
 """
 
 from equipoise_model.config import Fp8Config, ModelConfig, RopeConfig, UnsupportedConfigError
 
 
 def preset(name: str) -> ModelConfig:
-    """The configuration of that name.
+    """Return the configuration with a name.
 
     Raises:
-        UnsupportedConfigError: there is none.
+        UnsupportedConfigError: there is no such preset.
     """
     if name not in PRESETS:
         raise UnsupportedConfigError(f"there is no preset {name!r}: choose from {sorted(PRESETS)}")
@@ -75,7 +75,7 @@ DEEPSEEK_V2_LITE_SIZED = ModelConfig(
 )
 
 # 3.7 M parameters, every dimension of a matrix product a multiple of 16. Tokens are bytes; 256
-# begins a text, 257 ends it, the rest of the vocabulary is spare.
+# starts a text, 257 ends it, and the rest of the vocabulary is unused.
 TINY = ModelConfig(
     vocab_size=272,
     hidden_size=128,

@@ -1,8 +1,8 @@
 """`Rope`: rotary position embedding with optional YaRN (arXiv 2104.09864, 2309.00071).
 
-Owns the frequencies and their tables; `plain.rotate` of the kernels rotates. DeepSeek stores rotary
-dimensions as interleaved pairs, and a rotated vector comes out as all firsts, then all seconds.
-Queries and keys are permuted alike, so scores do not see it.
+Owns the frequencies and their tables; the kernels' `plain.rotate` applies them. DeepSeek stores
+rotary dimensions as interleaved pairs; rotation returns all first elements, then all second ones.
+Queries and keys are permuted alike, so scores do not change.
 """
 
 import math
@@ -20,8 +20,7 @@ Array = npt.NDArray[np.float32]
 class Rope(nn.Module):
     """Tables of cosines and sines for every position up to `max_position_embeddings`.
 
-    Tables rather than functions of the position: looking a row up is exact, so a token's rotation
-    does not depend on what it is batched with.
+    A table lookup is exact, so a token's rotation does not depend on its batch.
     """
 
     cos_PF: Tensor
@@ -36,13 +35,13 @@ class Rope(nn.Module):
             self.register_buffer(name, torch.tensor(table_PF * factor), persistent=False)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float32 [T, F] each, of int64 positions."""
+        """Return cosines and sines, float32 [T, F] each, of int64 positions."""
         positions_T = positions_T.to(self.cos_PF.device)
         return self.cos_PF[positions_T], self.sin_PF[positions_T]
 
 
 def frequencies(rope: RopeConfig, *, dim: int) -> tuple[Array, np.float32]:
-    """Angular frequency of each pair, float32 [dim / 2], and the factor of cosines and sines."""
+    """Return each pair's angular frequency, float32 [dim / 2], and the tables' common factor."""
     exponents_F = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     wavelengths_F: Array = np.float32(rope.rope_theta) ** exponents_F
     inv_freq_F: Array = np.float32(1) / wavelengths_F
@@ -55,7 +54,7 @@ def frequencies(rope: RopeConfig, *, dim: int) -> tuple[Array, np.float32]:
 
 
 def _stretched_share(rope: RopeConfig, *, dim: int) -> Array:
-    """How much of each pair YaRN interpolates: 0 for fast pairs, 1 for slow ones, [dim / 2]."""
+    """How far YaRN interpolates each pair, [dim / 2]: 0 for fast pairs, 1 for slow ones."""
     low = max(math.floor(_pair_that_turns(rope, turns=rope.beta_fast, dim=dim)), 0)
     high = min(math.ceil(_pair_that_turns(rope, turns=rope.beta_slow, dim=dim)), dim - 1)
     width = high - low if high != low else 0.001

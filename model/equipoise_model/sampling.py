@@ -1,10 +1,10 @@
 """`sample`: the next token of each row of logits, by each request's `SamplingParams`.
 
-Pure functions, vectorised over a batch of requests that may all ask for something else. A row's
-result is a function of that row alone: every step works along rows, and chance comes from
-`sampling_draws`, keyed by the request's seed and the token's position.
+Pure functions, vectorised over a batch of requests with different parameters. A row's result
+depends on that row alone: every step works along rows, and `sampling_draws` supplies randomness,
+keyed by the request's seed and the token's position.
 
-The order is that of Hugging Face: penalties, temperature, top-k, top-p, min-p.
+Steps follow the order of Hugging Face: penalties, temperature, top-k, top-p, min-p.
 """
 
 import math
@@ -21,7 +21,7 @@ _FAULTY = SampledToken(token=0, logprob=0.0, fault="its logits or probabilities 
 
 @torch.no_grad()
 def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Choose a token for each row of logits [S, V], on any device.
+    """Sample a token for each row of logits [S, V], on any device.
 
     A row whose logits or probabilities are not finite gets a `SampledToken` with a `fault`; the
     other rows are not affected.
@@ -48,15 +48,15 @@ def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]
 
 @torch.no_grad()
 def probabilities(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """What `sample` draws from: float32 [S, V], rows that sum to 1; greedy rows have a single 1."""
+    """The distribution that `sample` draws from, float32 [S, V]; greedy rows have a single 1."""
     assert logits_SV.shape[0] == len(rows)
     return _probabilities(penalize(logits_SV.float(), rows), [row.params for row in rows])
 
 
 def draw(probabilities_SV: Tensor, numbers_S: Tensor) -> Tensor:
-    """The token, int64 [S], at which each row's probabilities add up to more than a number.
+    """Return the first token, int64 [S], at which the cumulative probability exceeds a number.
 
-    `numbers_S` are float64 in [0, 1). Rows need not sum to 1. A token of probability 0 is never
+    `numbers_S` is float64 in [0, 1). Rows need not sum to 1. A token of probability 0 is never
     drawn.
     """
     sums_SV = probabilities_SV.double().cumsum(dim=-1)
@@ -67,7 +67,7 @@ def draw(probabilities_SV: Tensor, numbers_S: Tensor) -> Tensor:
 
 
 def penalize(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Logits after the penalties of tokens so far; the same tensor if no row asks for any."""
+    """Apply the penalties of tokens so far; returns the same tensor if no row has any."""
     chosen = [row for row, one in enumerate(rows) if one.params.penalizes]
     if not chosen:
         return logits_SV
@@ -84,7 +84,7 @@ def penalize(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 class _Columns:
-    """One number of every request, as a column beside rows of logits."""
+    """One parameter of every request, as a column for rows of logits."""
 
     def __init__(self, params: Sequence[SamplingParams], *, like: Tensor) -> None:
         self._params = params
@@ -96,7 +96,7 @@ class _Columns:
 
 
 def _counts(tokens: Sequence[Sequence[int]], *, like: Tensor) -> Tensor:
-    """How often each row has each token, of the shape and dtype of `like`."""
+    """Count each token in each row, in the shape and dtype of `like`."""
     flat = torch.tensor([token for row in tokens for token in row], dtype=torch.int64)
     owner = torch.tensor(
         [row for row, of_row in enumerate(tokens) for _ in of_row], dtype=torch.int64
@@ -109,11 +109,11 @@ def _counts(tokens: Sequence[Sequence[int]], *, like: Tensor) -> Tensor:
 def _probabilities(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     column = _Columns(params, like=logits_SV)
     greedy_S1 = torch.tensor([[one.greedy] for one in params], device=logits_SV.device)
-    # Less the largest first: a low temperature must not make infinities of large logits.
+    # Subtract the maximum first: a low temperature must not overflow large logits.
     below_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
     below_SV = below_SV / torch.where(greedy_S1, 1.0, column("temperature"))
     below_SV = _without_unlikely(below_SV, params)
-    # Of logarithms that end at 0, so the share of the largest is a bound.
+    # Relative to the largest logarithm, 0, so min_p is a bound.
     least = [[math.log(one.min_p) if one.min_p > 0 else -math.inf] for one in params]
     below_SV = below_SV.masked_fill(
         below_SV < torch.tensor(least, device=below_SV.device), -math.inf
@@ -125,7 +125,7 @@ def _probabilities(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
 
 def _without_unlikely(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Minus infinity for what top-k and top-p leave out; only rows that ask are sorted."""
+    """Set what top-k and top-p exclude to minus infinity; sorts only the rows that need it."""
     chosen = [row for row, one in enumerate(params) if one.top_k > 0 or one.top_p < 1]
     if not chosen:
         return logits_SV
@@ -135,7 +135,7 @@ def _without_unlikely(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Te
     most_R1 = torch.tensor([[one.top_k or num_tokens] for one in ask], device=device)
     out_RV = torch.arange(num_tokens, device=device) >= most_R1
     shares_RV = sorted_RV.masked_fill(out_RV, -math.inf).softmax(dim=-1).double()
-    # Sums may pass 1 by rounding, so a share of 1 has no bound at all.
+    # Rounding may push sums past 1, so a share of 1 sets no bound at all.
     bounds = [[one.top_p if one.top_p < 1 else math.inf] for one in ask]
     bound_R1 = torch.tensor(bounds, dtype=torch.float64, device=device)
     out_RV |= shares_RV.cumsum(dim=-1) - shares_RV >= bound_R1
@@ -145,9 +145,9 @@ def _without_unlikely(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Te
 
 
 def _finite_rows(values_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero the rows without a finite largest value; and which rows have one, bool [S].
+    """Zero the rows without a finite maximum; also return which rows have one, bool [S].
 
-    The largest value is NaN if any is, and infinite if all are minus infinity.
+    The maximum is NaN if any value is, and infinite if all are minus infinity.
     """
     is_finite_S = values_SV.amax(dim=-1).isfinite()
     if is_finite_S.all():
@@ -156,10 +156,10 @@ def _finite_rows(values_SV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_peaks(logits_SV: Tensor) -> list[float]:
-    """The log of the largest probability of each row.
+    """Return the log of the largest probability of each row.
 
-    From it all others follow by subtraction. Logarithms are taken one by one: those of a whole
-    tensor are rounded in ways that depend on where in it they lie.
+    All others follow by subtraction. Logarithms are taken one by one: those of a whole tensor are
+    rounded in ways that depend on an element's index.
     """
     return [math.log(peak) for peak in logits_SV.softmax(dim=-1).amax(dim=-1).tolist()]
 
@@ -171,7 +171,7 @@ def _described(
     rows: Sequence[SamplingRow],
     log_peak_S: Sequence[float],
 ) -> list[SampledToken]:
-    """Tokens with their logarithms, and the most likely ones of rows that ask for them."""
+    """Build tokens with their log probabilities, and the top tokens of rows that ask for them."""
     largest_S1 = logits_SV.amax(dim=-1, keepdim=True)
     below_S = (logits_SV.gather(1, tokens_S.unsqueeze(-1)) - largest_S1).squeeze(-1).tolist()
     sampled = []

@@ -1,8 +1,8 @@
-"""`uniforms`: random numbers that are a function of seed and position, and of nothing else.
+"""`uniforms`: random numbers that depend only on seed and position.
 
-Owns the counter-based generator Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", SC 2011). There is no state to share, so no request can disturb another one's draws, and a
-request that is run again elsewhere draws the same.
+Implements the counter-based generator Philox-4x32-10 (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011). There is no shared state, so requests do not affect each other's draws,
+and a request that is retried elsewhere draws the same numbers.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,10 @@ _HALF = np.uint64(32)
 def uniforms(
     seeds: Sequence[int], positions: Sequence[int], *, stream: int = 0
 ) -> npt.NDArray[np.float64]:
-    """A number in [0, 1), of 53 random bits, for each seed (64 bits) and position (64 bits).
+    """Return a number in [0, 1), of 53 random bits, for each 64-bit seed and position.
 
-    Streams (32 bits) are independent: one for each further number that a position needs.
+    Streams (32 bits) are independent; a position that needs several numbers uses one stream for
+    each.
     """
     seeds_S = np.array(seeds, dtype=np.uint64)
     positions_S = np.array(positions, dtype=np.uint64)
@@ -39,7 +40,7 @@ def uniforms(
 def philox(
     counter: tuple[Words, Words, Words, Words], *, key: tuple[Words, Words]
 ) -> tuple[Words, Words, Words, Words]:
-    """Four random words for each counter; all are 32-bit numbers in 64 bits, of one shape."""
+    """Return four random words per counter; all are 32-bit numbers in 64 bits, of one shape."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):

@@ -1,6 +1,6 @@
-"""`SamplingParams`: how a request's tokens are chosen, checked as it is built; and what is chosen.
+"""`SamplingParams`: how a request's tokens are sampled, validated on construction; and the result.
 
-Owns the values that go into and out of `sampling`. Needs no torch, so schedulers can hold them.
+Holds the inputs and outputs of `sampling`. Does not need torch, so schedulers can use it.
 """
 
 import math
@@ -11,46 +11,44 @@ MAX_LOGPROBS = 20
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Logits are float32 and divided by these; far smaller divisors give infinity or 0 / 0."""
+"""Logits are float32 and are divided by these; much smaller divisors give infinity or 0 / 0."""
 
 
 class SamplingError(ValueError):
-    """A parameter is out of range; the message names it, its value and the range."""
+    """A parameter is out of range; the message gives its name, its value and the range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What a request asks for; the defaults sample from the model's own distribution.
-
-    Attributes:
-        temperature: divides the logits; 0 is greedy: the most likely token, the lowest of several.
-            Otherwise from 0.01 to 100.
-        top_k: the most likely tokens that may be drawn; 0 is all.
-        top_p: the share of probability, among the top k, that the most likely tokens which may be
-            drawn reach together (arXiv 1904.09751); never fewer than one token.
-        min_p: the least probability of a token that may be drawn, as a share of the most likely
-            one's (arXiv 2407.01082).
-        repetition_penalty: divides positive and multiplies negative logits of tokens that prompt
-            or output have (arXiv 1909.05858); from 0.01 to 100.
-        presence_penalty: subtracted from the logits of tokens that the output has.
-        frequency_penalty: the same, for every time that the output has them.
-        seed: 64 bits. The same seed and position draw the same, whatever else is in the batch;
-            whoever wants another text each time chooses another seed.
-        logprobs: None, or how many of the most likely tokens are told with each token, from 0.
+    """A request's sampling parameters; the defaults sample from the model's own distribution.
 
     Raises:
         SamplingError: a value is out of range.
     """
 
     temperature: float = 1.0
+    """Divides the logits, from 0.01 to 100; 0 is greedy: the most likely token, the lowest id among
+    equals."""
     top_k: int = 0
+    """Number of most likely tokens that may be drawn; 0 for all."""
     top_p: float = 1.0
+    """Probability that the most likely tokens which may be drawn reach together, among the top k
+    (arXiv 1904.09751); always at least one token."""
     min_p: float = 0.0
+    """Least probability of a token that may be drawn, relative to the most likely one's (arXiv
+    2407.01082)."""
     repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or output, from 0.01
+    to 100 (arXiv 1909.05858)."""
     presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output, once per occurrence."""
     seed: int = 0
+    """64 bits. The same seed and position draw the same number, whatever the batch."""
     logprobs: int | None = None
+    """How many of the most likely tokens to report with each token, from 0; None for no log
+    probabilities."""
 
     def __post_init__(self) -> None:
         for name in _FLOATS:
@@ -84,14 +82,14 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens so far change the logits."""
+        """Whether earlier tokens change the logits."""
         changes = self.presence_penalty != 0 or self.frequency_penalty != 0
         return changes or self.repetition_penalty != 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """The request that a row of logits belongs to, and its tokens so far."""
+    """The request of a row of logits, and its tokens so far."""
 
     params: SamplingParams
     prompt: Sequence[int]
@@ -99,23 +97,25 @@ class SamplingRow:
 
     @property
     def position(self) -> int:
-        """Place of the token to come, the same if output is fed again as prompt."""
+        """Position of the next token; the same if output is passed again as prompt."""
         return len(self.prompt) + len(self.output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """A token, the log of its probability, and the most likely tokens with theirs.
+    """A token, its log probability, and the most likely tokens with theirs.
 
-    Logarithms are natural and of the model's own distribution, before penalties and temperature.
-    `top` is empty unless `logprobs` asks for it; it falls, the lower token first among equals.
-    `fault` says why no token could be chosen; then the other fields mean nothing.
+    Log probabilities are natural, and of the model's own distribution, before penalties and
+    temperature.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens, descending, the lower token first among equals; empty unless
+    `logprobs` asks for them."""
     fault: str = ""
+    """Why no token could be sampled; the other fields are then meaningless."""
 
 
 _FLOATS = (

@@ -1,8 +1,8 @@
-"""Names: where each tensor of a checkpoint lies in a model.
+"""Names: where each tensor of a checkpoint is in a model.
 
-Owns Hugging Face's naming of DeepSeek-V3 and nothing of files. Module paths already are those
-names, so little is left: a prefix, experts that the model stacks and the checkpoint does not, and
-the multi-token-prediction modules, which the checkpoint numbers on after the last layer.
+Knows Hugging Face's names for DeepSeek-V3. Module paths already follow them, except for a prefix,
+for experts, which the model stacks and the checkpoint does not, and for multi-token-prediction
+modules, which the checkpoint numbers after the last layer.
 """
 
 import re
@@ -18,10 +18,10 @@ _STACKED = (".mlp.experts.gate_up", ".mlp.experts.down")
 
 
 def dense_tensors(model: ServingModel) -> dict[str, Tensor]:
-    """Everything but the experts that layouts place, by checkpoint name.
+    """Return everything but the experts that layouts place, by checkpoint name.
 
-    The experts of multi-token-prediction modules are never placed, so they are here. Tensors share
-    the model's memory.
+    Includes the experts of multi-token-prediction modules, which layouts do not place. Tensors
+    share the model's memory.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -33,7 +33,7 @@ def dense_tensors(model: ServingModel) -> dict[str, Tensor]:
 
 
 def expert_tensors(model: Transformer) -> dict[str, Tensor]:
-    """The experts that layouts place, by checkpoint name, where slot e holds expert e.
+    """Return the experts that layouts place, by checkpoint name; slot e must hold expert e.
 
     Tensors share the model's memory.
     """
@@ -45,7 +45,7 @@ def expert_tensors(model: Transformer) -> dict[str, Tensor]:
 
 
 def mtp_copies(model: Transformer) -> dict[str, Tensor]:
-    """The embedding and the head again: the published layout repeats them in every MTP layer."""
+    """The embedding and the head again: published checkpoints repeat them in every MTP layer."""
     copies = {}
     for depth in range(model.num_mtp_layers):
         prefix = f"model.layers.{model.config.num_hidden_layers + depth}"
@@ -55,7 +55,7 @@ def mtp_copies(model: Transformer) -> dict[str, Tensor]:
 
 
 def payload_names(config: ModelConfig, *, layer: int, expert: int) -> tuple[str, str, str]:
-    """The tensors of one expert's payload, in its order; MoE layers count from 0."""
+    """The tensors of one expert's payload, in order; MoE layers count from 0."""
     prefix = f"model.layers.{config.first_k_dense_replace + layer}.mlp.experts.{expert}"
     return (
         f"{prefix}.gate_proj.weight",
@@ -77,7 +77,7 @@ def _checkpoint_name(name: str, config: ModelConfig) -> str:
 
 
 def _unstacked(name: str, stacked: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-    """One tensor per projection of each expert, of `gate_up` or `down` of all."""
+    """Split `gate_up` or `down` of all experts into one tensor per expert and projection."""
     assert stacked.shape[0] == config.n_routed_experts
     prefix, kind = _checkpoint_name(name, config).rsplit(".", maxsplit=1)
     projections = ("down_proj",) if kind == "down" else ("gate_proj", "up_proj")

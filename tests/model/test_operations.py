@@ -32,15 +32,15 @@ def test_what_computes_is_chosen_by_name_or_by_what_pays():
     assert choose("fp8").fp8 == Fp8Config(scale_fmt="ue8m0")
     assert choose("fp8", NARROW).fp8 == Fp8Config()
     assert choose("fp8").kernels == "reference"
-    with pytest.raises(OperationsError, match="none of auto, bf16 and fp8"):
+    with pytest.raises(OperationsError, match="not one of auto, bf16 and fp8"):
         choose("int4")
-    with pytest.raises(OperationsError, match="batch-invariant mode has its own arithmetic"):
+    with pytest.raises(OperationsError, match="batch-invariant mode is only available with bf16"):
         choose("fp8", batch_invariant=True)
     narrow = dataclasses.replace(NARROW, moe_intermediate_size=48)
-    with pytest.raises(OperationsError, match="moe_intermediate_size is 48, no multiple of 128"):
+    with pytest.raises(OperationsError, match="moe_intermediate_size is 48, not a multiple of 128"):
         choose("fp8", narrow)
     odd = dataclasses.replace(NARROW, kv_lora_rank=96)
-    assert obstacle(odd) == "kv_lora_rank is 96, no power of two from 16 on"
+    assert obstacle(odd) == "kv_lora_rank is 96, not a power of two of at least 16"
 
 
 def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
@@ -68,7 +68,7 @@ def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
     in_fp8.agree([richer])
     assert in_fp8.kernels == "triton, gemm_large=deep_gemm"
     assert by_torch.backends == ("model=torch",)
-    with pytest.raises(OperationsError, match=r"do not compute alike \(torch and more\)"):
+    with pytest.raises(OperationsError, match=r"compute differently \(torch and more\)"):
         in_fp8.agree([own, by_torch.announcement])
     named = told_by(selection.resolve("gemm=reference", lambda _operation, _name: None))
     with pytest.raises(OperationsError, match="ranks share no backend for gemm"):
@@ -89,20 +89,20 @@ def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
     plain = choose(latents="bf16", block_tokens=64)
     assert plain.cache(WIDE, num_blocks=1, max_len=16, mtp=False).block_tokens == 64
     assert plain.backends == ("model=reference",)
-    with pytest.raises(OperationsError, match="do not compute alike"):
+    with pytest.raises(OperationsError, match="compute differently"):
         plain.agree([plain.announcement, chosen.announcement])
     with pytest.raises(OperationsError, match="'fp4' are neither bf16 nor fp8"):
         choose(latents="fp4")
-    with pytest.raises(OperationsError, match="need the model in FP8: choose weights fp8"):
+    with pytest.raises(OperationsError, match="require weights in FP8: choose weights fp8"):
         choose(weights="bf16")
-    with pytest.raises(OperationsError, match="kv_lora_rank is 32, no multiple of 128"):
+    with pytest.raises(OperationsError, match="kv_lora_rank is 32, not a multiple of 128"):
         choose(NARROW)
     monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)
     everything = selection.resolve("auto", lambda _operation, _name: None)
     use_backends(monkeypatch, everything)
     plain = dataclasses.replace(chosen, fp8_latents=False)
     assert chosen.backends[-1] == "latents=fp8"
-    with pytest.raises(OperationsError, match="some ranks keep latents in FP8 and some do not"):
+    with pytest.raises(OperationsError, match="some ranks store latents in FP8 and some do not"):
         plain.agree([plain.announcement, chosen.announcement])
 
 

@@ -127,13 +127,13 @@ def test_what_ranks_tell_each_other_is_heard_before_they_form(rendezvous):
 
 def test_ranks_that_do_not_agree_do_not_form(rendezvous):
     def refuse(told):
-        raise ValueError("ranks do not compute alike")
+        raise ValueError("ranks compute differently")
 
     host, _, port = rendezvous.rpartition(":")
     peer_store = dist.PrefixStore("epoch-1", dist.TCPStore(host, int(port), is_master=False))
     peer_store.set("arrived/1", "triton")
     met = []
-    words = "^the 2 ranks of epoch 1 met but do not agree: ranks do not compute alike$"
+    words = "^the 2 ranks of epoch 1 met but do not agree: ranks compute differently$"
     with pytest.raises(GroupError, match=words):
         form(rendezvous, check=refuse, on_met=lambda: met.append(1))
     assert not met

@@ -348,7 +348,7 @@ def test_a_machine_that_cannot_compute_batch_invariantly_says_so_before_it_serve
     settings, monkeypatch
 ):
     def verify_rows(model, cache):
-        raise RowVarianceError("batch-invariant mode cannot be had here: serve without it")
+        raise RowVarianceError("batch-invariant mode is not available here: serve without it")
 
     monkeypatch.setattr("equipoise.worker.core.verify_rows", verify_rows)
     with pytest.raises(WorkerError, match="serve without it"):

@@ -43,7 +43,7 @@ def verify_row_invariance(
         for name, seen in _variants(rows_TD, weight_OD, row_block=row_block):
             if not torch.equal(seen, expected):
                 raise RowVarianceError(
-                    f"batch-invariant mode cannot be had here: a product with weights "
+                    f"batch-invariant mode is not available here: a product with weights "
                     f"[{out_dim}, {in_dim}] depends on {name}; serve without it, or set "
                     "MKL_CBWR=COMPATIBLE and try again"
                 )

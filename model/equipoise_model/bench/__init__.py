@@ -1,1 +1,1 @@
-"""Timings of the model on a GPU; `make bench-gpu` runs them behind the kernels' own."""
+"""Timings of the model on a GPU; `make bench-gpu` runs them after the kernels' own."""

@@ -24,7 +24,7 @@ from equipoise_model.presets import DEEPSEEK_V3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 when it was measured, 2 without a GPU to run on."""
+    """Run; return 0 after measuring, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="bench-gpu (model)", description=__doc__)
     parser.add_argument("--out", type=Path, help="where to write the report (JSON)")
     options = parser.parse_args(arguments)
@@ -60,7 +60,7 @@ def run() -> dict[str, Any]:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The report's table."""
+    """Format the report as a table."""
     lines = [f"{report['layer']}, on {report['device']}"]
     lines += [
         f"  {row['phase']:8} {row['rows']:5} rows {row['median_us']:10.1f} us "

@@ -1,7 +1,7 @@
-"""One MoE layer of a config in FP8, timed: gate, routing, routed and shared experts, combination.
+"""Times one MoE layer of a config in FP8: gate, routing, routed and shared experts, combination.
 
-Owns the layer that is timed and what counts as a token: each real row once, though it goes to many
-experts. Weights are random; every expert lies in a slot of this one device.
+A token counts once, although it goes to several experts. Weights are random; every expert is in a
+slot of one device.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _WEIGHT_SCALE = 0.02 / 448
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTiming:
-    """A layer's step of so many rows: median microseconds, and spread over replays."""
+    """A layer's step: median time in microseconds, and spread over replays."""
 
     phase: str
     rows: int
@@ -33,16 +33,16 @@ class LayerTiming:
 
     @property
     def tokens_per_s(self) -> float:
-        """Rows through this one layer in a second."""
+        """Rows through this one layer per second."""
         return self.rows * 1e6 / self.median_us
 
 
 def time_layer(
     config: ModelConfig, *, timer: Timer, generator: torch.Generator, rows: dict[str, int]
 ) -> list[LayerTiming]:
-    """Time a MoE layer for each phase's number of rows; all of it lies on the generator's device.
+    """Time a MoE layer for each phase's number of rows, on the generator's device.
 
-    `config` has `quantization_config`, and sizes that compute in FP8.
+    `config` must have `quantization_config`, and sizes that FP8 supports.
     """
     layer = random_layer(config, generator=generator)
     here = ExpertParallel.local(config, device=generator.device)
@@ -61,7 +61,7 @@ def time_layer(
 
 
 def random_layer(config: ModelConfig, *, generator: torch.Generator) -> Fp8MoE:
-    """A layer whose codes are random and whose gate spreads rows over all experts."""
+    """A layer with random codes and a gate that spreads rows over all experts."""
     with generator.device:
         layer = Fp8MoE(config, num_slots=config.n_routed_experts, num_spare=0)
     layer.requires_grad_(requires_grad=False)
@@ -80,7 +80,7 @@ def random_layer(config: ModelConfig, *, generator: torch.Generator) -> Fp8MoE:
 
 
 class _Call:
-    """One step of the layer; what it counts is kept nowhere."""
+    """One step of the layer; its counters are discarded."""
 
     def __init__(self, layer: Fp8MoE, x_TD: Tensor, experts: ExpertParallel) -> None:
         self._layer = layer
@@ -96,7 +96,7 @@ class _Call:
 
 
 def _fill_codes(codes: Tensor, generator: torch.Generator) -> None:
-    """Normal numbers in FP8, an expert at a time: a slab may fill most of a device."""
+    """Fill with normal numbers in FP8, one expert at a time: a slab may fill most of a device."""
     for part in codes if codes.dim() == 3 else (codes,):
         values = torch.randn(part.shape, generator=generator, device=part.device) * 100
         part.copy_(values.clamp(-448, 448))

@@ -1,7 +1,7 @@
 """`Fp8Attention`: multi-head latent attention in FP8, over the paged cache, absorbed.
 
-One form for all rows: a chunk of a prompt is as many queries, each of which sees the positions up
-to its own. `equipoise_model.plain.attention` is the same function and explains it.
+All rows take one form: a chunk of a prompt is a query per row, and each sees the positions up to
+its own. Computes the function that `plain.attention` explains.
 """
 
 import torch
@@ -20,7 +20,7 @@ from equipoise_model.plain.layers import Linear, RMSNorm
 
 
 class Fp8Attention(nn.Module):
-    """One layer's attention; submodules carry Hugging Face's names."""
+    """One layer's attention; submodules have Hugging Face's names."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Fp8Attention(nn.Module):
             self.q_b_proj = Fp8Linear(config.q_lora_rank, query_dim)
         self.kv_a_proj_with_mqa = Fp8Linear(dim, config.latent_dim)
         self.kv_a_layernorm = RMSNorm(rank, eps=eps, dtype=torch.bfloat16)
-        # Absorbed into queries and outputs, head by head, which are no products of quantised rows.
+        # Absorbed into queries and outputs head by head; these are not products of quantised rows.
         kv_dim = heads * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = Linear(rank, kv_dim, dtype=torch.bfloat16)
         self.o_proj = Fp8Linear(heads * config.v_head_dim, dim)
@@ -49,9 +49,9 @@ class Fp8Attention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         latents: Latents,
     ) -> Tensor:
-        """Attention of a step's rows [T, D], quantised, to their sequences so far: [T, D].
+        """Attend from a step's quantised rows [T, D] to their sequences so far: [T, D].
 
-        `rotary` are cosines and sines of the rows' positions, `latents` this layer's cache. The
+        `rotary` holds cosines and sines of the rows' positions, `latents` this layer's cache. The
         latents of all rows are written before any query reads.
         """
         config = self.config
@@ -87,7 +87,7 @@ class Fp8Attention(nn.Module):
         return y_TD
 
     def _queries(self, rows: QuantizedRows) -> Tensor:
-        """Queries [T, H, nope + rope], not rotated."""
+        """Return queries [T, H, nope + rope], not rotated."""
         if self.config.q_lora_rank is None:
             flat: Tensor = self.q_proj(rows)
         else:

@@ -21,7 +21,10 @@ from equipoise_model.plain.router import Router
 
 
 class Fp8MoE(nn.Module):
-    """DeepSeekMoE over this rank's `num_slots` physical slots; Hugging Face's names."""
+    """DeepSeekMoE over this rank's `num_slots` physical slots.
+
+    Submodules have Hugging Face's names.
+    """
 
     def __init__(self, config: ModelConfig, *, num_slots: int, num_spare: int) -> None:
         super().__init__()
@@ -47,16 +50,17 @@ class Fp8MoE(nn.Module):
     def forward(
         self, x_TD: Tensor, rows: QuantizedRows, step: ExpertStep, *, num_valid: Tensor | None
     ) -> Tensor:
-        """Rows [T, D], given as they are and quantised, to rows without the residual.
+        """Return the layer's output for rows [T, D], without the residual.
 
-        `num_valid`, int32 [1] on the device, says how many are real; all unless given.
+        Takes the rows both plain and quantised. `num_valid`, int32 [1] on the device, is the number
+        of real rows; all by default.
 
         Raises:
-            ExchangeError: a rank is gone, stuck, or runs another generation.
+            ExchangeError: another rank is gone or stuck, or runs another generation.
         """
         layer = step.enter_layer()
         exchange, load_S = step.exchange, step.rows_LS[layer]
-        # Who alone holds all slots counts as it routes; several count what arrives.
+        # A rank alone counts assignments while routing; several ranks count what they receive.
         counted_S = load_S if exchange is None else None
         routes = self._route(x_TD, step, layer=layer, rows_S=counted_S, num_valid=num_valid)
         if exchange is None:
@@ -84,7 +88,7 @@ class Fp8MoE(nn.Module):
         rows_S: Tensor | None,
         num_valid: Tensor | None,
     ) -> Routes:
-        """Where rows go, without the host knowing."""
+        """Route rows to physical slots, without involving the host."""
         placement = step.placement
         ends = placement.share_ends
         return route_to_slots(
@@ -132,11 +136,11 @@ class Fp8Block(nn.Module):
         experts: ExpertStep,
         num_valid: Tensor | None,
     ) -> Tensor:
-        """What this layer adds to x + delta, of which x becomes the sum, in place."""
+        """Return what this layer adds to x + delta; x becomes that sum, in place."""
         rows = self._normed(self.input_layernorm, delta_TD, residual_TD=x_TD)
         delta_TD = self.self_attn(rows, step, rotary=rotary, latents=latents)
         if isinstance(self.mlp, Fp8MoE):
-            # The gate's logits are of rows that were not quantised.
+            # The gate needs rows that are not quantised.
             x_TD += delta_TD
             normed_TD: Tensor = self.post_attention_layernorm(x_TD)
             rows = group_quant(normed_TD, scale_format=self.scale_format)

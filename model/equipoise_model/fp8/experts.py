@@ -1,10 +1,10 @@
-"""`Fp8ExpertSlots`: one rank's physical slots of one layer in FP8, behind a map in device memory.
+"""`Fp8ExpertSlots`: one rank's expert slots in one layer in FP8, behind a map in device memory.
 
-Owns the payload of an expert in FP8: codes of gate, up and down, then their scales, as a checkpoint
-in FP8 has them. Experts lie at places of a slab, which has more of them than there are slots.
-Staging fills spare places, a switch changes the map of slots to places: weights do not move,
-addresses stay, and so captured CUDA graphs do. What is staged beyond the spare places is copied at
-the switch.
+Owns the FP8 payload of an expert: codes of gate, up and down, then their scales, as in an FP8
+checkpoint. Weights lie at places of a slab, which has more places than there are slots. Staging
+fills spare places, and a switch changes the map of slots to places: weights do not move and
+addresses do not change, so captured CUDA graphs stay valid. Experts staged beyond the spare places
+are copied at the switch.
 """
 
 import math
@@ -34,11 +34,11 @@ from equipoise_model.device import Arrive
 from equipoise_model.experts import Settle, check_payload
 
 _BLOCK = GROUP_ALIGNMENT
-"""Rows that one slot's expert computes at a time, filled up with rows of nobody."""
+"""Rows per block of one slot's expert; blocks are filled up with padding rows."""
 
 
 class Fp8ExpertSlots(nn.Module):
-    """Weights of `num_slots` experts, and `num_spare` places more.
+    """Weights of `num_slots` experts, and `num_spare` more places.
 
     `gate_up` is [places, 2 I, D], the gate's rows before up's; `down` is [places, D, I].
     `place_of_slot` is int32 [slots] on the device.
@@ -62,7 +62,7 @@ class Fp8ExpertSlots(nn.Module):
         self.down = _empty_weight(num_places, dim, hidden_dim)
         self.place_of_slot = torch.arange(num_slots, dtype=torch.int32)
         self._place_of_slot = list(range(num_slots))
-        # Its methods are atomic: staging takes places on other threads than the engine's.
+        # Its methods are atomic: staging takes places on threads other than the engine's.
         self._spare = deque(range(num_slots, num_places))
 
     @property
@@ -72,11 +72,11 @@ class Fp8ExpertSlots(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device that holds the slots."""
         return self.place_of_slot.device
 
     def forward(self, x_ND: Tensor, rows_per_slot: Sequence[int]) -> Tensor:
-        """Rows in slot order through their slots' networks, [N, D]; N may be 0."""
+        """Run rows in slot order through their slots' networks, [N, D]; N may be 0."""
         counts_S = torch.tensor(rows_per_slot, device=self.device)
         slots_N = torch.arange(self.num_slots, device=self.device).repeat_interleave(counts_S)
         ones_N1 = torch.ones(len(x_ND), 1, device=self.device)
@@ -84,9 +84,9 @@ class Fp8ExpertSlots(nn.Module):
         return self.run(rows, slots_N.unsqueeze(1), ones_N1)
 
     def run(self, rows: QuantizedRows, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Each row's weighted sum over its slots, [T, D]; the host need not know any of them.
+        """Return each row's weighted sum over its slots, [T, D], without involving the host.
 
-        Slots are this rank's own, int64; a slot of -1 adds nothing. Weights are float32.
+        Slots are this rank's own, int64; slot -1 adds nothing. Weights are float32.
         """
         order = self._order(slots_TK)
         placed = permute(rows, order)
@@ -95,10 +95,10 @@ class Fp8ExpertSlots(nn.Module):
         return combine(y_MD, order, weights_TK)
 
     def run_packed(self, rows: QuantizedRows, slot_ends_S: Tensor) -> Tensor:
-        """Rows through their slots' networks, [M, D]; M is a number of whole blocks.
+        """Run rows through their slots' networks, [M, D]; M is a multiple of the block size.
 
-        Each slot's rows begin at a block's first and end where `slot_ends_S`, int32, says; what
-        comes of rows between is unspecified.
+        Each slot's rows start at the start of a block and end at `slot_ends_S`, int32. Outputs of
+        rows in between are unspecified.
         """
         schedule = PrefixSumRows(group_ends=slot_ends_S)
         hidden_MH = grouped_gemm(rows, self.gate_up, self.place_of_slot, schedule=schedule)
@@ -106,7 +106,7 @@ class Fp8ExpertSlots(nn.Module):
         return grouped_gemm(activated, self.down, self.place_of_slot, schedule=schedule)
 
     def run_padded(self, rows: QuantizedRows, rows_of_slot_S: Tensor) -> Tensor:
-        """Rows [S, M, D], of which each slot has the first `rows_of_slot_S`, int32: [S, M, D]."""
+        """Run rows [S, M, D]; of slot s the first `rows_of_slot_S[s]`, int32, count: [S, M, D]."""
         schedule = MaskedRows(rows_of_group=rows_of_slot_S)
         hidden_SMH = grouped_gemm(rows, self.gate_up, self.place_of_slot, schedule=schedule)
         activated = silu_mul_quant(
@@ -116,16 +116,16 @@ class Fp8ExpertSlots(nn.Module):
 
     @torch.no_grad()
     def read(self, slot: int) -> Tensor:
-        """The payload of one slot, a new uint8 tensor [expert_bytes] on the host."""
+        """Read the payload of one slot into a new uint8 tensor [expert_bytes] on the host."""
         parts = self._parts(self._place_of_slot[slot])
         return torch.cat([part.flatten().view(torch.uint8) for part in parts]).cpu()
 
     @torch.no_grad()
     def write(self, slot: int, payload: Tensor) -> None:
-        """Overwrite one slot from a payload.
+        """Overwrite one slot with a payload.
 
         Raises:
-            PayloadError: the payload is not of this model's expert size.
+            PayloadError: the payload does not have this model's expert size.
         """
         self._fill(self._place_of_slot[slot], self._decode(payload))
 
@@ -134,7 +134,7 @@ class Fp8ExpertSlots(nn.Module):
         """Copy payloads by slot to spare places; settling changes the map.
 
         Raises:
-            PayloadError: a payload is not of this model's expert size.
+            PayloadError: a payload does not have this model's expert size.
         """
         decoded = {slot: self._decode(payload) for slot, payload in payloads.items()}
         taken = _TakenPlaces(self._spare, most=len(decoded))
@@ -152,7 +152,7 @@ class Fp8ExpertSlots(nn.Module):
         def settle(arrive: Arrive) -> None:
             arrive(slots_M, places_M, *(part for parts in copied.values() for part in parts))
             self.place_of_slot.index_copy_(0, slots_M, places_M)
-            # What the slots leave behind is spare as soon as nobody holds this any more.
+            # The places that the slots leave become spare once nothing refers to this list.
             taken.places = [self._place_of_slot[slot] for slot in moved]
             for slot, place in moved.items():
                 self._place_of_slot[slot] = place
@@ -162,7 +162,7 @@ class Fp8ExpertSlots(nn.Module):
         return settle
 
     def _order(self, slots_TK: Tensor) -> RowOrder:
-        """Rows in slot order, in as many whole blocks as the worst routing needs."""
+        """Order rows by slot, in as many whole blocks as the worst routing needs."""
         num_rows = most_rows(slots_TK.numel(), num_slots=self.num_slots, alignment=_BLOCK)
         out = RowOrder(
             place_of_pair_TK=torch.empty_like(slots_TK, dtype=torch.int32),
@@ -172,11 +172,11 @@ class Fp8ExpertSlots(nn.Module):
         return order_rows(slots_TK, num_slots=self.num_slots, alignment=_BLOCK, out=out)
 
     def _activated(self, hidden_MH: Tensor, slot_ends_S: Tensor) -> QuantizedRows:
-        """SwiGLU's activation of rows that are somebody's: in each block its slot's come first."""
+        """Apply SwiGLU's activation to real rows; in each block they come first."""
         starts_B = torch.arange(
             0, len(hidden_MH), _BLOCK, dtype=slot_ends_S.dtype, device=slot_ends_S.device
         )
-        # A block is of the first slot that ends behind its start; blocks of none end at 0.
+        # A block belongs to the first slot that ends after its start; blocks of no slot end at 0.
         slots_B = torch.searchsorted(slot_ends_S, starts_B, right=True)
         ends_B = functional.pad(slot_ends_S, (0, 1))[slots_B]
         blocks = silu_mul_quant(
@@ -191,12 +191,12 @@ class Fp8ExpertSlots(nn.Module):
             own.copy_(part)
 
     def _parts(self, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What lies at a place, in a payload's order."""
+        """The weights at a place, in a payload's order."""
         gate_up, down = self.gate_up, self.down
         return gate_up.codes[place], down.codes[place], gate_up.scales[place], down.scales[place]
 
     def _decode(self, payload: Tensor) -> list[Tensor]:
-        """A payload's parts, views of it."""
+        """Split a payload into views of its parts."""
         own = self._parts(0)
         ends = [0]
         for part in own:
@@ -210,10 +210,10 @@ class Fp8ExpertSlots(nn.Module):
 
 
 class _TakenPlaces:
-    """Spare places that are somebody's; they are spare again when this is forgotten.
+    """Spare places in use; they become spare again when this object is garbage-collected.
 
-    By its lifetime, because a generation that was aborted may still be switched to: the engine
-    holds it while the ranks agree, and until then nobody else may write to its places.
+    The lifetime matters because ranks may still switch to a generation that was aborted: the engine
+    refers to it until they agree, and until then no other staging may write to its places.
     """
 
     def __init__(self, spare: deque[int], *, most: int) -> None:

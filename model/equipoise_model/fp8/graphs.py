@@ -1,14 +1,14 @@
-"""`DecodeGraphs`: steps of a few single tokens, captured once as CUDA graphs and replayed.
+"""`DecodeGraphs`: decode steps captured once as CUDA graphs and replayed.
 
-A decode step is hundreds of small kernels, whose launches take the host longer than the device
-needs to run them. Owns the memory that a captured step reads and writes: a step is copied in, the
-nearest larger graph is replayed, its unused rows being padding. A layout switch leaves graphs as
-they are: experts stay at their places, the map of slots is changed where it lies, and the tables of
-replicas are copied in (as in `EpBuffer`'s and nano-vLLM's runners, one graph for each size).
+A decode step is hundreds of small kernels, which take the host longer to launch than the device
+needs to run them. Owns the memory that a captured step reads and writes: it copies a step's input
+there and replays the graph of the next larger size, with padding in the unused rows. A layout
+switch does not invalidate graphs: experts stay at their places, the map of slots changes in place,
+and the tables of replicas are copied in. One graph per size, like the runners of nano-vLLM.
 
-Several ranks capture and replay together. Capturing runs a step once more, exchanges and all, so
-each must do so at the same step as all others: hence sizes go by the rank with the most rows, which
-all know, and everything is captured anew with another exchange, which a new group brings.
+Several ranks capture and replay together. Capturing runs a step again, with its exchanges, so every
+rank must do so at the same step. Sizes therefore follow the rank with the most rows, which all
+ranks know, and a new exchange, which a new group brings, discards all graphs.
 """
 
 from collections.abc import Callable
@@ -26,24 +26,21 @@ from equipoise_model.placement import PlacementTables
 
 Work = Callable[[], Tensor]
 Capture = Callable[[Work], Work]
-"""Makes of work what does it again, with the same memory and the same result tensor."""
+"""Turns work into a callable that repeats it, with the same memory and the same result tensor."""
 
 
 _ATTENTION_OF_HOST = "mla_decode=flashinfer"
 
 
 def capture_obstacle(exchange: SlotExchange | None) -> str | None:
-    """Why decode steps cannot be captured with these kernels and this exchange, or None.
-
-    The one place that decides it.
-    """
+    """Return why decode steps cannot be captured with these kernels and this exchange, or None."""
     if _ATTENTION_OF_HOST in selection.summary():
         return "flashinfer plans attention on the host"
     return None if exchange is None else exchange.capture_obstacle
 
 
 class DecodeGraphs:
-    """Graphs of up to `max_rows` rows, captured when a choice of kernels first needs them.
+    """Graphs of up to `max_rows` rows, captured on first use with each selection of kernels.
 
     For one model and one cache; used from the engine's thread.
     """
@@ -56,7 +53,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool, str], Work] = {}
 
     def fits(self, step: ExpertStep) -> bool:
-        """Whether a step is one of these: few rows on every rank, and no obstacle."""
+        """Whether a step can use a graph: few rows on every rank, and no obstacle."""
         most, exchange = max(step.tokens_by_rank), step.exchange
         limit = self._sizes[-1]
         if exchange is not None:
@@ -66,10 +63,10 @@ class DecodeGraphs:
     def run(
         self, forward: Callable[..., Tensor], rows: StepRows, cache: LatentCache, step: ExpertStep
     ) -> Tensor:
-        """Hidden states [T, D] of a step that fits, valid until the next one.
+        """Return hidden states [T, D] of a step that fits; they are valid until the next step.
 
         Raises:
-            ExchangeError: a rank is gone, stuck, or runs another generation.
+            ExchangeError: another rank is gone or stuck, or runs another generation.
         """
         if self._memory is None or step.exchange is not self._exchange:
             self._graphs.clear()
@@ -84,7 +81,7 @@ class DecodeGraphs:
             self._graphs[key] = self._capture(
                 lambda: forward(views, cache, memory.step(size), num_valid=memory.num_valid)
             )
-            # Capturing may have run the work, once or more.
+            # Capturing may have run the work once or more.
             memory.rows_LS.zero_()
         hidden_TD = self._graphs[key]()
         if step.exchange is not None:
@@ -95,20 +92,20 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Captures CUDA graphs that share their memory, since only one runs at a time."""
+    """Captures CUDA graphs that share memory, since only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        """Run work once, which compiles its kernels, and capture it."""
+        """Run the work once, which compiles its kernels, and capture it."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             work()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads copy experts meanwhile, which is none of this stream's business.
+        # Other threads may copy experts meanwhile on other streams.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
 
@@ -126,7 +123,7 @@ def sizes(max_rows: int) -> tuple[int, ...]:
 
 
 class _Memory:
-    """Where captured steps read and write, of the ranks that `step` is of."""
+    """Memory that captured steps read and write, for the ranks and exchange of `step`."""
 
     def __init__(self, max_rows: int, *, cache: LatentCache, step: ExpertStep) -> None:
         placement = step.placement
@@ -142,7 +139,7 @@ class _Memory:
         self._follows: PlacementTables | None = None
 
     def step(self, num_rows: int) -> ExpertStep:
-        """The experts' side of a step, in this memory."""
+        """Return the experts' side of a step, in this memory."""
         placement = self._placement
         assert self._follows is not None
         if self._follows.share_ends is None:
@@ -157,7 +154,7 @@ class _Memory:
         )
 
     def overwrite(self, rows: StepRows, step: ExpertStep) -> None:
-        """Have a step's rows here, and the tables of its generation."""
+        """Copy in a step's rows and the tables of its generation."""
         self.rows.overwrite(rows)
         self.num_valid.fill_(rows.num_rows)
         self._token_ids_T[: rows.num_rows].copy_(step.token_ids_T)
@@ -170,14 +167,14 @@ class _Memory:
         own.replica_count.copy_(placement.replica_count)
         if placement.share_ends is not None:
             assert own.share_ends is not None
-            # Replicas that are not there have the last one's end.
+            # Absent replicas get the last one's end.
             own.share_ends[..., width:].copy_(placement.share_ends[..., -1:])
             own.share_ends[..., :width].copy_(placement.share_ends)
         self._follows = placement
 
 
 def _roomy(placement: PlacementTables) -> PlacementTables:
-    """Tables with room for every layout of as many slots: all that are left over on one expert."""
+    """Tables that fit every layout with as many slots, even all spare slots on one expert."""
     num_layers, num_experts = placement.replica_count.shape
     most = placement.num_slots - num_experts + 1
     shape = (num_layers, num_experts, most)

@@ -1,6 +1,6 @@
-"""The small parts in FP8: linear map, and the SwiGLU feed-forward network of them.
+"""Layers in FP8: the linear map, and the SwiGLU feed-forward network.
 
-Parameters carry the checkpoint's names, scales included.
+Parameters have the checkpoint's names, including scales.
 """
 
 import torch
@@ -19,7 +19,7 @@ from equipoise_model.config import ModelConfig
 
 
 class Fp8Linear(nn.Module):
-    """y = x W^T without bias, on quantised rows [T, in]; `weight` are codes [out, in]."""
+    """y = x W^T without bias, on quantised rows [T, in]; `weight` holds codes [out, in]."""
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Fp8Linear(nn.Module):
         )
 
     def forward(self, rows: QuantizedRows, *, out: Tensor | None = None) -> Tensor:
-        """Rows [T, out] in bfloat16, into `out` if there is one."""
+        """Return rows [T, out] in bfloat16, written to `out` if given."""
         weight = QuantizedWeight(codes=self.weight, scales=self.weight_scale_inv)
         return gemm(rows, weight, out=out)
 
@@ -46,7 +46,7 @@ class Fp8SwiGLU(nn.Module):
         self.down_proj = Fp8Linear(hidden_dim, config.hidden_size)
 
     def forward(self, rows: QuantizedRows) -> Tensor:
-        """Rows [T, dim] in bfloat16."""
+        """Return rows [T, dim] in bfloat16."""
         num_rows, hidden_dim = rows.codes.shape[0], self.gate_proj.weight.shape[0]
         both_TH = rows.scales.new_empty(num_rows, 2 * hidden_dim, dtype=torch.bfloat16)
         self.gate_proj(rows, out=both_TH[:, :hidden_dim])
@@ -56,7 +56,7 @@ class Fp8SwiGLU(nn.Module):
 
 
 def scale_format(config: ModelConfig) -> ScaleFormat:
-    """Which scales rows get: those of the same kind as the weights'."""
+    """The scale format of activations: the same as that of the weights."""
     fp8 = config.quantization_config
     assert fp8 is not None
     return ScaleFormat.FP32 if fp8.scale_fmt is None else ScaleFormat.UE8M0

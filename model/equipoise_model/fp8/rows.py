@@ -1,4 +1,4 @@
-"""`StepRows`: a step's tokens as tensors on the device, all that attention and the cache need."""
+"""`StepRows`: a step's tokens as tensors on the device, for attention and the cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from torch import Tensor
 from equipoise_model.latent_cache import LatentCache, blocks_for
 
 PADDING = -1
-"""The place of a row that is none: its latent is written nowhere."""
+"""The place of a padding row: its latent is not stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRows:
-    """T rows, each with a table of its own sequence's blocks.
-
-    `tokens_T` and `positions_T` are int64; `places_T`, int64, says where each latent is kept, in
-    positions from the cache's first; `tables_TS` are int32, and `lengths_T`, int32, how many
-    positions each row sees: its own is the last.
-    """
+    """T rows, each with a table of its own sequence's blocks."""
 
     tokens_T: Tensor
+    """Token ids, int64."""
     positions_T: Tensor
+    """Positions in the sequences, int64."""
     places_T: Tensor
+    """Where each latent is stored, int64, in positions from the start of the cache."""
     tables_TS: Tensor
+    """Blocks of each row's sequence, int32."""
     lengths_T: Tensor
+    """Positions that each row sees, int32; its own is the last."""
 
     @classmethod
     def of(
@@ -39,7 +39,7 @@ class StepRows:
         block_tables: Sequence[Sequence[int]],
         block_tokens: int,
     ) -> Self:
-        """From a batch on the host, there too."""
+        """Build from a batch on the host; the result is on the host too."""
         positions = positions_T.numpy()
         longest = int(positions.max()) + 1 if len(positions) else 1
         num_blocks = blocks_for(longest, block_tokens=block_tokens)
@@ -59,7 +59,7 @@ class StepRows:
 
     @classmethod
     def padding(cls, num_rows: int, *, cache: LatentCache, device: torch.device) -> Self:
-        """Rows that are none, with tables as long as the cache allows: memory for others' rows."""
+        """Padding rows, with tables as long as the cache allows: memory for other rows."""
         shape = (num_rows, blocks_for(cache.max_len, block_tokens=cache.block_tokens))
         return cls(
             tokens_T=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -75,15 +75,15 @@ class StepRows:
         return int(self.tokens_T.shape[0])
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """Copy to a device."""
         return type(self)(**{name: getattr(self, name).to(device) for name in self.__slots__})
 
     def first(self, num_rows: int) -> Self:
-        """Views of the first rows."""
+        """Return views of the first rows."""
         return type(self)(**{name: getattr(self, name)[:num_rows] for name in self.__slots__})
 
     def overwrite(self, rows: Self) -> None:
-        """Have these rows first, and behind them padding."""
+        """Copy in these rows, and make the rest padding."""
         count = rows.num_rows
         self.places_T[count:].fill_(PADDING)
         self.lengths_T[count:].zero_()

@@ -1,13 +1,11 @@
-"""`SlotExchange`: rows to the ranks of their slots and back, for the model in FP8.
+"""`SlotExchange`: sends rows to the ranks of their slots and back, for the FP8 model.
 
-Owns how a step's rows go through one of the kernels' `EpBuffer`s: in which form, in how many parts,
-and that what goes wrong there is an `ExchangeError` which says with whom. A buffer belongs to a
-group of ranks, so there is a new one whenever ranks form anew. Knows nothing of layouts: slots are
-numbers to it.
+Owns how a step's rows pass through one of the kernels' `EpBuffer`s: in which format, in how many
+parts, and that a failure becomes an `ExchangeError` which names the ranks. A buffer belongs to one
+group of ranks, so every new group opens a new one. Knows nothing of layouts: slots are numbers.
 
-Every rank calls the same things in the same order, with no rows where it has none. A part has at
-most as many rows as the buffer has room for; how many parts there are, all ranks know from the
-step's header.
+Every rank makes the same calls in the same order, even without rows. A part has at most as many
+rows as the buffer has room for; all ranks know the number of parts from the step's header.
 """
 
 import time
@@ -32,17 +30,17 @@ from equipoise_model.exchange import ExchangeError
 from equipoise_model.fp8.experts import Fp8ExpertSlots
 
 PART_TOKENS = 256
-"""Rows of a rank that go at once at most, if decode steps are no larger: memory grows with it."""
+"""Rows per rank and part, unless decode steps are larger; memory grows with it."""
 
-# Codes must begin at multiples of so many bytes.
+# Codes must start at multiples of this many bytes.
 _ROW_BYTES = 16
 
 
 class SlotExchange:
-    """One rank's end; used from the engine's thread. `open` makes it, by all ranks together.
+    """One rank's end, used from the engine's thread; all ranks call `open` together.
 
-    `max_captured_rows` are the rows of a step that all ranks can capture, `waited_s` is how long
-    exchanges took so far: on a device beside the host, what the host waited.
+    `max_captured_rows` is the largest step that all ranks can capture. `waited_s` is the total time
+    in exchanges; with a GPU, only the time that the host waited.
     """
 
     def __init__(
@@ -67,11 +65,10 @@ class SlotExchange:
     ) -> Self:
         """Open a buffer with all ranks of a group, within the group's own timeout.
 
-        The room is what the rank with the most tokens wants, and steps are captured up to what the
-        one with the least can.
+        Its room is the largest that any rank asks for; steps are captured up to the smallest limit.
 
         Raises:
-            RuntimeError: a rank is gone, or no backend serves all of them.
+            RuntimeError: another rank is gone, or no backend works for all ranks.
         """
         wishes = torch.tensor([shape.max_tokens, -max_captured_rows])
         dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=group)
@@ -86,12 +83,12 @@ class SlotExchange:
 
     @property
     def backend(self) -> str:
-        """Who carries rows, as EQUIPOISE_KERNELS names it."""
+        """The backend that carries rows, as EQUIPOISE_KERNELS names it."""
         return self._live.backend
 
     @property
     def passed_over(self) -> str:
-        """Which backends would have come first, and why they do not; may be empty."""
+        """Preferred backends that do not work here, with their reasons; may be empty."""
         return "; ".join(f"{name}: {why}" for name, why in self._live.passed_over.items())
 
     @property
@@ -114,13 +111,14 @@ class SlotExchange:
         most_tokens: int,
         load_S: Tensor,
     ) -> Tensor:
-        """Each row's weighted sum over its slots, wherever they are, [T, D] in the rows' dtype.
+        """Return each row's weighted sum over its slots on any rank, [T, D] in the rows' dtype.
 
-        `rows` are `x_TD` quantised; whichever form the backend carries travels. No rank brings more
-        than `most_tokens` rows. What arrives for this rank's slots is counted in `load_S`.
+        `rows` is `x_TD` quantised; the backend's format decides which of the two is sent. No rank
+        brings more than `most_tokens` rows. Assignments received for this rank's slots are counted
+        in `load_S`.
 
         Raises:
-            ExchangeError: a rank is gone, stuck, or runs another generation.
+            ExchangeError: another rank is gone or stuck, or runs another generation.
         """
         room = self._live.shape.max_tokens
         parts = [slice(first, first + room) for first in range(0, max(most_tokens, 1), room)]
@@ -140,7 +138,7 @@ class SlotExchange:
         return summed_TD.to(x_TD.dtype)
 
     def check(self) -> None:
-        """Look what became of the exchanges of a replayed graph; waits for the device.
+        """Check the exchanges of a replayed graph; waits for the device.
 
         Raises:
             ExchangeError: one of them failed.
@@ -149,7 +147,7 @@ class SlotExchange:
             self._live.buffer.check()
 
     def close(self) -> None:
-        """Give the memory back; the exchange is of no more use."""
+        """Release the memory; the exchange can no longer be used."""
         self._opened = None
 
     def _run_part(
@@ -194,7 +192,7 @@ class SlotExchange:
             yield
         except AllToAllError as error:
             late = isinstance(error, PeerMissingError)
-            # A broken connection shows at once; only who waited in vain has timed out.
+            # A broken connection shows at once; only an exchange that waited in full timed out.
             if late and time.perf_counter() - began >= self._timeout_s:
                 raise ExchangeError(f"an exchange of rows timed out: {error}") from error
             raise ExchangeError(f"an exchange of rows failed: {error}") from error
@@ -203,7 +201,7 @@ class SlotExchange:
 
 
 def _quantized(x_SMD: Tensor, *, scale_format: ScaleFormat) -> QuantizedRows:
-    """Rows that came in bfloat16, to the codes that their senders would have sent."""
+    """Quantise rows received in bfloat16, to the codes that their senders would have sent."""
     flat = group_quant(x_SMD.flatten(0, 1), scale_format=scale_format)
     shape = x_SMD.shape[:2]
     return QuantizedRows(
@@ -212,9 +210,9 @@ def _quantized(x_SMD: Tensor, *, scale_format: ScaleFormat) -> QuantizedRows:
 
 
 def _aligned(rows: QuantizedRows) -> QuantizedRows:
-    """Rows as products want them: those whose scales lie between are copied if they must be."""
+    """Align rows as matrix products require; copies them only if scales lie between rows."""
     if rows.codes.stride(0) % _ROW_BYTES == 0:
         return rows
-    # What is only contiguous may keep the stride of a single row.
+    # A contiguous tensor of a single row may keep its old stride.
     codes = rows.codes.clone(memory_format=torch.contiguous_format)
     return QuantizedRows(codes=codes, scales=rows.scales)

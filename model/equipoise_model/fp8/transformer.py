@@ -22,10 +22,10 @@ class Fp8Transformer(ServingModel):
     """A decoder of a config with `quantization_config`; weights are loaded, never trained.
 
     Args:
-        config: sizes, which `obstacle` has nothing against.
+        config: sizes, for which `obstacle` returns None.
         num_slots: physical slots per MoE layer on this rank.
-        num_spare: places beyond them, into which experts are staged.
-        graphs: what captures steps of single tokens; None to launch every kernel every time.
+        num_spare: places beyond the slots, for staged experts.
+        graphs: captures decode steps; None to launch every kernel in every step.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Fp8Transformer(ServingModel):
 
     @torch.no_grad()
     def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> StepOutput:
-        """Run a batch's tokens through the model and keep their latents.
+        """Run a batch's tokens through the model and store their latents.
 
-        With no tokens the rank still serves the others' rows in every MoE layer.
+        A rank without tokens still computes its slots' experts for the other ranks.
 
         Raises:
-            ExchangeError: a rank is gone, stuck, or runs another generation.
+            ExchangeError: another rank is gone or stuck, or runs another generation.
         """
         rows = StepRows.of(
             tokens_T=batch.tokens_T,
@@ -100,7 +100,7 @@ class Fp8Transformer(ServingModel):
         *,
         num_valid: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [T, D] behind the final norm, of which the first `num_valid` count."""
+        """Return hidden states [T, D] after the final norm; the first `num_valid` rows are real."""
         rotary = self.rope.at(rows.positions_T)
         x_TD: Tensor = self.embed_tokens(rows.tokens_T)
         delta_TD = torch.zeros_like(x_TD)
@@ -124,7 +124,7 @@ class Fp8Transformer(ServingModel):
 
 
 def obstacle(config: ModelConfig) -> str | None:
-    """Why a model of these sizes cannot compute in FP8 on the suite, or None."""
+    """Return why a model of these sizes cannot run in FP8, or None."""
     groups = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -134,13 +134,13 @@ def obstacle(config: ModelConfig) -> str | None:
     }
     for name, size in groups.items():
         if size % _GROUP != 0:
-            return f"{name} is {size}, no multiple of {_GROUP}"
+            return f"{name} is {size}, not a multiple of {_GROUP}"
     for name, size in (
         ("kv_lora_rank", config.kv_lora_rank),
         ("qk_rope_head_dim", config.qk_rope_head_dim),
     ):
         if size < _LEAST_WIDTH or size & (size - 1):
-            return f"{name} is {size}, no power of two from {_LEAST_WIDTH} on"
+            return f"{name} is {size}, not a power of two of at least {_LEAST_WIDTH}"
     return None
 
 

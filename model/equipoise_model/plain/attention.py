@@ -1,9 +1,9 @@
 """`Attention`: multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-Two forms of one function. The expanded form rebuilds every head's keys and values: training, and
-long chunks of prompts. The absorbed form attends to cached latents as they are, with the two
-up-projections absorbed into queries and outputs: there a head's key-value pair costs more
-multiplications, but nothing is rebuilt.
+There are two forms of one function. The expanded form rebuilds every head's keys and values; it
+serves training and long chunks of prompts. The absorbed form attends to cached latents directly,
+with the two up-projections absorbed into queries and outputs: each pair of query and position costs
+more multiplications, but nothing is rebuilt.
 """
 
 import torch
@@ -17,7 +17,7 @@ from equipoise_model.plain.layers import Linear, RMSNorm
 
 
 class Attention(nn.Module):
-    """One layer's attention; submodules carry Hugging Face's names."""
+    """One layer's attention; submodules have Hugging Face's names."""
 
     def __init__(self, config: ModelConfig, *, row_block: int | None = None) -> None:
         super().__init__()
@@ -63,11 +63,11 @@ class Attention(nn.Module):
     def forward_cached(
         self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, layer: int, step: CacheStep
     ) -> Tensor:
-        """Attention of a step's tokens [T, D] to their sequences so far; T may be 0.
+        """Attend from a step's tokens [T, D] to their sequences so far; T may be 0.
 
-        `layer` is this layer's place in the cache. Latents of all tokens are written before any
-        query reads, so a chunk of a prompt is causal within itself. Chunks that are long enough
-        are expanded, but not in row blocks: a token's bits must not tell how its prompt was cut.
+        `layer` is this layer's index in the cache. Latents of all tokens are written before any
+        query reads, so a chunk of a prompt is causal within itself. Long chunks are expanded,
+        except in row blocks: a token's bits must not depend on how its prompt was split.
         """
         step.write(layer, self._latents(x_TD, cos_TF, sin_TF))
         query_THq = self._queries(x_TD, cos_TF, sin_TF)
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         return y_TD
 
     def _attend(self, query_NHq: Tensor, latents_BLC: Tensor, *, unseen_BQL: Tensor) -> Tensor:
-        """Heads' outputs [N, H, v] of N / B queries for each of B stretches of cache."""
+        """Return heads' outputs [N, H, v] of N / B queries for each of B stretches of cache."""
         config = self.config
         up_HuR = self.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, -1))
         up_key_HnR, up_value_HvR = up_HuR.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
@@ -106,7 +106,7 @@ class Attention(nn.Module):
     def _attend_expanded(
         self, query_NHq: Tensor, latents_BLC: Tensor, *, unseen_BQL: Tensor
     ) -> Tensor:
-        """The same as `_attend` for one stretch of cache, by its keys and values."""
+        """Compute what `_attend` does for one stretch of cache, from its keys and values."""
         (latent_LC,) = latents_BLC
         key_LHq, value_LHv = self._expand(latent_LC)
         mixed_HNv = functional.scaled_dot_product_attention(
@@ -120,7 +120,7 @@ class Attention(nn.Module):
 
     @property
     def _fewest_to_expand(self) -> int:
-        """Queries from which on rebuilding keys and values saves multiplications.
+        """Number of queries from which rebuilding keys and values saves multiplications.
 
         Per head and position, rebuilding costs R (n + v), and saves each query C + R - q - v.
         """
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         return rebuilt // max(1, absorbed - expanded) + 1
 
     def _queries(self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-        """Queries [T, H, nope + rope], the last part rotated."""
+        """Return queries [T, H, nope + rope], the last part rotated."""
         if self.config.q_lora_rank is None:
             flat: Tensor = self.q_proj(x_TD)
         else:
@@ -144,17 +144,17 @@ class Attention(nn.Module):
         return torch.cat([plain, rotated], dim=-1)
 
     def _latents(self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-        """What is cached of a token: normed compressed key-value and rotated key, [T, C]."""
+        """Return what is cached per token: normed compressed key-value and rotated key, [T, C]."""
         flat: Tensor = self.kv_a_proj_with_mqa(x_TD)
         compressed, rotary = flat.split(
             [self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1
         )
-        # Contiguous, because a norm of strided rows may be computed by other code.
+        # Contiguous, because strided rows may be normed by other code.
         normed: Tensor = self.kv_a_layernorm(compressed.contiguous())
         return torch.cat([normed, rotate(rotary, cos_TF, sin_TF)], dim=-1)
 
     def _expand(self, latent_NC: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [N, H, nope + rope] and values [N, H, v] of latents."""
+        """Return keys [N, H, nope + rope] and values [N, H, v] of latents."""
         config = self.config
         compressed, rotary = latent_NC.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         flat: Tensor = self.kv_b_proj(compressed.contiguous())

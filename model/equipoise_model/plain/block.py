@@ -1,4 +1,4 @@
-"""`Block`: one layer, attention then feed-forward, each behind a norm and beside a residual."""
+"""`Block`: one layer, attention then feed-forward, each with a norm and a residual."""
 
 from torch import Tensor, nn
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
     def forward_expanded(
         self, x_BTD: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, step: ExpertStep
     ) -> Tensor:
-        """Whole sequences, differentiable."""
+        """Run whole sequences, differentiable."""
         x_ND = x_BTD.flatten(0, 1)
         normed: Tensor = self.input_layernorm(x_ND)
         attended_BTD = self.self_attn.forward_expanded(normed.view_as(x_BTD), cos_TF, sin_TF)
@@ -53,7 +53,7 @@ class Block(nn.Module):
         cache_step: CacheStep,
         expert_step: ExpertStep,
     ) -> Tensor:
-        """A step's tokens [T, D] of any sequences; `layer` is this layer's place in the cache."""
+        """Run a step's tokens [T, D] of any sequences; `layer` is the index in the cache."""
         x_TD = x_TD + self.self_attn.forward_cached(
             self.input_layernorm(x_TD), cos_TF, sin_TF, layer=layer, step=cache_step
         )

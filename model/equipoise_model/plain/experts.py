@@ -15,7 +15,7 @@ from equipoise_model.experts import Settle, check_payload
 
 
 class ExpertSlots(nn.Module):
-    """Weights of `num_slots` experts, in compute dtype: float32 unless the module is converted.
+    """Weights of `num_slots` experts, float32 unless the module is converted.
 
     `gate_up` is [slots, 2 I, D], the gate's rows before up's; `down` is [slots, D, I].
     """
@@ -35,16 +35,16 @@ class ExpertSlots(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the slots are."""
+        """The device that holds the slots."""
         return self.gate_up.device
 
     def forward(self, x_ND: Tensor, rows_per_slot: Sequence[int]) -> Tensor:
-        """Rows in slot order through their slots' networks, [N, D]; N may be 0."""
+        """Run rows in slot order through their slots' networks, [N, D]; N may be 0."""
         return grouped_ffn(x_ND, self.gate_up, self.down, rows_per_slot, row_block=self.row_block)
 
     @torch.no_grad()
     def read(self, slot: int) -> Tensor:
-        """The payload of one slot, a new uint8 tensor [expert_bytes].
+        """Read the payload of one slot into a new uint8 tensor [expert_bytes].
 
         Exact if the slot was written from a payload; trained float32 weights are rounded to BF16.
         """
@@ -53,20 +53,20 @@ class ExpertSlots(nn.Module):
 
     @torch.no_grad()
     def write(self, slot: int, payload: Tensor) -> None:
-        """Overwrite one slot from a payload.
+        """Overwrite one slot with a payload.
 
         Raises:
-            PayloadError: the payload is not of this model's expert size.
+            PayloadError: the payload does not have this model's expert size.
         """
         gate_up_HD, down_DI = self.decode(payload)
         self.gate_up[slot].copy_(gate_up_HD)
         self.down[slot].copy_(down_DI)
 
     def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
-        """Have payloads by slot ready, in the compute dtype; settling is two copies.
+        """Convert payloads by slot to the compute dtype; settling is two copies.
 
         Raises:
-            PayloadError: a payload is not of this model's expert size.
+            PayloadError: a payload does not have this model's expert size.
         """
         decoded = [self.decode(payload) for payload in payloads.values()]
         slots_M = torch.tensor(list(payloads), device=self.device)
@@ -81,10 +81,10 @@ class ExpertSlots(nn.Module):
         return settle
 
     def decode(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """A payload as `gate_up` and `down` of one slot, BF16 views of it where alignment allows.
+        """View a payload as `gate_up` and `down` of one slot in BF16; copies only to align it.
 
         Raises:
-            PayloadError: the payload is not of this model's expert size.
+            PayloadError: the payload does not have this model's expert size.
         """
         _, hidden_rows, dim = self.gate_up.shape
         gate_up_size, down_size = hidden_rows * dim, hidden_rows // 2 * dim

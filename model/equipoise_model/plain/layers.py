@@ -1,7 +1,8 @@
-"""The small parts of a model: embedding, linear map, RMSNorm, SwiGLU feed-forward network.
+"""Layers of a model: embedding, linear map, RMSNorm, SwiGLU feed-forward network.
 
-Parameters carry Hugging Face's names, so that a checkpoint's names are module paths. The arithmetic
-is `equipoise_kernels`'; `row_block` chooses between its fast and its batch-invariant form.
+Parameters have Hugging Face's names, so that a checkpoint's names are module paths. The kernels'
+`plain` package computes them; `row_block` selects its batch-invariant form. The FP8 model uses the
+embedding, the norms and the head from here, in bfloat16.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from equipoise_kernels.plain.rms_norm import rms_norm
 
 
 class Embedding(nn.Module):
-    """A row of `weight` [vocabulary, dim] for each token."""
+    """Looks up a row of `weight` [vocabulary, dim] for each token."""
 
     def __init__(self, num_tokens: int, dim: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        # Not torch's: that one fills the weight, and filling a meta tensor imports a compiler.
+        # Not torch's: it fills the weight, and filling a meta tensor imports a compiler.
         self.weight = nn.Parameter(torch.empty(num_tokens, dim, dtype=dtype))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -88,10 +89,10 @@ class SwiGLU(nn.Module):
 def by_row_blocks(
     function: Callable[[Tensor], Tensor], x_TD: Tensor, *, row_block: int | None
 ) -> Tensor:
-    """A function of rows, applied to all at once or to blocks of exactly `row_block` rows.
+    """Apply a function of rows to all of them, or to blocks of exactly `row_block` rows.
 
-    What follows the last whole vector of a tensor is computed by other code, with other rounding.
-    In blocks of one shape an element always falls to the same code.
+    Vectorised code computes the elements after the last whole vector differently, with other
+    rounding. In blocks of one shape, the same code always computes an element.
     """
     if row_block is None or x_TD.shape[0] == 0:
         return function(x_TD)

@@ -12,7 +12,7 @@ from equipoise_model.plain.router import Router
 class MoE(nn.Module):
     """DeepSeekMoE (arXiv 2412.19437, section 2.1.2) over this rank's `num_slots` physical slots.
 
-    Submodules carry Hugging Face's names.
+    Submodules have Hugging Face's names.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class MoE(nn.Module):
         self.shared_experts = SwiGLU(dim, hidden_dim * config.n_shared_experts, row_block=row_block)
 
     def forward(self, x_TD: Tensor, step: ExpertStep) -> Tensor:
-        """Rows [T, D] to rows without the residual; with T = 0 the rank serves others' rows."""
+        """Return the output for rows [T, D], without the residual; T may be 0."""
         routed_TD = step.run(x_TD, self.gate(x_TD), self.experts)
         shared_TD: Tensor = self.shared_experts(x_TD)
         return routed_TD + shared_TD

@@ -1,7 +1,7 @@
-"""`MultiTokenPrediction`: one module that predicts a token further (arXiv 2412.19437, section 2.2).
+"""`MultiTokenPrediction`: predicts one token further (arXiv 2412.19437, section 2.2).
 
-The embedding and the output head are the main model's; the module owns its norms, its projection
-and its block. The checkpoint keeps it as one more layer after the main model's.
+The embedding and the output head are the main model's; the module has its own norms, projection and
+block. A checkpoint stores it as one more layer after the main model's.
 """
 
 import torch
@@ -15,7 +15,7 @@ from equipoise_model.plain.layers import Linear, RMSNorm
 
 
 class SharedHead(nn.Module):
-    """The norm before the output head that is shared with the main model."""
+    """The norm before the output head, which is shared with the main model."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class MultiTokenPrediction(Block):
         sin_TF: Tensor,
         step: ExpertStep,
     ) -> Tensor:
-        """Hidden states [B, T, D] that the output head turns into logits of the token after next.
+        """Return hidden states [B, T, D], from which the head predicts the token after next.
 
-        `hidden_BTD` are those of the depth before, after its final norm (the published weights
-        want it so; the report leaves it open). Row t of `next_embedding_BTD` embeds token t + 1.
+        `hidden_BTD` comes from the depth before, after its final norm (published weights need it;
+        the report leaves it open). Row t of `next_embedding_BTD` embeds token t + 1.
         """
         joined_ND = self._joined(hidden_BTD.flatten(0, 1), next_embedding_BTD.flatten(0, 1))
         y_BTD = self.forward_expanded(joined_ND.view_as(hidden_BTD), cos_TF, sin_TF, step=step)
@@ -62,9 +62,9 @@ class MultiTokenPrediction(Block):
         cache_step: CacheStep,
         expert_step: ExpertStep,
     ) -> Tensor:
-        """The same for a serving step's rows [T, D], whose latents are kept as cache layer `layer`.
+        """Run a serving step's rows [T, D] and store their latents as cache layer `layer`.
 
-        `rotary` are cosines and sines of the rows' own positions.
+        `rotary` holds cosines and sines of the rows' own positions.
         """
         y_TD = self.forward_cached(
             self._joined(hidden_TD, next_embedding_TD),

@@ -1,6 +1,6 @@
-"""`Router`: a token's affinities to the logical experts, and the experts it goes to.
+"""`Router`: a token's affinities to the logical experts, and the experts it is routed to.
 
-Knows nothing of replicas, slots or ranks: those are `placement` and `dispatch`.
+Knows nothing of replicas, slots or ranks; see `placement` and `dispatch`.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from equipoise_model.plain.layers import by_row_blocks
 class Routing(NamedTuple):
     """Where T rows go: `expert_ids_TK` int64 (logical), `weights_TK` and `scores_TE` float32.
 
-    Scores are the sigmoids before the bias; training's balance loss needs them.
+    Scores are the sigmoids before the bias, for training's balance loss.
     """
 
     expert_ids_TK: Tensor
@@ -28,8 +28,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Float32 sigmoid gate with a correction bias for the choice; Hugging Face calls it `gate`.
 
-    `weight` is [E, D]. `e_score_correction_bias` is a buffer [E], for training moves it by a sign
-    rule and not by gradients.
+    `weight` is [E, D]. `e_score_correction_bias` is a buffer [E], because training moves it by a
+    sign rule and not by gradients.
     """
 
     e_score_correction_bias: Tensor

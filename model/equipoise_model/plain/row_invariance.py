@@ -1,7 +1,7 @@
-"""`verify_rows`: proof, on this machine, that a model's batch-invariant form is what it says.
+"""`verify_rows`: check on this machine that a model's batch-invariant form holds.
 
-The form rests on the BLAS library, and no library promises what it needs; see the kernels' module
-of the same name. Here are the shapes of a whole model, and attention's products.
+The form relies on properties that no BLAS library promises; see the kernels' module of the same
+name. This one covers the shapes of a whole model, and attention's products.
 """
 
 import torch
@@ -17,12 +17,12 @@ from equipoise_model.plain.transformer import Transformer
 
 
 def verify_rows(model: Transformer, cache: LatentCache) -> None:
-    """Try the shapes of a batch-invariant model before it serves; takes about a second.
+    """Test the shapes of a batch-invariant model before it serves; takes about a second.
 
-    `cache` is the one to serve with and not in use yet: what it holds is overwritten.
+    `cache` is the serving cache, not in use yet: its contents are overwritten.
 
     Raises:
-        RowVarianceError: a row's result depends on more than the row; the message says what to do.
+        RowVarianceError: a row's result depends on more than the row; the message gives the remedy.
     """
     assert model.row_block is not None
     verify_row_invariance(
@@ -33,7 +33,7 @@ def verify_rows(model: Transformer, cache: LatentCache) -> None:
 
 
 def _weight_shapes(model: Transformer) -> set[tuple[int, int]]:
-    """(out, in) of every matrix that rows are multiplied with, one slot's for experts."""
+    """(out, in) of every matrix that multiplies rows, of one slot for experts."""
     shapes = set()
     for module in model.modules():
         if getattr(module, "row_block", None) is None:
@@ -51,11 +51,11 @@ def _weight_shapes(model: Transformer) -> set[tuple[int, int]]:
 
 @torch.no_grad()
 def _verify_attention(model: Transformer, cache: LatentCache, *, positions: range) -> None:
-    """Compare queries of one stretch over places in their block and neighbours."""
+    """Compare queries of one stretch in different rows of their block and with other neighbours."""
     attention = next(module for module in model.modules() if isinstance(module, Attention))
     generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(0)
-    # Positions that follow each other lie at different places of their blocks, so no query writes
-    # where another one does, although they share blocks.
+    # Consecutive positions use different places of their blocks, so queries do not overwrite each
+    # other, although they share blocks.
     at = list(reversed(positions))[: min(model.row_block or 1, cache.block_tokens)]
     blocks = range(blocks_for(positions.stop, block_tokens=cache.block_tokens))
     tables = [
@@ -80,7 +80,7 @@ def _verify_attention(model: Transformer, cache: LatentCache, *, positions: rang
     for order_T in [*rolled, *in_order_T.split(1)]:
         if not torch.equal(attend(order_T), expected_TD[order_T.to(x_TD.device)]):
             raise RowVarianceError(
-                f"batch-invariant mode cannot be had here: attention at position "
+                f"batch-invariant mode is not available here: attention at position "
                 f"{positions[-1]} depends on what a query is batched with; serve without it, or "
                 "set MKL_CBWR=COMPATIBLE and try again"
             )

@@ -1,4 +1,4 @@
-"""`Transformer`: the whole model, its form for training and its form for serving."""
+"""`Transformer`: the whole model, for training and for serving."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,30 +23,29 @@ from equipoise_model.step import DraftState, StepBatch, StepOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOutput:
-    """What whole sequences [B, T] give.
-
-    `hidden_BTD` is behind the final norm. `mtp_logits[k]` is [B, T - k - 1, V]: its row t predicts
-    token t + k + 2. `routings` has one entry per MoE layer, `mtp_routings` one per MTP module;
-    their rows are the sequences' tokens flattened, sequence by sequence.
-    """
+    """Results for whole sequences [B, T]."""
 
     logits_BTV: Tensor
     hidden_BTD: Tensor
+    """Hidden states after the final norm."""
     routings: tuple[Routing, ...]
+    """One per MoE layer; rows are the sequences' tokens, sequence by sequence."""
     mtp_logits: tuple[Tensor, ...]
+    """`mtp_logits[k]` is [B, T - k - 1, V]; its row t predicts token t + k + 2."""
     mtp_routings: tuple[Routing, ...]
+    """One per MTP module."""
 
 
 class Transformer(ServingModel):
-    """A DeepSeek-V3-style decoder with `num_slots` physical slots of every MoE layer on this rank.
+    """A DeepSeek-V3-style decoder with `num_slots` physical slots per MoE layer on this rank.
 
     Args:
         config: sizes.
-        num_slots: physical slots per MoE layer; all logical experts, one each, unless given.
-        row_block: None for speed; a number of rows (16) for the batch-invariant form, in which a
-            token's result does not depend on what it is batched with, to the last bit.
-        mtp: whether to build the multi-token-prediction modules; training does, and serving if it
-            drafts. They hold all their experts on every rank, and have the fast form only.
+        num_slots: physical slots per MoE layer; by default one for each logical expert.
+        row_block: None for the fast form; a number of rows (16) for the batch-invariant form, in
+            which a token's result does not depend on its batch, to the last bit.
+        mtp: whether to build the multi-token-prediction modules, for training and for drafting.
+            They hold all their experts on every rank, and have only the fast form.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Transformer(ServingModel):
         return [moe.experts for moe in self.moe_layers]
 
     def forward_train(self, tokens_BT: Tensor) -> TrainOutput:
-        """Whole sequences of int64 tokens, every expert local, differentiable."""
+        """Run whole sequences of int64 tokens with every expert local, differentiable."""
         batch, length = tokens_BT.shape
         experts = ExpertParallel.local(self.config, device=tokens_BT.device)
         cos_TF, sin_TF = self.rope.at(torch.arange(length, device=tokens_BT.device))
@@ -116,9 +115,9 @@ class Transformer(ServingModel):
 
     @torch.no_grad()
     def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> StepOutput:
-        """Run a batch's tokens through the model and keep their latents.
+        """Run a batch's tokens through the model and store their latents.
 
-        With no tokens the rank still serves the others' rows in every MoE layer.
+        A rank without tokens still computes its slots' experts for the other ranks.
         """
         cos_TF, sin_TF = self.rope.at(batch.positions_T)
         cache_step = cache.begin_step(
@@ -151,10 +150,11 @@ class Transformer(ServingModel):
         output: StepOutput,
         experts: ExpertParallel,
     ) -> Tensor:
-        """Hidden states of MTP module `depth`, from 1, for a step's rows; keeps their latents.
+        """Run MTP module `depth`, from 1, on a step's rows, and store their latents.
 
-        `hidden_TD` are those of the depth before (the step's own for the first), and `following_T`
-        the tokens `depth` places behind the rows. `experts` are the modules' own.
+        Returns hidden states [T, D]. `hidden_TD` comes from the depth before (from the step itself
+        for depth 1); `following_T` holds the tokens `depth` positions after the rows. `experts` are
+        the modules' own.
         """
         module = self.mtp_layers[depth - 1]
         assert isinstance(module, MultiTokenPrediction)
@@ -171,14 +171,14 @@ class Transformer(ServingModel):
     def _train_mtp(
         self, tokens_BT: Tensor, hidden_BTD: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Routing, ...]]:
-        """Logits and routings of the chain of MTP modules, each one token shorter."""
+        """Return logits and routings of the chain of MTP modules, each one token shorter."""
         logits: list[Tensor] = []
         with _recorded([module.mlp for module in self._mtp_modules()]) as routings:
             for depth, module in enumerate(self._mtp_modules(), start=1):
                 next_BT = tokens_BT[:, depth:]
                 batch, length = next_BT.shape
                 cos_TF, sin_TF = self.rope.at(torch.arange(length, device=tokens_BT.device))
-                # Every MTP module is the first MoE layer of a step of its own.
+                # Every MTP module is the first MoE layer of a separate step.
                 experts = ExpertParallel.local(self.config, device=tokens_BT.device)
                 step = experts.begin_step(num_tokens=batch * length)
                 hidden_BTD = module.forward_mtp(
@@ -208,7 +208,7 @@ class Transformer(ServingModel):
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        """Normal weights, by torch's global generator; norms stay one, meta tensors nothing."""
+        """Draw normal weights from torch's generator; norms stay 1, meta tensors are skipped."""
         for parameter in self.parameters():
             if parameter.ndim > 1 and not parameter.is_meta:
                 parameter.normal_(std=self.config.initializer_range)
@@ -216,7 +216,7 @@ class Transformer(ServingModel):
 
 @contextmanager
 def _recorded(layers: Sequence[nn.Module]) -> Iterator[list[Routing]]:
-    """Collect what the layers' routers decide meanwhile, in the order they run."""
+    """Collect the routings that the layers' routers compute, in order."""
     routings: list[Routing] = []
 
     def keep(_module: nn.Module, _inputs: object, routing: Routing) -> None:

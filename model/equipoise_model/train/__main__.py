@@ -1,7 +1,6 @@
 """`python -m equipoise_model.train --out DIR`: train the tiny preset and write a checkpoint.
 
-Owns the command line, the progress bar and the record of a run, `training.json`. Of training it
-decides nothing: that is `loop`.
+Owns the command line, the progress bar and the record of a run, `training.json`; `loop` trains.
 """
 
 import argparse
@@ -44,7 +43,7 @@ _HELDOUT_SEED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a training; 0 when the checkpoint is written, 1 with one line said when it is not."""
+    """Run a training; return 0 after writing the checkpoint, 1 after a one-line error."""
     options = vars(_parser().parse_args(arguments))
     out, num_threads = options.pop("out"), options.pop("threads")
     console = Console(stderr=True)
@@ -66,7 +65,7 @@ def _run(settings: TrainSettings, *, out: Path, console: Console) -> None:
     model = new_model(TINY, seed=settings.seed)
     started_s = time.monotonic()
     records = _train_with_progress(model, settings, console=console)
-    console.print("letting the selection bias settle")
+    console.print("settling the selection bias")
     _round_to_bf16(model)
     for _ in settle_bias(model, settings):
         pass
@@ -115,7 +114,7 @@ def _train_with_progress(
 
 @torch.no_grad()
 def _round_to_bf16(model: Transformer) -> None:
-    """Make the model what its checkpoint will hold, so that the figures are the checkpoint's."""
+    """Round the model to what its checkpoint will hold, so that figures are the checkpoint's."""
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
 
@@ -123,7 +122,7 @@ def _round_to_bf16(model: Transformer) -> None:
 def _record(
     settings: TrainSettings, *, records: list[StepRecord], heldout: Heldout, wall_s: float
 ) -> dict[str, Any]:
-    """What `training.json` says of a run; losses in nats per byte."""
+    """The contents of `training.json`; losses in nats per byte."""
     every = -(-len(records) // _CURVE_POINTS)
     trace = heldout.trace
     pairs = [(a, b) for i, a in enumerate(DOMAINS) for b in DOMAINS[i + 1 :]]
@@ -159,7 +158,7 @@ def _per_layer(values_L: Any) -> dict[str, Any]:
 
 
 def _command(settings: TrainSettings) -> str:
-    """The command that makes this checkpoint again, whatever the defaults are by then."""
+    """The command that reproduces this checkpoint, even if defaults change."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(settings).items()]
     threads = f"--threads={torch.get_num_threads()}"
     return shlex.join(["python", "-m", "equipoise_model.train", "--out=DIR", threads, *options])
@@ -168,7 +167,7 @@ def _command(settings: TrainSettings) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m equipoise_model.train",
-        description="Train the tiny checkpoint on text that every Python installation carries.",
+        description="Train the tiny checkpoint on text that every Python installation has.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")

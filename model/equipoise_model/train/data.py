@@ -1,11 +1,10 @@
-"""The three domains of text, split into a part to train on and a part held out.
+"""Text of three domains, split into a training part and a held-out part.
 
-Owns where text comes from: `code` is the standard library's source without its comments and
-docstrings, `english` is the prose in those docstrings and in the language reference
-(`pydoc_data.topics`), `arithmetic` is generated. A file, a topic or a problem belongs to one split
-for ever, by its hash, so that held-out text is never seen in training. Text differs between Python
-versions; within one it depends on nothing but the seed. Must not import torch: the demo takes its
-prompts here.
+`code` is the standard library's source without comments and docstrings, `english` the prose of
+those docstrings and of the language reference (`pydoc_data.topics`), `arithmetic` is generated. The
+hash of a file, topic or problem assigns it to one split permanently, so that training never sees
+held-out text. Text differs between Python versions; within one it depends only on the seed. Must
+not import torch: the demo takes its prompts from here.
 """
 
 import ast
@@ -41,14 +40,14 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class CorpusError(RuntimeError):
-    """This Python installation carries too little text; the message names what is missing."""
+    """This Python installation has too little text; the message names what is missing."""
 
 
 @functools.cache
 def text(domain: Domain, split: Split) -> Text:
-    """All text of a domain's split as one read-only uint8 array, one byte a token.
+    """Return all text of a domain's split as one read-only uint8 array, one byte per token.
 
-    Files that are missing or cannot be read or parsed are left out.
+    Skips files that are missing or cannot be read or parsed.
 
     Raises:
         CorpusError: nothing is left.
@@ -66,12 +65,12 @@ def text(domain: Domain, split: Split) -> Text:
 def heldout_prompts(
     domain: Domain, *, num_prompts: int, seed: int, min_bytes: int = 48, max_bytes: int = 96
 ) -> list[bytes]:
-    """Distinct prompts that start at a line of held-out text, the same for the same seed.
+    """Return distinct prompts that start at a line of held-out text, reproducible by seed.
 
     Lengths are uniform in [min_bytes, max_bytes]; each byte is one token.
 
     Raises:
-        CorpusError: there are fewer different prompts than asked for.
+        CorpusError: there are fewer different prompts than requested.
     """
     assert 1 <= min_bytes <= max_bytes
     source = text(domain, "heldout").tobytes()
@@ -94,9 +93,9 @@ def heldout_prompts(
 def sample_batch(
     rng: np.random.Generator, *, num_sequences: int, num_tokens: int, split: Split = "train"
 ) -> npt.NDArray[np.int64]:
-    """Random windows of text, int64 [num_sequences, num_tokens]; domains take turns by row.
+    """Draw random windows of text, int64 [num_sequences, num_tokens]; domains alternate by row.
 
-    A sequence is of one domain, as a request is.
+    A sequence has one domain, like a request.
     """
     return np.stack(
         [
@@ -109,14 +108,14 @@ def sample_batch(
 def sample_window(
     rng: np.random.Generator, domain: Domain, *, num_tokens: int, split: Split
 ) -> npt.NDArray[np.int64]:
-    """One random window of a domain's text, int64 [num_tokens]."""
+    """Draw one random window of a domain's text, int64 [num_tokens]."""
     source = text(domain, split)
     start = int(rng.integers(source.size - num_tokens + 1))
     return source[start : start + num_tokens].astype(np.int64)
 
 
 def split_of(name: str) -> Split:
-    """The split that a file, topic or problem belongs to, by its name's hash."""
+    """Assign a file, topic or problem to a split, by its name's hash."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "little") % _HELDOUT_SHARE == 0 else "train"
 
@@ -136,10 +135,10 @@ def _english(split: Split) -> Iterator[str]:
 
 
 def _prose(document: str) -> Iterator[str]:
-    """Paragraphs that read as sentences, in lines of even width.
+    """Return paragraphs that read as sentences, in lines of even width.
 
-    Examples, signatures and lists of arguments are left out: they are code or nearly so, and code
-    has its own domain.
+    Skips examples, signatures and lists of arguments: these are nearly code, which has its own
+    domain.
     """
     for paragraph in document.split("\n\n"):
         num_plain = sum(char.isalpha() or char in " \n,.'" for char in paragraph)
@@ -148,7 +147,7 @@ def _prose(document: str) -> Iterator[str]:
 
 
 def _arithmetic(split: Split) -> Iterator[str]:
-    """Problems with their answers, a line each: `417 + 58 = 475`."""
+    """Generate problems with their answers, one per line: `417 + 58 = 475`."""
     rng = np.random.default_rng(0)
     num_bytes = 0
     while True:
@@ -168,7 +167,7 @@ def _arithmetic(split: Split) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=2)
 def _library(split: Split) -> tuple[tuple[str, list[str]], ...]:
-    """Each standard-library file as its code and its docstrings, in the order of their paths."""
+    """Yield each standard-library file as its code and its docstrings, in path order."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(_source_files(root)):
@@ -201,7 +200,7 @@ def _without_docstrings(source: str) -> tuple[str, list[str]]:
 
 
 def _documented(node: ast.AST) -> Iterator[_Documented]:
-    """What can have a docstring: the node and those under it, without looking into expressions."""
+    """Yield nodes that can have a docstring, without looking into expressions."""
     if isinstance(node, _Documented):
         yield node
     for block in ("body", "orelse", "handlers", "finalbody", "cases"):

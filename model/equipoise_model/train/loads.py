@@ -1,7 +1,6 @@
-"""What a trained router does with held-out text: loads per domain, and how special they are.
+"""A trained router's loads on held-out text, per domain, and how specialised its experts are.
 
-Owns `loads.json`, a recorded trace of a few KB that tests of planning can use without a model.
-Knows nothing of placement: which loads are hard on a layout is for planning to say.
+Owns `loads.json`, a recorded trace of a few KB that planning tests use without a model.
 """
 
 import json
@@ -23,37 +22,34 @@ Assignments = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadTrace:
-    """Recorded loads on held-out text.
-
-    `assignments_of` maps a domain to int64 [windows, layers, experts]: each window's assignments
-    to each logical expert. Windows are disjoint and hold `window_tokens` tokens each, so a row
-    sums to window_tokens * top_k.
-    """
+    """Recorded loads on held-out text."""
 
     window_tokens: int
     top_k: int
     assignments_of: dict[Domain, Assignments]
+    """Per domain, each window's assignments to each logical expert, int64 [windows, layers,
+    experts]. Windows are disjoint; a row sums to window_tokens * top_k."""
 
     def max_over_mean(self, domain: Domain | None = None) -> npt.NDArray[np.float64]:
-        """Most loaded expert against the mean per layer, [layers]; all domains mixed if None."""
+        """Most loaded expert against the mean per layer, [layers]; all domains mixed by default."""
         chosen = DOMAINS if domain is None else (domain,)
         load_LE = np.stack([self.load(name) for name in chosen]).mean(axis=0)
         ratio: npt.NDArray[np.float64] = load_LE.max(axis=1) / load_LE.mean(axis=1)
         return ratio
 
     def cosine(self, one: Domain, other: Domain) -> npt.NDArray[np.float64]:
-        """Cosine between two domains' loads per layer, [layers]; 1 is the same mix of experts."""
+        """Cosine between two domains' loads per layer, [layers]; 1 for the same mix of experts."""
         a_LE, b_LE = self.load(one), self.load(other)
         norms_L = np.linalg.norm(a_LE, axis=1) * np.linalg.norm(b_LE, axis=1)
         return np.asarray((a_LE * b_LE).sum(axis=1) / norms_L)
 
     def load(self, domain: Domain) -> npt.NDArray[np.float64]:
-        """Share of a domain's choices that each expert gets, [layers, experts]; rows sum to 1."""
+        """Each expert's share of a domain's assignments, [layers, experts]; rows sum to 1."""
         load_LE = self.assignments_of[domain].sum(axis=0).astype(np.float64)
         return np.asarray(load_LE / load_LE.sum(axis=1, keepdims=True))
 
     def write(self, path: Path) -> None:
-        """Write as JSON, a line per layer."""
+        """Write as JSON, one line per layer."""
         domains = ",\n".join(
             f"{json.dumps(name)}: [{','.join(_window_json(window) for window in windows)}\n]"
             for name, windows in self.assignments_of.items()
@@ -80,7 +76,7 @@ class LoadTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Heldout:
-    """Mean next-token loss per domain in nats, and the loads meanwhile."""
+    """Mean next-token loss per domain in nats, and the loads of the same run."""
 
     loss_of: dict[Domain, float]
     trace: LoadTrace
@@ -95,10 +91,10 @@ def measure(
     window_sequences: int = 12,
     sequence_tokens: int = 256,
 ) -> Heldout:
-    """Run held-out text of each domain through `model`; the same for the same seed.
+    """Run held-out text of each domain through `model`; reproducible by seed.
 
     Raises:
-        CorpusError: this Python installation carries too little text.
+        CorpusError: this Python installation has too little text.
     """
     loss_of: dict[Domain, float] = {}
     assignments_of: dict[Domain, Assignments] = {}

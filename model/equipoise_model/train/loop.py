@@ -1,8 +1,8 @@
-"""The training loop: settings in, one record a step out.
+"""The training loop: settings in, one record per step out.
 
 Owns the optimiser, its schedule and the order of a step: losses, gradients, weights, selection
-bias. Writes no file and draws no progress; `__main__` does. The same settings on one machine with
-the same number of threads give the same losses.
+bias. `__main__` writes files and shows progress. The same settings on the same machine with the
+same number of threads give the same losses.
 """
 
 import math
@@ -27,11 +27,11 @@ from equipoise_model.train.losses import (
 
 
 class TrainSettingsError(ValueError):
-    """A setting is out of range; the message names it and what it must be."""
+    """A setting is out of range; the message gives its name and range."""
 
 
 class DivergedError(RuntimeError):
-    """The loss is no longer a number; the message names the step and the remedy."""
+    """The loss is not finite; the message gives the step and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +42,10 @@ class TrainSettings:
         TrainSettingsError: a value is out of range.
     """
 
-    seed: int = field(default=0, metadata={"help": "of the weights and of the text's order"})
+    seed: int = field(default=0, metadata={"help": "seed of the weights and the order of text"})
     steps: int = field(default=550, metadata={"help": "optimiser steps"})
     num_sequences: int = field(
-        default=9, metadata={"help": "sequences a step; the three domains take turns"}
+        default=9, metadata={"help": "sequences per step; the three domains alternate"}
     )
     sequence_tokens: int = field(default=192, metadata={"help": "tokens of a sequence"})
     learning_rate: float = field(
@@ -59,24 +59,26 @@ class TrainSettings:
     )
     unsteered_share: float = field(
         default=0.1,
-        metadata={"help": "share of the steps, the last, without gamma and specialisation loss"},
+        metadata={
+            "help": "final share of the steps that run without gamma and specialisation loss"
+        },
     )
     settling_steps: int = field(
-        default=100, metadata={"help": "steps after the training in which only the bias moves"}
+        default=100, metadata={"help": "steps after training in which only the bias moves"}
     )
     settling_speed: float = field(
-        default=6e-3, metadata={"help": "gamma of the first of these steps; it falls to 0"}
+        default=6e-3, metadata={"help": "gamma of the first of those steps; falls to 0"}
     )
     balance_weight: float = field(
         default=1e-4, metadata={"help": "alpha of the sequence-wise balance loss"}
     )
     specialization_weight: float = field(
         default=0.5,
-        metadata={"help": "first weight of the loss that draws domains to different experts"},
+        metadata={"help": "initial weight of the loss that draws domains to different experts"},
     )
     specialization_target: float = field(
         default=0.58,
-        metadata={"help": "nats by which the experts of two domains shall differ; at most log(2)"},
+        metadata={"help": "target divergence of two domains' experts, in nats; at most log(2)"},
     )
     mtp_weight: float = field(
         default=0.3, metadata={"help": "lambda of the multi-token-prediction loss"}
@@ -113,7 +115,7 @@ class StepRecord:
     """One step's losses in nats per token, before the step's update.
 
     `balance` and `specialization` are means over routers of these losses without their weights;
-    `max_over_mean` is the most loaded expert of the batch against the mean, of the worst layer.
+    `max_over_mean` is the batch's most loaded expert against the mean, in the worst layer.
     """
 
     step: int
@@ -125,8 +127,9 @@ class StepRecord:
 
 
 def new_model(config: ModelConfig, *, seed: int) -> Transformer:
-    """A model with its MTP modules and random weights that depend on nothing but the seed."""
-    # The weights come from torch's global generator; borrow it, so that callers' draws stay theirs.
+    """Build a model with its MTP modules and random weights that depend only on the seed."""
+    # Weights come from torch's global generator; restore its state, so that callers' draws do not
+    # change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Transformer(config, mtp=True)
@@ -136,8 +139,8 @@ def train(model: Transformer, settings: TrainSettings) -> Iterator[StepRecord]:
     """Train `model` in place and yield a record after each of `settings.steps` steps.
 
     Raises:
-        CorpusError: this Python installation carries too little text.
-        DivergedError: a loss is infinite or not a number.
+        CorpusError: this Python installation has too little text.
+        DivergedError: a loss is infinite or NaN.
         TrainSettingsError: sequences are longer than the model's positions.
     """
     _require(
@@ -166,11 +169,11 @@ def train(model: Transformer, settings: TrainSettings) -> Iterator[StepRecord]:
 
 @torch.no_grad()
 def settle_bias(model: Transformer, settings: TrainSettings) -> Iterator[int]:
-    """Let the selection biases follow the trained weights; yield the number of each step done.
+    """Let the selection biases converge for the trained weights; yield the number of each step.
 
     Weights move faster than gamma lets a bias follow, so a short training ends with loads less even
-    than its biases could make them. These forward passes see training text in an order of their
-    own. Affinities, and so what experts are good at, stay as they are.
+    than its biases could make them. These forward passes see training text in another order.
+    Affinities, and so what experts specialise in, do not change.
     """
     rng = np.random.default_rng([settings.seed, 1])
     biases = [module.e_score_correction_bias for module in _routers(model)]
@@ -183,7 +186,7 @@ def settle_bias(model: Transformer, settings: TrainSettings) -> Iterator[int]:
 
 
 def learning_rate(step: int, settings: TrainSettings) -> float:
-    """Linear from nearly 0 over the warm-up, then a cosine to a tenth of the peak."""
+    """Linear from nearly 0 during warm-up, then a cosine to a tenth of the peak."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
@@ -191,11 +194,11 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 
 
 def steering(step: int, settings: TrainSettings) -> float:
-    """Factor of what steers routing, gamma and the specialisation loss: linearly from 1 to 0.
+    """Factor of gamma and the specialisation loss, which steer routing: linear from 1 to 0.
 
-    The report holds gamma for most of its run and then sets it to 0; a run of minutes has to start
-    with long strides, and those would leave the bias a stride off at the end. Without steering,
-    the last steps let affinities settle for the text's sake alone.
+    The report holds gamma for most of its run and then sets it to 0. A run of minutes has to start
+    with large steps, and those would leave the bias a step off at the end. Without steering, the
+    last steps let affinities settle on the text alone.
     """
     steered_steps = settings.steps * (1 - settings.unsteered_share)
     return max(0.0, 1 - step / steered_steps) if steered_steps else 0.0
@@ -204,7 +207,7 @@ def steering(step: int, settings: TrainSettings) -> float:
 def _losses(
     model: Transformer, tokens_BT: Tensor, *, settings: TrainSettings, step: int
 ) -> tuple[StepRecord, tuple[Routing, ...], Tensor]:
-    """A step's record, the routings of all routers in `_routers`' order, and the total loss."""
+    """Return a step's record, the routings in `_routers`' order, and the total loss."""
     output = model.forward_train(tokens_BT)
     routings = output.routings + output.mtp_routings
     loss = next_token_loss(output.logits_BTV, tokens_BT)
@@ -265,7 +268,7 @@ def _load(routing: Routing) -> Tensor:
 
 
 def _routers(model: Transformer) -> list[Router]:
-    """Routers of the MoE layers and then of the MTP modules, the order they run in."""
+    """Routers of the MoE layers, then of the MTP modules, in execution order."""
     return [
         module
         for part in (model.layers, model.mtp_layers)

@@ -1,6 +1,6 @@
 """The three losses of DeepSeek-V3's pre-training (arXiv 2412.19437), and one for specialisation.
 
-Each is a plain function of what the forward pass gives, so that its closed form can be tested.
+Each is a plain function of the forward pass's results, so that tests can check its closed form.
 """
 
 import math
@@ -29,11 +29,11 @@ def mtp_loss(logits_BTV: Tensor, tokens_BT: Tensor, *, depth: int = 1) -> Tensor
 def sequence_balance_loss(routing: Routing, *, num_sequences: int) -> Tensor:
     """Sequence-wise balance loss of one layer before its weight alpha (equations 17 to 20).
 
-    Rows are those of `num_sequences` sequences of equal length, one after another. Of each
-    sequence, sum over experts of f (its share of the choices, 1 when even) times P (its mean
-    normalised affinity); then the mean over sequences. Even routing gives 1. The choices counted
-    are those made, with the selection bias; the equation writes them without it, the report does
-    not say which.
+    Rows belong to `num_sequences` sequences of equal length, one after another. For each sequence,
+    sum over experts f (the expert's share of assignments, 1 when even) times P (its mean normalised
+    affinity); then take the mean over sequences. Even routing gives 1. Counts the assignments made
+    with the selection bias; the equation writes them without it, and the report does not say which
+    is meant.
     """
     ids_TK, scores_TE = routing.expert_ids_TK, routing.scores_TE
     num_experts, top_k = scores_TE.shape[1], ids_TK.shape[1]
@@ -48,15 +48,15 @@ def sequence_balance_loss(routing: Routing, *, num_sequences: int) -> Tensor:
 def specialization_loss(
     routing: Routing, *, num_sequences: int, num_domains: int, target: float
 ) -> Tensor:
-    """What one layer's experts lack to tell domains apart while sharing the work, in nats.
+    """How far one layer's experts are from telling domains apart while sharing the work, in nats.
 
-    Sequences are of equal length and take turns over `num_domains` domains. Of each domain, take
+    Sequences are of equal length and alternate between `num_domains` domains. For each domain, take
     the mean normalised affinity per expert. The loss is the mean over pairs of domains of what
-    their Jensen-Shannon divergence lacks to `target` (log(2) is all there can be), plus the
-    unevenness of the mean over domains: log(num_experts) less its entropy. It is at least 0. Pushed
-    further, affinities would saturate and leave the selection bias nothing to balance with.
+    their Jensen-Shannon divergence lacks to `target` (at most log(2)), plus the unevenness of the
+    mean over domains: log(num_experts) less its entropy. It is at least 0. Pushed further,
+    affinities would saturate and leave nothing for the selection bias to balance.
 
-    Mod-Squad (arXiv 2212.08066) trains experts for tasks by such an information measure.
+    Mod-Squad (arXiv 2212.08066) trains experts for tasks with such an information measure.
     """
     p_BE = _mean_affinities(routing.scores_TE, num_sequences=num_sequences)
     p_DE = p_BE.unflatten(0, (-1, num_domains)).mean(dim=0)
@@ -68,7 +68,7 @@ def specialization_loss(
 
 
 def _mean_affinities(scores_TE: Tensor, *, num_sequences: int) -> Tensor:
-    """Of each sequence, the mean of its tokens' affinities normalised to sum 1, [B, E]."""
+    """Each sequence's mean of its tokens' affinities, normalised to sum to 1, [B, E]."""
     affinity_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
     means: Tensor = affinity_TE.unflatten(0, (num_sequences, -1)).mean(dim=1)
     return means

@@ -99,7 +99,7 @@ def test_receivers_count_every_choice_once_in_its_generation(runs, backend):
 def test_few_rows_are_captured_by_all_ranks_at_once_where_the_exchange_can_be(runs):
     for backend, obstacle, captures in (
         ("triton", None, 1),
-        ("reference", "torch.distributed is told by the host how many rows it carries", 0),
+        ("reference", "torch.distributed needs the number of rows on the host", 0),
     ):
         for group in groups(runs, backend):
             for seen in group:

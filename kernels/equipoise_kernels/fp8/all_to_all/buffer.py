@@ -156,7 +156,7 @@ class EpBuffer:
         num_tokens = words_TW.shape[0]
         if num_tokens > shape.max_tokens:
             raise KernelInputError(
-                f"x has {num_tokens} rows, the buffer is made for {shape.max_tokens}: "
+                f"x has {num_tokens} rows, the buffer has room for {shape.max_tokens}: "
                 "send them in parts, or make a larger buffer"
             )
         require_dtype("slots_TK", slots_TK, torch.int64)
@@ -245,7 +245,7 @@ class EpBuffer:
     def _require_sound(self) -> None:
         if self._failed is not None:
             raise AllToAllError(
-                f"this buffer failed before ({self._failed}): form the group anew",
+                f"this buffer failed before ({self._failed}): form a new group",
                 ranks=self._failed.ranks,
             ) from self._failed
 

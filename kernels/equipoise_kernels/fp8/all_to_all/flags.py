@@ -107,7 +107,7 @@ def raise_faults(seen: Sequence[int | None], *, own: int, timeout_s: float, what
     if missing:
         raise PeerMissingError(
             f"{_named(missing)} did not send {what} within {timeout_s:g} s: gone, stuck, or at "
-            "another step; form the group anew without who is gone",
+            "another step; form a new group without them",
             ranks=missing,
         )
 

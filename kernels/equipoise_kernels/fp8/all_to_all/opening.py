@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 # Backends of which an exchange cannot be captured in a CUDA graph, and why.
 _HOST_BOUND: Mapping[str, str] = MappingProxyType(
-    {selection.REFERENCE: "torch.distributed is told by the host how many rows it carries"}
+    {selection.REFERENCE: "torch.distributed needs the number of rows on the host"}
 )
 
 

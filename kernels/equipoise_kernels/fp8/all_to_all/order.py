@@ -86,7 +86,7 @@ class RowLayout:
         alignment: slots' first rows are multiples of it; gaps hold zeros.
         rows_per_slot: every slot has as many rows, filled from the first; None: packed.
         most_tokens: that any rank brings to this exchange, for less memory where it cannot depend
-            on what comes: in a captured graph. As many as the buffer is made for by default.
+            on what comes: in a captured graph. As many as the buffer has room for by default.
     """
 
     alignment: int = 1

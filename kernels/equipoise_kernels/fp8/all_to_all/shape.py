@@ -41,7 +41,7 @@ class EpShape:
             if getattr(self, name) < 1:
                 raise KernelInputError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.rank < self.num_ranks:
-            raise KernelInputError(f"rank {self.rank} is none of {self.num_ranks} ranks")
+            raise KernelInputError(f"rank {self.rank} is not one of {self.num_ranks} ranks")
         self.payload.row_words(self.dim)
 
     @property

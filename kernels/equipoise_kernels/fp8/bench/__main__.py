@@ -83,7 +83,7 @@ def why_not_here() -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA GPU here: run it on a machine with an H200 (or another Hopper GPU)"
     if torch.cuda.get_device_capability() != HOPPER:
-        return f"{torch.cuda.get_device_name()} is no Hopper GPU, which the kernels are written for"
+        return f"{torch.cuda.get_device_name()} is not a Hopper GPU, which the kernels require"
     return None if triton_version() else "triton is not installed: install the extra `kernels`"
 
 

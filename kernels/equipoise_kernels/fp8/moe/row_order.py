@@ -104,7 +104,7 @@ def order_rows(
         raise KernelInputError(f"need slots and an alignment, not {num_slots} and {alignment}")
     num_rows = most_rows(slots_TK.numel(), num_slots=num_slots, alignment=alignment)
     if num_rows > _MAX_ROWS:
-        raise KernelInputError(f"{num_rows} rows are more than int32 can number: split the rows")
+        raise KernelInputError(f"{num_rows} rows are more than int32 can index: split the rows")
     out = out or _empty(slots_TK, num_slots=num_slots, num_rows=num_rows)
     require_shape("place_of_pair", out.place_of_pair_TK, slots_TK.shape)
     require_shape("slot_ends", out.slot_ends_S, (num_slots,))
