@@ -1,4 +1,4 @@
-"""`ModelCore`: the model and its checkpoint, loaded as far as they can be without a rank."""
+"""`ModelCore`: the model and its checkpoint, with everything that does not depend on a rank."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -24,12 +24,12 @@ from equipoise_model.plain.transformer import Transformer
 from equipoise_model.serving_model import ServingModel
 
 ROW_BLOCK = 16
-"""Rows of every product in batch-invariant mode."""
+"""Rows of every matrix product in batch-invariant mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelCore:
-    """Everything that is the same on whichever rank this worker becomes."""
+    """What is the same for every rank that this worker may become."""
 
     checkpoint: Checkpoint
     model: ServingModel
@@ -38,12 +38,12 @@ class ModelCore:
 
     @classmethod
     def load(cls, settings: WorkerSettings, *, loading: Loading | None = None) -> Self:
-        """Open the checkpoint and load all but the routed experts, whose slots wait for a layout.
+        """Open the checkpoint and load everything but the routed experts, which need a layout.
 
-        `loading` tells how far it is; the log unless given.
+        `loading` reports progress; to the log by default.
 
         Raises:
-            WorkerError: the checkpoint is missing, damaged or not made for these settings, or this
+            WorkerError: the checkpoint is missing, damaged or does not fit the settings, or this
                 machine cannot compute batch-invariantly.
         """
         checkpoint, operations = _opened(settings)
@@ -51,13 +51,13 @@ class ModelCore:
         if settings.context_length > config.max_position_embeddings:
             raise WorkerError(
                 f"context_length {settings.context_length} is more than the model's "
-                f"{config.max_position_embeddings} positions: choose at most that"
+                f"{config.max_position_embeddings} positions: choose at most that many"
             )
         num_modules = config.num_nextn_predict_layers if checkpoint.has_mtp else 0
         if settings.speculate > num_modules:
             raise WorkerError(
                 f"speculate {settings.speculate} is more than the checkpoint's {num_modules} "
-                "multi-token-prediction modules: choose at most that"
+                "multi-token-prediction modules: choose at most that many"
             )
         model = operations.model(
             config,
@@ -68,8 +68,8 @@ class ModelCore:
             max_graph_rows=settings.max_requests,
         )
         loading = loading or Loading(log_format=settings.log_format)
-        with loading.of("dense weights") as told:
-            checkpoint.load_dense(model, progress=told)
+        with loading.of("dense weights") as report:
+            checkpoint.load_dense(model, progress=report)
         cache = operations.cache(
             config,
             num_blocks=_num_blocks(settings, block_tokens=operations.block_tokens),
@@ -85,11 +85,11 @@ class ModelCore:
         return cls(checkpoint=checkpoint, model=model.eval(), cache=cache, operations=operations)
 
     def block_pool(self) -> BlockPool:
-        """The accounting of the cache's blocks, all of them free."""
+        """Return the accounting of the cache's blocks, all free."""
         return BlockPool(num_blocks=self.cache.num_blocks, block_tokens=self.cache.block_tokens)
 
     def scheduler(self, settings: WorkerSettings) -> Scheduler:
-        """A scheduler of no requests yet, over all blocks of the cache."""
+        """Return a scheduler without requests, over all blocks of the cache."""
         return Scheduler(
             blocks=self.block_pool(),
             max_requests=settings.max_requests,
@@ -100,7 +100,7 @@ class ModelCore:
         )
 
     def drafter(self, settings: WorkerSettings) -> Drafter | None:
-        """What guesses tokens, if the settings want any guessed."""
+        """Return what drafts tokens; None if the settings turn speculative decoding off."""
         if not settings.speculate:
             return None
         assert isinstance(self.model, Transformer)
@@ -108,17 +108,17 @@ class ModelCore:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return self.operations.device
 
     @property
     def slots(self) -> list[PhysicalSlots]:
-        """This rank's physical slots, layer by layer."""
+        """This rank's physical slots, by MoE layer."""
         return self.model.slots
 
     @property
     def shape(self) -> ModelShape:
-        """What all workers of a pool must agree on."""
+        """The model's dimensions, which all workers of a pool must share."""
         config = self.checkpoint.config
         return ModelShape(
             num_layers=config.num_moe_layers,
@@ -129,7 +129,7 @@ class ModelCore:
 
 
 def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
-    """The checkpoint, its payloads in the form that computes, and what does."""
+    """Open the checkpoint, with payloads in the format that the chosen operations compute with."""
     try:
         device = choose_device(settings.device)
     except DeviceError as error:
@@ -146,7 +146,7 @@ def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
         )
         if operations.fp8 is not None and settings.speculate:
             raise WorkerError(
-                f"speculate {settings.speculate} cannot be had in FP8: choose 0, or weights bf16"
+                f"speculate {settings.speculate} is not available in FP8: choose 0, or weights bf16"
             )
         if operations.fp8 == stored.config.quantization_config:
             return stored, operations
@@ -158,12 +158,12 @@ def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
 
 
 def _num_blocks(settings: WorkerSettings, *, block_tokens: int) -> int:
-    """As many as were asked for, or enough for all active requests, each as long as may be."""
+    """Return the configured number, or enough for `max_requests` requests of full length."""
     if settings.cache_tokens:
         return blocks_for(settings.cache_tokens, block_tokens=block_tokens)
     return settings.max_requests * blocks_for(settings.context_length, block_tokens=block_tokens)
 
 
 def single_threaded() -> None:
-    """Compute on one thread: ranks share few cores, and more threads would wait for each other."""
+    """Compute on one thread: ranks share few cores, and more threads would contend for them."""
     torch.set_num_threads(1)

@@ -1,28 +1,27 @@
-"""What users, peers and the network can do to a worker, in exceptions of our own."""
+"""Exceptions for the faults of users, peers, the network and this worker."""
 
 from equipoise.wire.inference import Blame
 
 
 class WorkerError(Exception):
-    """The worker cannot go on; the message is the one line that a person reads."""
+    """The worker cannot continue; the message is the line that the operator sees."""
 
 
 class RejectedError(WorkerError):
-    """The balancer does not accept this worker; its reason says what to change."""
+    """The balancer does not accept this worker; the message names the remedy."""
 
 
 class StepError(WorkerError):
-    """A step failed on this rank, not in the group.
-
-    `keys` are the requests that it ran here, `blame` is how far each may be the cause.
-    """
+    """A step failed on this rank, not in the group."""
 
     def __init__(
         self, message: str, *, keys: tuple[int, ...] = (), blame: Blame = Blame.STEP
     ) -> None:
         super().__init__(message)
         self.keys = keys
+        """The requests that the step ran on this rank."""
         self.blame = blame
+        """Whether these requests may have caused the failure."""
 
 
 class GroupError(WorkerError):
@@ -30,39 +29,39 @@ class GroupError(WorkerError):
 
 
 class StepTimeoutError(GroupError):
-    """A collective of a step reached its bound: a peer hangs, or is very slow."""
+    """A collective timed out: a peer hangs or is very slow."""
 
 
 class PeerLeftError(GroupError):
-    """A peer left by its own will; nothing is broken, but this group is over."""
+    """A peer shut down gracefully, which ends the group."""
 
 
 class InvalidRequestError(ValueError):
-    """A request that no worker could serve; the message names the limit."""
+    """A request that no worker can serve; the message names the limit."""
 
 
 class QueueFullError(Exception):
-    """Every place in the queue is taken; the request may be sent again later."""
+    """The queue is full; the request may be retried later."""
 
 
 class TransferError(Exception):
-    """An expert's bytes could not be had from a source; the message names source and fault."""
+    """An expert is unavailable from a source; the message names the source and the fault."""
 
 
 class StageRefusedError(Exception):
-    """A generation that this worker will not run; the message says what would help."""
+    """A Stage that this worker refuses; the message names the remedy."""
 
 
 class NotHeldError(Exception):
-    """An expert that this rank cannot give; another source can."""
+    """This rank does not hold an expert; another source may."""
 
 
 class LinkLostError(Exception):
-    """The stream to the balancer ended; the message says how, and a new one is tried."""
+    """The stream to the balancer ended; the agent opens another."""
 
 
 class NotLeadingError(LinkLostError):
-    """A balancer answered that it does not lead; `leader_address` may name the one that does."""
+    """The balancer does not lead; `leader_address` is the leader's, if known."""
 
     def __init__(self, reason: str, *, leader_address: str | None) -> None:
         super().__init__(reason)

@@ -33,8 +33,10 @@ class RankGroup:
     thread uses a formed group.
     """
 
-    def __init__(self, *, epoch: int, rank: int, names: tuple[str, ...]) -> None:
-        """`names` are the workers' names in rank order."""
+    def __init__(
+        self, *, epoch: int, rank: int, names: tuple[str, ...], store: object = None
+    ) -> None:
+        """`names` are the workers' names in rank order; `store` is what formed the group."""
         self.epoch = epoch
         self.rank = rank
         self.names = names
@@ -42,7 +44,7 @@ class RankGroup:
         """Total time spent in header exchanges, seconds."""
         self._gathered = torch.zeros(self.num_ranks * HEADER_WIDTH, dtype=torch.int64)
         # torch may read from the store at any time, so it lives as long as the group.
-        self._store: object = None
+        self._store = store
 
     @classmethod
     def alone(cls, name: str, *, epoch: int = 1) -> Self:
@@ -75,10 +77,6 @@ class RankGroup:
             raise collective_failed(error) from error
         self.waited_s += time.perf_counter() - began
         return tuple(unpack(row) for row in self._gathered.view(-1, HEADER_WIDTH).tolist())
-
-    def keep(self, store: object) -> None:
-        """Keep the store that formed the group alive."""
-        self._store = store
 
     def close(self) -> None:
         """Leave the group; the other ranks' next collective fails."""
@@ -133,12 +131,12 @@ def meet(
     Raises:
         GroupError: the ranks did not meet or form in time, or do not agree.
     """
+    epoch, rank = join_epoch.epoch, join_epoch.rank
     names = tuple(peer.worker for peer in join_epoch.peers)
-    group = RankGroup(epoch=join_epoch.epoch, rank=join_epoch.rank, names=names)
-    if group.num_ranks == 1:
+    if len(names) == 1:
         check((announcement,))
         on_met()
-        return group
+        return RankGroup(epoch=epoch, rank=rank, names=names)
     address, timeout_s = join_epoch.rendezvous_address, join_epoch.meet_timeout_s
     deadline_s = time.monotonic() + timeout_s
     try:
@@ -146,23 +144,22 @@ def meet(
             store = _connect(address, deadline_s=deadline_s, given_up=given_up)
             # An earlier epoch may have left keys behind.
             store = dist.PrefixStore(  # type: ignore[attr-defined]
-                f"epoch-{group.epoch}", store
+                f"epoch-{epoch}", store
             )
             # torch bounds forming by the collectives' timeout, so all ranks must arrive first.
-            store.set(_arrival_key(group.rank), announcement)
-            keys = [_arrival_key(rank) for rank in range(group.num_ranks)]
+            store.set(_arrival_key(rank), announcement)
+            keys = [_arrival_key(number) for number in range(len(names))]
             while not store.check(keys):
                 _pause(deadline_s=deadline_s, given_up=given_up)
-            _agree(tuple(store.get(key).decode() for key in keys), check=check, group=group)
+            _agree(tuple(store.get(key).decode() for key in keys), check=check, epoch=epoch)
             on_met()
-            _form(group, store, step_timeout_s=step_timeout_s, device=device)
+            _form(join_epoch, store, step_timeout_s=step_timeout_s, device=device)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise GroupError(
-            f"the {group.num_ranks} ranks of epoch {group.epoch} did not meet at {address} within "
+            f"the {len(names)} ranks of epoch {epoch} did not meet at {address} within "
             f"{timeout_s:g} s: {first_line(error)}"
         ) from error
-    group.keep(store)
-    return group
+    return RankGroup(epoch=epoch, rank=rank, names=names, store=store)
 
 
 def backend(device: torch.device) -> str:
@@ -183,19 +180,21 @@ def bound_nccl(environment: MutableMapping[str, str]) -> None:
 
 
 def _agree(
-    announcements: tuple[str, ...], *, check: Callable[[tuple[str, ...]], None], group: RankGroup
+    announcements: tuple[str, ...], *, check: Callable[[tuple[str, ...]], None], epoch: int
 ) -> None:
     """Check all ranks' announcements; reports a disagreement as such, not as a failure to meet."""
     try:
         check(announcements)
     except (RuntimeError, ValueError) as error:
         raise GroupError(
-            f"the {group.num_ranks} ranks of epoch {group.epoch} met but do not agree: "
+            f"the {len(announcements)} ranks of epoch {epoch} met but do not agree: "
             f"{first_line(error)}"
         ) from error
 
 
-def _form(group: RankGroup, store: Any, *, step_timeout_s: float, device: torch.device) -> None:
+def _form(
+    join_epoch: JoinEpoch, store: Any, *, step_timeout_s: float, device: torch.device
+) -> None:
     """Connect to the other ranks, which all do so now.
 
     A dead rank is retried for `step_timeout_s`; gloo waits about five times as long for one that
@@ -203,18 +202,19 @@ def _form(group: RankGroup, store: Any, *, step_timeout_s: float, device: torch.
     """
     if device.type == "cuda":
         bound_nccl(os.environ)
+    num_ranks = len(join_epoch.peers)
     try:
         dist.init_process_group(
             backend(device),
             store=store,
-            rank=group.rank,
-            world_size=group.num_ranks,
+            rank=join_epoch.rank,
+            world_size=num_ranks,
             timeout=timedelta(seconds=step_timeout_s),
         )
     except (RuntimeError, ValueError) as error:
         reset_group_count()
         raise GroupError(
-            f"the {group.num_ranks} ranks of epoch {group.epoch} met but did not form: "
+            f"the {num_ranks} ranks of epoch {join_epoch.epoch} met but did not form: "
             f"{first_line(error)}"
         ) from error
 

@@ -3,7 +3,7 @@
 docs/metrics.md explains the names. The number of series does not depend on the model or the pool.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -28,21 +28,15 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with their current values."""
-        yield from self._requests()
-        yield from self._epoch()
-        reached = CounterMetricFamily(
-            "equipoise_worker_bound_reached",
-            "How often a wait reached its bound.",
-            labels=("bound",),
-        )
-        for bound in self._waits.all():
-            reached.add_metric([bound.name], bound.reached)
-        yield reached
+        rank = self._rank()
+        yield from self._counters(rank)
+        for name, text, value in (*_gauges_of_rank(rank), *self._gauges_of_requests()):
+            yield GaugeMetricFamily(f"equipoise_worker_{name}", text, value=float(value))
         timings = self._timings
         for name, text, histogram in (
             ("step_seconds", "Duration of a step.", timings.step_s),
             ("itl_seconds", "Time from one token of a request to its next.", timings.itl_s),
-            ("step_stall_seconds", "Time that a switch held up its step.", timings.stall_s),
+            ("step_stall_seconds", "Time that a switch delayed its step.", timings.stall_s),
         ):
             yield HistogramMetricFamily(
                 f"equipoise_worker_{name}",
@@ -51,71 +45,69 @@ class WorkerCollector(Collector):
                 sum_value=histogram.sum,
             )
 
-    def _requests(self) -> Iterator[Metric]:
+    def _counters(self, rank: Rank | None) -> Iterator[Metric]:
+        counts = self._scheduler.counts
+        timeouts = {bound.name: bound.reached for bound in self._waits.all()}
+        corrupted = self._timings.num_corrupted + (rank.num_corrupted if rank else 0)
+        yield _labelled("bound_reached", "Timeouts of a bounded wait.", "bound", timeouts)
+        yield _labelled(
+            "tokens",
+            "Tokens run through the model, and tokens generated.",
+            "kind",
+            {"processed": counts.processed, "generated": counts.generated},
+        )
+        yield _labelled(
+            "prefix_tokens",
+            "Tokens of admitted requests, and prefix cache hits among them.",
+            "kind",
+            {"sought": counts.sought, "found": counts.found},
+        )
+        yield _labelled(
+            "drafts",
+            "Draft tokens verified, and accepted ones among them.",
+            "kind",
+            {"verified": counts.drafted, "accepted": counts.accepted},
+        )
+        for name, text, value in (
+            ("requests_paused", "Requests paused because the cache was full.", counts.paused),
+            ("checksum_failures", "Pulled experts that failed their checksum.", corrupted),
+        ):
+            yield CounterMetricFamily(f"equipoise_worker_{name}", text, value=value)
+
+    def _gauges_of_requests(self) -> Iterator[tuple[str, str, float]]:
         scheduler = self._scheduler
-        counts, blocks = scheduler.counts, scheduler.blocks
-        for name, text, kinds in (
-            (
-                "tokens",
-                "Tokens that were run, and generated.",
-                {"processed": counts.processed, "generated": counts.generated},
-            ),
-            (
-                "prefix_tokens",
-                "Tokens of admitted requests, and those in the cache already.",
-                {"sought": counts.sought, "found": counts.found},
-            ),
-            (
-                "drafts",
-                "Guessed tokens that were verified, and that were right.",
-                {"verified": counts.drafted, "accepted": counts.accepted},
-            ),
-        ):
-            family = CounterMetricFamily(f"equipoise_worker_{name}", text, labels=("kind",))
-            for kind, count in kinds.items():
-                family.add_metric([kind], count)
-            yield family
-        yield CounterMetricFamily(
-            "equipoise_worker_requests_paused",
-            "Times that a request was paused because the cache had no room.",
-            value=counts.paused,
+        yield "active_requests", "Requests that are generating.", scheduler.num_active
+        yield "queued_requests", "Requests that are queued.", scheduler.num_queued
+        yield (
+            "drafting",
+            "1 while speculative decoding is on; 0 if off, or too many requests are active.",
+            scheduler.is_drafting,
         )
-        for name, text, value in (
-            ("active_requests", "Requests that are being generated.", scheduler.num_active),
-            ("queued_requests", "Requests in line.", scheduler.num_queued),
-            (
-                "drafting",
-                "1 while tokens are guessed, 0 while not, or too many requests are generated.",
-                scheduler.is_drafting,
-            ),
-            (
-                "kv_used_ratio",
-                "Blocks of the cache that active requests hold, of all.",
-                blocks.num_used / blocks.num_blocks,
-            ),
-        ):
-            yield _gauge(name, text, value)
-
-    def _epoch(self) -> Iterator[Metric]:
-        rank = self._rank()
-        epoch, number, generation, staged = 0, -1, 0, 0
-        if rank is not None:
-            epoch, number = rank.join_epoch.epoch, rank.join_epoch.rank
-            generation, staged = rank.engine.generation, rank.engine.staged_generation
-        for name, text, value in (
-            ("serving", "1 while it takes part in steps, else 0.", rank is not None),
-            ("rank", "Its rank in the epoch; -1 while it has none.", number),
-            ("epoch", "Epoch it serves in; 0 while it serves in none.", epoch),
-            ("generation", "Generation of the latest step; 0 before the first.", generation),
-            ("staged_generation", "Generation that waits for the switch; 0 if none.", staged),
-        ):
-            yield _gauge(name, text, value)
-        yield CounterMetricFamily(
-            "equipoise_worker_checksum_failures",
-            "Experts pulled whose bytes were not those promised.",
-            value=self._timings.num_corrupted + (rank.num_corrupted if rank else 0),
+        yield (
+            "kv_used_ratio",
+            "Fraction of the cache's blocks that active requests hold.",
+            scheduler.blocks.num_used / scheduler.blocks.num_blocks,
         )
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"equipoise_worker_{name}", text, value=float(value))
+def _gauges_of_rank(rank: Rank | None) -> Iterator[tuple[str, str, float]]:
+    epoch, number, generation, staged = 0, -1, 0, 0
+    if rank is not None:
+        epoch, number = rank.join_epoch.epoch, rank.join_epoch.rank
+        generation, staged = rank.engine.generation, rank.engine.staged_generation
+    yield "serving", "1 if the worker takes part in steps, else 0.", rank is not None
+    yield "rank", "Rank in the epoch; -1 if none.", number
+    yield "epoch", "Epoch the worker serves in; 0 if none.", epoch
+    yield (
+        "generation",
+        "Generation of the latest step; 0 if none.",
+        generation,
+    )
+    yield "staged_generation", "Generation that awaits the switch; 0 if none.", staged
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"equipoise_worker_{name}", text, labels=(label,))
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family

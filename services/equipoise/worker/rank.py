@@ -34,7 +34,8 @@ class Rank:
         self.held = joined.held
         self._parts = parts
         self._group = joined.group
-        self._last_switch: Switched | None = None
+        self.last_switch: Switched | None = None
+        """The message about the latest switch, if there was one."""
         self._experts = _expert_parallel(joined, core)
         self._steps = core.operations.steps(joined.exchange)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -133,11 +134,6 @@ class Rank:
         """Experts pulled in this epoch whose bytes failed their checksum."""
         return self._puller.num_corrupted
 
-    @property
-    def last_switch(self) -> Switched | None:
-        """The message about the latest switch, if there was one."""
-        return self._last_switch
-
     def heartbeat(self, sequence: int) -> Heartbeat:
         """Return a heartbeat with the generations that the balancer reconciles with."""
         return Heartbeat(
@@ -164,7 +160,7 @@ class Rank:
 
     def _report_switch(self, switch: Switch) -> None:
         epoch, rank = self.join_epoch.epoch, self.join_epoch.rank
-        self._last_switch = Switched(
+        self.last_switch = Switched(
             epoch=epoch,
             rank=rank,
             generation=switch.generation,
@@ -174,8 +170,8 @@ class Rank:
             checksums=switch.checksums,
         )
         self._parts.timings.stall_s.observe(switch.stall_us / 1e6)
-        self._parts.send(self._last_switch)
-        self._parts.spans.switched(self._last_switch)
+        self._parts.send(self.last_switch)
+        self._parts.spans.switched(self.last_switch)
         _log.info(
             "generation %d runs from step %d; the switch took %d us, a step takes %d us",
             switch.generation,

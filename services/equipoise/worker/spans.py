@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Span, Tracer
 
 from equipoise.telemetry.tracing import failed, parent_of
-from equipoise.wire.messages import Stage, Staged, Switched
+from equipoise.wire.messages import Refused, Stage, Staged, Switched
 
 
 class RankSpans:
@@ -22,8 +23,11 @@ class RankSpans:
         self._parent = Context()
 
     @contextmanager
-    def staging(self, stage: Stage) -> Iterator["Staging"]:
-        """Record preparing a generation; its switch becomes a sibling span."""
+    def staging(self, stage: Stage) -> Iterator[Callable[[Staged | Refused], None]]:
+        """Record preparing a generation; call the result with the answer.
+
+        The generation's switch becomes a sibling span.
+        """
         self._generation = stage.layout.generation
         self._parent = parent_of(stage.traceparent)
         span = self._tracer.start_span(
@@ -36,7 +40,7 @@ class RankSpans:
             },
         )
         try:
-            yield Staging(span)
+            yield partial(_record_answer, span)
         except asyncio.CancelledError:
             failed(span, "dropped: aborted, or replaced by another generation")
             raise
@@ -62,22 +66,14 @@ class RankSpans:
         span.end(end_time=ended_ns)
 
 
-class Staging:
-    """The span of a generation that is being prepared."""
-
-    def __init__(self, span: Span) -> None:
-        self._span = span
-
-    def done(self, staged: Staged) -> None:
-        """Record where the verified bytes came from."""
-        self._span.set_attributes(
-            {
-                "rank": staged.rank,
-                "peer_bytes": staged.peer_bytes,
-                "checkpoint_bytes": staged.checkpoint_bytes,
-            }
-        )
-
-    def refused(self, reason: str) -> None:
-        """Record why it was refused."""
-        failed(self._span, reason)
+def _record_answer(span: Span, answer: Staged | Refused) -> None:
+    if isinstance(answer, Refused):
+        failed(span, answer.reason)
+        return
+    span.set_attributes(
+        {
+            "rank": answer.rank,
+            "peer_bytes": answer.peer_bytes,
+            "checkpoint_bytes": answer.checkpoint_bytes,
+        }
+    )

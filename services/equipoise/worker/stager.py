@@ -109,29 +109,22 @@ class Stager:
         self._preparation, self._staged = None, None
 
     async def _prepare_and_answer(self, stage: Stage) -> None:
-        with self._spans.staging(stage) as span:
-            try:
-                staged = await self._prepare(stage)
-            except (StageRefusedError, TransferError, PayloadError) as error:
-                span.refused(str(error))
-                self._refuse(stage, str(error))
-                return
-            self._staged = staged
-            self._send(staged)
-            span.done(staged)
-        _log.info(
-            "generation %d is staged: %d moves in %d us",
-            staged.generation,
-            len(stage.moves),
-            staged.duration_us,
-        )
-
-    def _refuse(self, stage: Stage, reason: str) -> None:
         generation = stage.layout.generation
-        _log.warning("generation %d is refused: %s", generation, reason)
-        self._send(
-            Refused(epoch=self._epoch, rank=self._held.rank, generation=generation, reason=reason)
-        )
+        with self._spans.staging(stage) as record:
+            answer: Staged | Refused
+            try:
+                answer = self._staged = await self._prepare(stage)
+                _log.info("generation %d is staged: %d moves", generation, len(stage.moves))
+            except (StageRefusedError, TransferError, PayloadError) as error:
+                answer = Refused(
+                    epoch=self._epoch,
+                    rank=self._held.rank,
+                    generation=generation,
+                    reason=str(error),
+                )
+                _log.warning("generation %d is refused: %s", generation, error)
+            self._send(answer)
+            record(answer)
 
     async def _prepare(self, stage: Stage) -> Staged:
         """Stage a generation, within the Stage's timeout."""
