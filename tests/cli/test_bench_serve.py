@@ -6,12 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from equipoise.cli.bench.clients import Served
+from equipoise.cli.bench.clients import RequestResult
 from equipoise.cli.bench.report import report
-from equipoise.cli.bench.requests import AskedRequest, asked_requests
+from equipoise.cli.bench.requests import TimedRequest, timed_requests
 from equipoise.cli.bench.serve import run
 from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.offline.settings import ToolInputError
+from equipoise.settings.errors import InvalidSettingsError
 from tests.support.scripted_ranks import Fault
 
 
@@ -20,7 +21,7 @@ def settings(**changes):
 
 
 def asked(count=400, stream=0, **changes):
-    return asked_requests(settings(**changes), count=count, stream=stream)
+    return timed_requests(settings(**changes), count=count, stream=stream)
 
 
 def test_what_is_asked_depends_on_the_seed_alone():
@@ -59,7 +60,7 @@ async def test_a_run_counts_every_request_and_draws_a_picture(server, capsys, tm
     assert made["itl"]["count"] == 15
     assert made["settings"]["model"] == "tiny"
     assert len(server.rank.requests) == 8
-    assert "between tokens (ITL), ms" in picture.read_text()
+    assert "inter-token latency, ms" in picture.read_text()
 
 
 async def test_no_more_requests_are_open_than_may_be(server, capsys):
@@ -80,14 +81,14 @@ async def test_no_more_requests_are_open_than_may_be(server, capsys):
     assert "9 of 9" in capsys.readouterr().out
 
 
-def served(begin_s, words_s, end_s, failure=""):
-    return Served(
-        asked=AskedRequest(domain="code", prompt="a", max_tokens=3, begins_s=0.0),
+def served(begin_s, chunks_s, end_s, failure=""):
+    return RequestResult(
+        request=TimedRequest(domain="code", prompt="a", max_tokens=3, begins_s=0.0),
         began_s=begin_s,
         ended_s=end_s,
-        words_s=tuple(words_s),
+        chunks_s=tuple(chunks_s),
         num_prompt_tokens=1,
-        num_tokens=len(words_s),
+        num_tokens=len(chunks_s),
         text="",
         failure=failure,
     )
@@ -118,20 +119,20 @@ def test_a_report_of_failures_alone_has_no_latencies():
     ("changes", "words"),
     [
         ({"url": "here"}, "--url must begin"),
-        ({"requests": 0}, "--requests must be from 1"),
-        ({"request_rate": 0}, "--request-rate must be above 0"),
-        ({"request_rate": float("nan")}, "--request-rate must be above 0"),
-        ({"timeout_s": 0}, "--timeout-s"),
-        ({"temperature": 3}, "--temperature"),
-        ({"mix": ("code=x",)}, "'x' is no number"),
-        ({"mix": ("code=-1",)}, "0 or more"),
-        ({"mix": ("code=0",)}, "a part above 0"),
-        ({"input_length": ("9", "3")}, "the smaller one first"),
-        ({"output_length": ("a",)}, "one number or two"),
+        ({"requests": 0}, "requests must be from 1"),
+        ({"request_rate": 0}, "request_rate must be above 0"),
+        ({"request_rate": float("nan")}, "request_rate must be above 0"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"temperature": 3}, "temperature"),
+        ({"mix": ("code=x",)}, "'x' is not a number"),
+        ({"mix": ("code=-1",)}, "at least 0"),
+        ({"mix": ("code=0",)}, "a weight above 0"),
+        ({"input_length": ("9", "3")}, "smaller first"),
+        ({"output_length": ("a",)}, "one number, or two"),
         ({"url": "http://127.0.0.1:1"}, "--url http://127.0.0.1:1"),
-        ({"mix": ("poems",)}, "--mix poems: there is code, english, arithmetic"),
+        ({"mix": ("poems",)}, "--mix poems: kinds of text are code, english, arithmetic"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(changes, words, tmp_path):
-    with pytest.raises(ToolInputError, match=words):
+def test_invalid_settings_raise_one_sentence(changes, words, tmp_path):
+    with pytest.raises((ToolInputError, InvalidSettingsError), match=words):
         run(settings(**changes))

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from equipoise.cli.main import app
 from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.packaged import packaged_checkpoint
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.config import Fp8Config
 
@@ -32,8 +33,7 @@ def in_fp8(tmp_path_factory):
 
 def test_weights_in_fp8_are_about_half_and_what_belongs_to_the_model_goes_along(in_fp8):
     path, said = in_fp8
-    assert said.startswith("7.2 MiB became 3.9 MiB in FP8; written to ")
-    assert "as a file, with " in said
+    assert ": 3.9 MiB in FP8 (from 7.2 MiB), 1 file; copied " in said
     stored = Checkpoint.open(path, keep_fp8=True)
     assert stored.is_fp8
     assert stored.config.quantization_config == Fp8Config(scale_fmt="ue8m0")
@@ -56,19 +56,17 @@ def test_back_in_bf16_readers_get_the_numbers_that_fp8_had_from_more_files(in_fp
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "say which folder to read and which to write"),
-        (["--out", "x"], "say which folder to read and which to write"),
-        (["--checkpoint", TINY, "--out", "x", "--shard-gib", "0"], "--shard-gib must be above 0"),
+        (["--checkpoint", TINY, "--out", "x", "--shard-gib", "0"], "shard_gib must be above 0"),
         (["--checkpoint", TINY, "--out", "x", "--weights", "bf16", "--ue8m0"], "--weights fp8"),
-        (["--checkpoint", TINY, "--out", TINY / "config.json"], "cannot be written: File exists"),
+        (["--checkpoint", TINY, "--out", TINY / "config.json"], "cannot write .*: File exists"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_words(arguments, words):
-    with pytest.raises(ToolInputError, match=words):
+def test_invalid_options_are_refused(arguments, words):
+    with pytest.raises((InvalidSettingsError, ToolInputError), match=words):
         convert(*arguments)
 
 
-def test_what_cannot_be_converted_is_said_in_words(in_fp8, tmp_path):
+def test_unsuitable_checkpoints_are_refused(in_fp8, tmp_path):
     path, _ = in_fp8
     with pytest.raises(CheckpointError, match="is in FP8 already"):
         convert("--checkpoint", path, "--out", tmp_path / "again")

@@ -6,10 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from equipoise.cli.main import app
-from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.errors import FormatError
 from equipoise.formats.files import read_placement, read_recording
 from equipoise.formats.format import Format
+from equipoise.settings.errors import InvalidSettingsError
 
 LOADS = (
     Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny" / "loads.json"
@@ -59,8 +59,7 @@ def test_a_layout_goes_into_every_format(tmp_path, form):
 
 def test_a_person_is_told_what_it_was(tmp_path):
     text = equipoise("--file", LOADS, "--out", tmp_path / "x.npz", "--format", "deepseek")
-    assert "kind loads, layers 4, experts 32, windows 12; written to" in text
-    assert "for deepseek" in text
+    assert "(deepseek format): kind loads, layers 4, experts 32, windows 12" in text
 
 
 def test_what_the_other_format_needs_is_asked_for(tmp_path):
@@ -80,13 +79,12 @@ def test_what_the_other_format_needs_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "fault", "words"),
     [
-        ([], ToolInputError, "say which file to read and which to write: --file A --out B"),
-        (["--top-k", "0"], ToolInputError, "--top-k must be at least 1, not 0"),
+        (["--top-k", "0"], InvalidSettingsError, "top_k must be at least 1, not 0"),
         (["--experts", "8"], FormatError, r"loads\.json: it has 32 experts, expected are 8"),
         (["--format", "vllm"], FormatError, "vllm has no file for loads; there are equipoise"),
     ],
 )
 def test_what_cannot_be_converted_is_said(tmp_path, arguments, fault, words):
-    files = ["--file", LOADS, "--out", tmp_path / "x"] if arguments else []
+    files = ["--file", LOADS, "--out", tmp_path / "x"]
     with pytest.raises(fault, match=words):
         equipoise(*files, *arguments)

@@ -4,8 +4,10 @@ import pytest
 from rich.console import Console
 
 from equipoise.cli.demo.fleet import Fleet, FleetError
-from equipoise.cli.demo.run import Demo, DemoError, DemoSettings, run
+from equipoise.cli.demo.run import Demo, run
+from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.demo.view import PlainScreen
+from equipoise.settings.errors import InvalidSettingsError
 
 
 @pytest.mark.parametrize(
@@ -16,12 +18,12 @@ from equipoise.cli.demo.view import PlainScreen
         ({"max_output_tokens": 5}, "max_output_tokens"),
         ({"interval_s": 0.0}, "interval_s must be above 0"),
         ({"seconds_per_domain": float("nan")}, "seconds_per_domain"),
-        ({"domains": ()}, "domains must name one or more"),
+        ({"domains": ()}, "domains must be one or more"),
         ({"domains": ("poems",)}, "code, english, arithmetic"),
     ],
 )
 def test_settings_outside_their_range_are_named_with_it(changes, words):
-    with pytest.raises(DemoError, match=words):
+    with pytest.raises(InvalidSettingsError, match=words):
         DemoSettings(**changes)
 
 
@@ -38,18 +40,18 @@ def test_a_process_that_fails_at_the_start_ends_the_demo_with_its_last_words(tmp
     with pytest.RaisesGroup(FleetError, flatten_subgroups=True) as caught:
         asyncio.run(demo())
     (error,) = caught.value.exceptions
-    assert "balancer ended by itself" in str(error)
+    assert "balancer exited unexpectedly" in str(error)
     assert "state.sqlite" in str(error)
 
 
 def test_a_missing_checkpoint_is_one_fault(tmp_path):
     settings = DemoSettings(listen="127.0.0.1:0", checkpoint=tmp_path / "nowhere", plain=True)
-    with pytest.raises(DemoError, match="nowhere"):
+    with pytest.raises(InvalidSettingsError, match="nowhere"):
         run(settings)
 
 
 def test_a_file_that_cannot_be_written_is_told_before_the_demo_and_not_behind_it(tmp_path):
     (tmp_path / "config.json").touch()
     settings = DemoSettings(checkpoint=tmp_path, json=tmp_path / "nowhere" / "figures.json")
-    with pytest.raises(DemoError, match=r"figures\.json cannot be written"):
+    with pytest.raises(InvalidSettingsError, match=r"cannot write .*figures\.json"):
         run(settings)

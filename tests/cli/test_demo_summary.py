@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from equipoise.cli.demo.outcome import DomainShift, Latency, Outcome, Span, Switch
+from equipoise.cli.demo.result import DemoResult, DomainShift, Latency, SwitchRecord, TimeSpan
 from equipoise.cli.demo.summary import summary
 
 SHIFT = DomainShift(
@@ -20,10 +20,12 @@ SHIFT = DomainShift(
     intervals_to_recover=2,
 )
 LATENCY = Latency(p50_ms=40.0, p95_ms=50.0, p99_ms=80.0, samples=1000)
-GOOD = Outcome(
+GOOD = DemoResult(
     shifts=(SHIFT,),
     switches=(
-        Switch(generation=2, span=Span(1.0, 1.4), stall_ms=3.0, median_step_ms=40.0, moves=12),
+        SwitchRecord(
+            generation=2, span=TimeSpan(1.0, 1.4), stall_ms=3.0, median_step_ms=40.0, moves=12
+        ),
     ),
     rollouts=1,
     decisions=9,
@@ -41,7 +43,7 @@ GOOD = Outcome(
 )
 
 
-def printed(outcome: Outcome) -> str:
+def printed(outcome: DemoResult) -> str:
     console = Console(width=140)
     with console.capture() as capture:
         console.print(summary(outcome))
@@ -79,4 +81,4 @@ def test_every_target_can_be_missed(changes):
 
 def test_a_shift_without_recovery_says_where_balance_stayed():
     lost = replace(SHIFT, intervals_to_recover=None, max_over_mean_recovered=1.55)
-    assert "then 1.61, and not back: 1.55" in printed(replace(GOOD, shifts=(lost,)))
+    assert "then 1.61, not recovered: 1.55" in printed(replace(GOOD, shifts=(lost,)))

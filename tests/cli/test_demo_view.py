@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from equipoise.cli.demo.outcome import Latency, Window
+from equipoise.cli.demo.result import Latency, WindowRecord
 from equipoise.cli.demo.view import (
     LiveScreen,
     Mark,
@@ -21,12 +21,12 @@ YES = status_pb2.Decision(
 )
 NO = status_pb2.Decision(sequence=2, accepted=False, reason="it would gain 0.004")
 WINDOWS = [
-    Window(closed_s=float(i), balancedness=1 / value, max_over_mean=value, generation=i)
+    WindowRecord(closed_s=float(i), balancedness=1 / value, max_over_mean=value, generation=i)
     for i, value in enumerate((1.6, 1.1, 1.9, 1.05))
 ]
 SCENE = Scene(
     elapsed_s=41.0,
-    doing="arithmetic traffic",
+    activity="arithmetic traffic",
     status=status_pb2.PoolStatus(
         pool="demo",
         ranks=[
@@ -99,7 +99,7 @@ def test_the_chart_rises_with_imbalance_and_names_domains_where_they_begin():
 
 def test_the_chart_keeps_to_the_newest_windows():
     many = [
-        Window(closed_s=float(i), balancedness=0.9, max_over_mean=1.1, generation=1)
+        WindowRecord(closed_s=float(i), balancedness=0.9, max_over_mean=1.1, generation=1)
         for i in range(500)
     ]
     assert max(map(len, printed(balance_chart(many, SCENE.marks)).splitlines())) < 100
@@ -122,9 +122,7 @@ def test_windows_from_before_the_traffic_are_not_printed():
 
 
 def test_a_shift_of_traffic_is_told_with_the_decision():
-    assert "a shift of traffic" in decision_line(
-        status_pb2.Decision(sequence=4, shift_detected=True)
-    )
+    assert "traffic shift" in decision_line(status_pb2.Decision(sequence=4, shift_detected=True))
 
 
 @pytest.mark.parametrize(

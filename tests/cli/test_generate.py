@@ -11,6 +11,7 @@ from equipoise.cli.generate.run import run
 from equipoise.cli.generate.settings import GenerateSettings
 from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.packaged import packaged_checkpoint
+from equipoise.settings.errors import InvalidSettingsError
 from tests.support.scripted_ranks import Fault, undisturbed
 
 PROMPT = "def balance("
@@ -58,9 +59,9 @@ async def test_a_server_makes_the_text(server, capsys):
 
 async def test_a_servers_fault_is_one_line(server):
     server.rank.faults.append(Fault(after=2))
-    with pytest.raises(ToolInputError, match="the server: 1 attempts broke"):
+    with pytest.raises(ToolInputError, match="the server reports: 1 attempts broke"):
         await asyncio.to_thread(run, settings(url=f"{server.url}/v1", model="tiny"))
-    with pytest.raises(ToolInputError, match="the server answers 404: the model"):
+    with pytest.raises(ToolInputError, match="the server returned 404: the model"):
         await asyncio.to_thread(run, settings(url=server.url, model="another"))
 
 
@@ -73,16 +74,16 @@ def test_a_prompt_comes_from_standard_input(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt": ""}, "a prompt is needed"),
+        ({"prompt": ""}, "the prompt is empty"),
         ({"url": "localhost"}, "--url must begin with http"),
-        ({"max_tokens": 0}, "--max-tokens must be at least 1"),
-        ({"timeout_s": 0}, "--timeout-s must be above 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"timeout_s": 0}, "timeout_s must be above 0"),
         ({"stop": ("",)}, "--stop must not be empty"),
         ({"top_p": 3}, "--top-p = 3 is out of range"),
-        ({"prompt": "\udcff"}, "no UTF-8"),
-        ({"url": "http://127.0.0.1:1"}, "--url http://127.0.0.1:1: "),
+        ({"prompt": "\udcff"}, "not valid UTF-8"),
+        ({"url": "http://127.0.0.1:1"}, "cannot reach --url http://127.0.0.1:1: "),
     ],
 )
-def test_what_cannot_be_done_is_one_line(changes, words):
-    with pytest.raises(ToolInputError, match=words):
+def test_invalid_settings_raise_one_sentence(changes, words):
+    with pytest.raises((ToolInputError, InvalidSettingsError), match=words):
         run(settings(**changes))

@@ -122,7 +122,7 @@ def test_only_a_command_that_asks_a_balancer_needs_one(line, asks):
 
 def test_commands_and_their_options_are_proposed_with_what_they_mean():
     (pause,) = following(app, [], begun="pau")
-    assert pause == ("pause", "Adopt no plan until `resume`; what is...")
+    assert pause == ("pause", "Stop adopting plans until `resume`.")
     assert {word for word, _ in following(app, ["layout"], begun="")} >= {"show", "diff"}
     assert "--force" in dict(following(app, ["rebalance"], begun="--f"))
     assert not dict(following(app, ["rebalance"], begun=""))

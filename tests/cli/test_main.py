@@ -45,20 +45,24 @@ def test_no_command_shows_what_there_is():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "status", "message"),
     [
-        (["balancer", "--listen", "nowhere"], "listen must be host:port, not 'nowhere'"),
-        (["balancer", "--interval-s", "0"], "interval_s must be from 0.05 to 86400, not 0.0"),
-        (["status", "--address", "h"], "address must be host:port, not 'h'"),
-        (["status", "--address", "127.0.0.1:9"], "no balancer answers at 127.0.0.1:9: start one"),
+        (["balancer", "--listen", "nowhere"], 2, "listen must be host:port with a port"),
+        (["balancer", "--interval-s", "0"], 2, "interval_s must be from 0.05 to 86400, not 0.0"),
+        (["status", "--address", "h"], 2, "address must be host:port with a port"),
+        (
+            ["status", "--address", "127.0.0.1:9"],
+            1,
+            "no balancer answers at 127.0.0.1:9: ",
+        ),
     ],
 )
-def test_a_users_fault_is_one_line_and_exit_status_1(arguments, words):
+def test_a_users_error_is_one_line(arguments, status, message):
     done = equipoise(*arguments)
-    assert done.returncode == 1
+    assert done.returncode == status
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"equipoise: {words}")
+    assert line.startswith(f"equipoise: {message}")
 
 
 def test_a_worker_without_torch_says_what_to_install():

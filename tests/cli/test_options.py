@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.demo.settings import DemoSettings
-from equipoise.cli.live.status_settings import StatusSettings
+from equipoise.cli.live.settings import StatusSettings
 from equipoise.cli.main import app as program
-from equipoise.cli.options import ARGUMENT, REPEATED, command_from
+from equipoise.cli.options import ARGUMENT, REPEATED, options_from_settings
 from equipoise.planning.policy import Policy
 from equipoise.settings.fields import explanations
 from equipoise.worker.settings import WorkerSettings
@@ -57,7 +57,13 @@ def settings_from(kind, line):
     """The settings that a command line makes, and what was printed."""
     made = []
     app = typer.Typer(add_completion=False)
-    app.command()(command_from(kind, lambda settings: made.append(settings) or 0))
+
+    def command(settings):
+        made.append(settings)
+        return 0
+
+    command.__annotations__ = {"settings": kind, "return": int}
+    app.command()(options_from_settings(command))
     result = CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": "200"})
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception

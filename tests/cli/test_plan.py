@@ -16,6 +16,7 @@ from equipoise.formats.files import read_placement, write_placement
 from equipoise.formats.format import Format
 from equipoise.formats.placement import Placement
 from equipoise.planning.balance import balancedness, rank_loads
+from equipoise.settings.errors import InvalidSettingsError
 
 TINY = Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny"
 LOADS = str(TINY / "loads.json")
@@ -117,7 +118,7 @@ def test_no_more_moves_are_made_than_allowed_and_the_curve_says_what_they_buy(co
     moves, reached = zip(*limited["curve"], strict=True)
     assert list(moves) == sorted(moves)
     assert list(reached) == sorted(reached)
-    assert "what moves buy, at best" in equipoise(*english, "--max-moves", "5")
+    assert "best balancedness by number of moves" in equipoise(*english, "--max-moves", "5")
 
 
 def test_no_moves_are_nothing(code_layout):
@@ -169,18 +170,18 @@ def test_twins_of_a_peers_layout_are_repaired_and_counted(tmp_path):
     assert "hold" in equipoise(*POOL, "--current", str(path))
 
 
-def test_a_person_is_told_the_same_in_words(tmp_path):
+def test_the_text_output_has_the_same_figures(tmp_path):
     out = tmp_path / "layout.json"
     text = equipoise(*POOL, "--expert-bytes", "1048576", "--out", str(out))
     told = planned(*POOL, "--expert-bytes", "1048576")
     for words in (
-        "4 layers x 32 experts, 12 window(s) of loads; 4 ranks on 2 node(s), 40 slots",
+        "4 layers x 32 experts, 12 windows of loads; 4 ranks on 2 nodes, 40 slots",
         f"{told['balancedness_current']:.4f}",
         f"{told['balancedness']:.4f}",
         f"{told['moves']:,}",
-        "1.0 MiB an expert (as given)",
+        "1.0 MiB per expert (from --expert-bytes)",
         told["reason"],
-        f"written to {out} for equipoise",
+        f"wrote {out} (equipoise format)",
     ):
         assert " ".join(words.split()) in " ".join(text.split())
 
@@ -188,29 +189,33 @@ def test_a_person_is_told_the_same_in_words(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--ranks", "4"], "say which loads: --loads FILE"),
-        (["--loads", LOADS], "say how many ranks there are: --ranks N"),
-        (["--loads", LOADS, "--ranks", "4", "--nodes", "3"], "--ranks 4 do not divide over --node"),
-        ([*POOL, "--slots", "42"], "--slots 42 do not divide over --ranks 4: take 40 or 44"),
-        ([*POOL, "--slots", "1000000000000"], "--ranks and --slots go up to 1000000"),
-        ([*POOL, "--slots", "28"], "--slots 28 cannot hold 32 experts: take 32 or more"),
-        ([*POOL, "--max-moves", "3", "--target-balancedness", "0.9"], "not both"),
-        ([*POOL, "--max-moves", "-1"], "--max-moves must be at least 0, not -1"),
-        ([*POOL, "--target-balancedness", "2"], "must be above 0, at most 1, not 2"),
-        ([*POOL, "--max-moves", "3", "--algorithm", "global"], "only incremental plans stop early"),
-        ([*POOL, "--locality", "1.5"], "--locality must be from 0 to 1, not 1.5"),
-        ([*POOL, "--locality", "1", "--algorithm", "global"], "--locality goes with --algorithm l"),
-        ([*POOL, "--groups", "5"], "--groups 5: 32 experts do not divide into 5 groups"),
-        ([*POOL, "--groups", "0"], "--groups must be at least 1, not 0"),
-        ([*POOL, "--exclude-ranks", "4"], "--exclude-ranks 4: ranks are 0 to 3"),
-        ([*POOL, "--exclude-ranks", "x"], "--exclude-ranks must be numbers or ranges"),
-        ([*POOL, "--exclude-ranks", "3-1"], "--exclude-ranks: 3-1 is no range"),
+        (
+            ["--loads", LOADS, "--ranks", "4", "--nodes", "3"],
+            "--ranks 4 cannot be split evenly over",
+        ),
+        ([*POOL, "--slots", "42"], "--slots 42 .* over --ranks 4: use 40 or 44"),
+        ([*POOL, "--slots", "1000000000000"], "--ranks and --slots must be at most 1000000"),
+        ([*POOL, "--slots", "28"], "--slots 28 cannot hold 32 experts: use 32 or more"),
+        ([*POOL, "--max-moves", "3", "--target-balancedness", "0.9"], "exclude each other"),
+        ([*POOL, "--max-moves", "-1"], "max_moves must be at least 0, not -1"),
+        ([*POOL, "--target-balancedness", "2"], "must be above 0 and at most 1, not 2"),
+        ([*POOL, "--max-moves", "3", "--algorithm", "global"], "work with incremental plans only"),
+        ([*POOL, "--locality", "1.5"], "locality must be from 0 to 1, not 1.5"),
+        (
+            [*POOL, "--locality", "1", "--algorithm", "global"],
+            "--locality works with --algorithm l",
+        ),
+        ([*POOL, "--groups", "5"], "--groups 5 does not divide 32 experts"),
+        ([*POOL, "--groups", "0"], "groups must be at least 1, not 0"),
+        ([*POOL, "--exclude-ranks", "4"], "--exclude-ranks 4: the ranks are 0 to 3"),
+        ([*POOL, "--exclude-ranks", "x"], "--exclude-ranks takes numbers and ranges"),
+        ([*POOL, "--exclude-ranks", "3-1"], "--exclude-ranks: 3-1 is not a valid range"),
         ([*POOL, "--exclude-ranks", "0-3"], "no rank is left"),
         ([*POOL, "--exclude-ranks", "0"], "30 slots together cannot hold 32 experts"),
     ],
 )
-def test_what_does_not_fit_together_is_said(arguments, words):
-    with pytest.raises(ToolInputError, match=words):
+def test_contradictory_options_are_refused(arguments, words):
+    with pytest.raises((InvalidSettingsError, ToolInputError), match=words):
         equipoise(*arguments)
 
 
@@ -218,13 +223,13 @@ def test_a_layout_of_another_pool_is_refused(tmp_path):
     path = tmp_path / "other.json"
     rows = [[i % 32 for i in range(40)]] * 4
     path.write_text(json.dumps({"num_experts": 32, "num_ranks": 8, "expert_of_slot": rows}))
-    with pytest.raises(FormatError, match=r"other\.json: it has 8 ranks, --ranks says 4"):
+    with pytest.raises(FormatError, match=r"other\.json: 8 ranks, but --ranks is 4"):
         equipoise(*POOL, "--current", str(path))
-    with pytest.raises(FormatError, match=r"other\.json: it has 40 slots, --slots says 44"):
+    with pytest.raises(FormatError, match=r"other\.json: 40 slots, but --slots is 44"):
         equipoise(*POOL, "--slots", "44", "--current", str(path))
 
 
-def test_the_trap_of_layer_numbers_is_said(tmp_path):
+def test_ambiguous_layer_numbers_are_refused(tmp_path):
     with pytest.raises(FormatError, match=r"eplb\.yaml: TensorRT-LLM numbers .* --first-moe-layer"):
         equipoise(*POOL, "--out", str(tmp_path / "eplb.yaml"), "--format", "tensorrt-llm")
     counted = tmp_path / "sglang.json"
@@ -235,7 +240,9 @@ def test_the_trap_of_layer_numbers_is_said(tmp_path):
     assert planned(*POOL, "--current", str(counted), "--first-moe-layer", "1")["moves"] > 0
 
 
-@pytest.mark.parametrize("arguments", [["--ranks", "4"], ["--loads", "nowhere", "--ranks", "4"]])
+@pytest.mark.parametrize(
+    "arguments", [["--loads", "nowhere", "--ranks", "4"], [*POOL, "--groups", "5"]]
+)
 def test_bad_input_is_one_line_and_exit_status_2(monkeypatch, capsys, arguments):
     monkeypatch.setattr("sys.argv", ["equipoise", "plan", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -295,19 +302,22 @@ def test_without_a_shared_expert_nothing_is_said_of_one():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--shared-expert", "--groups", "8"], "goes without --groups"),
-        (["--shared-ranks", "2"], "with --shared-expert"),
-        (["--shared-expert", "--shared-ranks", "40"], "leave no rank"),
-        (["--shared-expert", "--shared-ranks", "2", "--max-moves", "1"], "without limits"),
+        (["--shared-expert", "--groups", "8"], "cannot be combined with --groups"),
+        (["--shared-ranks", "2"], "needs --shared-expert"),
+        (["--shared-expert", "--shared-ranks", "40"], "leaves no rank"),
+        (
+            ["--shared-expert", "--shared-ranks", "2", "--max-moves", "1"],
+            "cannot be combined with --max-moves",
+        ),
         (["--shared-expert", "--slots", "80", "--shared-ranks", "2"], "1 slot a rank"),
-        (["--slots-of-rank", "1x40", "--slots", "40"], "without --slots"),
-        (["--slots-of-rank", "1x39"], "each of --ranks 40"),
-        (["--slots-of-rank", "1x39,0"], "each of --ranks 40"),
+        (["--slots-of-rank", "1x40", "--slots", "40"], "cannot be combined with --slots"),
+        (["--slots-of-rank", "1x39"], "must list 40 ranks"),
+        (["--slots-of-rank", "1x39,0"], "must list 40 ranks"),
         (["--slots-of-rank", "1xx40"], "not '1xx40'"),
     ],
 )
 def test_contradictions_about_slots_are_refused(arguments, words):
-    with pytest.raises(ToolInputError, match=re.escape(words)):
+    with pytest.raises((InvalidSettingsError, ToolInputError), match=re.escape(words)):
         equipoise("--loads", LOADS, "--ranks", "40", "--experts-per-token", "4", *arguments)
 
 
@@ -316,7 +326,9 @@ def test_ranks_may_have_unequal_slots():
     told = planned(*pool, "--slots-of-rank", "8x2,12x2")
     assert (told["num_slots"], told["num_ranks"]) == (40, 4)
     assert told["balancedness"] > max(0.95, told["balancedness_current"])
-    with pytest.raises(ToolInputError, match="31 slots, too few for 32 experts"):
+    with pytest.raises(
+        (InvalidSettingsError, ToolInputError), match="31 slots, too few for 32 experts"
+    ):
         equipoise(*pool, "--slots-of-rank", "8x3,7")
 
 
@@ -343,5 +355,8 @@ def test_weights_are_written_and_are_what_the_numbers_are_of(tmp_path):
 
 
 def test_weights_are_refused_for_engines_that_know_none():
-    with pytest.raises(ToolInputError, match="--weighted goes with --format equipoise only: vllm"):
+    with pytest.raises(
+        (InvalidSettingsError, ToolInputError),
+        match="--weighted works with --format equipoise only: vllm",
+    ):
         equipoise(*POOL, "--weighted", "--out", "x.json", "--format", "vllm")

@@ -31,16 +31,16 @@ def test_a_file_is_a_policy_by_its_name(tmp_path, name, text):
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        (["x"], "--policy x: say name=option=value,option=value, or name a BalancePolicy .yaml"),
+        (["x"], "--policy x must be name=option=value,option=value, a BalancePolicy .yaml"),
         (
             ["a=speed=3"],
-            "--policy a=speed=3: there is no option 'speed'; there are pause, interval_s, ",
+            "--policy a=speed=3: unknown option 'speed'; options are pause, interval_s, ",
         ),
         (["a=interval=fast"], "--policy a=interval=fast: interval must be a number, not 'fast'"),
         (["a=interval"], "interval must be a number, not ''"),
         (["a=interval=-1"], "--policy a=interval=-1: interval_s must be from 0.05 to 86400"),
         (["a=algorithm=best"], "algorithm must be one of auto, "),
-        (["a=", "a=min_gain=1"], "there is a policy called 'a' already"),
+        (["a=", "a=min_gain=1"], "another policy is already named 'a'"),
         (["nowhere.toml"], "--policy nowhere.toml: No such file"),
     ],
 )
@@ -53,7 +53,7 @@ def test_a_policy_that_cannot_be_understood_is_said(specs, words):
     ("name", "text", "words"),
     [
         ("p.toml", "interval_s = ", r"p\.toml: Invalid value"),
-        ("p.json", "[1]", r"p\.json: options by name were expected"),
+        ("p.json", "[1]", r"p\.json: the file must contain options by name"),
         ("p.json", '{"interval_s": [1]}', r"interval_s must be a number, not \[1\]"),
         ("p.json", '{"max_wave_bytes": 1e999}', "max_wave_bytes must be a number, not inf"),
     ],

@@ -1,4 +1,4 @@
-"""`equipoise policy`: what a person sees, and what a script learns from the exit status."""
+"""`equipoise policy`: output and exit statuses."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 import yaml
 
-from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
+from equipoise.cli.offline.settings import ToolInputError
 from equipoise.cli.policy.files import diff, schema, show, validate
-from equipoise.cli.policy.preview import Situation, decided, preview_recorded
+from equipoise.cli.policy.preview import Situation, decided, run
+from equipoise.cli.policy.settings import (
+    PolicyDiffSettings,
+    PolicyPreviewSettings,
+    PolicyShowSettings,
+    PolicyValidateSettings,
+)
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape, Topology
@@ -31,21 +37,21 @@ def write(tmp_path):
     return write
 
 
-def test_a_good_file_is_named_by_its_hashes(write, capsys):
+def test_validate_prints_the_hashes_of_a_valid_file(write, capsys):
     path = write("pools: {decode: {interval: 3s}}")
-    assert validate(path, as_json=False) == 0
-    assert f"{path} is good: policy " in capsys.readouterr().out
-    assert validate(path, as_json=True) == 0
+    assert validate(PolicyValidateSettings(file=path)) == 0
+    assert f"{path} is valid: policy " in capsys.readouterr().out
+    assert validate(PolicyValidateSettings(file=path, json=True)) == 0
     hashes = json.loads(capsys.readouterr().out)["hashes"]
     assert set(hashes) == {"decode", "all other pools"}
 
 
-def test_each_fault_is_a_line_and_the_exit_status_is_2(write, capsys):
+def test_validate_prints_one_line_per_fault_and_returns_2(write, capsys):
     path = write("defaults:\n  intervall: 3s\n  pause: 1\n")
-    assert validate(path, as_json=False) == 2
+    assert validate(PolicyValidateSettings(file=path)) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in lines] == ["line 4", "line 5"]
-    assert validate(path, as_json=True) == 2
+    assert validate(PolicyValidateSettings(file=path, json=True)) == 2
     faults = json.loads(capsys.readouterr().out)["faults"]
     assert faults[1] == {
         "path": "defaults.pause",
@@ -55,33 +61,33 @@ def test_each_fault_is_a_line_and_the_exit_status_is_2(write, capsys):
     }
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path):
+def test_a_missing_file_is_an_input_error(tmp_path):
     with pytest.raises(ToolInputError, match="No such file"):
-        validate(tmp_path / "none.yaml", as_json=False)
+        validate(PolicyValidateSettings(file=tmp_path / "none.yaml"))
 
 
-def test_what_is_shown_is_itself_a_policy_that_says_the_same(write, capsys):
+def test_show_prints_an_equivalent_policy(write, capsys):
     path = write("defaults: {averages: {slowHalfLife: 90s}, waves: {maxBytes: 3000}}")
-    assert show(path, pool="any", as_json=False) == 0
+    assert show(PolicyShowSettings(file=path, pool="any")) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     again = read_policy(yaml.safe_dump({**yaml.safe_load(HEAD), "defaults": shown}), source="it")
     assert again.defaults == read_policy(path.read_text(), source="f").defaults
 
 
-def test_differences_are_named_by_pool_and_the_exit_status_tells_them(write, capsys):
+def test_diff_lists_differences_by_pool_and_returns_3(write, capsys):
     before = write("pools: {decode: {interval: 3s}}", "before.yaml")
     after = write("defaults: {planning: {riskZ: 1}}\npools: {decode: {interval: 4s}}", "after.yaml")
-    assert diff(before, after, pool="", as_json=False) == 3
+    assert diff(PolicyDiffSettings(before=before, after=after)) == 3
     assert capsys.readouterr().out.splitlines() == [
         "decode: interval 3s → 4s",
         "decode: planning.riskZ 0 → 1",
         "all other pools: planning.riskZ 0 → 1",
     ]
-    assert diff(before, before, pool="", as_json=False) == 0
+    assert diff(PolicyDiffSettings(before=before, after=before)) == 0
 
 
-def test_the_published_schema_is_that_of_this_release(capsys):
-    assert schema() == 0
+def test_the_published_schema_is_current(capsys):
+    schema()
     printed = capsys.readouterr().out
     published = (DOCS / "policy.schema.json").read_text()
     assert published == printed, (
@@ -89,7 +95,7 @@ def test_the_published_schema_is_that_of_this_release(capsys):
     )
 
 
-def test_the_schema_takes_what_is_taken_and_nothing_else():
+def test_the_schema_accepts_valid_policies_only():
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(json_schema())
     validator.check_schema(json_schema())
@@ -100,12 +106,12 @@ def test_the_schema_takes_what_is_taken_and_nothing_else():
     assert not validator.is_valid({**head, "pools": {"a": {"planning": {"riskZ": 11}}}})
 
 
-def test_the_documented_fields_are_those_of_this_release():
+def test_the_documented_fields_are_current():
     assert field_table() in (DOCS / "policy.md").read_text(), "print(field_table()) into it"
     assert field_table().count("\n| `") == len(SETTINGS)
 
 
-def test_the_example_in_the_docs_is_good():
+def test_the_example_in_the_docs_is_valid():
     text = (DOCS / "policy.md").read_text()
     example = text.partition("```yaml\n")[2].partition("```")[0]
     read = read_policy(example, source="docs/policy.md")
@@ -144,13 +150,14 @@ def test_a_preview_of_recorded_loads_needs_no_balancer(write, tmp_path, capsys):
     counts[:, :, 0] = 20_000
     loads = tmp_path / "loads.json"
     loads.write_text(json.dumps({"logical_count": counts.tolist()}))
-    status = preview_recorded(
-        write("defaults: {judging: {minAssignments: 10}}"),
-        pool="",
-        source=LoadsSettings(loads=(str(loads),)),
-        seats=PoolSettings(ranks=4, slots=12),
-        as_json=True,
+    settings = PolicyPreviewSettings(
+        file=write("defaults: {judging: {minAssignments: 10}}"),
+        loads=(str(loads),),
+        ranks=4,
+        slots=12,
+        json=True,
     )
+    status = run(settings)
     shown = json.loads(capsys.readouterr().out)
     assert (status, shown["accepted"]) == (0, True)
     assert shown["balancedness_proposed"] > shown["balancedness_current"]

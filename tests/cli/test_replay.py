@@ -14,6 +14,7 @@ from equipoise.formats.recording import Recording
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape, Topology
+from equipoise.settings.errors import InvalidSettingsError
 
 LOADS = (
     Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny" / "loads.json"
@@ -61,7 +62,7 @@ def run(windows, policy, *, window_s=10.0):
 
 
 def test_a_switch_pays_on_the_next_window():
-    steps = run([skewed((0, 1))] * 3, Policy()).steps
+    steps = run([skewed((0, 1))] * 3, Policy()).windows
     assert steps[0].accepted
     assert steps[0].moves > 0
     assert steps[0].bytes == steps[0].moves * MODEL.expert_bytes
@@ -74,14 +75,14 @@ def test_a_switch_pays_on_the_next_window():
 
 def test_without_a_policy_nothing_moves():
     still = run([skewed((0, 1)), skewed((5, 6))], None)
-    assert [step.accepted for step in still.steps] == [None, None]
+    assert [step.accepted for step in still.windows] == [None, None]
     assert (still.moves, still.switches, still.refusals) == (0, 0, 0)
 
 
 def test_a_policy_decides_when_its_interval_has_passed():
     decided = [
         step.accepted is not None
-        for step in run([skewed((0, 1))] * 7, Policy(interval_s=30.0)).steps
+        for step in run([skewed((0, 1))] * 7, Policy(interval_s=30.0)).windows
     ]
     assert decided == [False, False, True, False, False, True, False]
 
@@ -89,30 +90,30 @@ def test_a_policy_decides_when_its_interval_has_passed():
 def test_intervals_that_rounding_misses_are_kept():
     steps = run(
         [skewed((0, 1))] * 9, Policy(interval_s=0.3, fast_half_life_s=0.1), window_s=0.1
-    ).steps
+    ).windows
     assert [i for i, step in enumerate(steps) if step.accepted is not None] == [2, 5, 8]
 
 
 def test_an_interval_shorter_than_a_window_decides_at_each():
-    steps = run([skewed((0, 1))] * 3, Policy(interval_s=3.0)).steps
+    steps = run([skewed((0, 1))] * 3, Policy(interval_s=3.0)).windows
     assert all(step.accepted is not None for step in steps)
 
 
 def test_a_window_without_traffic_decides_nothing():
-    steps = run([skewed((0, 1)), np.zeros((2, 8)), skewed((0, 1))], Policy()).steps
+    steps = run([skewed((0, 1)), np.zeros((2, 8)), skewed((0, 1))], Policy()).windows
     assert [step.accepted is None for step in steps] == [False, True, False]
     assert steps[1].balancedness == 1.0
 
 
 def test_a_shift_of_traffic_is_noticed_and_answered():
-    steps = run([skewed((0, 1))] * 4 + [skewed((5, 6))] * 2, Policy()).steps
+    steps = run([skewed((0, 1))] * 4 + [skewed((5, 6))] * 2, Policy()).windows
     assert [step.shifted for step in steps] == [False, False, False, False, True, False]
     assert steps[4].accepted
     assert steps[4].next_taken > steps[4].next_kept
 
 
 def test_too_few_assignments_are_refused_with_that_reason():
-    (step, _) = run([skewed((0, 1), assignments=100.0)] * 2, Policy()).steps
+    (step, _) = run([skewed((0, 1), assignments=100.0)] * 2, Policy()).windows
     assert step.accepted is False
     assert "100 assignments per layer, a decision needs 2000" in step.reason
 
@@ -160,7 +161,7 @@ def test_several_files_are_a_series_in_their_order(tmp_path):
 def test_a_person_is_told_what_happened_in_each_window_and_in_all(columns):
     text = equipoise(*POOL, "--policy", "calm=min_gain=0.05", columns=columns)
     calm = replayed(*POOL, "--policy", "calm=min_gain=0.05")["calm"]
-    assert "12 windows of 10 s, 4 layers x 32 experts; 4 ranks on 2 node(s), 40 slots" in text
+    assert "12 windows of 10 s, 4 layers x 32 experts; 4 ranks on 2 nodes, 40 slots" in text
     lines = text.splitlines()
     for window in calm["windows"]:
         (line,) = [line for line in lines if line.startswith(f"{window['window']} ")]
@@ -184,7 +185,7 @@ def test_the_picture_has_a_line_for_each_policy_and_is_the_same_every_time(tmp_p
     pictures = []
     for name in ("one.svg", "two.svg"):
         path = tmp_path / name
-        assert f"drawn to {path}" in equipoise(*POOL, "--policy", "calm=min_gain=0.05",
+        assert f"wrote {path}" in equipoise(*POOL, "--policy", "calm=min_gain=0.05",
                                                "--plot", str(path), columns="400")  # fmt: skip
         pictures.append(path.read_text())
     assert pictures[0] == pictures[1]
@@ -201,16 +202,15 @@ def test_a_png_is_drawn_too(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([*POOL, "--windows", "code/0"], "a replay needs two windows or more: name several files"),
-        ([*POOL, "--window-s", "0"], "--window-s must be from 0.001 to 86400, not 0"),
+        ([*POOL, "--windows", "code/0"], "a replay needs at least two windows: name several files"),
+        ([*POOL, "--window-s", "0"], "window_s must be from 0.001 to 86400, not 0"),
         ([*POOL, "--plot", "x.jpg"], "--plot must end in .svg or .png, not 'x.jpg'"),
-        ([*POOL, "--policy", "never=interval=20"], "--policy never: that one moves nothing"),
-        ([*POOL, "--policy", "x"], "--policy x: say name=option=value"),
-        (["--loads", "x"], "say how many ranks there are"),
+        ([*POOL, "--policy", "never=interval=20"], "--policy never: the name is reserved"),
+        ([*POOL, "--policy", "x"], "--policy x must be name=option=value"),
     ],
 )
-def test_what_cannot_be_replayed_is_said(arguments, words):
-    with pytest.raises(ToolInputError, match=words):
+def test_invalid_options_are_refused(arguments, words):
+    with pytest.raises((InvalidSettingsError, ToolInputError), match=words):
         equipoise(*arguments)
 
 

@@ -119,7 +119,7 @@ async def test_every_rank_gets_requests():
     ("fault", "words"),
     [
         ("fail", "rank 0: UNAVAILABLE: the peers are gone"),
-        ("shorten", r"rank 0: \d tokens came, not \d"),
+        ("shorten", r"rank 0: received \d tokens, not \d"),
     ],
 )
 async def test_a_request_that_fails_is_recorded_and_not_raised(fault, words):

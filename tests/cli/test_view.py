@@ -3,9 +3,9 @@ import io
 import pytest
 from rich.console import Console
 
+from equipoise.cli.display import format_bytes
 from equipoise.cli.live.view import (
     RateMeter,
-    bytes_words,
     duration_words,
     load_bar,
     pool_view,
@@ -209,7 +209,7 @@ def test_balance_is_coloured_by_how_good_it_is():
 
 
 def test_sizes_and_times_are_readable():
-    assert [bytes_words(size) for size in (0, 1023, 1024, 5 * 2**30, 3 * 2**40)] == (
+    assert [format_bytes(size) for size in (0, 1023, 1024, 5 * 2**30, 3 * 2**40)] == (
         ["0 B", "1023 B", "1.0 KiB", "5.0 GiB", "3.0 TiB"]
     )
     assert [duration_words(us) for us in (0, 80, 12_100, 2_500_000)] == (

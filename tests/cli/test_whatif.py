@@ -7,13 +7,14 @@ from typer.testing import CliRunner
 
 from equipoise.cli.main import app
 from equipoise.cli.offline.settings import ToolInputError
-from equipoise.cli.offline.whatif_run import Choice, choose, topologies
+from equipoise.cli.offline.whatif import PoolOption, choose, topologies
+from equipoise.settings.errors import InvalidSettingsError
 
 TINY = Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny"
 MODEL = ["--loads", str(TINY / "loads.json"), "--model-config", str(TINY / "config.json")]
 NODES = [*MODEL, "--ranks-per-node", "2"]
 SMALL = [*NODES, "--ranks", "2,4", "--windows", "code"]
-POOL = Choice(
+POOL = PoolOption(
     num_ranks=4,
     num_nodes=1,
     num_slots=40,
@@ -64,15 +65,15 @@ def test_the_least_memory_near_the_best_balance_is_taken():
     poor = replace(POOL, balancedness=0.980, memory_bytes=100)
     chosen, reason = choose([poor, cheap, best], tolerance=0.01, memory_bytes=None)
     assert chosen is cheap
-    assert reason.startswith("take 4 ranks with 8 redundant slots: balance 0.985 with 500 B")
-    assert "of the 2 that come within 0.01 of the best, 0.992 with 800 B" in reason
+    assert reason.startswith("choose 4 ranks with 8 redundant slots: balance 0.985 with 500 B")
+    assert "of the 2 options within 0.01 of the best, 0.992 with 800 B" in reason
 
 
 def test_the_best_is_taken_where_nothing_else_is_near():
     best = replace(POOL, balancedness=0.99)
     chosen, reason = choose([POOL, best], tolerance=0.01, memory_bytes=None)
     assert chosen is best
-    assert reason.endswith(", the best of 2")
+    assert reason.endswith(", the best of 2 options")
 
 
 def test_what_does_not_fit_is_not_taken():
@@ -81,7 +82,7 @@ def test_what_does_not_fit_is_not_taken():
     assert chosen is POOL
     nothing, reason = choose([POOL, large], tolerance=0.01, memory_bytes=10)
     assert nothing is None
-    assert reason == "nothing fits: the least is 1000 B of experts per GPU, with 4 ranks"
+    assert reason == "nothing fits: the smallest need is 1000 B of experts per GPU, with 4 ranks"
 
 
 def test_replayed_balance_counts_more_than_planned_and_moves_break_ties():
@@ -107,7 +108,7 @@ def test_every_choice_is_told_with_balance_memory_and_moves():
         assert 0 < one["balancedness_replayed"] <= 1
         assert one["bytes_per_hour"] == one["moves_per_hour"] * expert_bytes
     assert document["chosen"] in choices
-    assert document["reason"].startswith(f"take {document['chosen']['num_ranks']} ranks")
+    assert document["reason"].startswith(f"choose {document['chosen']['num_ranks']} ranks")
 
 
 def test_a_single_window_has_no_moves_per_hour():
@@ -120,7 +121,7 @@ def test_a_single_window_has_no_moves_per_hour():
 def test_a_person_is_told_the_same_in_a_table(columns):
     text = equipoise(*SMALL, columns=columns)
     document = json.loads(equipoise(*SMALL, "--json"))
-    assert "36.0 KiB (by the model's config), 4 window(s)" in text
+    assert "36.0 KiB (from the model config), 4 windows" in text
     rows = [line.split() for line in text.splitlines() if line[:5].strip().isdigit()]
     told = [(int(row[0]), int(row[1]), float(row[2])) for row in rows]
     assert told == [
@@ -145,18 +146,17 @@ def test_moves_are_told_by_the_hour():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([*MODEL, "--ranks", "x"], "--ranks must be numbers or ranges"),
-        ([*MODEL, "--ranks", "0"], "--ranks must name numbers of 1 or more"),
-        ([*MODEL, "--ranks", "1-2000"], "pools are too many to try, 1000 are the most"),
-        ([*MODEL, "--max-redundant", "-1"], "--max-redundant must be at least 0, not -1"),
-        ([*MODEL, "--ranks-per-node", "0"], "--ranks-per-node must be at least 1, not 0"),
-        ([*MODEL, "--tolerance", "2"], "--tolerance must be from 0 to 1, not 2"),
-        ([*MODEL, "--memory-gib", "0"], "--memory-gib must be above 0, not 0"),
-        ([*MODEL, "--window-s", "0"], "--window-s must be from"),
-        ([*MODEL, "--policy", "x"], "--policy x: say"),
-        ([], "say which loads: --loads FILE"),
+        ([*MODEL, "--ranks", "x"], "--ranks takes numbers and ranges"),
+        ([*MODEL, "--ranks", "0"], "--ranks must be numbers of at least 1"),
+        ([*MODEL, "--ranks", "1-2000"], "pools are more than 1000"),
+        ([*MODEL, "--max-redundant", "-1"], "max_redundant must be at least 0, not -1"),
+        ([*MODEL, "--ranks-per-node", "0"], "ranks_per_node must be at least 1, not 0"),
+        ([*MODEL, "--tolerance", "2"], "tolerance must be from 0 to 1, not 2"),
+        ([*MODEL, "--memory-gib", "0"], "memory_gib must be above 0, not 0"),
+        ([*MODEL, "--window-s", "0"], "window_s must be from"),
+        ([*MODEL, "--policy", "x"], "--policy x must be"),
     ],
 )
-def test_what_cannot_be_tried_is_said(arguments, words):
-    with pytest.raises(ToolInputError, match=words):
+def test_invalid_options_are_refused(arguments, words):
+    with pytest.raises((InvalidSettingsError, ToolInputError), match=words):
         equipoise(*arguments)

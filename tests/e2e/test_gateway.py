@@ -14,9 +14,9 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from equipoise.cli.bench.clients import Load
+from equipoise.cli.bench.clients import BenchClients
 from equipoise.cli.bench.report import report
-from equipoise.cli.bench.requests import asked_requests
+from equipoise.cli.bench.requests import timed_requests
 from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.demo.fleet import Fleet, free_address
 from equipoise.cli.demo.reference import ReferenceModel
@@ -158,10 +158,10 @@ async def test_many_streams_at_once_make_five_times_the_tokens_of_one_at_a_time(
         settings = BenchServeSettings(
             url=str(service.client.base_url), concurrency=concurrency, ignore_eos=True
         )
-        async with Load(settings, clock=time.perf_counter, done=lambda _: None) as load:
-            warm_up = asked_requests(settings, count=concurrency // 2 + 1, stream=1)
+        async with BenchClients(settings, clock=time.perf_counter, done=lambda _: None) as load:
+            warm_up = timed_requests(settings, count=concurrency // 2 + 1, stream=1)
             await load.run(warm_up, model="tiny")
-            measured = asked_requests(settings, count=num_requests, stream=0)
+            measured = timed_requests(settings, count=num_requests, stream=0)
             made = report(await load.run(measured, model="tiny"))
         assert not made.failures
         return made.output_tokens_per_s

@@ -7,7 +7,7 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Import the command line and run it."""
     try:
-        from equipoise.cli.main import main as run  # noqa: PLC0415 - what takes time is this
+        from equipoise.cli.main import main as run
 
         run()
     except KeyboardInterrupt:

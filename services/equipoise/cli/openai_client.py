@@ -1,7 +1,4 @@
-"""What `generate` and `bench` need of a server of OpenAI's form: its address, key, words and model.
-
-Knows the form that any such server has, and nothing of ours.
-"""
+"""The part of OpenAI's API that `generate` and `bench` use, as any compatible server has it."""
 
 import json
 import os
@@ -14,63 +11,63 @@ from equipoise.cli.offline.settings import ToolInputError
 
 
 def base_url(url: str) -> str:
-    """The address that paths go behind, whether /v1 was given with it or not."""
+    """The base URL of API paths, for a URL with or without /v1."""
     return url.rstrip("/").removesuffix("/v1") + "/v1/"
 
 
 def headers(api_key: str) -> Mapping[str, str]:
-    """What says who asks; the environment's key unless one is given."""
+    """The authorization header; $OPENAI_API_KEY is the default key."""
     key = api_key or os.environ.get("OPENAI_API_KEY", "")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def event(line: str) -> dict[str, Any] | None:
-    """The object of a stream's line; None for lines without one.
+    """Parse a line of a stream; None if it holds no event.
 
     Raises:
-        ToolInputError: the server tells an error, or what it sends is no event.
+        ToolInputError: the server reports an error, or the line is not valid JSON.
     """
     if not line.startswith("data:") or line == "data: [DONE]":
         return None
     try:
         document = json.loads(line.removeprefix("data:"))
     except ValueError:
-        raise ToolInputError(f"the server's stream has no JSON: {line[:80]!r}") from None
+        raise ToolInputError(f"the server's stream is not valid JSON: {line[:80]!r}") from None
     if "error" in document:
-        raise ToolInputError(f"the server: {_message(document)}")
+        raise ToolInputError(f"the server reports: {_message(document)}")
     assert isinstance(document, dict)
     return document
 
 
 def check(status: int, content: bytes) -> None:
-    """See that an answer is one.
+    """Check the status of a response.
 
     Raises:
-        ToolInputError: it is an error; with the server's own words.
+        ToolInputError: it is an error; the message quotes the server.
     """
     if status != 200:
         try:
-            words = _message(json.loads(content))
+            message = _message(json.loads(content))
         except (ValueError, AttributeError):
-            words = content[:200].decode(errors="replace")
-        raise ToolInputError(f"the server answers {status}: {words}")
+            message = content[:200].decode(errors="replace")
+        raise ToolInputError(f"the server returned {status}: {message}")
 
 
 def unreachable(url: str, error: httpx2.HTTPError | httpx2.InvalidURL) -> ToolInputError:
-    """What to tell when there is no answer."""
-    return ToolInputError(f"--url {url}: {error or type(error).__name__}")
+    """The error for a server that cannot be reached."""
+    return ToolInputError(f"cannot reach --url {url}: {str(error) or type(error).__name__}")
 
 
 def first_model(content: bytes) -> str:
-    """The first model of the answer of /v1/models.
+    """The first model in a response of /v1/models.
 
     Raises:
-        ToolInputError: there is none.
+        ToolInputError: it lists none.
     """
     try:
         return str(json.loads(content)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
-        raise ToolInputError("the server lists no model: name one with --model") from None
+        raise ToolInputError("the server lists no model: use --model") from None
 
 
 def _message(document: dict[str, Any]) -> str:

@@ -1,13 +1,14 @@
-"""Command-line options made from settings: one option a field, explained by the field's docstring.
+"""`options_from_settings`: a command's options, one per field of its settings.
 
-Settings are frozen dataclasses that check themselves. Their names, defaults and explanations are
-written there once; this turns them into a typer command and back into the settings.
+Settings are frozen dataclasses that check themselves. They declare names, defaults and help texts
+once; this module turns them into a typer command, and a command line back into settings.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from enum import Enum
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -16,28 +17,34 @@ from equipoise.settings.fields import explanations
 S = TypeVar("S")
 
 REPEATED = "repeated"
+"""Metadata key: the option may be repeated, and commas are part of its values."""
+
 ARGUMENT = "argument"
+"""Metadata key: the field is a positional argument."""
+
 ENVIRONMENT = "environment"
+"""Metadata key: the environment variable that replaces the default."""
 
 
-def command_from(settings: type[S], act: Callable[[S], int]) -> Callable[..., None]:
-    """A function for typer with an option for each field of `settings`, and of settings within.
+def options_from_settings(command: Callable[[S], int]) -> Callable[..., None]:
+    """Make a typer command from a function that takes settings and returns an exit status.
 
-    It builds the settings, which may raise their own exceptions, hands them to `act` and exits with
-    the status that returns. A tuple of words is an option with commas that may be given several
-    times, too; with `REPEATED` in the field's metadata commas do not part words. `ARGUMENT` makes a
-    field a word that stands by itself, `ENVIRONMENT` names a variable of the environment that goes
-    before its default.
+    Each field becomes an option; so do the fields of settings inside settings. A field without a
+    default is required. A tuple of strings takes comma-separated values and may be repeated.
+    Exceptions of the settings pass through unchanged.
     """
+    hints = get_type_hints(command)
+    (settings,) = (hint for name, hint in hints.items() if name != "return")
 
-    def command(**values: Any) -> None:
-        raise typer.Exit(act(_build(settings, values)))
+    def run(**values: Any) -> None:
+        raise typer.Exit(command(_build(settings, values)))
 
     parameters = _parameters(settings)
-    command.__doc__ = act.__doc__
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
-    vars(command)["__signature__"] = inspect.Signature(parameters)
-    return command
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    return run
 
 
 def _parameters(settings: type) -> list[inspect.Parameter]:
@@ -53,49 +60,62 @@ def _parameters(settings: type) -> list[inspect.Parameter]:
 
 
 def _parameter(field: Field[Any], kind: Any, text: str) -> inspect.Parameter:
-    """A field with a default of its own; one that is made at the start is left to the settings."""
-    default = None if field.default is MISSING else field.default
-    option: dict[str, Any] = {"help": text, "envvar": field.metadata.get(ENVIRONMENT)}
+    """The typer parameter of a field."""
+    details: dict[str, Any] = {"help": text, "envvar": field.metadata.get(ENVIRONMENT)}
     names: tuple[str, ...] = ()
-    if field.default is MISSING:
-        option["show_default"] = "found at the start"
-        kind |= None
-    if field.metadata.get(ARGUMENT):
-        return inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=Annotated[kind, typer.Argument(help=text, show_default=False)],
-        )
-    if field.metadata.get(REPEATED):
-        default, kind = [], list[str]
-        option["show_default"] = False
-    elif isinstance(default, tuple):
-        option["metavar"] = "WORD,WORD..."
-        option["show_default"] = ",".join(default) or False
-        default, kind = list(default), list[str]
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    if field.default_factory is not MISSING:
+        # The settings compute it.
+        default, kind = None, kind | None
+        details["show_default"] = "computed at startup"
+    if get_origin(kind) is tuple:
+        if field.metadata.get(REPEATED):
+            details["show_default"] = False
+        else:
+            details["metavar"] = "WORD,WORD..."
+            details["show_default"] = (isinstance(default, tuple) and ",".join(default)) or False
+        kind = list[str]
+        if isinstance(default, tuple):
+            default = list(default)
+    elif choices := _choices(kind):
+        details["metavar"] = field.name.upper()
+        details["help"] = f"{text} One of {', '.join(choices)}."
     elif default is False:
-        # A switch that is off needs no second name for leaving it off.
+        # A flag that is off by default needs no --no-... form.
         names = (f"--{field.name.replace('_', '-')}",)
+    if field.metadata.get(ARGUMENT):
+        option = typer.Argument(help=text, show_default=False)
+    else:
+        option = typer.Option(*names, **details)
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
-        annotation=Annotated[kind, typer.Option(*names, **option)],
+        annotation=Annotated[kind, option],
     )
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of an enumeration, which may be optional; empty for other types."""
+    return [
+        choice.value
+        for one in (kind, *get_args(kind))
+        if isinstance(one, type) and issubclass(one, Enum)
+        for choice in one
+    ]
 
 
 def _build(settings: type[S], values: dict[str, Any]) -> S:
     types = get_type_hints(settings)
-    given: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for field in fields(settings):  # type: ignore[arg-type]  # settings are dataclasses
         if is_dataclass(types[field.name]):
-            given[field.name] = _build(types[field.name], values)
+            chosen[field.name] = _build(types[field.name], values)
         elif field.metadata.get(REPEATED):
-            given[field.name] = tuple(values[field.name])
-        elif isinstance(field.default, tuple):
+            chosen[field.name] = tuple(values[field.name])
+        elif isinstance(values[field.name], list):
             words = (word for value in values[field.name] for word in value.split(","))
-            given[field.name] = tuple(filter(None, words))
+            chosen[field.name] = tuple(filter(None, words))
         elif values[field.name] is not None:
-            given[field.name] = values[field.name]
-    return settings(**given)
+            chosen[field.name] = values[field.name]
+    return settings(**chosen)

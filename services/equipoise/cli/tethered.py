@@ -1,9 +1,8 @@
-"""`tethered`: a process that ends when its parent ends, however that ends. Linux only.
+"""`tethered`: start a child process that the kernel kills when its parent ends. Linux only.
 
-Run as a script, `python tethered.py PARENT_PID COMMAND...`, before the real program: the tie is
-made by the kernel (`PR_SET_PDEATHSIG` of prctl(2), which outlives exec), so that it holds when the
-parent is killed with SIGKILL and can do nothing for its children any more. Imports nothing of
-ours: it must cost no more than the start of an interpreter.
+This file runs as a script, `python tethered.py PARENT_PID COMMAND...`, and then becomes the
+command: `PR_SET_PDEATHSIG` of prctl(2) survives exec, and works even if the parent is killed with
+SIGKILL. It imports nothing of this package, so that it starts as fast as the interpreter.
 """
 
 import ctypes
@@ -15,20 +14,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def tethered(command: list[str]) -> list[str]:
-    """The command, led by this script, which ties it to this process.
+    """The command, wrapped so that it ends with this process.
 
-    A process is let go with the thread that starts it: start it from one that stays.
+    The kernel ties it to the thread that starts it: use one that lives as long as the process.
     """
     return [sys.executable, "-S", __file__, str(os.getpid()), *command]
 
 
 def main(arguments: list[str]) -> None:
-    """Replace this process by the command, tied to the parent named by its process id."""
+    """Replace this process by the command, tied to the parent with the given process id."""
     parent, *command = arguments
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != int(parent):
-        # The parent ended before the tie was made, so no signal will come.
+        # The parent ended before prctl, so no signal will come.
         sys.exit(1)
     os.execv(command[0], command)  # noqa: S606 - no shell is wanted
 

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from equipoise.settings.errors import InvalidSettingsError
 
 HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def ranges_of(settings: type) -> Mapping[str, Range]:
 
 
 def check_ranges(settings: Any, error: type[Exception] = InvalidSettingsError) -> None:
-    """Check every number of a dataclass against its range.
+    """Check every number of a dataclass against its range; None stands for no value.
 
     Raises:
         InvalidSettingsError: a value is out of range; or `error`, if given.
@@ -62,7 +63,7 @@ def check_ranges(settings: Any, error: type[Exception] = InvalidSettingsError) -
     kind: Any = type(settings)
     for name, valid in ranges_of(kind).items():
         value = getattr(settings, name)
-        if value not in valid:
+        if value is not None and value not in valid:
             raise error(f"{name} must be {valid}, not {value}")
 
 

@@ -1,1 +1,1 @@
-"""`equipoise bench serve`: how fast a server answers, from outside."""
+"""`equipoise bench serve`: latency and throughput of a server."""

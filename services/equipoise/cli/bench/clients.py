@@ -1,6 +1,6 @@
-"""`Load`: clients that give a server its requests, and the times at which words come back.
+"""`BenchClients`: sends a benchmark's requests and records when each piece of text arrives.
 
-Owns the measuring, not the judging (`bench_report` does that). Knows OpenAI's form and no server.
+`report` computes the figures.
 """
 
 import asyncio
@@ -10,46 +10,60 @@ from typing import Any, Self
 
 import httpx2
 
-from equipoise.cli import openai_client as openai_server
-from equipoise.cli.bench.requests import AskedRequest
+from equipoise.cli import openai_client
+from equipoise.cli.bench.requests import TimedRequest
 from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.offline.settings import ToolInputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What became of one request; times are seconds on the load's clock.
+class RequestResult:
+    """The result of one request; times are seconds on the clients' clock."""
 
-    `words_s` are the times at which pieces of the text came. `num_tokens` is the server's own
-    count where it tells one, else the number of pieces. `failure` says why it failed, or is empty.
-    """
+    request: TimedRequest
+    """The request."""
 
-    asked: AskedRequest
     began_s: float
+    """When it was sent."""
+
     ended_s: float
-    words_s: tuple[float, ...]
+    """When it ended."""
+
+    chunks_s: tuple[float, ...]
+    """When each piece of text arrived."""
+
     num_prompt_tokens: int
+    """The server's count; 0 if it sends none."""
+
     num_tokens: int
+    """The server's count, or else the number of pieces."""
+
     text: str
+    """The whole output."""
+
     failure: str
+    """Why the request failed; empty if it did not."""
 
 
-class Load:
-    """One benchmark's clients. `clock` gives monotonic seconds, `done` is told each end."""
+class BenchClients:
+    """The clients of one benchmark.
+
+    `clock` returns monotonic seconds; `done` is called with each result.
+    """
 
     def __init__(
         self,
         settings: BenchServeSettings,
         *,
         clock: Callable[[], float],
-        done: Callable[[Served], None],
+        done: Callable[[RequestResult], None],
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._done = done
         self._client = httpx2.AsyncClient(
-            base_url=openai_server.base_url(settings.url),
-            headers=openai_server.headers(settings.api_key),
+            base_url=openai_client.base_url(settings.url),
+            headers=openai_client.headers(settings.api_key),
             timeout=settings.timeout_s,
             limits=httpx2.Limits(max_connections=None),
         )
@@ -61,68 +75,68 @@ class Load:
         await self._client.aclose()
 
     async def model(self) -> str:
-        """The model that is asked.
+        """The model to request.
 
         Raises:
-            ToolInputError: the server cannot be reached, or lists none.
+            ToolInputError: the server is unreachable or lists no model.
         """
         if self._settings.model:
             return self._settings.model
         try:
             answer = await self._client.get("models")
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise openai_server.unreachable(self._settings.url, error) from None
-        openai_server.check(answer.status_code, answer.content)
-        return openai_server.first_model(answer.content)
+            raise openai_client.unreachable(self._settings.url, error) from None
+        openai_client.check(answer.status_code, answer.content)
+        return openai_client.first_model(answer.content)
 
-    async def run(self, requests: Sequence[AskedRequest], *, model: str) -> list[Served]:
-        """Give the server these requests, each at its time; in the order in which they were asked.
+    async def run(self, requests: Sequence[TimedRequest], *, model: str) -> list[RequestResult]:
+        """Send each request at its arrival time; return the results in the same order.
 
-        A request whose time has come begins when fewer than `concurrency` are open.
+        A request waits while `concurrency` others are in flight.
         """
-        places = asyncio.Semaphore(self._settings.concurrency)
+        slots = asyncio.Semaphore(self._settings.concurrency)
         start_s = self._clock()
-        tasks: list[asyncio.Task[Served]] = []
+        tasks: list[asyncio.Task[RequestResult]] = []
         async with asyncio.TaskGroup() as group:
-            for asked in requests:
-                await asyncio.sleep(max(0.0, start_s + asked.begins_s - self._clock()))
-                await places.acquire()
-                task = group.create_task(self._serve(asked, model=model))
-                task.add_done_callback(lambda _: places.release())
+            for request in requests:
+                await asyncio.sleep(max(0.0, start_s + request.begins_s - self._clock()))
+                await slots.acquire()
+                task = group.create_task(self._send(request, model=model))
+                task.add_done_callback(lambda _: slots.release())
                 tasks.append(task)
         return [task.result() for task in tasks]
 
-    async def _serve(self, asked: AskedRequest, *, model: str) -> Served:
-        began_s, failure, heard = self._clock(), "", _Heard()
+    async def _send(self, request: TimedRequest, *, model: str) -> RequestResult:
+        began_s, failure, stream = self._clock(), "", _Stream()
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                await self._hear(asked, heard, model=model)
+                await self._read(request, stream, model=model)
         except TimeoutError:
-            failure = f"it was not answered within {self._settings.timeout_s:g} s"
+            failure = f"not complete within {self._settings.timeout_s:g} s"
         except ToolInputError as error:
             failure = str(error)
         except httpx2.HTTPError as error:
             failure = f"{type(error).__name__}: {error}"
-        if not failure and not heard.finished:
-            failure = "the stream has no end"
-        served = Served(
-            asked=asked,
+        if not failure and not stream.finished:
+            failure = "the stream ended without a finish reason"
+        result = RequestResult(
+            request=request,
             began_s=began_s,
             ended_s=self._clock(),
-            words_s=tuple(heard.words_s),
-            num_prompt_tokens=heard.usage.get("prompt_tokens", 0),
-            num_tokens=heard.usage.get("completion_tokens", len(heard.words_s)),
-            text="".join(heard.texts),
+            chunks_s=tuple(stream.chunks_s),
+            num_prompt_tokens=stream.usage.get("prompt_tokens", 0),
+            num_tokens=stream.usage.get("completion_tokens", len(stream.chunks_s)),
+            text="".join(stream.texts),
             failure=failure,
         )
-        self._done(served)
-        return served
+        self._done(result)
+        return result
 
-    async def _hear(self, asked: AskedRequest, heard: "_Heard", *, model: str) -> None:
+    async def _read(self, request: TimedRequest, stream: "_Stream", *, model: str) -> None:
         body = {
             "model": model,
-            "prompt": asked.prompt,
-            "max_tokens": asked.max_tokens,
+            "prompt": request.prompt,
+            "max_tokens": request.max_tokens,
             "temperature": self._settings.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -130,26 +144,26 @@ class Load:
         }
         async with self._client.stream("POST", "completions", json=body) as response:
             if response.status_code != 200:
-                openai_server.check(response.status_code, await response.aread())
+                openai_client.check(response.status_code, await response.aread())
             async for line in response.aiter_lines():
-                if event := openai_server.event(line):
-                    heard.take(event, now_s=self._clock())
+                if event := openai_client.event(line):
+                    stream.take(event, now_s=self._clock())
 
 
-class _Heard:
-    """What a stream has said so far."""
+class _Stream:
+    """What a stream has sent so far."""
 
     def __init__(self) -> None:
-        self.words_s: list[float] = []
+        self.chunks_s: list[float] = []
         self.texts: list[str] = []
         self.usage: dict[str, int] = {}
         self.finished = False
 
     def take(self, event: dict[str, Any], *, now_s: float) -> None:
-        """One more event."""
+        """Add an event."""
         self.usage = event.get("usage") or self.usage
         for choice in event["choices"]:
             if choice["text"]:
-                self.words_s.append(now_s)
+                self.chunks_s.append(now_s)
                 self.texts.append(choice["text"])
             self.finished = self.finished or choice["finish_reason"] is not None

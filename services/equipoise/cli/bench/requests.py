@@ -1,4 +1,4 @@
-"""`asked_requests`: what a benchmark asks, and when. Pure: a function of settings and seed."""
+"""`timed_requests`: the requests of a benchmark, a function of its settings and seed. Pure."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -12,36 +12,43 @@ from equipoise_model.train.data import DOMAINS, CorpusError, Domain, heldout_pro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedRequest:
-    """One request: its kind of text, and the second at which it is to begin, from the start."""
+class TimedRequest:
+    """One request and its arrival time."""
 
     domain: str
+    """Kind of text."""
+
     prompt: str
+    """Text to complete."""
+
     max_tokens: int
+    """Number of tokens to request."""
+
     begins_s: float
+    """Arrival time, seconds after the start."""
 
 
-def asked_requests(
+def timed_requests(
     settings: BenchServeSettings, *, count: int, stream: int
-) -> tuple[AskedRequest, ...]:
-    """So many requests in order; each `stream` of a seed has others.
+) -> tuple[TimedRequest, ...]:
+    """Make `count` requests in order of arrival; each `stream` of a seed differs.
 
     Raises:
-        ToolInputError: there is no such kind of text, or too little of it.
+        ToolInputError: a kind of text is unknown, or has too little text.
     """
     rng = np.random.default_rng([settings.seed, stream])
     shares = settings.shares
     names = list(shares)
     for name in names:
         if name not in DOMAINS:
-            raise ToolInputError(f"--mix {name}: there is {', '.join(DOMAINS)}")
+            raise ToolInputError(f"--mix {name}: kinds of text are {', '.join(DOMAINS)}")
     domains = [names[i] for i in rng.choice(len(names), size=count, p=list(shares.values()))]
     prompts = {name: iter(_prompts(settings, name, domains.count(name), stream)) for name in names}
     lengths = rng.integers(*settings.output_tokens, size=count, endpoint=True)
     gaps_s = rng.exponential(size=count) / settings.request_rate
     begins_s = gaps_s.cumsum() - gaps_s[0]
     return tuple(
-        AskedRequest(
+        TimedRequest(
             domain=domain,
             prompt=next(prompts[domain]),
             max_tokens=int(length),
@@ -52,7 +59,7 @@ def asked_requests(
 
 
 def _prompts(settings: BenchServeSettings, domain: str, count: int, stream: int) -> list[str]:
-    """Prompts of a domain; where its text has fewer different ones, they come again."""
+    """Prompts of a kind of text, repeated if the text has too few."""
     least, most = settings.input_chars
     wanted = count
     while wanted:
@@ -70,5 +77,5 @@ def _prompts(settings: BenchServeSettings, domain: str, count: int, stream: int)
             texts = [prompt.decode() for prompt in found]
             return list(islice((text for _ in range(count) for text in texts), count))
     if count:
-        raise ToolInputError(f"--input-length: there is no {domain} text of {least} characters")
+        raise ToolInputError(f"--input-length: no {domain} text has {least} characters")
     return []

@@ -1,124 +1,114 @@
-"""`BenchServeSettings`: what a person may ask of `equipoise bench serve`. Starts nothing."""
+"""`BenchServeSettings`: the options of `equipoise bench serve`."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from equipoise.cli.offline.settings import ToolInputError
+from equipoise.settings.fields import HOUR_S, Range, check_ranges
 
 _MAX = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchServeSettings:
-    """A server, the requests that it is given, and what becomes of the measurements.
+    """A server, the requests to send, and where the measurements go.
 
     Raises:
-        ToolInputError: a value is outside its range.
+        InvalidSettingsError: a number is out of range.
+        ToolInputError: another value is invalid.
     """
 
     url: str = "http://127.0.0.1:8080"
-    """Where a server of OpenAI's form listens; any that has /v1/completions with streams."""
+    """URL of an OpenAI-compatible server with streaming /v1/completions."""
 
     model: str = ""
-    """Name of the server's model; the first that it lists unless given."""
+    """Model name. Default: the first that the server lists."""
 
     api_key: str = ""
-    """The server's API key; the environment's OPENAI_API_KEY unless given."""
+    """API key. Default: $OPENAI_API_KEY."""
 
-    requests: int = 200
-    """Requests that are measured."""
+    requests: Annotated[int, Range(1, _MAX)] = 200
+    """Number of requests to measure."""
 
-    request_rate: float = math.inf
-    """Requests that begin in a second, at random times (a Poisson process); inf begins each as soon
-    as `concurrency` lets it."""
+    request_rate: Annotated[float, Range(0, is_open=True)] = math.inf
+    """Request arrivals per second (a Poisson process). inf starts each as soon as --concurrency
+    allows."""
 
-    concurrency: int = 32
-    """Most requests that are open at a time."""
+    concurrency: Annotated[int, Range(1, _MAX)] = 32
+    """Maximum number of requests in flight."""
 
-    warm_up: int = 8
-    """Requests before those that are measured."""
+    warm_up: Annotated[int, Range(0, _MAX)] = 8
+    """Number of requests to send before measuring."""
 
     mix: tuple[str, ...] = ("code=1", "english=1", "arithmetic=1")
-    """Kinds of text that prompts are cut from, and the part that each has."""
+    """Kinds of text that prompts are taken from, with their weights."""
 
     input_length: tuple[str, ...] = ("48", "96")
-    """Shortest and longest prompt in characters, which are the tiny model's tokens."""
+    """Shortest and longest prompt, in characters. The tiny model has one token per character."""
 
     output_length: tuple[str, ...] = ("32", "64")
-    """Fewest and most tokens that a request asks for."""
+    """Smallest and largest number of tokens to request."""
 
     ignore_eos: bool = False
-    """Have answers go on behind the model's own end, so that all are as long as asked; not every
-    server knows this field."""
+    """Generate past the end-of-sequence token, so that every output has the requested length. Not
+    every server supports this field."""
 
-    temperature: float = 0.0
-    """Temperature of every request; 0 is greedy."""
+    temperature: Annotated[float, Range(0, 2)] = 0.0
+    """Sampling temperature. 0 is greedy."""
 
-    seed: int = 0
-    """The same seed gives the same prompts, lengths and times."""
+    seed: Annotated[int, Range(0, _MAX)] = 0
+    """The same seed gives the same prompts, lengths and arrival times."""
 
-    timeout_s: float = 120.0
-    """Seconds after which a request that is not answered to its end has failed."""
+    timeout_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 120.0
+    """Seconds after which an incomplete request fails."""
 
     plot: Path | None = None
-    """Picture to draw of the latencies, .svg or .png."""
+    """Image of the latencies to write, .svg or .png."""
 
     json: bool = False
-    """Print JSON for programs."""
+    """Print JSON."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if not self.url.startswith(("http://", "https://")):
             raise ToolInputError(f"--url must begin with http:// or https://, not {self.url!r}")
-        for name, least in (("requests", 1), ("concurrency", 1), ("warm_up", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if not least <= value <= _MAX:
-                raise ToolInputError(
-                    f"--{name.replace('_', '-')} must be from {least} to {_MAX}, not {value}"
-                )
-        if not self.request_rate > 0:
-            raise ToolInputError(f"--request-rate must be above 0, not {self.request_rate:g}")
-        if not 0 < self.timeout_s <= 3600:
-            raise ToolInputError(
-                f"--timeout-s must be above 0 and at most 3600, not {self.timeout_s:g}"
-            )
-        if not 0 <= self.temperature <= 2:
-            raise ToolInputError(f"--temperature must be from 0 to 2, not {self.temperature:g}")
         if self.plot is not None and self.plot.suffix not in {".svg", ".png"}:
             raise ToolInputError(f"--plot must end in .svg or .png, not {str(self.plot)!r}")
         _ = self.shares, self.input_chars, self.output_tokens
 
     @property
     def shares(self) -> dict[str, float]:
-        """The part of each kind of text; they sum to 1."""
+        """The share of each kind of text; shares sum to 1."""
         parts: dict[str, float] = {}
         for one in self.mix:
             name, _, part = one.partition("=")
             try:
                 parts[name] = float(part or 1)
             except ValueError:
-                raise ToolInputError(f"--mix {one}: {part!r} is no number") from None
+                raise ToolInputError(f"--mix {one}: {part!r} is not a number") from None
             if not math.isfinite(parts[name]) or parts[name] < 0:
-                raise ToolInputError(f"--mix {one}: a part must be 0 or more")
+                raise ToolInputError(f"--mix {one}: a weight must be at least 0")
         if not sum(parts.values()):
-            raise ToolInputError("--mix must have a part above 0")
+            raise ToolInputError("--mix needs a weight above 0")
         return {name: part / sum(parts.values()) for name, part in parts.items()}
 
     @property
     def input_chars(self) -> tuple[int, int]:
-        """Shortest and longest prompt."""
+        """Shortest and longest prompt, in characters."""
         return _range("input-length", self.input_length)
 
     @property
     def output_tokens(self) -> tuple[int, int]:
-        """Fewest and most tokens asked for."""
+        """Smallest and largest number of tokens to request."""
         return _range("output-length", self.output_length)
 
 
 def _range(name: str, words: tuple[str, ...]) -> tuple[int, int]:
     if not 1 <= len(words) <= 2 or not all(word.isdigit() for word in words):
-        raise ToolInputError(f"--{name} must be one number or two with a comma between them")
+        raise ToolInputError(f"--{name} must be one number, or two separated by a comma")
     least, most = int(words[0]), int(words[-1])
     if not 1 <= least <= most <= _MAX:
-        raise ToolInputError(f"--{name} {','.join(words)}: from 1 to {_MAX}, the smaller one first")
+        raise ToolInputError(f"--{name} {','.join(words)}: must be from 1 to {_MAX}, smaller first")
     return least, most

@@ -1,1 +1,1 @@
-"""`equipoise checkpoint …`: what can be done with a model's weights before they are served."""
+"""`equipoise checkpoint ...`: prepare a model's weights."""

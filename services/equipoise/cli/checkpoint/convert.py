@@ -1,4 +1,4 @@
-"""`equipoise checkpoint convert`: weights from BF16 to FP8 or back, and into other files."""
+"""`equipoise checkpoint convert`: convert weights between BF16 and FP8, and reshard them."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn
 
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings, Weights
-from equipoise.cli.display import bytes_words, console
+from equipoise.cli.display import console, format_bytes, format_count
 from equipoise.cli.offline.settings import ToolInputError
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.checkpoint_convert import convert
@@ -19,19 +19,17 @@ from equipoise_model.config import Fp8Config
 
 _SHARDS = "*.safetensors"
 _BESIDE_WEIGHTS = {".jinja", ".json", ".model", ".txt"}
-"""What tokenizers, chat templates and their like are written as."""
+"""Suffixes of tokenizers, chat templates and similar files."""
 
 
 def run(settings: ConvertCheckpointSettings) -> int:
-    """Read one folder, write the other, and say what became of it.
+    """Read one folder, write the other, and print the sizes.
 
     Raises:
-        CheckpointError, UnsupportedConfigError: the checkpoint is of no use for that.
+        CheckpointError, UnsupportedConfigError: the checkpoint cannot be converted.
         ToolInputError: the folder cannot be written.
     """
     source, out = settings.checkpoint, settings.out
-    assert source is not None, "settings check it"
-    assert out is not None, "settings check it"
     scales = "ue8m0" if settings.ue8m0 else None
     fp8 = Fp8Config(scale_fmt=scales) if settings.weights is Weights.FP8 else None
     checkpoint = Checkpoint.open(source)
@@ -47,9 +45,9 @@ def run(settings: ConvertCheckpointSettings) -> int:
         copied = _copy_beside_weights(source, out)
     except OSError as error:
         raise ToolInputError(
-            f"{out} cannot be written: {error.strerror}; choose another --out"
+            f"cannot write {out}: {error.strerror}: choose another --out"
         ) from error
-    told = _Outcome(
+    conversion = _Conversion(
         out=str(out),
         weights=settings.weights,
         files=len(list(out.glob(_SHARDS))),
@@ -58,37 +56,47 @@ def run(settings: ConvertCheckpointSettings) -> int:
         copied=copied,
     )
     if settings.json:
-        print(json.dumps(asdict(told), indent=2))
+        print(json.dumps(asdict(conversion), indent=2))
     else:
-        console().print(told.words)
+        console().print(conversion.line)
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """What is told of a conversion; `copied` are names of files."""
+class _Conversion:
+    """The result of a conversion."""
 
     out: str
+    """Folder written."""
+
     weights: Weights
+    """Number format."""
+
     files: int
+    """Number of safetensors files written."""
+
     bytes_before: int
+    """Size of the weights read."""
+
     bytes_after: int
+    """Size of the weights written."""
+
     copied: list[str]
+    """Names of other files copied."""
 
     @property
-    def words(self) -> str:
-        before, after = bytes_words(self.bytes_before), bytes_words(self.bytes_after)
-        files = "a file" if self.files == 1 else f"{self.files} files"
-        beside = f", with {', '.join(self.copied)}" if self.copied else ""
+    def line(self) -> str:
+        before, after = format_bytes(self.bytes_before), format_bytes(self.bytes_after)
+        copied = f"; copied {', '.join(self.copied)}" if self.copied else ""
         return (
-            f"{before} became {after} in {self.weights.upper()}; written to {self.out} as {files}"
-            f"{beside}"
+            f"wrote {self.out}: {after} in {self.weights.upper()} (from {before}), "
+            f"{format_count(self.files, 'file')}{copied}"
         )
 
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """At a terminal a bar that goes away; what it gives is told the bytes done and all of them."""
+    """A progress bar on a terminal; yields a function of bytes done and total bytes."""
     screen = console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -102,7 +110,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _copy_beside_weights(source: Path, out: Path) -> list[str]:
-    """Take along what belongs to a model besides its weights; gives the files' names."""
+    """Copy the model's files other than weights; return their names."""
     names = sorted(
         file.name
         for file in source.iterdir()

@@ -1,1 +1,1 @@
-"""`equipoise demo`: the whole story on one machine, and its figures."""
+"""`equipoise demo`: a fleet on one machine that drifts out of balance and recovers."""

@@ -1,8 +1,4 @@
-"""`Fleet`: a balancer and its workers as processes of this machine.
-
-Owns starting, watching, measuring and stopping them: nothing it started outlives it. Must not know
-what the processes do or what is shown of them.
-"""
+"""`Fleet`: starts, watches, measures and stops the processes of a fleet on this machine."""
 
 import asyncio
 import os
@@ -25,22 +21,22 @@ from equipoise.cli.tethered import tethered
 from equipoise.settings.address import parse_address
 
 STOP_TIMEOUT_S = 10.0
-"""A process that was asked to stop is killed after this long."""
+"""How long a process may take to stop before it is killed."""
 
 _LOG_TAIL_LINES = 12
 _LOG_TAIL_BYTES = 16 * 1024
 
 
 class FleetError(RuntimeError):
-    """A process of the fleet ended by itself or never became ready; shows its last log lines."""
+    """A process exited unexpectedly or did not become ready; the message has its last log lines."""
 
 
 class Fleet:
-    """Processes that live no longer than the `async with` block they were started in.
+    """Processes that live as long as an `async with` block.
 
-    Each runs `python PROGRAM... ARGUMENTS...` with one computing thread, in its own process group
-    (a Ctrl-C at the terminal reaches only us, and we stop them in order), tied to this process by
-    the kernel (`tethered`), and writes its output to `folder/NAME.log`.
+    Each runs `python PROGRAM... ARGUMENTS...` with one compute thread and writes its output to
+    `folder/NAME.log`. It has its own process group, so that Ctrl-C reaches this process only, which
+    stops the others in order; `tethered` ends it if this process is killed.
     """
 
     def __init__(
@@ -62,13 +58,13 @@ class Fleet:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Shielded, because a second cancellation must not leave the stop half done.
+        # A second cancellation must not interrupt the stop.
         await asyncio.shield(self._stop_all())
 
     async def start(
         self, name: str, arguments: Sequence[str], *, program: Sequence[str] | None = None
     ) -> None:
-        """Start the program (ours, if not another) under a name that no running process has."""
+        """Start a program, the fleet's by default, under a name that no running process has."""
         running = self._processes.get(name)
         assert running is None or running.returncode is not None, f"{name} is running"
         with self.log_path(name).open("ab") as log:
@@ -84,15 +80,15 @@ class Fleet:
         self._changed.set()
 
     async def stop(self, name: str, *, with_signal: signal.Signals = signal.SIGTERM) -> int:
-        """End one process on purpose and return its exit status, killing it after the bound."""
+        """Stop a process and return its exit status; kill it after `STOP_TIMEOUT_S`."""
         self._expected_ends.add(name)
         return await _end(self._processes[name], with_signal=with_signal)
 
     async def watch(self) -> None:
-        """Wait until a process ends that nobody stopped.
+        """Wait until a process exits that was not stopped.
 
         Raises:
-            FleetError: always, in the end; names the process, its exit status and its last lines.
+            FleetError: one did. The message has its name, exit status and last log lines.
         """
         while True:
             self._changed.clear()
@@ -110,10 +106,10 @@ class Fleet:
             self.check()
 
     async def until_serving(self, name: str, address: str, *, timeout_s: float) -> None:
-        """Wait until gRPC health at `address` says SERVING.
+        """Wait until the gRPC health service at `address` reports SERVING.
 
         Raises:
-            FleetError: the process ended, or was not serving within the bound.
+            FleetError: the process exited, or was not serving within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         async with grpc.aio.insecure_channel(address) as channel:
@@ -135,11 +131,11 @@ class Fleet:
                 await asyncio.sleep(min(left_s, 0.05))
 
     def pid(self, name: str) -> int:
-        """Process id of a process that was started."""
+        """Process id of a process."""
         return self._processes[name].pid
 
     def memory_bytes(self) -> int:
-        """Resident memory of this process and of the fleet; pages they share count in each."""
+        """Resident memory of this process and the fleet; shared pages count in each process."""
         pids = [os.getpid()]
         pids += [process.pid for process in self._processes.values() if process.returncode is None]
         total = 0
@@ -151,33 +147,33 @@ class Fleet:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """Most that `memory_bytes` ever returned."""
+        """Highest value that `memory_bytes` has returned."""
         return self._peak_memory_bytes
 
     def log_path(self, name: str) -> Path:
-        """File that holds everything the process printed."""
+        """File with everything that the process printed."""
         return self._folder / f"{name}.log"
 
     def log_tail(self, name: str) -> str:
-        """Last lines the process printed, each led by its name."""
+        """Last lines that the process printed, each prefixed with its name."""
         with self.log_path(name).open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(0, size - _LOG_TAIL_BYTES))
             text = log.read().decode(errors="replace")
-        lines = text.splitlines()[-_LOG_TAIL_LINES:] or ["(it printed nothing)"]
+        lines = text.splitlines()[-_LOG_TAIL_LINES:] or ["(no output)"]
         return "\n".join(f"  {name} | {line}" for line in lines)
 
     def check(self) -> None:
-        """Raises FleetError: a process ended that nobody stopped; as `watch`, but at once."""
+        """Raise FleetError if a process exited that was not stopped."""
         for name, process in self._processes.items():
             if process.returncode is not None and name not in self._expected_ends:
                 raise FleetError(
-                    f"{name} ended by itself with exit status {process.returncode}; "
+                    f"{name} exited unexpectedly with status {process.returncode}; "
                     f"its last lines:\n{self.log_tail(name)}"
                 )
 
     async def _stop_all(self) -> None:
-        """Workers first and all at once, because one that leaves breaks the others' steps."""
+        """Stop all workers at once, as a leaving rank fails others' steps; then the balancer."""
         names = list(self._processes)
         self._expected_ends.update(names)
         balancers = [name for name in names if name == "balancer"]
@@ -189,24 +185,24 @@ class Fleet:
 
 
 def single_threaded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with one computing thread: processes share few cores and must not spin."""
+    """The environment with one compute thread, because the processes share few cores."""
     threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return {**environment, **dict.fromkeys(threads, "1"), "PYTHONUNBUFFERED": "1"}
 
 
 def free_address(preferred: str) -> str:
-    """`preferred` if nobody listens there, else a free port of the same host; host:port."""
+    """Return `preferred`, host:port, or a free port of the same host if it is in use."""
     host, port = parse_address(preferred)
     for candidate in (port, 0):
         with socket.socket() as probe:
-            # As gRPC does: a port whose last connections are still fading is free.
+            # Like gRPC, treat a port whose connections are in TIME_WAIT as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, candidate))
             except OSError:
                 continue
             return f"{host}:{probe.getsockname()[1]}"
-    raise FleetError(f"no free port on {host}: is it an address of this machine?")
+    raise FleetError(f"no free port on {host}: check that it is an address of this machine")
 
 
 async def _end(process: Process, *, with_signal: signal.Signals) -> int:

@@ -1,8 +1,7 @@
-"""`ReferenceModel`: answers prompts as they must be answered when nobody balances anything.
+"""`ReferenceModel`: computes the tokens that every request must produce.
 
-One rank in this process, expert e in slot e, no balancer, no scheduler; only the arithmetic is the
-workers' (batch-invariant, so that equality is to be expected to the last bit). Imports torch, so
-whoever needs it imports it late.
+One rank in this process, expert e in slot e, without balancer or scheduler, and with the workers'
+batch-invariant arithmetic, so that tokens must be bitwise equal. Imports torch.
 """
 
 from collections.abc import Sequence
@@ -19,25 +18,25 @@ from equipoise_model.plain.transformer import Transformer
 
 
 class ReferenceModel:
-    """A model with one slot an expert; used from one thread at a time."""
+    """A model with one slot per expert. Not thread-safe."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Load a checkpoint's folder.
+        """Load a checkpoint folder.
 
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        # The workers start meanwhile and share the cores.
+        # The workers start at the same time and share the cores.
         torch.set_num_threads(1)
         return cls(Checkpoint.open(path).load_model(row_block=ROW_BLOCK))
 
     @torch.inference_mode()
     def answer(self, prompts: Sequence[Prompt]) -> dict[Prompt, tuple[int, ...]]:
-        """Greedy tokens of each prompt, as many as it asks for."""
+        """The greedy completion of each prompt, as long as it requests."""
         answers = greedy(
             self._model,
             [prompt.tokens for prompt in prompts],

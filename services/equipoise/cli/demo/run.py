@@ -1,7 +1,7 @@
-"""`equipoise demo`: a fleet on this machine drifts out of balance when traffic changes, and back.
+"""`equipoise demo`: a local fleet drifts out of balance when traffic changes, and recovers.
 
-Owns the order of events: start, traffic by domain, end, verdict. Processes are `fleet`'s, requests
-`traffic`'s, figures `outcome`'s, the picture `demo_view`'s.
+This module owns the sequence of events. `fleet` runs the processes, `traffic` the clients; `result`
+computes the figures, `view` and `summary` show them.
 """
 
 import asyncio
@@ -15,73 +15,74 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from rich.console import Console
 
 from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
-from equipoise.cli.demo.outcome import (
-    Outcome,
+from equipoise.cli.demo.result import (
+    DemoResult,
     compare_tokens,
     latency,
-    shift_outcome,
+    recovery_of,
     split_latency,
     steps_of_two_generations,
+    switches_of,
+    windows_of,
 )
-from equipoise.cli.demo.records import switches_of, windows_of
-from equipoise.cli.demo.settings import DemoError, DemoSettings
+from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.demo.summary import summary
 from equipoise.cli.demo.traffic import Completion, Prompt, Traffic, prompts_of
 from equipoise.cli.demo.view import Mark, Scene, Screen, open_screen
 from equipoise.cli.live.status_feed import StatusFeed
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise_api.v1 import status_pb2
-from equipoise_model.train.data import heldout_prompts
-
-__all__ = ["DemoError", "DemoSettings", "run"]
+from equipoise_model.train.data import Domain, heldout_prompts
 
 POOL = "demo"
 
 _BALANCER_TIMEOUT_S = 120.0
 _POOL_TIMEOUT_S = 240.0
-_REFERENCE_BATCH = 16  # prompts answered at once, which a Ctrl-C may have to wait for
+_REFERENCE_BATCH = 16  # prompts; Ctrl-C takes effect between batches
 _PIPE_WIDTH = 120
-# Ranks share a few cores with their pulls: seldom more than two of the tiny model's experts a rank
-# and step, and all that a shift of traffic asks for within a second.
+# Pulls compete with serving for a few cores. This is about two experts of the tiny model per rank
+# and step, and moves what a traffic shift needs within a second.
 _PULL_MIB_PER_S = 0.5
-# Windows of six seconds have few tokens, which come in bursts: smaller gains are mostly chance.
+# Windows of six seconds have few tokens, in bursts: smaller gains are mostly noise.
 _MIN_GAIN = 0.04
 _REFRESH_S = 0.5
-_RECENT_S = 4.0  # live figures are of the last seconds
+_RECENT_S = 4.0  # period of the live figures
 
 
 def run(settings: DemoSettings) -> int:
-    """Run the demo to its end; exit status 0 when everything held, 1 when not.
+    """Run the demo; return 0 if every check passed, else 1.
 
     Raises:
-        DemoError: the demo cannot be run as asked.
-        FleetError: a process ended by itself or was not ready in time.
+        InvalidSettingsError: a file or folder cannot be used.
+        FleetError: a process exited unexpectedly or was not ready in time.
     """
     _check_files(settings)
-    # A pipe has no width of its own, and a table that is broken to 80 columns is hard to read.
+    # A pipe has no width; the table needs more than the default 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     try:
-        outcome = asyncio.run(_run(settings, console))
+        result = asyncio.run(_run(settings, console))
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     except BaseExceptionGroup as group:
         raise _first(group) from None
-    console.print(summary(outcome))
+    console.print(summary(result))
     if settings.json is not None:
-        settings.json.write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
-    for fault in outcome.faults:
+        settings.json.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    for fault in result.faults:
         console.print(f"[bold red]FAILED[/] {fault}", soft_wrap=True)
-    return 1 if outcome.faults else 0
+    return 1 if result.faults else 0
 
 
-async def _run(settings: DemoSettings, console: Console) -> Outcome:
+async def _run(settings: DemoSettings, console: Console) -> DemoResult:
     task = asyncio.current_task()
     assert task is not None
-    # As Ctrl-C does; by default SIGTERM would leave the terminal and the temporary folder as is.
+    # Like Ctrl-C: by default SIGTERM would leave the terminal and the temporary folder as they are.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with tempfile.TemporaryDirectory(prefix="equipoise-demo-") as temporary:
         folder = settings.logs or Path(temporary)
@@ -94,7 +95,7 @@ async def _run(settings: DemoSettings, console: Console) -> Outcome:
 
 
 class Demo:
-    """One run: what was started and what was seen so far."""
+    """One run of the demo."""
 
     def __init__(
         self, settings: DemoSettings, *, fleet: Fleet, screen: Screen, state: Path
@@ -110,15 +111,15 @@ class Demo:
         self._feed = StatusFeed(self._address, pool=POOL)
         self._traffic: Traffic | None = None
         self._marks: list[Mark] = []
-        self._doing = "starting the workers"
+        self._activity = "starting the workers"
         self._num_compared = self._tokens_compared = self._tokens_identical = 0
         self._rates: deque[tuple[float, int]] = deque(maxlen=round(_RECENT_S / _REFRESH_S) + 1)
-        # Counts like a monotonic clock, so that latencies are exact, but from 1970 on.
+        # `_now` is monotonic, so that latencies are exact, but in Unix seconds.
         self._began_s = time.time()
         self._began_monotonic_s = time.monotonic()
 
-    async def run(self) -> Outcome:
-        """From the first process to the figures; the fleet's owner stops the processes."""
+    async def run(self) -> DemoResult:
+        """Start the fleet, send the traffic, return the figures. The caller stops the fleet."""
         async with asyncio.TaskGroup() as group:
             watchers = [
                 group.create_task(self._fleet.watch()),
@@ -128,21 +129,21 @@ class Demo:
             await self._start()
             from_s = self._now()
             await self._send_traffic()
-            outcome = self._outcome(from_s=from_s)
+            result = self._result(from_s=from_s)
             for watcher in watchers:
                 watcher.cancel()
-        return outcome
+        return result
 
     async def _start(self) -> None:
         settings = self._settings
         if self._address != settings.listen and not settings.listen.endswith(":0"):
-            self._say(f"{settings.listen} is in use: the balancer takes {self._address}")
+            self._say(f"{settings.listen} is in use: the balancer listens on {self._address}")
         for rank in range(settings.workers):
-            # They take longest, and wait for the balancer if they must.
+            # Workers take longest to start, and retry until the balancer listens.
             await self._fleet.start(
                 f"worker-{rank}", _worker_arguments(settings, rank=rank, balancer=self._address)
             )
-        self._doing = "starting the balancer"
+        self._activity = "starting the balancer"
         await self._fleet.start(
             "balancer",
             _balancer_arguments(
@@ -150,24 +151,24 @@ class Demo:
             ),
         )
         await self._fleet.until_serving("balancer", self._address, timeout_s=_BALANCER_TIMEOUT_S)
-        self._say(f"the fleet in a browser: http://{self._page}/")
+        self._say(f"web page: http://{self._page}/")
         self._say(
-            f"the balancer serves at {self._address}; look from another shell with: "
+            f"balancer: {self._address}; in another shell, run: "
             f"equipoise status --address {self._address} --watch"
         )
-        self._doing = "loading the model, and asking it for reference tokens without a balancer"
-        await asyncio.gather(self._learn_references(), self._until_pool_serves())
+        self._activity = "loading the model and computing reference tokens"
+        await asyncio.gather(self._compute_references(), self._until_pool_serves())
 
-    async def _learn_references(self) -> None:
+    async def _compute_references(self) -> None:
         # Imported here, because it takes seconds and needs torch.
-        from equipoise.cli.demo.reference import ReferenceModel  # noqa: PLC0415
+        from equipoise.cli.demo.reference import ReferenceModel
 
         model = await asyncio.to_thread(ReferenceModel.load, self._settings.checkpoint)
         prompts = [prompt for these in self._prompts.values() for prompt in these]
         for first in range(0, len(prompts), _REFERENCE_BATCH):
             batch = prompts[first : first + _REFERENCE_BATCH]
             self._references.update(await asyncio.to_thread(model.answer, batch))
-        self._say(f"reference: {len(prompts)} distinct prompts answered without a balancer")
+        self._say(f"reference: {len(prompts)} distinct prompts completed without a balancer")
 
     async def _until_pool_serves(self) -> None:
         try:
@@ -176,14 +177,14 @@ class Demo:
                 timeout_s=_POOL_TIMEOUT_S,
             )
         except TimeoutError:
-            told = self._feed.status
-            reason = told.health_reason if told else "no worker said hello"
+            latest = self._feed.status
+            reason = latest.health_reason if latest else "no worker connected"
             raise FleetError(
                 f"the pool was not serving after {_POOL_TIMEOUT_S:g} s: {reason}\n"
                 f"{self._fleet.log_tail('worker-0')}"
             ) from None
         self._say(
-            f"{len(status.ranks)} ranks on {self._settings.nodes} nodes serve: "
+            f"{len(status.ranks)} ranks on {self._settings.nodes} nodes are serving: "
             f"{status.model.num_experts} experts in "
             f"{self._settings.workers * self._settings.slots_per_rank} slots, "
             f"{status.model.num_layers} MoE layers"
@@ -204,25 +205,25 @@ class Demo:
                 before = self._marks[-1].domain if self._marks else None
                 self._traffic.shift_to(domain)
                 self._marks.append(Mark(at_s=self._now(), domain=domain))
-                self._doing = f"{domain} traffic"
+                self._activity = f"{domain} traffic"
                 self._say(
                     f"traffic shifts from {before} to {domain}" if before else f"{domain} traffic"
                 )
                 await asyncio.sleep(settings.seconds_per_domain)
-                # A shift just behind the end of a window leaves whole windows to judge it by.
+                # Shift right after a window closes, so that whole windows measure it.
                 await self._until_window_closes()
-            self._doing = "letting the last requests end"
+            self._activity = "waiting for the last requests"
             self._traffic.end()
 
     async def _until_window_closes(self) -> None:
         newest = max(self._feed.windows, default=0.0)
-        with suppress(TimeoutError):  # a balancer that is away must not end the traffic
+        with suppress(TimeoutError):  # Traffic continues without the balancer.
             await self._feed.until(
                 lambda _: max(self._feed.windows, default=0.0) > newest,
                 timeout_s=2 * self._settings.interval_s,
             )
 
-    def _outcome(self, *, from_s: float) -> Outcome:
+    def _result(self, *, from_s: float) -> DemoResult:
         traffic, status = self._traffic, self._feed.status
         assert traffic is not None
         assert status is not None
@@ -231,9 +232,9 @@ class Demo:
         until_s = [mark.at_s for mark in self._marks[1:]] + [self._now()]
         self._compare(traffic.completions[self._num_compared :])
         quiet, during_rollout = split_latency(traffic.gaps, [switch.span for switch in switches])
-        return Outcome(
+        return DemoResult(
             shifts=tuple(
-                shift_outcome(
+                recovery_of(
                     windows,
                     from_domain=before.domain,
                     to_domain=mark.domain,
@@ -275,7 +276,7 @@ class Demo:
         recent = takewhile(lambda gap: gap.to_s > from_s, reversed(gaps))
         return Scene(
             elapsed_s=now_s - self._began_s,
-            doing=self._doing,
+            activity=self._activity,
             status=self._feed.status,
             windows=windows_of(self._feed.windows.values()),
             decisions=[decision for _, decision in sorted(self._feed.decisions.items())],
@@ -305,11 +306,13 @@ class Demo:
 
 
 def _prompts(settings: DemoSettings) -> dict[str, tuple[Prompt, ...]]:
-    """Prompts of text that the model was not trained on."""
+    """Prompts from held-out text, which the model was not trained on."""
     return {
         domain: prompts_of(
             domain,
-            heldout_prompts(domain, num_prompts=settings.prompts_per_domain, seed=settings.seed),
+            heldout_prompts(
+                cast("Domain", domain), num_prompts=settings.prompts_per_domain, seed=settings.seed
+            ),
             max_tokens=(settings.min_output_tokens, settings.max_output_tokens),
             seed=settings.seed,
         )
@@ -327,7 +330,7 @@ def _balancer_arguments(
         f"--store={state}",
         f"--interval-s={settings.interval_s}",
         f"--report-interval-s={settings.interval_s / 10}",
-        # What is newer than a window must outweigh what is older, or a shift is seen late.
+        # The latest window must outweigh older ones, or a shift is detected late.
         f"--fast-half-life-s={settings.interval_s / 2}",
         f"--min-gain={_MIN_GAIN}",
     ]
@@ -345,24 +348,24 @@ def _worker_arguments(settings: DemoSettings, *, rank: int, balancer: str) -> li
         f"--num-ranks={settings.workers}",
         f"--slots-per-rank={settings.slots_per_rank}",
         "--batch-invariant",
-        "--device=cpu",  # its ranks share this machine, and NCCL wants a GPU for each
+        "--device=cpu",  # The ranks share this machine, and NCCL needs one GPU per rank.
         f"--pull-mib-per-s={_PULL_MIB_PER_S}",
     ]
 
 
 def _check_files(settings: DemoSettings) -> None:
-    """What would come to light minutes later."""
+    """Find problems that would only show minutes later."""
     if not (settings.checkpoint / "config.json").is_file():
-        raise DemoError(
-            f"there is no checkpoint in {settings.checkpoint}: name a folder with a config.json "
-            f"by --checkpoint, or leave it out for the one that comes with the package"
+        raise InvalidSettingsError(
+            f"no checkpoint in {settings.checkpoint}: --checkpoint needs a folder with a "
+            "config.json; without it the demo uses the model in the package"
         )
     if settings.json is not None and not settings.json.absolute().parent.is_dir():
-        raise DemoError(f"{settings.json} cannot be written: make its folder first")
+        raise InvalidSettingsError(f"cannot write {settings.json}: create its folder first")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception that is no group: one fault is one line for the user."""
+    """The first exception in nested groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

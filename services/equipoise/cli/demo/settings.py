@@ -1,98 +1,86 @@
-"""`DemoSettings`: everything a person may choose about the demo. Starts nothing."""
+"""`DemoSettings`: the options of `equipoise demo`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from equipoise.formats.packaged import packaged_checkpoint
-from equipoise_model.train.data import DOMAINS, Domain
-
-
-class DemoError(RuntimeError):
-    """The demo cannot be run as asked; the message says what to change."""
+from equipoise.settings.errors import InvalidSettingsError
+from equipoise.settings.fields import HOUR_S, Range, check_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """One demo: the fleet, its traffic, and where the results go.
+    """The demo's fleet, its traffic, and where the figures go.
 
     Raises:
-        DemoError: a value is outside its range.
+        InvalidSettingsError: a value is out of range, or values contradict each other.
     """
 
-    workers: int = 4
-    """Worker processes, one expert-parallel rank each."""
+    workers: Annotated[int, Range(1)] = 4
+    """Number of worker processes, one expert-parallel rank each."""
 
-    nodes: int = 2
-    """Nodes the workers pretend to run on, in equal shares."""
+    nodes: Annotated[int, Range(1)] = 2
+    """Number of simulated nodes, with the same number of workers each."""
 
-    slots_per_rank: int = 11
-    """Physical slots per MoE layer and rank; all ranks together need one per logical expert."""
+    slots_per_rank: Annotated[int, Range(1)] = 11
+    """Physical slots per MoE layer and rank. All ranks together must hold every expert."""
 
-    interval_s: float = 6.0
-    """Seconds between the balancer's decisions; also the length of a window."""
+    interval_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 6.0
+    """Seconds between the balancer's decisions, which is the length of a window."""
 
-    domains: tuple[Domain, ...] = ("code", "arithmetic", "english")
-    """Traffic, one domain after the other."""
+    domains: tuple[str, ...] = ("code", "arithmetic", "english")
+    """Kinds of text to send, one after the other."""
 
-    seconds_per_domain: float = 35.0
-    """Least seconds of each domain's traffic; the next begins when the window closes."""
+    seconds_per_domain: Annotated[float, Range(0, HOUR_S, is_open=True)] = 35.0
+    """Minimum seconds of traffic per kind of text. The next starts when a window closes."""
 
-    clients_per_rank: int = 12
-    """Requests that are generated on each rank at a time."""
+    clients_per_rank: Annotated[int, Range(1)] = 12
+    """Concurrent requests per rank."""
 
-    prompts_per_domain: int = 32
-    """Distinct prompts; clients take them in turn."""
+    prompts_per_domain: Annotated[int, Range(1)] = 32
+    """Distinct prompts per kind of text, which clients take in turn."""
 
-    min_output_tokens: int = 8
-    """Shortest output asked for."""
+    min_output_tokens: Annotated[int, Range(1)] = 8
+    """Shortest output to request."""
 
-    max_output_tokens: int = 24
-    """Longest output asked for."""
+    max_output_tokens: Annotated[int, Range(1)] = 24
+    """Longest output to request."""
 
     checkpoint: Path = field(default_factory=packaged_checkpoint)
-    """Model to serve; the tiny one that comes with the package unless given."""
+    """Checkpoint folder to serve. Default: the tiny model in the package."""
 
     listen: str = "127.0.0.1:7070"
-    """Where the balancer listens, for `equipoise status` too; a free port if it is in use."""
+    """host:port of the balancer, also for `equipoise status`. If it is in use,
+    a free port replaces it."""
 
     web_listen: str = "127.0.0.1:7080"
-    """Where the balancer shows the fleet in a browser; a free port if it is in use."""
+    """host:port of the balancer's web page. If it is in use, a free port replaces it."""
 
     plain: bool = False
-    """Print lines even to a terminal."""
+    """Print lines even on a terminal."""
 
     json: Path | None = None
-    """File that gets the figures."""
+    """File to write the figures to."""
 
     logs: Path | None = None
-    """Folder that keeps the processes' output; a temporary one unless given."""
+    """Folder to keep the processes' output in. Default: a temporary folder."""
 
     seed: int = 0
-    """Chooses the prompts and their lengths."""
+    """Seed of the prompts and their lengths."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "workers", "nodes", "slots_per_rank", "clients_per_rank", "prompts_per_domain",
-            "min_output_tokens",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise DemoError(f"{name} must be at least 1, not {getattr(self, name)}")
+        from equipoise_model.train.data import DOMAINS  # Imports numpy.
+
+        check_ranges(self)
         if self.workers % self.nodes:
-            raise DemoError(
-                f"nodes ({self.nodes}) must divide workers ({self.workers}), so that each node "
-                f"has as many"
-            )
+            raise InvalidSettingsError(f"nodes ({self.nodes}) must divide workers ({self.workers})")
         if self.max_output_tokens < self.min_output_tokens:
-            raise DemoError(
+            raise InvalidSettingsError(
                 f"max_output_tokens ({self.max_output_tokens}) must be at least "
                 f"min_output_tokens ({self.min_output_tokens})"
             )
-        for name in ("interval_s", "seconds_per_domain"):
-            if not 0 < getattr(self, name) <= 3600:
-                raise DemoError(
-                    f"{name} must be above 0 and at most 3600, not {getattr(self, name)}"
-                )
         if not self.domains or not set(self.domains) <= set(DOMAINS):
-            raise DemoError(
-                f"domains must name one or more of {', '.join(DOMAINS)}, not {self.domains!r}"
+            raise InvalidSettingsError(
+                f"domains must be one or more of {', '.join(DOMAINS)}, not {self.domains!r}"
             )

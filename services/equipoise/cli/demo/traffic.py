@@ -1,7 +1,6 @@
-"""`Traffic`: clients that keep the workers busy with prompts of one domain at a time.
+"""`Traffic`: clients that send prompts of one domain at a time and record every token's time.
 
-Owns what is asked and what came back, token by token with its time. Must not judge it (`outcome`
-does) and must not know the balancer.
+`result` evaluates the records.
 """
 
 import asyncio
@@ -15,16 +14,21 @@ import numpy as np
 from equipoise_api.v1 import worker_pb2, worker_pb2_grpc
 
 REQUEST_TIMEOUT_S = 60.0
-"""A request that takes longer has failed."""
+"""Deadline of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One distinct request: which domain it is of, its tokens, and how many to generate."""
+    """One distinct request."""
 
     domain: str
+    """Kind of text."""
+
     tokens: tuple[int, ...]
+    """Prompt tokens."""
+
     max_tokens: int
+    """Number of tokens to generate."""
 
     def __post_init__(self) -> None:
         assert self.tokens
@@ -33,23 +37,39 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One message of a worker: its tokens, when it came, and the step and generation behind it."""
+    """One message of a worker."""
 
     time_s: float
+    """When it arrived, Unix seconds."""
+
     tokens: tuple[int, ...]
+    """Generated tokens."""
+
     generation: int
+    """Generation of the step that made them."""
+
     step: int
+    """Number of that step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A request that ended: everything that came back, and why it failed if it did."""
+    """A request that ended."""
 
     prompt: Prompt
+    """The request."""
+
     rank: int
+    """Rank that served it."""
+
     started_s: float
+    """When it was sent, Unix seconds."""
+
     arrivals: tuple[Arrival, ...]
+    """Messages received."""
+
     failure: str | None
+    """Why it failed; None on success."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -58,23 +78,22 @@ class Completion:
 
 
 class Gap(NamedTuple):
-    """The time between two messages of one request: what a reader of the stream waited."""
+    """The time between two messages of one request, Unix seconds."""
 
     from_s: float
     to_s: float
 
     @property
     def length_s(self) -> float:
-        """Inter-token latency, as each message carries one step's token."""
+        """Inter-token latency: each message carries the token of one step."""
         return self.to_s - self.from_s
 
 
 class Traffic:
-    """Closed-loop clients: each sends a request, reads its tokens to the end, sends the next.
+    """Closed-loop clients: each sends a request, reads its tokens, and sends the next.
 
-    Clients take the prompts of the current domain in turn, so what is asked depends on nothing but
-    how far the clients got. After `shift_to` only new requests are of the new domain; those that
-    run are let run, as real traffic would.
+    Clients take the prompts of the current domain in turn. `shift_to` affects new requests only, as
+    in real traffic.
     """
 
     def __init__(
@@ -99,20 +118,20 @@ class Traffic:
 
     @property
     def domain(self) -> str:
-        """Domain of the requests that start now."""
+        """Domain of new requests."""
         return self._domain
 
     def shift_to(self, domain: str) -> None:
-        """Let every request that starts from now on be of this domain."""
+        """Send requests of this domain from now on."""
         assert domain in self._prompts
         self._domain = domain
 
     def end(self) -> None:
-        """Start no more requests; `run` returns when those that run have ended."""
+        """Send no more requests; `run` returns when those in flight have ended."""
         self._ending = True
 
     async def run(self) -> None:
-        """Keep all ranks busy until `end`; requests that fail are recorded, never raised."""
+        """Keep all ranks busy until `end`; failed requests are recorded, not raised."""
         async with asyncio.TaskGroup() as clients:
             for rank, address in enumerate(self._addresses):
                 clients.create_task(self._load_rank(rank, address))
@@ -128,7 +147,7 @@ class Traffic:
             completion = await self._request(stub, rank, next(self._prompts[self._domain]))
             self.completions.append(completion)
             if completion.failure is not None:
-                # A worker that refuses at once must not be asked thousands of times a second.
+                # Do not flood a worker that rejects requests at once.
                 await asyncio.sleep(0.5)
 
     async def _request(
@@ -167,7 +186,7 @@ class Traffic:
         else:
             generated = sum(len(arrival.tokens) for arrival in arrivals)
             if generated != prompt.max_tokens:
-                failure = f"rank {rank}: {generated} tokens came, not {prompt.max_tokens}"
+                failure = f"rank {rank}: received {generated} tokens, not {prompt.max_tokens}"
         return Completion(
             prompt=prompt,
             rank=rank,
@@ -180,9 +199,9 @@ class Traffic:
 def prompts_of(
     domain: str, texts: Sequence[bytes], *, max_tokens: tuple[int, int], seed: int
 ) -> tuple[Prompt, ...]:
-    """One prompt a text, each byte a token, with lengths to generate from a range (inclusive).
+    """One prompt per text, one token per byte, with output lengths from an inclusive range.
 
-    The lengths differ so that clients which start together do not end together.
+    The lengths differ so that clients do not finish in lockstep.
     """
     rng = np.random.default_rng([seed, len(texts)])
     lengths = rng.integers(max_tokens[0], max_tokens[1] + 1, size=len(texts))

@@ -1,7 +1,4 @@
-"""What a demo shows while it runs: a live picture on a terminal, lines elsewhere.
-
-Owns only how it looks; the figures come ready made in a `Scene`.
-"""
+"""A running demo on the screen: a live picture on a terminal, lines elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,52 +10,70 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from equipoise.cli.demo.outcome import (
+from equipoise.cli.demo.result import (
     DRIFTED_MAX_OVER_MEAN,
     RECOVERED_MAX_OVER_MEAN,
     Latency,
-    Window,
+    WindowRecord,
 )
 from equipoise.cli.live.view import ranks_view
 from equipoise_api.v1 import status_pb2
 
 _BARS = "▁▂▃▄▅▆▇█"
-_HIGHEST_BAR = 2.2  # rank max/mean that fills the line
+_HIGHEST_BAR = 2.2  # rank max/mean of the tallest bar
 _NUM_BARS = 64
 _NUM_DECISIONS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A change of traffic: from `at_s` on, requests that start are of `domain`."""
+    """A change of traffic."""
 
     at_s: float
+    """When it happened, Unix seconds."""
+
     domain: str
+    """Kind of text of requests from then on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One moment of the demo; sequences are in the order of time."""
+    """One moment of the demo. Sequences are in order of time."""
 
     elapsed_s: float
-    doing: str
+    """Time since the start."""
+    activity: str
+    """What the demo is doing."""
     status: status_pb2.PoolStatus | None
-    windows: Sequence[Window]
+    """Status of the pool, once it exists."""
+    windows: Sequence[WindowRecord]
+    """Closed windows."""
     decisions: Sequence[status_pb2.Decision]
+    """Decisions."""
     marks: Sequence[Mark]
+    """Changes of traffic."""
     tokens_per_s: float
+    """Recent throughput."""
     latency: Latency
+    """Recent inter-token latency."""
     requests: int
+    """Requests completed."""
     failed_requests: int
+    """Requests failed."""
     tokens_compared: int
+    """Tokens compared with the reference."""
     tokens_identical: int
+    """Tokens equal to the reference."""
     references_ready: int
+    """Prompts that the reference model has completed."""
     references_total: int
+    """All prompts."""
     memory_bytes: int
+    """Resident memory of all processes."""
 
 
 class LiveScreen:
-    """Redraws one picture in place; what is said scrolls by above it, the last one stays."""
+    """Redraws one picture in place; messages scroll by above it."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False)
@@ -76,16 +91,16 @@ class LiveScreen:
         self._live.stop()
 
     def say(self, text: str, *, at_s: float) -> None:
-        """Say something once."""
+        """Print a message."""
         self._live.console.print(Text(f"{at_s:5.0f} s  {text}"), soft_wrap=True)
 
     def show(self, scene: Scene) -> None:
-        """Show this moment."""
+        """Redraw the picture."""
         self._live.update(picture(scene), refresh=True)
 
 
 class PlainScreen:
-    """Prints a line for each window and decision, and what is said, in order."""
+    """Prints one line per message, window and decision."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -104,11 +119,11 @@ class PlainScreen:
         pass
 
     def say(self, text: str, *, at_s: float) -> None:
-        """Say something once."""
+        """Print a message."""
         self._console.print(Text(f"{at_s:5.0f} s  {text}"), soft_wrap=True)
 
     def show(self, scene: Scene) -> None:
-        """Print what is new in this moment."""
+        """Print new windows and decisions."""
         for decision in scene.decisions[self._decisions_shown :]:
             self.say(decision_line(decision), at_s=scene.elapsed_s)
         self._decisions_shown = len(scene.decisions)
@@ -121,17 +136,17 @@ Screen = LiveScreen | PlainScreen
 
 
 def open_screen(console: Console, *, plain: bool) -> Screen:
-    """A live picture if the console is a terminal that can show one and `plain` is off."""
+    """A live picture, if the console is a capable terminal and `plain` is off."""
     if plain or not console.is_terminal or console.is_dumb_terminal:
         return PlainScreen(console)
     return LiveScreen(console)
 
 
 def window_line(scene: Scene) -> str:
-    """The newest window and the traffic meanwhile, as one line."""
+    """The latest window and the traffic during it, as one line."""
     window = scene.windows[-1]
     latency = scene.latency
-    # A window that closed just before a shift is shown just behind it.
+    # A window that closed just before a shift may be shown just after it.
     begun = [mark for mark in scene.marks if mark.at_s < window.closed_s] or scene.marks[:1]
     return (
         f"{begun[-1].domain:<10}  window {len(scene.windows):>2}  "
@@ -144,11 +159,11 @@ def window_line(scene: Scene) -> str:
 
 
 def decision_line(decision: status_pb2.Decision) -> str:
-    """A verdict with its reason, as one line."""
+    """A decision with its reason, as one line."""
     moves = f", {decision.moves} moves" if decision.accepted else ""
-    shift = ", a shift of traffic" if decision.shift_detected else ""
-    word = "yes" if decision.accepted else "no"
-    return f"decision {decision.sequence}: {word}{moves}{shift}: {decision.reason}"
+    shift = ", traffic shift" if decision.shift_detected else ""
+    verdict = "yes" if decision.accepted else "no"
+    return f"decision {decision.sequence}: {verdict}{moves}{shift}: {decision.reason}"
 
 
 def picture(scene: Scene) -> RenderableType:
@@ -169,8 +184,8 @@ def picture(scene: Scene) -> RenderableType:
     return Panel(Group(*parts), title="equipoise demo", border_style="dim")
 
 
-def balance_chart(windows: Sequence[Window], marks: Sequence[Mark]) -> RenderableType:
-    """Rank max/mean a window as bars, higher is worse, with each domain's name where it begins."""
+def balance_chart(windows: Sequence[WindowRecord], marks: Sequence[Mark]) -> RenderableType:
+    """Rank max/mean per window as bars, higher is worse, with each domain's name at its start."""
     shown = windows[-_NUM_BARS:]
     bars = Text("rank max/mean  ")
     names, begun = "", 0
@@ -189,12 +204,12 @@ def balance_chart(windows: Sequence[Window], marks: Sequence[Mark]) -> Renderabl
 def _headline(scene: Scene) -> RenderableType:
     gib = scene.memory_bytes / 2**30
     return Text.assemble(
-        (f"{scene.elapsed_s:.0f} s  ", "dim"), (scene.doing, "bold"), (f"  {gib:.1f} GiB", "dim")
+        (f"{scene.elapsed_s:.0f} s  ", "dim"), (scene.activity, "bold"), (f"  {gib:.1f} GiB", "dim")
     )
 
 
 def _rollout(status: status_pb2.PoolStatus) -> RenderableType:
-    """A line that is empty in quiet times, so that the picture does not jump."""
+    """The rollout, or a placeholder so that the picture does not jump."""
     if not status.HasField("rollout"):
         return Text("no rollout", style="dim")
     rollout = status.rollout

@@ -1,1 +1,1 @@
-"""`equipoise generate`: a model goes on with a text, here or at a server."""
+"""`equipoise generate`: complete a prompt, in this process or on a server."""

@@ -1,4 +1,4 @@
-"""`texts`: a text made by a worker's engine in this process. Imports torch."""
+"""`texts`: a completion by a worker's engine in this process. Imports torch."""
 
 import sys
 from collections.abc import Generator, Iterator
@@ -20,15 +20,15 @@ from equipoise_model.sampling_params import SamplingError, SamplingParams
 
 _FINISH = {FinishReason.LENGTH: Finish.LENGTH, FinishReason.STOP: Finish.STOP, None: None}
 _LOOK_S = 1.0
-"""Between two steps, the engine's health is looked at this often."""
+"""How often to check that the engine still runs while no step completes."""
 
 
 def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[str, None, None]:
-    """Pieces of the text behind the prompt as they are made.
+    """Yield pieces of the completion as they are generated.
 
     Raises:
-        ToolInputError: a sampling value is out of range, or the text does not fit the model.
-        GatewayError, CheckpointError, WorkerError: the checkpoint is of no use.
+        ToolInputError: a sampling parameter is out of range, or the prompt is not UTF-8.
+        GatewayError, CheckpointError, WorkerError: the checkpoint cannot be used.
     """
     sampling = _sampling(settings, seed=seed)
     tokenizer = Tokenizer.of_checkpoint(settings.checkpoint)
@@ -61,7 +61,7 @@ def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[st
 
 
 def _say(line: str, _done: int, _total: int) -> None:
-    """The text itself is what goes to standard output."""
+    """Report progress on stderr; stdout carries the completion only."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -79,7 +79,7 @@ def _made(steps: SimpleQueue[StepResult], ended: Future[None]) -> Iterator[Made]
 
 @contextmanager
 def _running(engine: Engine) -> Iterator[Future[None]]:
-    """The engine steps on a thread of its own until the block is left."""
+    """Run the engine on its own thread inside the block."""
     with ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
         ended = thread.submit(engine.run)
         try:
@@ -92,7 +92,7 @@ def _tokens(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
     try:
         return tokenizer.encode(prompt)
     except UnicodeEncodeError:
-        raise ToolInputError("the prompt has bytes that are no UTF-8") from None
+        raise ToolInputError("the prompt is not valid UTF-8") from None
 
 
 def _sampling(settings: GenerateSettings, *, seed: int) -> SamplingParams:

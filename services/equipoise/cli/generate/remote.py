@@ -1,47 +1,47 @@
-"""`texts`: a text made by a server of OpenAI's form."""
+"""`texts`: a completion by an OpenAI-compatible server."""
 
 from collections.abc import Generator
 from typing import Any
 
 import httpx2
 
-from equipoise.cli import openai_client as openai_server
+from equipoise.cli import openai_client
 from equipoise.cli.generate.settings import GenerateSettings
 
 
 def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[str, None, None]:
-    """Pieces of the text behind the prompt as they come.
+    """Yield pieces of the completion as they arrive.
 
     Raises:
-        ToolInputError: the server refuses what is asked, breaks, or cannot be reached.
+        ToolInputError: the server rejects the request, fails or is unreachable.
     """
     try:
         with httpx2.Client(
-            base_url=openai_server.base_url(settings.url),
-            headers=openai_server.headers(settings.api_key),
+            base_url=openai_client.base_url(settings.url),
+            headers=openai_client.headers(settings.api_key),
             timeout=settings.timeout_s,
         ) as client:
             model = settings.model or _first_model(client)
             body = _body(settings, prompt, model=model, seed=seed)
             with client.stream("POST", "completions", json=body) as response:
                 if response.status_code != 200:
-                    openai_server.check(response.status_code, response.read())
+                    openai_client.check(response.status_code, response.read())
                 for line in response.iter_lines():
-                    if event := openai_server.event(line):
+                    if event := openai_client.event(line):
                         yield from (choice["text"] for choice in event["choices"])
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise openai_server.unreachable(settings.url, error) from None
+        raise openai_client.unreachable(settings.url, error) from None
 
 
 def _first_model(client: httpx2.Client) -> str:
     answer = client.get("models")
-    openai_server.check(answer.status_code, answer.content)
-    return openai_server.first_model(answer.content)
+    openai_client.check(answer.status_code, answer.content)
+    return openai_client.first_model(answer.content)
 
 
 def _body(settings: GenerateSettings, prompt: str, *, model: str, seed: int) -> dict[str, Any]:
-    """Fields that are not OpenAI's go only when they ask for something: few servers have all."""
-    beyond = {
+    """The request. Fields beyond OpenAI's are sent only if set: few servers know them all."""
+    extensions = {
         "top_k": (settings.top_k, 0),
         "min_p": (settings.min_p, 0.0),
         "repetition_penalty": (settings.repetition_penalty, 1.0),
@@ -58,5 +58,5 @@ def _body(settings: GenerateSettings, prompt: str, *, model: str, seed: int) -> 
         "seed": seed,
         "stop": list(settings.stop) or None,
         "stream": True,
-        **{name: value for name, (value, usual) in beyond.items() if value != usual},
+        **{name: value for name, (value, off) in extensions.items() if value != off},
     }

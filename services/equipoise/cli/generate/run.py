@@ -1,9 +1,8 @@
-"""`equipoise generate`: a model goes on with a text, and the shell shows it as it is made.
+"""`equipoise generate`: print the completion of a prompt as it is generated.
 
-The model runs in this process, by a worker's engine without a balancer, or behind a URL.
+The model runs in this process, in a worker's engine without a balancer, or on a server.
 """
 
-import importlib
 import secrets
 import sys
 from collections.abc import Generator
@@ -14,15 +13,15 @@ from equipoise.cli.offline.settings import ToolInputError
 
 
 def run(settings: GenerateSettings) -> int:
-    """Print the text behind the prompt; returns the exit status 0.
+    """Print the completion; return 0.
 
     Raises:
-        ToolInputError: the server or the model refuses what is asked, or cannot be reached.
-        GatewayError, CheckpointError, WorkerError: the checkpoint is of no use.
+        ToolInputError: the server or the model rejects the request, or the server is unreachable.
+        GatewayError, CheckpointError, WorkerError: the checkpoint cannot be used.
     """
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     if not prompt:
-        raise ToolInputError("the prompt is empty: nothing came from standard input")
+        raise ToolInputError("the prompt is empty: standard input had no text")
     seed = secrets.randbits(63) if settings.seed is None else settings.seed
     with closing(_texts(settings, prompt, seed=seed)) as texts:
         for text in texts:
@@ -33,9 +32,11 @@ def run(settings: GenerateSettings) -> int:
 
 
 def _texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[str, None, None]:
-    """Either way imports what the other does not need."""
-    where = "equipoise.cli.generate.remote" if settings.url else "equipoise.cli.generate.local"
-    texts: Generator[str, None, None] = importlib.import_module(where).texts(
-        settings, prompt, seed=seed
-    )
-    return texts
+    """Pieces of the completion. Only the local model imports torch."""
+    if settings.url:
+        from equipoise.cli.generate import remote
+
+        return remote.texts(settings, prompt, seed=seed)
+    from equipoise.cli.generate import local
+
+    return local.texts(settings, prompt, seed=seed)

@@ -1,85 +1,82 @@
-"""`GenerateSettings`: what a person may ask of `equipoise generate`. Starts nothing."""
+"""`GenerateSettings`: the options of `equipoise generate`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from equipoise.cli.offline.settings import ToolInputError
 from equipoise.cli.options import ARGUMENT, REPEATED
 from equipoise.formats.packaged import packaged_checkpoint
+from equipoise.settings.fields import HOUR_S, Range, check_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateSettings:
-    """A prompt, who goes on with it, and how.
+    """A prompt, the model that completes it, and sampling parameters.
 
     Raises:
-        ToolInputError: a value is outside its range.
+        InvalidSettingsError: a number is out of range.
+        ToolInputError: another value is invalid.
     """
 
-    prompt: str = field(default="", metadata={ARGUMENT: True})
-    """Text to go on with; - reads it from standard input."""
+    prompt: str = field(metadata={ARGUMENT: True})
+    """Text to complete. - reads standard input."""
 
     url: str = ""
-    """Where a server of OpenAI's form listens, like http://127.0.0.1:8080; unless given, the
-    checkpoint's model runs in this process."""
+    """URL of an OpenAI-compatible server, like http://127.0.0.1:8080. Default: run the checkpoint
+    in this process."""
 
     checkpoint: Path = field(default_factory=packaged_checkpoint)
-    """Folder of the model that runs in this process; the tiny model that comes with the package
-    unless given."""
+    """Checkpoint folder to run in this process. Default: the tiny model in the package."""
 
     model: str = ""
-    """Name of the server's model; the first that it lists unless given."""
+    """Model name on the server. Default: the first that it lists."""
 
     api_key: str = ""
-    """The server's API key; the environment's OPENAI_API_KEY unless given."""
+    """API key. Default: $OPENAI_API_KEY."""
 
-    max_tokens: int = 128
-    """Most tokens to generate."""
+    max_tokens: Annotated[int, Range(1)] = 128
+    """Maximum number of tokens to generate."""
 
     temperature: float = 0.0
-    """Divides the logits: 0 takes the most likely token always, 1 samples from the model's own
+    """Sampling temperature. 0 always takes the most likely token; 1 samples from the model's
     distribution."""
 
     top_p: float = 1.0
-    """Sample only from the likeliest tokens that reach this share of probability together."""
+    """Sample from the most likely tokens whose probabilities add up to this."""
 
     top_k: int = 0
-    """Sample only from so many likeliest tokens; 0 is all."""
+    """Sample from this number of most likely tokens. 0 is all."""
 
     min_p: float = 0.0
-    """Sample only from tokens this probable, as a share of the likeliest one's probability."""
+    """Sample from tokens at least this probable, relative to the most likely token."""
 
     repetition_penalty: float = 1.0
-    """Divides the logits of tokens in prompt and output; 1 is none."""
+    """Divisor for the logits of tokens in prompt and output. 1 is off."""
 
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the output, from -2 to 2."""
+    """Subtracted from the logits of tokens in the output, from -2 to 2. 0 is off."""
 
     frequency_penalty: float = 0.0
-    """The same for every time that the output has them."""
+    """Like --presence-penalty, once per occurrence."""
 
     seed: int | None = None
-    """The same seed gives the same text; another one each time unless given."""
+    """The same seed gives the same text. Default: random."""
 
     stop: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
-    """A text at which to end; it is not shown. May be given several times."""
+    """Stop at this text, which is not printed. Repeatable."""
 
     ignore_eos: bool = False
-    """Go on behind the model's own end."""
+    """Generate past the end-of-sequence token."""
 
-    timeout_s: float = 60.0
-    """Seconds to wait for a server, and from one of its words to the next."""
+    timeout_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 60.0
+    """Seconds to wait for the server's first and each further piece of text."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if not self.prompt:
-            raise ToolInputError("a prompt is needed: equipoise generate 'def f('")
+            raise ToolInputError("the prompt is empty")
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ToolInputError(f"--url must begin with http:// or https://, not {self.url!r}")
-        if self.max_tokens < 1:
-            raise ToolInputError(f"--max-tokens must be at least 1, not {self.max_tokens}")
-        if not 0 < self.timeout_s <= 3600:
-            raise ToolInputError(
-                f"--timeout-s must be above 0 and at most 3600, not {self.timeout_s:g}"
-            )
         if not all(self.stop):
             raise ToolInputError("--stop must not be empty")

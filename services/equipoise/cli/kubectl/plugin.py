@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 import typer
 
 from equipoise.cli.kubectl.port_forward import ForwardError, forwarded
-from equipoise.cli.live.ask_settings import ADDRESS_VARIABLE
+from equipoise.cli.live.settings import ADDRESS_VARIABLE, BALANCER_NAME_VARIABLE
 
-_NAME_VARIABLE = "EQUIPOISE_TLS_BALANCER_NAME"
 _OF_KUBECTL = {
     "-n": "--namespace",
     "--namespace": "--namespace",
@@ -26,6 +25,7 @@ _OF_KUBECTL = {
 }
 """Options that are kubectl's, as people type them."""
 _RELEASE = "--release"
+_HELP_LENGTH = 200
 _NO_FILES = 4
 """What kubectl takes from a completion for: propose nothing else."""
 
@@ -42,8 +42,8 @@ class Call:
 def main() -> NoReturn:
     """Run a command; end with its exit status."""
     try:
-        from equipoise.cli.main import app  # noqa: PLC0415 - takes a second
-        from equipoise.cli.main import main as run  # noqa: PLC0415
+        from equipoise.cli.main import app
+        from equipoise.cli.main import main as run
 
         call = parted(sys.argv[1:])
         sys.argv = ["kubectl equipoise", *call.arguments]
@@ -53,7 +53,7 @@ def main() -> NoReturn:
         with forwarded(call.of_kubectl, release=call.release) as (address, name):
             os.environ[ADDRESS_VARIABLE] = address
             if name:
-                os.environ.setdefault(_NAME_VARIABLE, name)
+                os.environ.setdefault(BALANCER_NAME_VARIABLE, name)
             run()
     except ForwardError as error:
         print(f"kubectl equipoise: {error}", file=sys.stderr)
@@ -65,7 +65,7 @@ def main() -> NoReturn:
 
 def complete() -> None:
     """Answer kubectl, which asks by `kubectl_complete-equipoise` what may follow."""
-    from equipoise.cli.main import app  # noqa: PLC0415 - takes a second
+    from equipoise.cli.main import app
 
     with suppress(ForwardError):  # In the middle of an option of kubectl's.
         *before, begun = parted(sys.argv[1:]).arguments or ("",)
@@ -112,7 +112,7 @@ def following(app: typer.Typer, before: Sequence[str], *, begun: str) -> Iterato
     command = _command(app, before)
     for name, below in getattr(command, "commands", {}).items():
         if name.startswith(begun):
-            yield name, below.get_short_help_str()
+            yield name, below.get_short_help_str(_HELP_LENGTH)
     for parameter in command.params if begun.startswith("-") else ():
         for option in parameter.opts:
             if option.startswith("--") and option.startswith(begun):

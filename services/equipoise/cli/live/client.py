@@ -1,43 +1,89 @@
-"""`BalancerClient`: questions to the balancer that leads. What gRPC raises becomes one sentence."""
+"""`BalancerClient`: calls to the leader's Status service, and gRPC errors as one sentence each."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import grpc
 
-from equipoise.cli.live.access import LEADER_METADATA, BalancerRefusedError, explained
-from equipoise.cli.live.ask_settings import AskSettings
+from equipoise.cli.live.settings import Access, BalancerClientSettings
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.wire.limits import MAX_STATUS_BYTES
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
 
+LEADER_METADATA = "equipoise-leader"
+"""Trailing metadata in which a follower names the leader's address."""
+
 _LIMIT = (("grpc.max_receive_message_length", MAX_STATUS_BYTES),)
+_UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+_R = TypeVar("_R")
+
+
+class BalancerRefusedError(RuntimeError):
+    """The balancer is unreachable or refuses the call; the message includes the remedy."""
+
+    def __init__(self, message: str, *, leader_address: str = "") -> None:
+        super().__init__(message)
+        self.leader_address = leader_address
+        """The leader's address, if a follower refused the call and knows it."""
+
+
+def credentials_of(access: Access) -> Credentials:
+    """Read the files that `access` names.
+
+    Raises:
+        TrustError: a file cannot be used.
+    """
+    return Credentials(
+        access.tls, token_file=access.token_file, balancer_name=access.tls_balancer_name
+    )
 
 
 @contextmanager
-def asking(settings: AskSettings) -> Iterator["BalancerClient"]:
-    """A client of the balancer that leads, where the one at `settings.address` names it.
-
-    A follower knows the past only. Where its leader cannot be reached from here, and where nobody
-    answers, the given one has the word.
+def explained(address: str, credentials: Credentials) -> Iterator[None]:
+    """Turn gRPC errors of the block into one sentence.
 
     Raises:
-        TrustError: a file of certificates or of the token cannot be used.
+        BalancerRefusedError: the sentence.
     """
-    credentials = settings.access.credentials()
+    try:
+        yield
+    except grpc.RpcError as error:
+        assert isinstance(error, grpc.Call)  # noqa: PT017 - no test
+        leader = dict(error.trailing_metadata() or ()).get(LEADER_METADATA, "")
+        raise BalancerRefusedError(
+            _message(error, address, credentials), leader_address=str(leader)
+        ) from error
+
+
+@contextmanager
+def connected(settings: BalancerClientSettings) -> Iterator["BalancerClient"]:
+    """Connect to the leader, if the balancer at `settings.address` names a reachable one.
+
+    Otherwise the client talks to that balancer itself; a follower knows past state only.
+
+    Raises:
+        TrustError: a certificate or token file cannot be used.
+    """
+    credentials = credentials_of(settings.access)
     address = _leader(settings, credentials)
     with credentials.blocking_channel(address, options=_LIMIT) as channel:
         yield BalancerClient(channel, replace(settings, address=address), credentials)
 
 
 class BalancerClient:
-    """Every method raises `BalancerRefusedError` if the balancer cannot be asked, or refuses."""
+    """The Status service of one balancer.
+
+    Every method except `watch` raises `BalancerRefusedError` if the balancer is unreachable or
+    refuses the call.
+    """
 
     def __init__(
-        self, channel: grpc.Channel, settings: AskSettings, credentials: Credentials
+        self, channel: grpc.Channel, settings: BalancerClientSettings, credentials: Credentials
     ) -> None:
         self._stub = status_pb2_grpc.StatusStub(channel)
         self._pool = settings.pool
@@ -46,71 +92,59 @@ class BalancerClient:
         self.address = settings.address
 
     def pools(self) -> list[pb.PoolSummary]:
-        """Every pool in a line."""
-        with self._explained():
-            response = self._stub.ListPools(
-                pb.ListPoolsRequest(), timeout=self._timeout_s, metadata=self._shown()
-            )
-        return list(response.pools)
+        """A summary of every pool."""
+        return list(self._call(self._stub.ListPools, pb.ListPoolsRequest()).pools)
 
     def status(self) -> pb.PoolStatus:
-        """The pool's whole state."""
-        with self._explained():
-            response = self._stub.GetStatus(
-                pb.GetStatusRequest(pool=self._pool),
-                timeout=self._timeout_s,
-                metadata=self._shown(),
-            )
-        return response.status
+        """The pool's status."""
+        return self._call(self._stub.GetStatus, pb.GetStatusRequest(pool=self._pool)).status
 
     def layout(self, generation: int = 0) -> pb.GetLayoutResponse:
-        """A layout, the committed one for generation 0."""
-        with self._explained():
-            return self._stub.GetLayout(
-                pb.GetLayoutRequest(pool=self._pool, generation=generation),
-                timeout=self._timeout_s,
-                metadata=self._shown(),
-            )
+        """A layout; generation 0 is the committed one."""
+        request = pb.GetLayoutRequest(pool=self._pool, generation=generation)
+        return self._call(self._stub.GetLayout, request)
 
     def loads(self) -> pb.GetLoadsResponse:
-        """The loads that decisions rest on."""
-        with self._explained():
-            return self._stub.GetLoads(
-                pb.GetLoadsRequest(pool=self._pool),
-                timeout=self._timeout_s,
-                metadata=self._shown(),
-            )
+        """The loads that decisions are based on."""
+        return self._call(self._stub.GetLoads, pb.GetLoadsRequest(pool=self._pool))
 
     def decisions(self, *, limit: int) -> list[pb.Decision]:
-        """Past verdicts, newest first."""
-        with self._explained():
-            response = self._stub.ListDecisions(
-                pb.ListDecisionsRequest(pool=self._pool, limit=limit),
-                timeout=self._timeout_s,
-                metadata=self._shown(),
-            )
-        return list(response.decisions)
+        """Past decisions, newest first."""
+        request = pb.ListDecisionsRequest(pool=self._pool, limit=limit)
+        return list(self._call(self._stub.ListDecisions, request).decisions)
 
     def watch(self, take: Callable[[pb.PoolStatus], None]) -> str:
-        """Hand every new status to `take` until the stream ends; returns why it did."""
+        """Pass every new status to `take` until the stream ends; return why it ended."""
+        request = pb.WatchStatusRequest(pool=self._pool)
         try:
-            with self._explained():
-                for response in self._stub.WatchStatus(
-                    pb.WatchStatusRequest(pool=self._pool), metadata=self._shown()
-                ):
+            with explained(self.address, self._credentials):
+                stream = self._stub.WatchStatus(request, metadata=self._credentials.metadata())
+                for response in stream:
                     take(response.status)
         except BalancerRefusedError as error:
             return str(error)
-        return f"the balancer at {self.address} ended the stream"
+        return f"the balancer at {self.address} closed the stream"
 
-    def _explained(self) -> AbstractContextManager[None]:
-        return explained(self.address, self._credentials)
-
-    def _shown(self) -> tuple[tuple[str, str], ...]:
-        return self._credentials.metadata()
+    def _call(self, method: Callable[..., _R], request: object) -> _R:
+        with explained(self.address, self._credentials):
+            return method(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
 
 
-def _leader(settings: AskSettings, credentials: Credentials) -> str:
+def _message(error: grpc.Call, address: str, credentials: Credentials) -> str:
+    details = error.details() or ""
+    if error.code() in _UNREACHABLE:
+        if (explanation := credentials.explain(details)) != details:
+            return f"cannot connect to the balancer at {address}: {explanation}"
+        if "failed to connect" in details or not details or "Deadline" in details:
+            return (
+                f"no balancer answers at {address}: start one with `equipoise balancer`, or name "
+                "another one with --address"
+            )
+    return f"the balancer at {address} refused: {details}"
+
+
+def _leader(settings: BalancerClientSettings, credentials: Credentials) -> str:
+    """The leader's address, or `settings.address` if it is unknown or unreachable."""
     try:
         with credentials.blocking_channel(settings.address) as channel:
             _, call = status_pb2_grpc.StatusStub(channel).ListPools.with_call(

@@ -1,7 +1,4 @@
-"""`equipoise decisions`: what was decided, with the reasons; and `equipoise epochs`: who took part.
-
-Only asks and shows.
-"""
+"""`equipoise decisions` and `equipoise epochs`."""
 
 import json
 import sys
@@ -12,10 +9,9 @@ from typing import NoReturn
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import bytes_words, clock_words, console
-from equipoise.cli.live.ask_settings import AskSettings
-from equipoise.cli.live.client import BalancerClient, asking
-from equipoise.cli.live.settings import DecisionsSettings
+from equipoise.cli.display import console, format_bytes, format_time
+from equipoise.cli.live.client import BalancerClient, connected
+from equipoise.cli.live.settings import BalancerClientSettings, DecisionsSettings
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 
@@ -23,12 +19,12 @@ _RETRY_S = 1.0
 
 
 def run(settings: DecisionsSettings) -> int:
-    """Show the latest decisions, newest first; with `follow` oldest first, and on.
+    """Print the latest decisions, newest first; with `follow` oldest first, then new ones.
 
     Raises:
-        BalancerRefusedError: the balancer cannot be asked, or does not know the pool.
+        BalancerRefusedError: the balancer is unreachable or does not know the pool.
     """
-    with asking(settings) as client:
+    with connected(settings) as client:
         decisions = client.decisions(limit=settings.limit)
         if settings.follow:
             _follow(client, decisions, as_lines=settings.json)
@@ -37,62 +33,62 @@ def run(settings: DecisionsSettings) -> int:
     elif decisions:
         console().print(decisions_table(decisions))
     else:
-        print("nothing was decided yet: a plan is made at the end of a window that had traffic")
+        print("no decision yet: the balancer plans at the end of each window that had traffic")
     return 0
 
 
-def epochs(settings: AskSettings) -> int:
-    """Show the latest changes of who takes part, newest first.
+def epochs(settings: BalancerClientSettings) -> int:
+    """Print the latest epochs, newest first.
 
     Raises:
-        BalancerRefusedError: the balancer cannot be asked, or does not know the pool.
+        BalancerRefusedError: the balancer is unreachable or does not know the pool.
     """
-    with asking(settings) as client:
+    with connected(settings) as client:
         status = client.status()
     if settings.json:
-        told = [as_json(one) for one in status.epochs]
-        print(json.dumps({"pool": status.pool, "epoch": status.epoch, "epochs": told}, indent=2))
+        opened = [as_json(one) for one in status.epochs]
+        print(json.dumps({"pool": status.pool, "epoch": status.epoch, "epochs": opened}, indent=2))
     elif status.epochs:
         console().print(epochs_table(status.epochs))
     else:
         print(
-            f"pool {status.pool} is in epoch {status.epoch}; the balancer that leads has opened "
-            "none since it started"
+            f"pool {status.pool} is in epoch {status.epoch}; the leader has opened no epoch since "
+            "it started"
         )
     return 0
 
 
 def decisions_table(decisions: Iterable[pb.Decision]) -> Table:
-    """A line a decision."""
+    """One row per decision."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("", "time", "", "balancedness", "moves", "bytes", "reason"):
+    for name in ("", "time", "verdict", "balancedness", "moves", "bytes", "reason"):
         right = name in {"moves", "bytes"}
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "reason")
     for one in decisions:
-        planned = one.kind != "policy"
+        is_plan = one.kind != "policy"
         table.add_row(
             Text(str(one.sequence), style="dim"),
-            clock_words(one.time_unix_s),
+            format_time(one.time_unix_s),
             _verdict(one),
-            f"{one.balancedness_current:.3f} → {one.balancedness_proposed:.3f}" if planned else "",
-            f"{one.moves:,}" if planned else "",
-            bytes_words(one.bytes) if planned else "",
+            f"{one.balancedness_current:.3f} → {one.balancedness_proposed:.3f}" if is_plan else "",
+            f"{one.moves:,}" if is_plan else "",
+            format_bytes(one.bytes) if is_plan else "",
             Text(one.reason),
         )
     return table
 
 
-def epochs_table(told: Iterable[pb.EpochStatus]) -> Table:
-    """A line an epoch."""
+def epochs_table(epochs: Iterable[pb.EpochStatus]) -> Table:
+    """One row per epoch."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("epoch", "opened", "ranks", "serving after", "reason"):
         right = name in {"epoch", "ranks", "serving after"}
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "reason")
-    for one in told:
+    for one in epochs:
         after = f"{one.serving_after_s:.1f} s" if one.serving_after_s else "not yet"
         table.add_row(
             str(one.epoch),
-            clock_words(one.opened_unix_s),
+            format_time(one.opened_unix_s),
             str(len(one.workers)),
             after,
             Text(one.reason),
@@ -101,7 +97,7 @@ def epochs_table(told: Iterable[pb.EpochStatus]) -> Table:
 
 
 def _follow(client: BalancerClient, decisions: list[pb.Decision], *, as_lines: bool) -> NoReturn:
-    """Print each decision once, also over restarts of the balancer."""
+    """Print each decision once, across restarts of the balancer."""
     newest = 0
 
     def show(latest: list[pb.Decision]) -> None:
@@ -125,8 +121,8 @@ def _follow(client: BalancerClient, decisions: list[pb.Decision], *, as_lines: b
 
 
 def _line(one: pb.Decision) -> str:
-    word = _verdict(one).plain
-    return f"{clock_words(one.time_unix_s)}  {one.sequence:>5}  {word:<6}  {one.reason}"
+    verdict = _verdict(one).plain
+    return f"{format_time(one.time_unix_s)}  {one.sequence:>5}  {verdict:<6}  {one.reason}"
 
 
 def _verdict(one: pb.Decision) -> Text:

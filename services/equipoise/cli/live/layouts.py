@@ -1,7 +1,4 @@
-"""`equipoise layout …`: a pool's layouts shown, compared, and exchanged with files of any engine.
-
-Owns no order but one: `import` pins what a file says. What can be done is the balancer's decision.
-"""
+"""`equipoise layout ...`: show, compare, export and import a pool's layouts."""
 
 import json
 from pathlib import Path
@@ -12,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.cli.display import console
-from equipoise.cli.live.client import BalancerClient, asking
-from equipoise.cli.live.operations import give
+from equipoise.cli.live.client import BalancerClient, connected
+from equipoise.cli.live.operations import send_pin
 from equipoise.cli.live.settings import (
     LayoutDiffSettings,
     LayoutExportSettings,
@@ -30,20 +27,20 @@ from equipoise.planning.shares import WHOLE
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto
 from equipoise_api.v1 import admin_pb2
 
-SAME, DIFFERENT = 0, 3
-"""Exit statuses of `diff`."""
+EXIT_DIFFERENT = 3
+"""Exit status of `diff`."""
 
 _NUM_NAMED = 6
 
 
 def show(settings: LayoutShowSettings) -> int:
-    """Show a layout: a line a layer, or one layer rank by rank.
+    """Print a layout: one line per layer, or one layer rank by rank.
 
     Raises:
-        BalancerRefusedError: the balancer cannot be asked, or has no such layout.
-        ToolInputError: there is no such layer.
+        BalancerRefusedError: the balancer is unreachable or has no such layout.
+        ToolInputError: the layout has no such layer.
     """
-    with asking(settings) as client:
+    with connected(settings) as client:
         response = client.layout(settings.generation)
     layout = layout_from_proto(response.layout)
     if settings.layer is not None and not 0 <= settings.layer < layout.num_layers:
@@ -66,20 +63,20 @@ def show(settings: LayoutShowSettings) -> int:
 
 
 def diff(settings: LayoutDiffSettings) -> int:
-    """Say what moves between two layouts; exit status 3 if they differ.
+    """Print the moves between two layouts; return 3 if they differ.
 
     Raises:
-        BalancerRefusedError: the balancer cannot be asked, or has no such layout.
+        BalancerRefusedError: the balancer is unreachable or has no such layout.
         FormatError: a file cannot be read.
-        ToolInputError: the two are of different shapes.
+        ToolInputError: the layouts have different shapes.
     """
-    with asking(settings) as client:
-        after = _either(settings.after or "0", client)
+    with connected(settings) as client:
+        after = _either(settings.after, client)
         before = _either(settings.before, client, like=after)
     if before.expert_of_slot.shape != after.expert_of_slot.shape:
         raise ToolInputError(
-            f"{settings.before} has {_shape(before)}, {settings.after or 'what runs'} has "
-            f"{_shape(after)}: they cannot be compared"
+            f"cannot compare {settings.before} with {settings.after}: {_shape(before)} against "
+            f"{_shape(after)}"
         )
     changed = before.expert_of_slot != after.expert_of_slot
     shares = before.shares() != after.shares()
@@ -95,18 +92,17 @@ def diff(settings: LayoutDiffSettings) -> int:
         print(json.dumps(document, indent=2))
     else:
         _print_diff(before, after, document)
-    return SAME if is_same else DIFFERENT
+    return 0 if is_same else EXIT_DIFFERENT
 
 
 def export(settings: LayoutExportSettings) -> int:
-    """Write a layout to a file of any engine's format.
+    """Write a layout to a file in an engine's format.
 
     Raises:
-        BalancerRefusedError: the balancer cannot be asked, or has no such layout.
-        FormatError: it cannot be written, or the format cannot say it.
+        BalancerRefusedError: the balancer is unreachable or has no such layout.
+        FormatError: the file cannot be written, or the format cannot represent the layout.
     """
-    assert settings.file is not None, "settings check it"
-    with asking(settings) as client:
+    with connected(settings) as client:
         layout = layout_from_proto(client.layout(settings.generation).layout)
     placement = Placement(
         expert_of_slot=layout.expert_of_slot,
@@ -116,23 +112,26 @@ def export(settings: LayoutExportSettings) -> int:
         share_of_slot=layout.share_of_slot,
     )
     write_placement(placement, settings.file, form=settings.format)
-    told = {"generation": layout.generation, "file": str(settings.file), "format": settings.format}
     if settings.json:
-        print(json.dumps(told, indent=2))
+        document = {
+            "generation": layout.generation,
+            "file": str(settings.file),
+            "format": settings.format,
+        }
+        print(json.dumps(document, indent=2))
     else:
-        print(f"generation {layout.generation} is written to {settings.file} for {told['format']}")
+        print(f"wrote generation {layout.generation} to {settings.file} ({settings.format} format)")
     return 0
 
 
 def import_(settings: LayoutImportSettings) -> int:
-    """Pin the pool to the layout in a file; exit status 3 if the balancer refuses.
+    """Pin the pool to the layout in a file; return 3 if the balancer refuses.
 
     Raises:
-        BalancerRefusedError: the balancer cannot be asked.
-        FormatError: the file cannot be read, or is no layout for this pool.
+        BalancerRefusedError: the balancer is unreachable.
+        FormatError: the file cannot be read, or does not fit the pool.
     """
-    assert settings.file is not None, "settings check it"
-    with asking(settings) as client:
+    with connected(settings) as client:
         running = layout_from_proto(client.layout().layout)
     layout = _read(
         settings.file,
@@ -144,14 +143,14 @@ def import_(settings: LayoutImportSettings) -> int:
     request = admin_pb2.PinRequest(
         pool=settings.pool, reason=reason, layout=layout_to_proto(layout)
     )
-    return give(settings, "Pin", request)
+    return send_pin(settings, request)
 
 
-def _either(words: str, client: BalancerClient, *, like: Layout | None = None) -> Layout:
-    """A generation's layout, or a file's."""
-    if words.isdigit():
-        return layout_from_proto(client.layout(int(words)).layout)
-    return _read(Path(words), like=like or layout_from_proto(client.layout().layout))
+def _either(name: str, client: BalancerClient, *, like: Layout | None = None) -> Layout:
+    """The layout of a generation or of a file."""
+    if name.isdigit():
+        return layout_from_proto(client.layout(int(name)).layout)
+    return _read(Path(name), like=like or layout_from_proto(client.layout().layout))
 
 
 def _read(
@@ -179,12 +178,12 @@ def _read(
 
 def _layers_table(layout: Layout) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("layer", "most replicas", "replicated", "experts with most replicas"):
+    for name in ("layer", "most replicas", "replicated", "experts with the most replicas"):
         table.add_column(name, justify="left" if name.startswith("experts") else "right")
     for layer, counts in enumerate(layout.replica_counts()):
         chosen = [int(e) for e in np.argsort(-counts, kind="stable")[:_NUM_NAMED] if counts[e] > 1]
-        words = "  ".join(f"{expert} x{counts[expert]}" for expert in chosen)
-        table.add_row(str(layer), str(counts.max()), str(int((counts > 1).sum())), words)
+        replicas = "  ".join(f"{expert} x{counts[expert]}" for expert in chosen)
+        table.add_row(str(layer), str(counts.max()), str(int((counts > 1).sum())), replicas)
     return table
 
 
@@ -193,36 +192,33 @@ def _ranks_table(layout: Layout, layer: int, nodes: list[str]) -> Table:
     table.add_column("rank", justify="right")
     if nodes:
         table.add_column("node")
-    table.add_column(f"experts in the slots of layer {layer}; bold ones have replicas")
+    table.add_column(f"experts in the slots of layer {layer} (bold: replicated)")
     counts, shares = layout.replica_counts()[layer], layout.share_of_slot
     for rank in range(layout.num_ranks):
-        words = Text()
+        cell = Text()
         for slot in range(layout.first_slot[rank], layout.first_slot[rank + 1]):
             expert = int(layout.expert_of_slot[layer, slot])
-            words.append(f"{expert:>4}", style="bold cyan" if counts[expert] > 1 else "")
+            cell.append(f"{expert:>4}", style="bold cyan" if counts[expert] > 1 else "")
             if shares is not None and counts[expert] > 1:
-                words.append(f" ({shares[layer, slot] / WHOLE:.0%})", style="dim")
-        table.add_row(str(rank), *([Text(nodes[rank])] if nodes else []), words)
+                cell.append(f" ({shares[layer, slot] / WHOLE:.0%})", style="dim")
+        table.add_row(str(rank), *([Text(nodes[rank])] if nodes else []), cell)
     return table
 
 
 def _print_diff(before: Layout, after: Layout, document: dict[str, Any]) -> None:
     if document["same"]:
-        print("they place experts alike")
+        print("the layouts place experts identically")
         return
-    print(
-        f"{document['moves']:,} moves, and {document['changed_shares']:,} other slots with another "
-        "share"
-    )
+    print(f"{document['moves']:,} moves; {document['changed_shares']:,} other slots change share")
     counts_before, counts_after = before.replica_counts(), after.replica_counts()
     for layer, moves in enumerate(document["moves_of_layer"]):
         if not moves:
             continue
         gained = counts_after[layer] - counts_before[layer]
         changes = [int(e) for e in np.argsort(-np.abs(gained), kind="stable") if gained[e]]
-        words = "  ".join(f"{expert} {gained[expert]:+d}" for expert in changes[:_NUM_NAMED])
+        named = "  ".join(f"{expert} {gained[expert]:+d}" for expert in changes[:_NUM_NAMED])
         more = f"  and {len(changes) - _NUM_NAMED} more" if len(changes) > _NUM_NAMED else ""
-        replicas = f"; replicas of experts: {words}{more}" if words else ""
+        replicas = f"; replicas per expert: {named}{more}" if named else ""
         print(f"  layer {layer}: {moves:,} moves{replicas}")
 
 
@@ -239,4 +235,4 @@ def _document(layout: Layout, nodes: list[str]) -> dict[str, Any]:
 
 
 def _shape(layout: Layout) -> str:
-    return f"{layout.num_layers} layers of {layout.num_slots} slots"
+    return f"{layout.num_layers} layers x {layout.num_slots} slots"

@@ -1,20 +1,19 @@
-"""`equipoise rebalance`, `pause`, `resume`, `rollback`, `pin`, `unpin`, `preview`: orders.
+"""`equipoise rebalance`, `pause`, `resume`, `rollback`, `pin`, `unpin` and `preview`.
 
-Owns asking and showing the answer; what can be done is the balancer's decision.
+Sends the request and prints the answer. The balancer decides whether to carry it out.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from enum import IntEnum
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
-from equipoise.cli.live.access import BalancerRefusedError, explained
-from equipoise.cli.live.operation_settings import (
-    OrderSettings,
+from equipoise.cli.display import format_bytes, format_count
+from equipoise.cli.live.client import BalancerRefusedError, credentials_of, explained
+from equipoise.cli.live.settings import (
+    OperationSettings,
     PinSettings,
     PreviewSettings,
     RebalanceSettings,
@@ -22,172 +21,162 @@ from equipoise.cli.live.operation_settings import (
 )
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import admin_pb2 as pb
-from equipoise_api.v1 import admin_pb2_grpc as pb_grpc
+from equipoise_api.v1 import admin_pb2_grpc
 
-_Answer = TypeVar("_Answer")
-_Ask = Callable[[str, Message], Any]
-"""Calls a method of the Admin service."""
+EXIT_REFUSED = 3
 
-
-class ExitStatus(IntEnum):
-    """What a script learns without reading (1 is a fault, 2 a wrong option)."""
-
-    DONE = 0
-    REFUSED = 3
+_R = TypeVar("_R")
 
 
 def rebalance(settings: RebalanceSettings) -> int:
-    """Have a plan made now, in one pool or in all."""
+    """Plan now, in one pool or in all."""
     if settings.all_pools:
         return _rebalance_all(settings)
     request = pb.TriggerRebalanceRequest(
         pool=settings.pool, reason=settings.reason, force=settings.force
     )
-    return give(settings, "TriggerRebalance", request)
+    return _report(settings, _send(settings, lambda stub: stub.TriggerRebalance, request))
 
 
-def pause(settings: OrderSettings) -> int:
-    """Have no plan adopted until it is resumed."""
-    return give(settings, "Pause", pb.PauseRequest(pool=settings.pool, reason=settings.reason))
+def pause(settings: OperationSettings) -> int:
+    """Stop adopting plans."""
+    request = pb.PauseRequest(pool=settings.pool, reason=settings.reason)
+    return _report(settings, _send(settings, lambda stub: stub.Pause, request))
 
 
-def resume(settings: OrderSettings) -> int:
-    """Have plans adopted again."""
-    return give(settings, "Resume", pb.ResumeRequest(pool=settings.pool, reason=settings.reason))
+def resume(settings: OperationSettings) -> int:
+    """Adopt plans again."""
+    request = pb.ResumeRequest(pool=settings.pool, reason=settings.reason)
+    return _report(settings, _send(settings, lambda stub: stub.Resume, request))
 
 
 def rollback(settings: RollbackSettings) -> int:
-    """Go back to what a generation was."""
+    """Restore an earlier generation's placement."""
     request = pb.RollbackRequest(
         pool=settings.pool,
         reason=settings.reason,
         generation=settings.generation,
         keep_planning=settings.keep_planning,
     )
-    return give(settings, "Rollback", request)
+    return _report(settings, _send(settings, lambda stub: stub.Rollback, request))
 
 
 def pin(settings: PinSettings) -> int:
-    """Keep a placement."""
+    """Keep a generation's placement."""
     request = pb.PinRequest(pool=settings.pool, reason=settings.reason)
     if settings.generation:
         request.generation = settings.generation
-    return give(settings, "Pin", request)
+    return send_pin(settings, request)
 
 
-def unpin(settings: OrderSettings) -> int:
-    """Keep it no longer."""
-    return give(settings, "Unpin", pb.UnpinRequest(pool=settings.pool, reason=settings.reason))
+def send_pin(settings: OperationSettings, request: pb.PinRequest) -> int:
+    """Keep the placement that `request` names or contains.
+
+    Raises:
+        BalancerRefusedError: the balancer is unreachable or rejects the request.
+    """
+    return _report(settings, _send(settings, lambda stub: stub.Pin, request))
+
+
+def unpin(settings: OperationSettings) -> int:
+    """Release the pinned placement."""
+    request = pb.UnpinRequest(pool=settings.pool, reason=settings.reason)
+    return _report(settings, _send(settings, lambda stub: stub.Unpin, request))
 
 
 def preview(settings: PreviewSettings) -> int:
-    """See what a plan would do."""
+    """Show what a plan would do."""
     request = pb.PreviewRequest(
         pool=settings.pool,
         reason=settings.reason,
         policy=settings.policy(),
-        algorithm=settings.algorithm,
+        algorithm=settings.algorithm or "",
     )
-    return give(settings, "Preview", request, more=_preview_words)
+    response = _send(settings, lambda stub: stub.Preview, request)
+    status = _report(settings, response)
+    if response.HasField("decision") and not settings.json:
+        decision = response.decision
+        print(
+            f"{decision.algorithm} plan: balancedness {decision.balancedness_current:.3f} -> "
+            f"{decision.balancedness_proposed:.3f}, "
+            f"{format_count(decision.moves, 'move')} ({format_bytes(decision.bytes)}) in "
+            f"{format_count(response.num_waves, 'generation')}"
+        )
+    return status
 
 
-def give(
-    settings: OrderSettings,
-    method: str,
-    request: Message,
-    *,
-    more: Callable[[Any], list[str]] = lambda _: [],
-) -> int:
-    """Give an order to the balancer that leads, and print what it answers.
-
-    Raises:
-        BalancerRefusedError: it cannot be asked, or the order makes no sense to it.
-    """
-    response = _of_leader(settings, lambda ask: ask(method, request))
+def _report(settings: OperationSettings, response: Any) -> int:
+    """Print an answer; return the exit status."""
     if settings.json:
-        print(json.dumps(_shown(response), indent=2))
+        document = as_json(response)
+        document.pop("layout", None)  # A table for programs that speak the protocol.
+        print(json.dumps(document, indent=2))
     else:
-        for line in (_words(response.outcome), *more(response)):
-            print(line)
-    return ExitStatus.DONE if response.outcome.accepted else ExitStatus.REFUSED
+        print(_line(response.outcome))
+    return 0 if response.outcome.accepted else EXIT_REFUSED
 
 
 def _rebalance_all(settings: RebalanceSettings) -> int:
-    """Each pool's answer is shown when it comes; `no` from one of them is the exit status."""
+    """Plan in every pool; print each pool's answer as it arrives."""
     request = pb.RebalanceAllRequest(reason=settings.reason, force=settings.force)
 
-    def shown(ask: _Ask) -> list[pb.RebalanceAllResponse]:
-        answers = []
-        for answer in ask("RebalanceAll", request):
-            answers.append(answer)
-            if not settings.json:
-                words = (
-                    f"unknown: {answer.unanswered}" if answer.unanswered else _words(answer.outcome)
-                )
-                print(f"{answer.pool}: {words}", flush=True)
-        return answers
+    def collected(stub: admin_pb2_grpc.AdminStub) -> Callable[..., list[pb.RebalanceAllResponse]]:
+        def call(*arguments: Any, **options: Any) -> list[pb.RebalanceAllResponse]:
+            answers = []
+            for answer in stub.RebalanceAll(*arguments, **options):
+                answers.append(answer)
+                if not settings.json:
+                    unknown = f"unknown: {answer.unanswered}" if answer.unanswered else ""
+                    print(f"{answer.pool}: {unknown or _line(answer.outcome)}", flush=True)
+            return answers
 
-    answers = _of_leader(settings, shown)
-    done = sum(answer.outcome.accepted for answer in answers)
+        return call
+
+    answers = _send(settings, collected, request)
+    accepted = sum(answer.outcome.accepted for answer in answers)
     if settings.json:
         print(json.dumps([as_json(answer) for answer in answers], indent=2))
     else:
-        print(f"{done} of {len(answers)} pools change")
-    return ExitStatus.DONE if done == len(answers) else ExitStatus.REFUSED
+        print(f"{accepted} of {len(answers)} pools accepted")
+    return 0 if accepted == len(answers) else EXIT_REFUSED
 
 
-def _of_leader(settings: OrderSettings, use: Callable[[_Ask], _Answer]) -> _Answer:
-    """What `use` makes of the answers of the balancer at the address, or of the one it names."""
+def _send(
+    settings: OperationSettings,
+    method: Callable[[admin_pb2_grpc.AdminStub], Callable[..., _R]],
+    request: object,
+) -> _R:
+    """Send a request to the balancer at the address, or to the leader that it names."""
     try:
-        return _called(settings, use)
+        return _send_once(settings, method, request)
     except BalancerRefusedError as error:
         if not error.leader_address or error.leader_address == settings.address:
             raise
-        return _called(replace(settings, address=error.leader_address), use)
+        return _send_once(replace(settings, address=error.leader_address), method, request)
 
 
-def _called(settings: OrderSettings, use: Callable[[_Ask], _Answer]) -> _Answer:
-    credentials = settings.access.credentials()
+def _send_once(
+    settings: OperationSettings,
+    method: Callable[[admin_pb2_grpc.AdminStub], Callable[..., _R]],
+    request: object,
+) -> _R:
+    credentials = credentials_of(settings.access)
     with (
         credentials.blocking_channel(settings.address) as channel,
         explained(settings.address, credentials),
     ):
-        stub = pb_grpc.AdminStub(channel)
-
-        def ask(method: str, request: Message) -> Any:
-            return getattr(stub, method)(
-                request, timeout=settings.timeout_s, metadata=credentials.metadata()
-            )
-
+        call = method(admin_pb2_grpc.AdminStub(channel))
         try:
-            return use(ask)
+            return call(request, timeout=settings.timeout_s, metadata=credentials.metadata())
         except grpc.RpcError as error:
             if "Deadline" not in (error.details() or ""):
-                raise  # It was never reached, or refuses.
+                raise  # The balancer was unreachable, or refused.
             raise BalancerRefusedError(
                 f"the balancer at {settings.address} did not answer within {settings.timeout_s:g} "
-                "s, and may do it all the same: ask for the status before you repeat it"
+                "s and may still carry the request out: check `equipoise status` before you "
+                "repeat it"
             ) from error
 
 
-def _words(outcome: pb.Outcome) -> str:
-    return f"{'done' if outcome.accepted else 'no'}: {outcome.reason}"
-
-
-def _preview_words(response: pb.PreviewResponse) -> list[str]:
-    if not response.HasField("decision"):
-        return []
-    decision = response.decision
-    words = (
-        f"{decision.algorithm} plan: balancedness {decision.balancedness_current:.3f} -> "
-        f"{decision.balancedness_proposed:.3f}, {decision.moves} moves of "
-        f"{decision.bytes / 2**20:.1f} MiB together in {response.num_waves} generations"
-    )
-    return [words]
-
-
-def _shown(response: Any) -> dict[str, Any]:
-    """The answer in plain values; a planned table is for programs that speak the protocol."""
-    shown = as_json(response)
-    shown.pop("layout", None)
-    return shown
+def _line(outcome: pb.Outcome) -> str:
+    return f"{'done' if outcome.accepted else 'refused'}: {outcome.reason}"

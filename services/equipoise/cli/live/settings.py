@@ -1,109 +1,235 @@
-"""What a person may ask about layouts, loads, decisions and epochs. Starts nothing."""
+"""Settings of the commands that talk to a running balancer."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from equipoise.cli.live.ask_settings import AskSettings
-from equipoise.cli.live.operation_settings import OrderSettings
-from equipoise.cli.options import ARGUMENT
+from equipoise.cli.options import ARGUMENT, ENVIRONMENT, REPEATED
 from equipoise.formats.format import Format
+from equipoise.planning.policy import Algorithm
+from equipoise.settings.address import dial_address
 from equipoise.settings.errors import InvalidSettingsError
-from equipoise.settings.fields import Range
+from equipoise.settings.fields import HOUR_S, Range, check_ranges
+from equipoise.trust.settings import Tls, or_environment
 
-_PICTURES = {".png", ".svg"}
+ADDRESS_VARIABLE = "EQUIPOISE_ADDRESS"
+"""Environment variable that replaces the default of --address."""
+
+BALANCER_NAME_VARIABLE = "EQUIPOISE_TLS_BALANCER_NAME"
+"""Environment variable that replaces the default of --tls-balancer-name."""
+
+_IMAGES = {".png", ".svg"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionsSettings(AskSettings):
+class Access:
+    """The credentials that a command presents to a balancer."""
+
+    tls: Tls = field(default_factory=Tls)
+    """Certificates for the connection."""
+
+    tls_balancer_name: str = or_environment(BALANCER_NAME_VARIABLE)
+    """Name in the balancers' certificates, if it differs from the address, as it does through
+    `kubectl port-forward`."""
+
+    token_file: str = or_environment("EQUIPOISE_TOKEN_FILE")
+    """File that holds the bearer token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerClientSettings:
+    """Which balancer and pool a command is about.
+
+    Raises:
+        InvalidSettingsError: a value is out of range.
+    """
+
+    address: str = field(default="127.0.0.1:7070", metadata={ENVIRONMENT: ADDRESS_VARIABLE})
+    """host:port of any balancer of the fleet. A follower redirects to the leader."""
+
+    pool: str = ""
+    """Pool. Required only if the balancer has several."""
+
+    json: bool = False
+    """Print JSON."""
+
+    timeout_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 5.0
+    """Seconds to wait for the balancer's answer."""
+
+    access: Access = field(default_factory=Access)
+    """Credentials."""
+
+    def __post_init__(self) -> None:
+        dial_address("address", self.address)
+        check_ranges(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusSettings(BalancerClientSettings):
+    """`equipoise status`."""
+
+    watch: bool = False
+    """Keep updating until Ctrl-C. With --json, print one object per line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionsSettings(BalancerClientSettings):
     """`equipoise decisions`."""
 
     limit: Annotated[int, Range(1, 1000)] = 20
-    """Most decisions to show, the newest ones."""
+    """Number of decisions to show, newest first."""
 
     follow: bool = False
-    """Go on with each new one, oldest first, until Ctrl-C."""
+    """Keep printing new decisions, oldest first, until Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadsSettings(AskSettings):
+class LoadsSettings(BalancerClientSettings):
     """`equipoise loads`."""
 
     out: Path | None = None
-    """Picture to write instead, .png or .svg."""
+    """Write an image instead, .png or .svg."""
 
     top: Annotated[int, Range(0, 100)] = 3
-    """Busiest experts to name of each layer."""
+    """Number of busiest experts to list for each layer."""
 
     def __post_init__(self) -> None:
-        AskSettings.__post_init__(self)
-        if self.out is not None and self.out.suffix.lower() not in _PICTURES:
+        BalancerClientSettings.__post_init__(self)
+        if self.out is not None and self.out.suffix.lower() not in _IMAGES:
             raise InvalidSettingsError(f"out must end in .png or .svg, not {self.out.name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutShowSettings(AskSettings):
+class LayoutShowSettings(BalancerClientSettings):
     """`equipoise layout show`."""
 
-    generation: int = 0
-    """Generation to show; 0 is the committed one."""
+    generation: Annotated[int, Range(0, 2**53)] = 0
+    """Generation to show. 0 is the committed one."""
 
     layer: int | None = None
-    """MoE layer whose slots to show, rank by rank; without it, a line a layer."""
+    """Show the slots of this MoE layer, rank by rank, instead of one line per layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutDiffSettings(AskSettings):
+class LayoutDiffSettings(BalancerClientSettings):
     """`equipoise layout diff`."""
 
-    before: str = field(default="", metadata={ARGUMENT: True})
-    """A generation, or a file of a layout in any engine's format."""
+    before: str = field(metadata={ARGUMENT: True})
+    """Generation, or a layout file in any engine's format."""
 
-    after: str = field(default="", metadata={ARGUMENT: True})
-    """Another one; the committed generation unless given."""
-
-    def __post_init__(self) -> None:
-        AskSettings.__post_init__(self)
-        if not self.before:
-            raise InvalidSettingsError("before must be a generation or a file")
+    after: str = field(default="0", metadata={ARGUMENT: True})
+    """Generation or file to compare with. Default: the committed generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutExportSettings(AskSettings):
+class LayoutExportSettings(BalancerClientSettings):
     """`equipoise layout export`."""
 
-    file: Path | None = field(default=None, metadata={ARGUMENT: True})
+    file: Path = field(metadata={ARGUMENT: True})
     """File to write."""
 
     format: Format = Format.EQUIPOISE
-    """Whose format to write."""
+    """Format of the file."""
 
-    generation: int = 0
-    """Generation to write; 0 is the committed one."""
+    generation: Annotated[int, Range(0, 2**53)] = 0
+    """Generation to export. 0 is the committed one."""
 
     first_moe_layer: int | None = None
-    """Layer of the model that its first MoE layer is, for formats that count all layers."""
-
-    def __post_init__(self) -> None:
-        AskSettings.__post_init__(self)
-        if self.file is None:
-            raise InvalidSettingsError("file must be named")
+    """Index of the model's first MoE layer, for formats that number dense layers too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutImportSettings(OrderSettings):
+class OperationSettings(BalancerClientSettings):
+    """What every operation has."""
+
+    reason: str = ""
+    """Reason to record in the audit log and show in the status."""
+
+    timeout_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 210.0
+    """Seconds to wait for the balancer's answer. An operation can take three plan timeouts of the
+    policy and 20 s; with a shorter wait it may complete after the command has given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutImportSettings(OperationSettings):
     """`equipoise layout import`."""
 
-    file: Path | None = field(default=None, metadata={ARGUMENT: True})
-    """File of a layout that fits the pool."""
+    file: Path = field(metadata={ARGUMENT: True})
+    """Layout file that fits the pool."""
 
     file_format: Format | None = None
-    """Its format; found by what is in it unless given."""
+    """Format of the file. Default: detected from its content."""
 
     first_moe_layer: int | None = None
-    """Layer of the model that its first MoE layer is, for formats that count all layers."""
+    """Index of the model's first MoE layer, for formats that number dense layers too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebalanceSettings(OperationSettings):
+    """`equipoise rebalance`."""
+
+    force: bool = False
+    """Adopt the plan however small its gain, unless it is worse on the latest window."""
+
+    all_pools: bool = False
+    """Plan in every pool and print each answer as it arrives. The timeout covers all pools
+    together; pools not reached by then are skipped."""
 
     def __post_init__(self) -> None:
-        OrderSettings.__post_init__(self)
-        if self.file is None:
-            raise InvalidSettingsError("file must be named")
+        OperationSettings.__post_init__(self)
+        if self.all_pools and self.pool:
+            raise InvalidSettingsError(
+                f"all_pools and pool {self.pool!r} exclude each other: remove one of them"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackSettings(OperationSettings):
+    """`equipoise rollback`."""
+
+    generation: Annotated[int, Range(0, 2**53)] = 0
+    """Committed generation to restore. 0 is the one before the latest plan."""
+
+    keep_planning: bool = False
+    """Keep planning. By default the pool is paused, because the next plan would undo the
+    rollback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinSettings(OperationSettings):
+    """`equipoise pin`."""
+
+    generation: Annotated[int, Range(0, 2**53)] = 0
+    """Committed generation to keep. 0 is the current one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewSettings(OperationSettings):
+    """`equipoise preview`."""
+
+    set: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
+    """Policy value to override, like min_gain=0.01. Repeatable."""
+
+    algorithm: Algorithm | None = None
+    """Planning algorithm. Default: the pool's."""
+
+    def __post_init__(self) -> None:
+        OperationSettings.__post_init__(self)
+        self.policy()
+
+    def policy(self) -> dict[str, float]:
+        """The overridden policy values by name.
+
+        Raises:
+            InvalidSettingsError: one is not NAME=NUMBER.
+        """
+        numbers = {}
+        for override in self.set:
+            name, _, number = override.partition("=")
+            try:
+                numbers[name.strip().replace("-", "_")] = float(number)
+            except ValueError:
+                raise InvalidSettingsError(
+                    f"set must be NAME=NUMBER, like min_gain=0.01, not {override!r}"
+                ) from None
+        return numbers

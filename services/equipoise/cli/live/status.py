@@ -1,21 +1,17 @@
-"""`equipoise status`: a pool as its balancer knows it, once or for as long as one likes to look.
-
-Only asks; what it looks like is `view`'s.
-"""
+"""`equipoise status`: the state of a pool, once or until Ctrl-C. `view` draws it."""
 
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from equipoise.cli.live.client import BalancerClient, asking
-from equipoise.cli.live.status_settings import StatusSettings
+from equipoise.cli.live.client import BalancerClient, connected
+from equipoise.cli.live.settings import StatusSettings
 from equipoise.cli.live.view import NUM_DECISIONS, RateMeter, pool_view, pools_view, status_line
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2
@@ -23,22 +19,17 @@ from equipoise_api.v1 import status_pb2
 _RETRY_S = 1.0
 _STALE_AFTER_S = 3.0
 
-
-class ExitStatus(IntEnum):
-    """What a script learns without reading (1 is a fault, 2 a wrong option)."""
-
-    ALL_SERVE = 0
-    NOT_ALL_SERVE = 3
+EXIT_NOT_ALL_SERVE = 3
 
 
 def run(settings: StatusSettings) -> int:
-    """Show the pool; see `ExitStatus`.
+    """Show the pool; return 0 if every rank serves, else 3.
 
     Raises:
-        BalancerRefusedError: the balancer cannot be asked, or does not know the pool.
+        BalancerRefusedError: the balancer is unreachable or does not know the pool.
     """
     console = Console(highlight=False)
-    with asking(settings) as client:
+    with connected(settings) as client:
         if settings.watch:
             return _watch(client, settings, console)
         if not settings.pool:
@@ -55,7 +46,7 @@ def run(settings: StatusSettings) -> int:
 
 
 class Picture:
-    """The newest status on a terminal, honest about its age."""
+    """The latest status on a terminal, with its age once it is stale."""
 
     def __init__(self, decisions: Sequence[status_pb2.Decision] = ()) -> None:
         self.fault = ""
@@ -65,7 +56,7 @@ class Picture:
         self._taken_s = time.monotonic()
 
     def take(self, status: status_pb2.PoolStatus) -> None:
-        """Show this status from now on."""
+        """Show this status."""
         self.fault = ""
         self._taken_s = time.monotonic()
         if status.HasField("last_decision"):
@@ -77,11 +68,11 @@ class Picture:
         )
 
     def renderable(self) -> RenderableType:
-        """What to draw now."""
+        """The current picture."""
         age_s = time.monotonic() - self._taken_s
         if not self.fault and age_s < _STALE_AFTER_S:
             return self._view
-        note = f"as of {age_s:.0f} s ago" + (f": {self.fault}" if self.fault else "")
+        note = f"updated {age_s:.0f} s ago" + (f": {self.fault}" if self.fault else "")
         return Group(self._view, Text(note, style="yellow" if self.fault else "dim"))
 
 
@@ -96,13 +87,13 @@ def _show_pools(
     elif pools:
         console.print(pools_view(pools))
     else:
-        print(f"the balancer at {client.address} knows no pool yet: no worker has said hello")
+        print(f"the balancer at {client.address} knows no pool yet: no worker has connected")
     return _exit_status([pool.health for pool in pools])
 
 
 def _watch(client: BalancerClient, settings: StatusSettings, console: Console) -> NoReturn:
-    """Show what changes until Ctrl-C, also over restarts of the balancer."""
-    client.status()  # a balancer that is not there, or does not know the pool, is told at once
+    """Show every change until Ctrl-C, across restarts of the balancer."""
+    client.status()  # Fail at once if the balancer is unreachable or does not know the pool.
     if settings.json or not console.is_terminal:
         while True:
             print(client.watch(_printer(settings)), file=sys.stderr, flush=True)
@@ -115,7 +106,7 @@ def _watch(client: BalancerClient, settings: StatusSettings, console: Console) -
 
 
 def _printer(settings: StatusSettings) -> Callable[[status_pb2.PoolStatus], None]:
-    """Prints a line for each status that reads differently from the one before."""
+    """A function that prints a line for each status whose line differs from the last one."""
     before = ""
 
     def show(status: status_pb2.PoolStatus) -> None:
@@ -128,6 +119,6 @@ def _printer(settings: StatusSettings) -> Callable[[status_pb2.PoolStatus], None
     return show
 
 
-def _exit_status(healths: list[status_pb2.PoolHealth.ValueType]) -> ExitStatus:
+def _exit_status(healths: list[status_pb2.PoolHealth.ValueType]) -> int:
     serve = healths and all(health == status_pb2.POOL_HEALTH_SERVING for health in healths)
-    return ExitStatus.ALL_SERVE if serve else ExitStatus.NOT_ALL_SERVE
+    return 0 if serve else EXIT_NOT_ALL_SERVE

@@ -1,6 +1,6 @@
-"""`StatusFeed`: what a balancer tells about one pool, kept up to date.
+"""`StatusFeed`: follows the status of one pool and keeps its history.
 
-Owns the newest status and what would scroll out of it (windows, decisions, switches). Only reads.
+A status message holds the latest windows, decisions and switches only; the feed keeps them all.
 """
 
 import asyncio
@@ -11,21 +11,21 @@ import grpc
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 
 RETRY_S = 0.5
-"""A balancer that does not answer is asked again after this long."""
+"""Delay before reconnecting to a balancer that does not answer."""
 
 
 class StatusFeed:
-    """Follows `WatchStatus` of one pool; a balancer that is away is asked again until it is back.
-
-    `status` is None until the pool exists. `windows`, `decisions` and `switches` are everything
-    heard so far, by closing time (numbers start again with the balancer), sequence and generation.
-    """
+    """Follows `WatchStatus` of one pool, and reconnects until cancelled."""
 
     def __init__(self, address: str, *, pool: str) -> None:
         self.status: status_pb2.PoolStatus | None = None
+        """The latest status; None until the pool exists."""
         self.windows: dict[float, status_pb2.WindowStatus] = {}
+        """By closing time; their numbers restart with the balancer."""
         self.decisions: dict[int, status_pb2.Decision] = {}
+        """By sequence number."""
         self.switches: dict[int, status_pb2.SwitchStatus] = {}
+        """By generation."""
         self._address = address
         self._pool = pool
         self._changed = asyncio.Condition()
@@ -41,16 +41,16 @@ class StatusFeed:
                     async for response in call:
                         await self._take(response.status)
                 except grpc.aio.AioRpcError:
-                    # Not there yet, or not any more: whoever needs an answer waits with a bound.
+                    # The balancer is starting or gone; `until` bounds the wait.
                     await asyncio.sleep(RETRY_S)
 
     async def until(
         self, condition: Callable[[status_pb2.PoolStatus], bool], *, timeout_s: float
     ) -> status_pb2.PoolStatus:
-        """The first status from now on for which the condition holds.
+        """Wait for a status that meets the condition.
 
         Raises:
-            TimeoutError: there was none within the bound.
+            TimeoutError: none did within `timeout_s`.
         """
 
         def holds() -> bool:

@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from equipoise.cli.display import format_bytes
 from equipoise_api.v1 import status_pb2
 
 GOOD_BALANCEDNESS = 0.9
@@ -224,16 +225,6 @@ def tone(balancedness: float) -> str:
     return "yellow" if balancedness >= FAIR_BALANCEDNESS else "red"
 
 
-def bytes_words(size: int) -> str:
-    """For example "3.1 MiB"."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
 def duration_words(duration_us: int) -> str:
     """For example "12.1 ms"; "-" for none."""
     if not duration_us:
@@ -313,7 +304,7 @@ def _rollout_words(rollout: status_pb2.RolloutStatus) -> Text:
     waves = f", {rollout.waves_left} waves left" if rollout.waves_left else ""
     return Text(
         f"generation {rollout.generation} {rollout.state} for {rollout.state_age_s:.1f} s: "
-        f"{rollout.moves} moves, {bytes_words(rollout.bytes)}, "
+        f"{rollout.moves} moves, {format_bytes(rollout.bytes)}, "
         f"staged by {_ranks_words(rollout.staged_ranks)}, "
         f"switched by {_ranks_words(rollout.switched_ranks)}{waves}",
         style="cyan",

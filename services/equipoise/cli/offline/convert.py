@@ -1,10 +1,10 @@
-"""`equipoise convert`: loads or a layout from one engine's format into another's, unchanged."""
+"""`equipoise convert`: loads or a layout from one engine's format to another's."""
 
 import json
 from dataclasses import replace
 
 from equipoise.cli.display import console
-from equipoise.cli.offline.convert_settings import ConvertSettings
+from equipoise.cli.offline.settings import ConvertSettings
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_either, write_placement, write_recording
 from equipoise.formats.placement import Placement
@@ -12,13 +12,11 @@ from equipoise.formats.recording import Recording
 
 
 def run(settings: ConvertSettings) -> int:
-    """Read one file, write the other, and say what it was.
+    """Read one file and write the other.
 
     Raises:
-        FormatError: a file cannot be read, or the other format needs what is not known.
+        FormatError: a file is invalid, or the target format needs more than the file contains.
     """
-    assert settings.file is not None, "settings check it"
-    assert settings.out is not None, "settings check it"
     known = Expected(
         num_experts=settings.experts,
         num_ranks=settings.ranks,
@@ -35,8 +33,8 @@ def run(settings: ConvertSettings) -> int:
     if settings.json:
         print(json.dumps({**facts, "out": str(settings.out), "format": settings.format}, indent=2))
     else:
-        what = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
-        console().print(f"{what}; written to {settings.out} for {settings.format}")
+        listed = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+        console().print(f"wrote {settings.out} ({settings.format} format): {listed}")
     return 0
 
 

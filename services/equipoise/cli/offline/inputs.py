@@ -1,7 +1,4 @@
-"""From settings to what planning works on: loads, a model's shape, ranks, the layout in use.
-
-Reads files by `equipoise.formats`, and says in words what does not fit together.
-"""
+"""Turns settings into planning's inputs: loads, model shape, ranks and current layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
+from equipoise.cli.offline.settings import PoolSettings, RecordingSettings, ToolInputError
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, read_recording
@@ -22,27 +19,31 @@ from equipoise.planning.shared_expert import shape_with_shared_expert, with_shar
 from equipoise.planning.topology import ModelShape, Topology
 
 MAX_SLOTS = 1_000_000
-"""Slots per layer: fifty times those of the largest pool that anybody has described."""
+"""Maximum slots per layer: fifty times the largest published pool."""
 
 DEEPSEEK_V3_EXPERT_BYTES = 3 * (7168 * 2048 + 4 * 56 * 16)
-"""Three FP8 matrices of 7168 x 2048, and a float32 scale for each block of 128 x 128."""
+"""Three FP8 matrices of 7168 x 2048, with a float32 scale per 128 x 128 block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """Loads and the model they are of; `expert_bytes_origin` says where that size comes from.
-
-    With `has_shared_expert`, the last expert is the one that every token loads.
-    """
+    """Recorded loads and their model."""
 
     recording: Recording
+    """The loads."""
+
     model: ModelShape
+    """The model's shape."""
+
     expert_bytes_origin: str
+    """Where the model's expert size comes from, for the reader."""
+
     has_shared_expert: bool = False
+    """Whether the last expert is the shared one, which every token activates."""
 
     @property
     def expected(self) -> Expected:
-        """What a layout of this model must agree with."""
+        """The shape that a layout file of this model must have."""
         return Expected(
             num_layers=self.model.num_layers,
             num_experts=self.model.num_experts,
@@ -52,24 +53,29 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CurrentLayout:
-    """A layout in use. `expert_of_slot`, [layers, slots], is what the file says.
+    """A current layout read from a file.
 
-    Peers may hold an expert twice on a rank, which `Layout` never does; then `layout` differs in
-    `num_twins` slots, which every plan has to change anyway, and splits evenly.
-    `share_of_slot`, of the same shape, is None for even splits.
+    Other engines may hold an expert twice on one rank; `Layout` never does.
     """
 
     layout: Layout
+    """The layout with such duplicates replaced, and then with even shares."""
+
     expert_of_slot: ExpertTable
+    """The table as in the file, [layers, slots]."""
+
     share_of_slot: ShareTable | None
+    """Shares as in the file, [layers, slots]; None for even shares."""
+
     num_twins: int
+    """Number of slots in which `layout` differs from the file. Every plan changes them."""
 
 
-def read_case(settings: LoadsSettings) -> Case:
+def read_case(settings: RecordingSettings) -> Case:
     """Read all files of loads, and the model's config if there is one.
 
     Raises:
-        FormatError: a file cannot be used.
+        FormatError: a file is invalid.
         ToolInputError: files and options contradict each other.
     """
     config = None if settings.model_config is None else read_model_config(settings.model_config)
@@ -91,9 +97,7 @@ def read_case(settings: LoadsSettings) -> Case:
     expert_bytes, origin = _expert_bytes(settings, config)
     groups = settings.groups or (config.num_groups if config else 1)
     if recording.num_experts % groups:
-        raise ToolInputError(
-            f"--groups {groups}: {recording.num_experts} experts do not divide into {groups} groups"
-        )
+        raise ToolInputError(f"--groups {groups} does not divide {recording.num_experts} experts")
     model = ModelShape(
         num_layers=recording.num_layers,
         num_experts=recording.num_experts,
@@ -104,7 +108,7 @@ def read_case(settings: LoadsSettings) -> Case:
         top_k = settings.experts_per_token or recording.top_k or (config.top_k if config else None)
         if top_k is None:
             raise ToolInputError(
-                "--shared-expert: say how many routed experts a token chooses: --experts-per-token"
+                "--shared-expert needs the routed experts per token: --experts-per-token N"
             )
         windows = with_shared_expert(recording.windows, top_k=top_k)
         recording = replace(recording, windows=windows)
@@ -120,28 +124,29 @@ def read_case(settings: LoadsSettings) -> Case:
 def topology_of(
     model: ModelShape, *, num_nodes: int, num_ranks: int, num_slots: int | None
 ) -> Topology:
-    """Ranks in equal shares on nodes, and slots in equal shares on ranks.
+    """A pool with the same number of ranks on each node and of slots on each rank.
 
-    Without `num_slots`, there are as few as hold all experts.
+    `num_slots` defaults to the fewest that hold all experts.
 
     Raises:
-        ToolInputError: they do not divide, do not hold all experts, or are absurdly many.
+        ToolInputError: ranks or slots do not divide evenly, cannot hold all experts, or exceed
+            `MAX_SLOTS`.
     """
     if num_ranks > MAX_SLOTS or (num_slots or 0) > MAX_SLOTS:
-        raise ToolInputError(f"--ranks and --slots go up to {MAX_SLOTS}")
+        raise ToolInputError(f"--ranks and --slots must be at most {MAX_SLOTS}")
     if num_ranks < 1 or num_nodes < 1 or num_ranks % num_nodes:
-        raise ToolInputError(f"--ranks {num_ranks} do not divide over --nodes {num_nodes}")
+        raise ToolInputError(f"--ranks {num_ranks} cannot be split evenly over --nodes {num_nodes}")
     least = -(-model.num_experts // num_ranks) * num_ranks
     num_slots = least if num_slots is None else num_slots
     if num_slots < 1 or num_slots % num_ranks:
         below = num_slots // num_ranks * num_ranks
         raise ToolInputError(
-            f"--slots {num_slots} do not divide over --ranks {num_ranks}: take "
+            f"--slots {num_slots} cannot be split evenly over --ranks {num_ranks}: use "
             f"{max(below, least)} or {max(below, least) + num_ranks}"
         )
     if num_slots < model.num_experts:
         raise ToolInputError(
-            f"--slots {num_slots} cannot hold {model.num_experts} experts: take {least} or more"
+            f"--slots {num_slots} cannot hold {model.num_experts} experts: use {least} or more"
         )
     ranks_per_node = num_ranks // num_nodes
     return Topology(
@@ -151,12 +156,11 @@ def topology_of(
 
 
 def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
-    """The ranks that a pool's settings name.
+    """The pool that the settings describe.
 
     Raises:
-        ToolInputError: they do not divide, or do not hold all experts.
+        ToolInputError: ranks or slots do not divide evenly, or cannot hold all experts.
     """
-    assert settings.ranks is not None, "settings check it"
     return topology_of(
         model, num_nodes=settings.nodes, num_ranks=settings.ranks, num_slots=settings.slots
     )
@@ -165,21 +169,21 @@ def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
 def unequal_topology(
     settings: PoolSettings, model: ModelShape, *, slots_of_rank: Sequence[str]
 ) -> Topology:
-    """The ranks that a pool's settings name, with the slots that words such as 9x16 say.
+    """The pool that the settings describe, with the slots per rank from items such as 9x16.
 
     Raises:
-        ToolInputError: a word is none, or they name another number of ranks or too few slots.
+        ToolInputError: an item is invalid, or they describe too few slots or another number of
+            ranks.
     """
-    assert settings.ranks is not None, "settings check it"
     slots: list[int] = []
     for word in slots_of_rank:
         size, _, count = word.partition("x")
         if not (size.isdecimal() and (count or "1").isdecimal()) or len(word) > 20:
-            raise ToolInputError(f"--slots-of-rank must be such as 9 or 9x16, not {word!r}")
+            raise ToolInputError(f"--slots-of-rank takes items such as 9 or 9x16, not {word!r}")
         slots += [int(size)] * min(int(count or 1), settings.ranks + 1)
     if len(slots) != settings.ranks or min(slots) < 1:
         raise ToolInputError(
-            f"--slots-of-rank must give each of --ranks {settings.ranks} at least 1 slot"
+            f"--slots-of-rank must list {settings.ranks} ranks (--ranks) with at least 1 slot each"
         )
     if sum(slots) < model.num_experts:
         raise ToolInputError(
@@ -190,10 +194,10 @@ def unequal_topology(
 
 
 def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> CurrentLayout | None:
-    """Read the layout in use, or None if none is named.
+    """Read the current layout, if the settings name a file.
 
     Raises:
-        FormatError: the file cannot be used, or is of other experts, layers, ranks or slots.
+        FormatError: the file is invalid, or its experts, layers, ranks or slots differ.
     """
     path = settings.current
     if path is None:
@@ -201,14 +205,14 @@ def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> C
     placement = read_placement(path, form=settings.current_format, expected=case.expected)
     if placement.num_slots != topology.num_slots:
         raise FormatError(
-            f"{path}: it has {placement.num_slots} slots, --slots says {topology.num_slots}"
+            f"{path}: {placement.num_slots} slots, but --slots is {topology.num_slots}"
         )
     if placement.num_ranks not in {None, topology.num_ranks}:
         raise FormatError(
-            f"{path}: it has {placement.num_ranks} ranks, --ranks says {topology.num_ranks}"
+            f"{path}: {placement.num_ranks} ranks, but --ranks is {topology.num_ranks}"
         )
     table = placement.expert_of_slot
-    # The load says which twins are cheapest to swap away.
+    # The load determines which duplicates are cheapest to replace.
     repaired = repair_twins(table, load=case.recording.total(), num_ranks=topology.num_ranks)
     num_twins = int(np.count_nonzero(repaired != table))
     layout = Layout(
@@ -227,33 +231,33 @@ def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> C
 
 
 def numbers(option: str, words: Sequence[str]) -> tuple[int, ...]:
-    """Whole numbers and ranges such as 8-11, of an option with commas.
+    """Parse whole numbers and ranges such as 8-11.
 
     Raises:
-        ToolInputError: a word is neither.
+        ToolInputError: an item is neither.
     """
     found: list[int] = []
     for word in words:
         first, dash, last = word.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or len(word) > 20:
-            raise ToolInputError(f"{option} must be numbers or ranges such as 0,4-7, not {word!r}")
+            raise ToolInputError(f"{option} takes numbers and ranges such as 0,4-7, not {word!r}")
         end = int(last or first)
         if not int(first) <= end <= int(first) + 100_000:
-            raise ToolInputError(f"{option}: {word} is no range")
+            raise ToolInputError(f"{option}: {word} is not a valid range")
         found += range(int(first), end + 1)
     return tuple(dict.fromkeys(found))
 
 
 def _labelled(files: Sequence[str]) -> dict[str, Path]:
-    """Paths by their stems, or by the whole where two have one stem."""
+    """Paths by stem, or by full path where stems repeat."""
     paths = [Path(file) for file in dict.fromkeys(files)]
     stems = [path.stem for path in paths]
     return {path.stem if stems.count(path.stem) == 1 else str(path): path for path in paths}
 
 
-def _expert_bytes(settings: LoadsSettings, config: ModelConfig | None) -> tuple[int, str]:
+def _expert_bytes(settings: RecordingSettings, config: ModelConfig | None) -> tuple[int, str]:
     if settings.expert_bytes is not None:
-        return settings.expert_bytes, "as given"
+        return settings.expert_bytes, "from --expert-bytes"
     if config is not None:
-        return config.expert_bytes, "by the model's config"
-    return DEEPSEEK_V3_EXPERT_BYTES, "DeepSeek-V3's in FP8; for another model say --model-config"
+        return config.expert_bytes, "from the model config"
+    return DEEPSEEK_V3_EXPERT_BYTES, "DeepSeek-V3 in FP8; use --model-config for another model"

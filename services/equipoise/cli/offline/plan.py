@@ -1,7 +1,4 @@
-"""`equipoise plan`: the layout that loads ask for, what it is worth, and as a file for any engine.
-
-Makes one plan by the balancer's own planning code and shows it. Decides nothing about it.
-"""
+"""`equipoise plan`: plan a layout for recorded loads with the balancer's planner."""
 
 import json
 import time
@@ -12,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from equipoise.cli.display import bytes_words, console
+from equipoise.cli.display import console, format_bytes, format_count
 from equipoise.cli.offline.inputs import (
     Case,
     CurrentLayout,
@@ -22,8 +19,7 @@ from equipoise.cli.offline.inputs import (
     read_current,
     unequal_topology,
 )
-from equipoise.cli.offline.plan_settings import PlanSettings
-from equipoise.cli.offline.settings import ToolInputError
+from equipoise.cli.offline.settings import PlanSettings, ToolInputError
 from equipoise.formats.files import write_placement
 from equipoise.formats.placement import Placement
 from equipoise.planning.arrays import ExpertTable, Load, ShareTable
@@ -41,48 +37,63 @@ _SHOWN_CURVE_POINTS = 7
 
 
 def run(settings: PlanSettings) -> int:
-    """Plan, write the layout if asked to, and print what it is worth.
+    """Plan, write the layout if a file is named, and print its balance and cost.
 
     Raises:
         FormatError: a file cannot be read or written.
-        ToolInputError: files and options contradict each other, or nothing fits.
+        ToolInputError: files and options contradict each other, or no layout fits.
     """
-    outcome = _make(settings)
+    report = _make(settings)
     if settings.out is not None:
-        write_placement(outcome.placement, settings.out, form=settings.format)
+        write_placement(report.placement, settings.out, form=settings.format)
     if settings.json:
-        print(json.dumps(_document(outcome, settings), indent=2))
+        print(json.dumps(_document(report, settings), indent=2))
     else:
-        _show(outcome, settings)
+        _show(report, settings)
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Outcome:
-    """A plan beside what it was made from."""
+class _PlanReport:
+    """A plan and its inputs."""
 
     case: Case
+    """Loads and model."""
+
     topology: Topology
+    """All ranks, including excluded ones."""
+
     current: CurrentLayout | None
+    """The current layout, if a file was given."""
+
     plan: Plan
+    """The plan."""
+
     plan_ms: float
+    """Time to plan."""
+
     load: Load
+    """Load of all windows, [layers, experts]."""
+
     held: ExpertTable
+    """Experts that the plan's ranks hold now, [layers, slots]."""
+
     held_shares: ShareTable | None
+    """Their shares, [layers, slots]; None for even shares."""
 
     @property
     def moves(self) -> int:
-        """Slots that change, counted from what the file of the current layout says."""
+        """Number of slots that change from the current layout."""
         return int(np.count_nonzero(self.plan.expert_of_slot != self.held))
 
     @property
     def balancedness_of_layer_now(self) -> Load:
-        """What the ranks have now, [layers]; experts that no rank holds are left out."""
+        """Current balancedness, [layers]; experts that no rank holds are ignored."""
         return balancedness_per_layer(self._rank_loads_now())
 
     @property
     def balancedness_now(self) -> float:
-        """The same, mean over the layers with traffic."""
+        """Current balancedness, mean over the layers with traffic."""
         return balancedness(self._rank_loads_now())
 
     def _rank_loads_now(self) -> Load:
@@ -97,7 +108,7 @@ class _Outcome:
 
     @property
     def shared_replicas(self) -> list[int] | None:
-        """Replicas of the shared expert in each layer, if it is planned like a routed one."""
+        """Replicas of the shared expert in each layer, if it is planned as a routed expert."""
         if not self.case.has_shared_expert:
             return None
         shared = self.case.model.num_experts - 1
@@ -105,7 +116,7 @@ class _Outcome:
 
     @property
     def num_uneven_layers(self) -> int:
-        """Layers in which an expert's slots serve unequal shares."""
+        """Number of layers in which some expert's replicas serve unequal shares."""
         made = self.plan
         if made.share_of_slot is None:
             return 0
@@ -123,7 +134,7 @@ class _Outcome:
         )
 
 
-def _make(settings: PlanSettings) -> _Outcome:
+def _make(settings: PlanSettings) -> _PlanReport:
     case = read_case(settings.source)
     load = case.recording.total()
     topology = (
@@ -150,7 +161,7 @@ def _make(settings: PlanSettings) -> _Outcome:
         planner = plan_with_shared_ranks
         arguments["num_shared_ranks"] = settings.shared_ranks
     try:
-        # The first call loads or compiles the planner's machine code, which is no part of a plan.
+        # The first call compiles or loads machine code; keep that out of the measured time.
         planner(
             load[:1], **{**arguments, "model": replace(case.model, num_layers=1), "current": None}
         )
@@ -161,7 +172,7 @@ def _make(settings: PlanSettings) -> _Outcome:
         raise ToolInputError(str(error)) from None
     held = _held(current, case, topology.only(made.ranks), made.ranks)
     has_all_ranks = len(made.ranks) == topology.num_ranks
-    return _Outcome(
+    return _PlanReport(
         case=case,
         topology=topology,
         current=current,
@@ -174,7 +185,7 @@ def _make(settings: PlanSettings) -> _Outcome:
 
 
 def _samples(load: Load) -> float | None:
-    """Expert assignments per layer if loads are counts: then chance moves nothing."""
+    """Assignments per layer if the loads are counts, so that noise causes no moves."""
     return assignments_per_layer(load) if (load == np.trunc(load)).all() else None
 
 
@@ -183,11 +194,11 @@ def _excluded(settings: PlanSettings, topology: Topology) -> frozenset[int]:
     unknown = [rank for rank in ranks if rank >= topology.num_ranks]
     if unknown:
         raise ToolInputError(
-            f"--exclude-ranks {unknown[0]}: ranks are 0 to {topology.num_ranks - 1}"
+            f"--exclude-ranks {unknown[0]}: the ranks are 0 to {topology.num_ranks - 1}"
         )
     if settings.shared_ranks and settings.shared_ranks >= topology.num_ranks - len(ranks):
         raise ToolInputError(
-            f"--shared-ranks {settings.shared_ranks} leave no rank for routed experts"
+            f"--shared-ranks {settings.shared_ranks} leaves no rank for routed experts"
         )
     return frozenset(ranks)
 
@@ -195,7 +206,7 @@ def _excluded(settings: PlanSettings, topology: Topology) -> frozenset[int]:
 def _held(
     current: CurrentLayout | None, case: Case, live: Topology, ranks: tuple[int, ...]
 ) -> ExpertTable:
-    """What the slots of the ranks hold now, [layers, slots]."""
+    """The experts in the slots of `ranks` now, [layers, slots]."""
     if current is None:
         row = np.arange(live.num_slots, dtype=np.int32) % case.model.num_experts
         return np.tile(row, (case.model.num_layers, 1))
@@ -205,102 +216,103 @@ def _held(
     return current.expert_of_slot[:, columns]
 
 
-def _document(outcome: _Outcome, settings: PlanSettings) -> dict[str, Any]:
-    """For `--json`; balancedness is the mean over layers of mean / max rank load."""
-    made, model = outcome.plan, outcome.case.model
+def _document(report: _PlanReport, settings: PlanSettings) -> dict[str, Any]:
+    """The report for --json; balancedness is the mean over layers of mean / max rank load."""
+    made, model = report.plan, report.case.model
     return {
         "balancedness": made.balancedness,
         "balancedness_min_layer": float(made.balancedness_of_layer.min()),
-        "balancedness_current": outcome.balancedness_now,
+        "balancedness_current": report.balancedness_now,
         "bound": made.bound,
-        "moves": outcome.moves,
-        "bytes": outcome.moves * model.expert_bytes,
+        "moves": report.moves,
+        "bytes": report.moves * model.expert_bytes,
         "off_node_share": made.off_node_share,
-        "uneven_layers": outcome.num_uneven_layers,
-        "plan_ms": outcome.plan_ms,
+        "uneven_layers": report.num_uneven_layers,
+        "plan_ms": report.plan_ms,
         "reason": made.reason,
         "algorithm": made.algorithm.value,
         "curve": _thinned(made.curve, MAX_CURVE_POINTS),
-        "moves_from": "current" if outcome.current else "contiguous",
-        "shared_replicas": outcome.shared_replicas,
-        "twins_in_current": outcome.current.num_twins if outcome.current else 0,
+        "moves_from": "current" if report.current else "contiguous",
+        "shared_replicas": report.shared_replicas,
+        "twins_in_current": report.current.num_twins if report.current else 0,
         "num_layers": model.num_layers,
         "num_experts": model.num_experts,
         "num_groups": model.num_groups,
         "num_ranks": len(made.ranks),
         "num_slots": int(made.expert_of_slot.shape[1]),
-        "num_windows": outcome.case.recording.num_windows,
-        "first_moe_layer": outcome.case.recording.first_moe_layer,
+        "num_windows": report.case.recording.num_windows,
+        "first_moe_layer": report.case.recording.first_moe_layer,
         "expert_bytes": model.expert_bytes,
-        "expert_bytes_origin": outcome.case.expert_bytes_origin,
+        "expert_bytes_origin": report.case.expert_bytes_origin,
         "out": None if settings.out is None else str(settings.out),
     }
 
 
-def _show(outcome: _Outcome, settings: PlanSettings) -> None:
-    made, model = outcome.plan, outcome.case.model
+def _show(report: _PlanReport, settings: PlanSettings) -> None:
+    made, model = report.plan, report.case.model
     out = console()
     num_slots = int(made.expert_of_slot.shape[1])
     out.print(
         f"{model.num_layers} layers x {model.num_experts} experts, "
-        f"{outcome.case.recording.num_windows} window(s) of loads; {len(made.ranks)} ranks on "
-        f"{len(outcome.topology.only(made.ranks).nodes)} node(s), {num_slots} slots "
+        f"{format_count(report.case.recording.num_windows, 'window')} of loads; "
+        f"{format_count(len(made.ranks), 'rank')} on "
+        f"{format_count(len(report.topology.only(made.ranks).nodes), 'node')}, {num_slots} slots "
         f"({num_slots - model.num_experts} redundant)\n"
     )
-    now = outcome.balancedness_of_layer_now
-    origin = "the current layout" if outcome.current else "experts in order"
+    now = report.balancedness_of_layer_now
+    origin = "the current layout" if report.current else "experts in order"
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, justify in (("", "left"), ("now", "right"), ("planned", "right"), ("", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]  # a literal of its own
     table.add_row(
         "balancedness",
-        f"{outcome.balancedness_now:.4f}",
+        f"{report.balancedness_now:.4f}",
         f"{made.balancedness:.4f}",
-        f"mean / max rank load; at most {made.bound:.4f}",
+        f"mean / max rank load; upper bound {made.bound:.4f}",
     )
     table.add_row("worst layer", f"{now.min():.4f}", f"{made.balancedness_of_layer.min():.4f}", "")
     slots = model.num_layers * num_slots
-    table.add_row("moves", "", f"{outcome.moves:,}", f"of {slots:,} slots, from {origin}")
+    table.add_row("moves", "", f"{report.moves:,}", f"of {slots:,} slots, from {origin}")
     table.add_row(
         "bytes",
         "",
-        bytes_words(outcome.moves * model.expert_bytes),
-        f"{bytes_words(model.expert_bytes)} an expert ({outcome.case.expert_bytes_origin})",
+        format_bytes(report.moves * model.expert_bytes),
+        f"{format_bytes(model.expert_bytes)} per expert ({report.case.expert_bytes_origin})",
     )
     table.add_row(
         "off-node share",
         "",
         f"{made.off_node_share:.1%}",
-        "of the load, away from its group's node",
+        "of the load is away from its group's node",
     )
-    if outcome.shared_replicas is not None:
-        fewest, most = min(outcome.shared_replicas), max(outcome.shared_replicas)
+    if report.shared_replicas is not None:
+        fewest, most = min(report.shared_replicas), max(report.shared_replicas)
         count = str(most) if fewest == most else f"{fewest} to {most}"
         table.add_row("shared expert", "", count, "replicas")
-    if settings.weighted or outcome.num_uneven_layers:
+    if settings.weighted or report.num_uneven_layers:
         table.add_row(
             "uneven shares",
             "",
-            f"{outcome.num_uneven_layers:,}",
+            f"{report.num_uneven_layers:,}",
             f"of {model.num_layers} layers split experts unevenly over their replicas",
         )
-    table.add_row("time to plan", "", f"{outcome.plan_ms:.1f} ms", "")
+    table.add_row("planning time", "", f"{report.plan_ms:.1f} ms", "")
     out.print(table)
     if made.curve:
-        out.print("\nwhat moves buy, at best")
+        out.print("\nbest balancedness by number of moves")
         out.print(_curve_table(made.curve))
     out.print(f"\n{made.reason}")
-    if outcome.current and outcome.current.num_twins:
+    if report.current and report.current.num_twins:
         out.print(
-            f"the current layout holds experts twice on a rank: {outcome.current.num_twins} of "
-            f"the moves repair that"
+            f"the current layout holds experts twice on a rank; {report.current.num_twins} of the "
+            "moves fix that"
         )
     if settings.out is not None:
-        out.print(f"written to {settings.out} for {settings.format}")
+        out.print(f"wrote {settings.out} ({settings.format} format)")
 
 
 def _curve_table(curve: Sequence[tuple[int, float]]) -> Table:
-    """Moves above what they reach."""
+    """Numbers of moves above the balancedness that each reaches."""
     table = Table(box=None, pad_edge=False, show_header=False)
     points = _thinned(curve, _SHOWN_CURVE_POINTS)
     table.add_row("moves", *(f"{moves:,}" for moves, _ in points), style="dim")
@@ -309,7 +321,7 @@ def _curve_table(curve: Sequence[tuple[int, float]]) -> Table:
 
 
 def _thinned(curve: Sequence[tuple[int, float]], num_points: int) -> list[tuple[int, float]]:
-    """At most so many points of a curve, evenly over its balancedness, with both ends."""
+    """At most `num_points` points of a curve, evenly spaced in balancedness, ends included."""
     if len(curve) <= num_points:
         return list(curve)
     reached = np.array([value for _, value in curve])

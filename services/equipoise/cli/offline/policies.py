@@ -1,4 +1,4 @@
-"""Policies by name, from what people write: `calm=interval=20,min_gain=0.05`, or a file."""
+"""Policies on the command line: `calm=interval=20,min_gain=0.05`, or a file."""
 
 import json
 import tomllib
@@ -14,16 +14,16 @@ from equipoise.planning.policy import Policy
 
 
 def policies_of(specs: Sequence[str]) -> dict[str, Policy]:
-    """Policies by name, in order; the balancer's defaults alone if nothing is asked for.
+    """Policies by name, in order; the balancer's defaults if `specs` is empty.
 
     Raises:
-        ToolInputError: a policy cannot be understood, or two have one name.
+        ToolInputError: a policy is invalid, or two have the same name.
     """
     policies: dict[str, Policy] = {}
     for spec in specs or ("default",):
         name, policy = _policy_of(spec)
         if name in policies:
-            raise ToolInputError(f"--policy {spec}: there is a policy called {name!r} already")
+            raise ToolInputError(f"--policy {spec}: another policy is already named {name!r}")
         policies[name] = policy
     return policies
 
@@ -40,8 +40,8 @@ def _policy_of(spec: str) -> tuple[str, Policy]:
         return path.stem, read_file(path).defaults
     if path.suffix not in {".toml", ".json"}:
         raise ToolInputError(
-            f"--policy {spec}: say name=option=value,option=value, or name a BalancePolicy .yaml, "
-            "or a .toml or .json file of options"
+            f"--policy {spec} must be name=option=value,option=value, a BalancePolicy .yaml, or a "
+            ".toml or .json file of options"
         )
     return path.stem, _policy(spec, _file(path))
 
@@ -55,40 +55,38 @@ def _file(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ToolInputError(f"--policy {path}: {error}") from None
     if not isinstance(values, dict):
-        raise ToolInputError(f"--policy {path}: options by name were expected")
+        raise ToolInputError(f"--policy {path}: the file must contain options by name")
     return values
 
 
 def _policy(spec: str, values: Mapping[str, Any]) -> Policy:
     types = get_type_hints(Policy)
-    given: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for key, value in values.items():
         name = _option(spec, key)
         if types[name] is bool:
-            given[name] = {"true": True, "false": False}.get(str(value).lower(), value)
+            chosen[name] = {"true": True, "false": False}.get(str(value).lower(), value)
             continue
         try:
-            given[name] = types[name](value)
+            chosen[name] = types[name](value)
         except (ValueError, TypeError, OverflowError):
-            # What an algorithm may be is for the policy to say.
+            # The policy itself rejects unknown algorithms.
             if types[name] in {int, float}:
                 raise ToolInputError(
                     f"--policy {spec}: {key} must be a number, not {value!r}"
                 ) from None
-            given[name] = value
+            chosen[name] = value
     try:
-        return Policy(**given)
+        return Policy(**chosen)
     except InvalidPolicyError as error:
         raise ToolInputError(f"--policy {spec}: {error}") from None
 
 
 def _option(spec: str, key: str) -> str:
-    """An option by its name, with or without its unit."""
+    """The name of an option, given with or without its unit."""
     known = [field.name for field in fields(Policy)]
     plain = key.replace("-", "_")
     for name in (plain, f"{plain}_s"):
         if name in known:
             return name
-    raise ToolInputError(
-        f"--policy {spec}: there is no option {key!r}; there are {', '.join(known)}"
-    )
+    raise ToolInputError(f"--policy {spec}: unknown option {key!r}; options are {', '.join(known)}")

@@ -1,6 +1,5 @@
-"""`equipoise replay`: what the balancer would have done with recorded windows, policy by policy."""
+"""`equipoise replay`: compare policies on recorded windows."""
 
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,40 +8,40 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from equipoise.cli.display import bytes_words, console
+from equipoise.cli.display import console, format_bytes, format_count
 from equipoise.cli.offline.inputs import Case, pool_topology, read_case, read_current
 from equipoise.cli.offline.policies import policies_of
-from equipoise.cli.offline.replay_run import Run, Step, replay
-from equipoise.cli.offline.replay_settings import ReplaySettings
-from equipoise.cli.offline.settings import ToolInputError
+from equipoise.cli.offline.replay_run import ReplayedWindow, ReplayRun, replay
+from equipoise.cli.offline.settings import ReplaySettings, ToolInputError
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import Topology
 
 NEVER = "never"
-"""The policy to compare with: nothing is ever moved."""
+"""Name of the baseline, which never moves anything."""
 
 
 def run(settings: ReplaySettings) -> int:
-    """Replay under each policy and under none, and print both what happened and the totals.
+    """Replay under each policy and under the baseline; print windows and totals.
 
     Raises:
         FormatError: a file cannot be read or written.
         ToolInputError: files and options contradict each other.
+        ModuleNotFoundError: an image is requested and matplotlib is missing.
     """
     if settings.plot is not None:
-        importlib.import_module("matplotlib")  # If it is missing, say so before the work.
+        from equipoise.cli.plots import draw_replay  # Fails early if matplotlib is missing.
     named = policies_of(settings.policy)
     if NEVER in named:
-        raise ToolInputError(f"--policy {NEVER}: that one moves nothing, and is always there")
+        raise ToolInputError(
+            f"--policy {NEVER}: the name is reserved for the baseline, which is always included"
+        )
     policies: dict[str, Policy | None] = {NEVER: None, **named}
     case = read_case(settings.source)
     topology = pool_topology(settings.pool, case.model)
     runs = _replayed(settings, policies, case, topology)
     if settings.plot is not None:
-        importlib.import_module("equipoise.cli.offline.replay_plot").draw(
-            runs, settings.plot, window_s=settings.window_s
-        )
+        draw_replay(runs, settings.plot, window_s=settings.window_s)
     if settings.json:
         print(json.dumps(_document(runs, settings), indent=2))
     else:
@@ -55,11 +54,9 @@ def _replayed(
     policies: dict[str, Policy | None],
     case: Case,
     topology: Topology,
-) -> tuple[Run, ...]:
+) -> tuple[ReplayRun, ...]:
     if case.recording.num_windows < 2:
-        raise ToolInputError(
-            "a replay needs two windows or more: name several files with commas, --loads A,B"
-        )
+        raise ToolInputError("a replay needs at least two windows: name several files, --loads A,B")
     current = read_current(settings.pool, case=case, topology=topology)
     start = (
         current.layout
@@ -88,14 +85,14 @@ def _replayed(
                     topology=topology,
                     start=start,
                     window_s=settings.window_s,
-                    on_step=lambda task=task: progress.advance(task),  # type: ignore[misc]
+                    on_window=lambda task=task: progress.advance(task),  # type: ignore[misc]
                 )
             )
     return tuple(runs)
 
 
-def _document(runs: Sequence[Run], settings: ReplaySettings) -> dict[str, Any]:
-    """For `--json`."""
+def _document(runs: Sequence[ReplayRun], settings: ReplaySettings) -> dict[str, Any]:
+    """The document for --json."""
     return {
         "window_s": settings.window_s,
         "policies": [
@@ -108,80 +105,82 @@ def _document(runs: Sequence[Run], settings: ReplaySettings) -> dict[str, Any]:
                 "refusals": run.refusals,
                 "moves": run.moves,
                 "bytes": run.bytes,
-                "windows": [asdict(step) for step in run.steps],
+                "windows": [asdict(window) for window in run.windows],
             }
             for run in runs
         ],
     }
 
 
-def _show(runs: Sequence[Run], settings: ReplaySettings, case: Case, topology: Topology) -> None:
+def _show(
+    runs: Sequence[ReplayRun], settings: ReplaySettings, case: Case, topology: Topology
+) -> None:
     out = console()
     model = case.model
     out.print(
         f"{case.recording.num_windows} windows of {settings.window_s:g} s, {model.num_layers} "
-        f"layers x {model.num_experts} experts; {topology.num_ranks} ranks on "
-        f"{len(topology.nodes)} node(s), {topology.num_slots} slots"
+        f"layers x {model.num_experts} experts; {format_count(topology.num_ranks, 'rank')} on "
+        f"{format_count(len(topology.nodes), 'node')}, {topology.num_slots} slots"
     )
     for one in runs:
         if one.policy is not None:
             out.print(f"\npolicy {one.name}", style="bold")
-            out.print(_windows_table(one.steps))
+            out.print(_windows_table(one.windows))
             if settings.reasons:
                 out.print()
-                out.print(_reasons_table(one.steps))
+                out.print(_reasons_table(one.windows))
     out.print("\nall windows", style="bold")
     out.print(_totals_table(runs))
     if settings.plot is not None:
-        out.print(f"\ndrawn to {settings.plot}")
+        out.print(f"\nwrote {settings.plot}")
 
 
-def _windows_table(steps: Sequence[Step]) -> Table:
+def _windows_table(windows: Sequence[ReplayedWindow]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("window", overflow="fold")
-    for name in ("balance", "on the next", "moves", "bytes"):
+    for name in ("balance", "next window", "moves", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")
-    for step in steps:
+    for window in windows:
         table.add_row(
-            step.window,
-            f"{step.balancedness:.3f}",
-            _next_words(step),
-            f"{step.moves:,}" if step.moves else "",
-            bytes_words(step.bytes) if step.bytes else "",
-            _verdict_words(step),
+            window.window,
+            f"{window.balancedness:.3f}",
+            _next_balance(window),
+            f"{window.moves:,}" if window.moves else "",
+            format_bytes(window.bytes) if window.bytes else "",
+            _verdict(window),
         )
     return table
 
 
-def _reasons_table(steps: Sequence[Step]) -> Table:
-    """A sentence a window, over the whole width."""
+def _reasons_table(windows: Sequence[ReplayedWindow]) -> Table:
+    """One reason per window, at full width."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim", no_wrap=True)
-    for step in steps:
-        if step.reason:
-            table.add_row(step.window, step.reason)
+    for window in windows:
+        if window.reason:
+            table.add_row(window.window, window.reason)
     return table
 
 
-def _next_words(step: Step) -> str:
-    """The balancedness of the next window, and before it what it would be without the switch."""
-    if step.next_taken is None or step.next_kept is None:
+def _next_balance(window: ReplayedWindow) -> str:
+    """Balancedness of the next window; after a switch, preceded by its value without it."""
+    if window.next_taken is None or window.next_kept is None:
         return ""
-    return f"{f'{step.next_kept:.3f} → ' if step.accepted else ''}{step.next_taken:.3f}"
+    return f"{f'{window.next_kept:.3f} → ' if window.accepted else ''}{window.next_taken:.3f}"
 
 
-def _verdict_words(step: Step) -> str:
-    if step.accepted is None:
+def _verdict(window: ReplayedWindow) -> str:
+    if window.accepted is None:
         return ""
-    word = "switch" if step.accepted else "stay"
-    return f"{word}, traffic shifted" if step.shifted else word
+    verdict = "switch" if window.accepted else "stay"
+    return f"{verdict}, traffic shifted" if window.shifted else verdict
 
 
-def _totals_table(runs: Sequence[Run]) -> Table:
+def _totals_table(runs: Sequence[ReplayRun]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("policy")
-    for name in ("mean balance", "worst window", "switches", "refused", "moves", "bytes"):
+    for name in ("mean balance", "worst window", "switches", "rejected", "moves", "bytes"):
         table.add_column(name, justify="right")
     for run in runs:
         table.add_row(
@@ -191,6 +190,6 @@ def _totals_table(runs: Sequence[Run]) -> Table:
             str(run.switches),
             str(run.refusals),
             f"{run.moves:,}",
-            bytes_words(run.bytes),
+            format_bytes(run.bytes),
         )
     return table

@@ -1,7 +1,7 @@
-"""What a balancer would have done with a recording, window by window. Pure: values in, values out.
+"""Replays a recording through the balancer's own averaging, planning and verdicts. Pure.
 
-It folds, detects, plans and judges by the balancer's own code. It assumes that an accepted layout
-is in place when the next window begins, and that traffic does not depend on the layout.
+It assumes that an accepted layout is in place when the next window begins, and that traffic does
+not depend on the layout.
 """
 
 from collections.abc import Callable
@@ -20,62 +20,79 @@ from equipoise.planning.topology import ModelShape, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One window. `balancedness` is what the layout in use made of it.
-
-    `accepted` is None when nothing was decided at its end. `next_kept` and `next_taken` are the
-    balancedness on the next window of the layout that was in use and of the one that is then; None
-    behind the last window.
-    """
+class ReplayedWindow:
+    """One window and the decision at its end."""
 
     window: str
+    """Name of the window."""
+
     balancedness: float
+    """Balancedness under the layout in use."""
+
     shifted: bool
+    """Whether a traffic shift was detected."""
+
     accepted: bool | None
+    """Whether a plan was adopted; None without a decision."""
+
     reason: str
+    """Reason of the verdict; empty without a decision."""
+
     moves: int
+    """Experts copied after the window."""
+
     bytes: int
+    """Bytes of those experts."""
+
     next_kept: float | None
+    """Balancedness of the next window had the layout been kept; None for the last window."""
+
     next_taken: float | None
+    """Balancedness of the next window under the layout chosen; None for the last window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """All windows under one policy; None is the policy that never moves anything."""
+class ReplayRun:
+    """All windows under one policy."""
 
     name: str
+    """Name of the policy."""
+
     policy: Policy | None
-    steps: tuple[Step, ...]
+    """The policy; None never moves anything."""
+
+    windows: tuple[ReplayedWindow, ...]
+    """The windows, in order."""
 
     @property
     def balancedness_mean(self) -> float:
-        """Mean over windows, each under the layout it had."""
-        return float(np.mean([step.balancedness for step in self.steps]))
+        """Mean over windows, each under the layout in use."""
+        return float(np.mean([window.balancedness for window in self.windows]))
 
     @property
     def balancedness_min(self) -> float:
-        """The worst window's."""
-        return min(step.balancedness for step in self.steps)
+        """Balancedness of the worst window."""
+        return min(window.balancedness for window in self.windows)
 
     @property
     def switches(self) -> int:
-        """Plans that were accepted."""
-        return sum(step.accepted is True for step in self.steps)
+        """Number of plans adopted."""
+        return sum(window.accepted is True for window in self.windows)
 
     @property
     def refusals(self) -> int:
-        """Plans that were not."""
-        return sum(step.accepted is False for step in self.steps)
+        """Number of plans rejected."""
+        return sum(window.accepted is False for window in self.windows)
 
     @property
     def moves(self) -> int:
-        """Experts copied."""
-        return sum(step.moves for step in self.steps)
+        """Total number of experts copied."""
+        return sum(window.moves for window in self.windows)
 
     @property
     def bytes(self) -> int:
-        """What they cost."""
-        return sum(step.bytes for step in self.steps)
+        """Total bytes copied."""
+        return sum(window.bytes for window in self.windows)
 
 
 def replay(
@@ -87,16 +104,17 @@ def replay(
     topology: Topology,
     start: Layout,
     window_s: float,
-    on_step: Callable[[], None] = lambda: None,
-) -> Run:
-    """Run a policy over the windows of a recording, each of which lasted `window_s` seconds.
+    on_window: Callable[[], None] = lambda: None,
+) -> ReplayRun:
+    """Run a policy over the windows of a recording, each `window_s` seconds long.
 
-    A policy decides at the end of the first window at which its interval has passed; with an
-    interval of several windows it judges on all of them together, as the balancer does.
+    A decision is due at the end of the first window after the policy's interval has passed. If the
+    interval spans several windows, the verdict considers them together, as the balancer does.
+    `on_window` is called after each window.
     """
     decider = None if policy is None else _Decider(policy, model=model, topology=topology)
     layout = start
-    steps: list[Step] = []
+    windows: list[ReplayedWindow] = []
     for index, window in enumerate(recording.windows):
         proposal = None
         if decider is not None:
@@ -109,16 +127,16 @@ def replay(
                 share_of_slot=proposal.plan.share_of_slot,
             )
         following = None if index + 1 == recording.num_windows else recording.windows[index + 1]
-        steps.append(
-            _step(recording.names[index], window, following, proposal, kept=layout, taken=taken)
+        windows.append(
+            _replayed(recording.names[index], window, following, proposal, kept=layout, taken=taken)
         )
         layout = taken
-        on_step()
-    return Run(name=name, policy=policy, steps=tuple(steps))
+        on_window()
+    return ReplayRun(name=name, policy=policy, windows=tuple(windows))
 
 
 class _Decider:
-    """Averages and the decisions they lead to: the balancer's tick without its clock."""
+    """The balancer's averages and decisions, driven by window ends instead of a clock."""
 
     def __init__(self, policy: Policy, *, model: ModelShape, topology: Topology) -> None:
         self._policy, self._model, self._topology = policy, model, topology
@@ -132,9 +150,9 @@ class _Decider:
         self._last_switch_s: float | None = None
 
     def close(self, window: Load, layout: Layout, *, now: float) -> Proposal | None:
-        """Count a window, and propose a layout if it is time and there is traffic."""
+        """Count a window; propose a layout if a decision is due and there was traffic."""
         self._open = self._open + window
-        # Sums of window lengths miss a multiple of the interval by rounding.
+        # Rounding may leave a sum of window lengths just below a multiple of the interval.
         if now < self._due_s * (1 - 1e-9):
             return None
         load, duration_s = self._open, now - self._opened_s
@@ -162,7 +180,7 @@ class _Decider:
         return proposal
 
     def _fold(self, load: Load, *, duration_s: float, now: float) -> Shift:
-        """Both averages after a window, as the balancer has them; see its `PoolLoads`."""
+        """Update both averages as the balancer does."""
         self._fast = self._fast.fold(load, now=now)
         self._slow = self._slow.fold(load, now=now)
         shift = detect_shift(
@@ -177,7 +195,7 @@ class _Decider:
         return shift
 
 
-def _step(
+def _replayed(
     name: str,
     window: Load,
     following: Load | None,
@@ -185,9 +203,9 @@ def _step(
     *,
     kept: Layout,
     taken: Layout,
-) -> Step:
+) -> ReplayedWindow:
     moved = taken is not kept and proposal is not None
-    return Step(
+    return ReplayedWindow(
         window=name,
         balancedness=_balancedness(kept, window),
         shifted=proposal is not None and proposal.request.shift.detected,

@@ -1,97 +1,299 @@
-"""What `plan`, `replay` and `whatif` are asked in the same words. Starts nothing, reads nothing."""
+"""Settings of the commands that work with files: plan, replay, whatif and convert."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from equipoise.cli.options import REPEATED
 from equipoise.formats.format import Format
+from equipoise.planning.policy import Algorithm
+from equipoise.settings.fields import DAY_S, Range, check_ranges
+
+_IMAGES = {".png", ".svg"}
 
 
 class ToolInputError(ValueError):
-    """What a person asked of a tool cannot be done; the message names the option and the remedy."""
+    """A command's options or files contradict each other; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadsSettings:
-    """Which loads, and of which model.
+class RecordingSettings:
+    """Recorded loads, and the model they were recorded from.
 
     Raises:
-        ToolInputError: a value is outside its range.
+        InvalidSettingsError: a value is out of range.
+        ToolInputError: options contradict each other.
     """
 
-    loads: tuple[str, ...] = ()
-    """Files of loads, with commas between them: SGLang's recorder (.pt, .json), TensorRT-LLM's
-    statistics (a folder), DeepSeek's EPLB (.npz), or our own loads.json. Needed."""
+    loads: tuple[str, ...]
+    """Recorded loads, comma-separated: files of SGLang's recorder (.pt, .json), a folder of
+    TensorRT-LLM statistics, DeepSeek EPLB loads (.npz), or Equipoise's loads.json."""
 
     loads_format: Format | None = None
-    """Format of the loads; found by what is in them unless given."""
+    """Format of the loads. Default: detected from their content."""
 
     windows: tuple[str, ...] = ()
-    """Windows to use, by name; all unless given. "code" stands for "code/0", "code/1" and so on."""
+    """Names of the windows to use. "code" selects "code/0", "code/1" and so on. Default: all."""
 
     model_config: Path | None = None
-    """The model's config.json: it says groups, the first MoE layer and the size of an expert."""
+    """The model's config.json, which provides the expert groups, the first MoE layer and the size
+    of an expert."""
 
-    groups: int | None = None
-    """Expert groups of the router, 8 in DeepSeek-V3; 1 unless this or the config says."""
+    groups: Annotated[int | None, Range(1)] = None
+    """Number of expert groups of the router, 8 for DeepSeek-V3. Default: the config's, or 1."""
 
     shared_expert: bool = False
-    """Plan the shared expert as one routed more, numbered behind the others: every token loads it.
-    It is taken to be as large as a routed one."""
+    """Plan the shared expert as one more routed expert, numbered last, that every token activates.
+    It is assumed to be as large as a routed expert."""
 
-    experts_per_token: int | None = None
-    """Routed experts that a token chooses, 8 in DeepSeek-V3: says how many tokens load the shared
-    expert, where neither the loads nor the config do."""
+    experts_per_token: Annotated[int | None, Range(1)] = None
+    """Number of routed experts per token, 8 for DeepSeek-V3. Needed with --shared-expert unless the
+    loads or the config contain it."""
 
-    first_moe_layer: int | None = None
-    """Layer of the model that its first MoE layer is, 3 in DeepSeek-V3. Files that count all layers
-    are understood by it, and it is needed to write them."""
+    first_moe_layer: Annotated[int | None, Range(0)] = None
+    """Index of the model's first MoE layer, 3 for DeepSeek-V3. Needed to read or write formats that
+    number dense layers too."""
 
-    expert_bytes: int | None = None
-    """Bytes of one expert in one layer; those of DeepSeek-V3 in FP8 unless this or the config
-    says."""
+    expert_bytes: Annotated[int | None, Range(1)] = None
+    """Bytes of one expert in one layer. Default: the config's, or DeepSeek-V3's in FP8."""
 
     def __post_init__(self) -> None:
-        if not self.loads:
-            raise ToolInputError("say which loads: --loads FILE")
-        _check_least("--groups", self.groups, 1)
-        _check_least("--experts-per-token", self.experts_per_token, 1)
+        check_ranges(self)
         if self.shared_expert and (self.groups or 1) > 1:
             raise ToolInputError(
-                "--shared-expert goes without --groups: the shared expert belongs to none"
+                "--shared-expert cannot be combined with --groups: the shared expert has no group"
             )
-        _check_least("--first-moe-layer", self.first_moe_layer, 0)
-        _check_least("--expert-bytes", self.expert_bytes, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """Ranks, their slots, and what is in them.
-
-    Raises:
-        ToolInputError: the number of ranks is missing.
-    """
+    """A pool's ranks, slots and current layout."""
 
     current: Path | None = None
-    """Layout in use: moves are counted from it, and what need not move stays. Without it, from the
-    layout a pool starts with: experts in order."""
+    """File of the current layout, from which moves are counted. Default: experts in order, the
+    layout that a new pool starts with."""
 
     current_format: Format | None = None
-    """Format of the current layout; found by what is in it unless given."""
+    """Format of the current layout. Default: detected from its content."""
 
     nodes: int = 1
-    """Nodes, with equally many ranks each."""
+    """Number of nodes, with the same number of ranks each."""
 
-    ranks: int | None = None
-    """Expert-parallel ranks, one a GPU. Needed."""
+    ranks: int
+    """Number of expert-parallel ranks, one per GPU."""
 
     slots: int | None = None
-    """Physical slots per layer over all ranks; as few as hold all experts unless given."""
+    """Physical slots per layer over all ranks. Default: the fewest that hold all experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """`equipoise plan`.
+
+    Raises:
+        InvalidSettingsError: a value is out of range.
+        ToolInputError: options contradict each other.
+    """
+
+    source: RecordingSettings
+    """The loads."""
+
+    pool: PoolSettings
+    """The ranks."""
+
+    algorithm: Algorithm = Algorithm.AUTO
+    """Planning algorithm. auto tries all that apply and keeps the best plan."""
+
+    locality: Annotated[float | None, Range(0, 1)] = None
+    """How freely redundant slots may host experts of other nodes. 0 is hierarchical: each expert
+    group stays on one node. 1 is global. Between them, most load stays on its group's node."""
+
+    max_moves: Annotated[int | None, Range(0)] = None
+    """Maximum number of slots that may change. The plan picks the moves that gain most."""
+
+    target_balancedness: Annotated[float | None, Range(0, 1, is_open=True)] = None
+    """Stop at this balancedness, with the fewest moves."""
+
+    weighted: bool = False
+    """Let an expert's replicas serve unequal shares of its load. Only Equipoise's own format and
+    workers support shares."""
+
+    shared_ranks: Annotated[int | None, Range(1)] = None
+    """Number of ranks, the last ones, that hold only the shared expert. Needs --shared-expert and
+    one slot per rank. Default: the plan chooses the shared expert's replicas."""
+
+    slots_of_rank: tuple[str, ...] = ()
+    """Slots of each rank, instead of --slots, if ranks have unequal memory: 9x16,10x16 is 16 ranks
+    with 9 slots and 16 with 10. No engine's format supports such a layout, so it is not written."""
+
+    exclude_ranks: tuple[str, ...] = ()
+    """Ranks to plan without because they are lost or leaving, such as 3,7 or 8-15."""
+
+    out: Path | None = None
+    """File to write the layout to."""
+
+    format: Format = Format.EQUIPOISE
+    """Format of the file."""
+
+    json: bool = False
+    """Print JSON."""
 
     def __post_init__(self) -> None:
-        if self.ranks is None:
-            raise ToolInputError("say how many ranks there are: --ranks N")
+        check_ranges(self)
+        is_limited = self.max_moves is not None or self.target_balancedness is not None
+        self._check_ranks(is_limited=is_limited)
+        if self.max_moves is not None and self.target_balancedness is not None:
+            raise ToolInputError("--max-moves and --target-balancedness exclude each other")
+        if self.locality is not None and (
+            is_limited or self.algorithm not in {Algorithm.AUTO, Algorithm.LOCAL}
+        ):
+            raise ToolInputError(
+                "--locality works with --algorithm local only, without --max-moves and "
+                "--target-balancedness"
+            )
+        if self.weighted and self.out is not None and self.format is not Format.EQUIPOISE:
+            raise ToolInputError(
+                f"--weighted works with --format {Format.EQUIPOISE} only: {self.format} cannot "
+                "represent shares"
+            )
+        if is_limited and self.algorithm not in {Algorithm.AUTO, Algorithm.INCREMENTAL}:
+            raise ToolInputError(
+                f"--algorithm {self.algorithm} plans from scratch: --max-moves and "
+                "--target-balancedness work with incremental plans only"
+            )
+
+    def _check_ranks(self, *, is_limited: bool) -> None:
+        """Check the options about single ranks and their slots."""
+        conflicting = (self.pool.slots, self.pool.current, self.out)
+        if self.slots_of_rank and any(one is not None for one in conflicting):
+            raise ToolInputError(
+                "--slots-of-rank cannot be combined with --slots, --current or --out"
+            )
+        if self.shared_ranks is not None:
+            if not self.source.shared_expert:
+                raise ToolInputError("--shared-ranks needs --shared-expert")
+            if is_limited or self.locality is not None or self.weighted:
+                raise ToolInputError(
+                    "--shared-ranks cannot be combined with --max-moves, --target-balancedness, "
+                    "--locality or --weighted"
+                )
 
 
-def _check_least(option: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ToolInputError(f"{option} must be at least {least}, not {value}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """`equipoise replay`.
+
+    Raises:
+        InvalidSettingsError: a value is out of range.
+        ToolInputError: the plot is not an image.
+    """
+
+    source: RecordingSettings
+    """The loads: the windows of all files, in order."""
+
+    pool: PoolSettings
+    """The ranks."""
+
+    policy: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
+    """Policy to compare, repeatable: NAME=interval=20,min_gain=0.05 (options of the balancer; the
+    rest keep their defaults), a BalancePolicy .yaml, a .toml or .json file of options, or
+    `default`."""
+
+    window_s: Annotated[float, Range(0.001, DAY_S)] = 10.0
+    """Length of each window in seconds, which recordings do not contain."""
+
+    reasons: bool = False
+    """Print the reason of every verdict."""
+
+    plot: Path | None = None
+    """Image of balance and moves to write, .svg or .png."""
+
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.plot is not None and self.plot.suffix not in _IMAGES:
+            raise ToolInputError(f"--plot must end in .svg or .png, not {str(self.plot)!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIfSettings:
+    """`equipoise whatif`.
+
+    Raises:
+        InvalidSettingsError: a value is out of range.
+    """
+
+    source: RecordingSettings
+    """The loads."""
+
+    ranks: tuple[str, ...] = ("8", "16", "32", "64")
+    """Numbers of expert-parallel ranks (GPUs) to try."""
+
+    ranks_per_node: Annotated[int, Range(1)] = 8
+    """GPUs per node. A number of ranks that it does not divide counts as one node."""
+
+    max_redundant: Annotated[int | None, Range(0)] = None
+    """Maximum number of redundant slots per layer to try. Default: a quarter of the experts."""
+
+    algorithm: Algorithm = Algorithm.AUTO
+    """Planning algorithm."""
+
+    policy: str = "default"
+    """Policy for the moves per hour, in the form that `equipoise replay` takes."""
+
+    window_s: Annotated[float, Range(0.001, DAY_S)] = 10.0
+    """Length of each window in seconds, which recordings do not contain."""
+
+    tolerance: Annotated[float, Range(0, 1)] = 0.01
+    """Balancedness to give up for less memory: pools this close to the best count as equal."""
+
+    memory_gib: Annotated[float | None, Range(0, is_open=True)] = None
+    """GiB available for experts on a GPU. Default: unlimited."""
+
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertSettings:
+    """`equipoise convert`.
+
+    Raises:
+        InvalidSettingsError: a value is out of range.
+    """
+
+    file: Path
+    """File of loads or of a layout to read."""
+
+    file_format: Format | None = None
+    """Format of the file. Default: detected from its content."""
+
+    out: Path
+    """File to write. SGLang loads need .pt or .json, TensorRT-LLM loads a new folder."""
+
+    format: Format = Format.EQUIPOISE
+    """Format to write."""
+
+    first_moe_layer: Annotated[int | None, Range(0)] = None
+    """Index of the model's first MoE layer, 3 for DeepSeek-V3. Needed if only one of the formats
+    numbers dense layers."""
+
+    experts: Annotated[int | None, Range(1)] = None
+    """Number of logical experts per layer to expect."""
+
+    ranks: Annotated[int | None, Range(1)] = None
+    """Number of ranks of a layout, if the file does not contain it."""
+
+    top_k: Annotated[int | None, Range(1)] = None
+    """Number of experts per token, for TensorRT-LLM, if the recording does not contain it."""
+
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)

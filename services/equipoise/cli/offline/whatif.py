@@ -1,37 +1,88 @@
-"""`equipoise whatif`: how many GPUs and redundant slots for recorded loads, and what each costs."""
+"""`equipoise whatif`: compare numbers of GPUs and of redundant slots for recorded loads."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from equipoise.cli.display import bytes_words, console
+from equipoise.cli.display import console, format_bytes, format_count
 from equipoise.cli.offline.inputs import Case, numbers, read_case
 from equipoise.cli.offline.policies import policies_of
-from equipoise.cli.offline.settings import ToolInputError
-from equipoise.cli.offline.whatif_run import Choice, choose, evaluate, topologies
-from equipoise.cli.offline.whatif_settings import WhatIfSettings
+from equipoise.cli.offline.replay_run import replay
+from equipoise.cli.offline.settings import ToolInputError, WhatIfSettings
+from equipoise.formats.recording import Recording
+from equipoise.planning.layout import Layout
+from equipoise.planning.planner import plan
+from equipoise.planning.policy import Algorithm, Policy
+from equipoise.planning.topology import ModelShape, Topology
 
-MAX_CHOICES = 1000
+MAX_OPTIONS = 1000
 _GIB = 1024**3
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOption:
+    """The gain and cost of one pool size."""
+
+    num_ranks: int
+    """GPUs."""
+
+    num_nodes: int
+    """Nodes."""
+
+    num_slots: int
+    """Physical slots per layer."""
+
+    num_redundant: int
+    """Redundant slots per layer."""
+
+    balancedness: float
+    """Balancedness of one plan for all windows, measured on them."""
+
+    balancedness_min_layer: float
+    """The same for the worst layer."""
+
+    bound: float
+    """Upper bound of the balancedness."""
+
+    memory_bytes: int
+    """Bytes of experts per GPU."""
+
+    balancedness_replayed: float | None
+    """Mean balancedness under the policy, without the first window; None with one window."""
+
+    moves_per_hour: float | None
+    """Moves under the policy; None with one window."""
+
+    bytes_per_hour: float | None
+    """Bytes moved under the policy; None with one window."""
+
+    @property
+    def worth(self) -> float:
+        """The balancedness to compare by: the replayed one if there is one."""
+        if self.balancedness_replayed is None:
+            return self.balancedness
+        return self.balancedness_replayed
 
 
 def run(settings: WhatIfSettings) -> int:
-    """Try every pool, print a line for each and which one to take.
+    """Evaluate every pool size; print one row each and the recommendation.
 
     Raises:
-        FormatError: a file cannot be read.
-        ToolInputError: an option cannot be understood, or asks for too much.
+        FormatError: a file is invalid.
+        ToolInputError: an option is invalid, or there are too many pools to evaluate.
     """
     case = read_case(settings.source)
-    choices = _evaluated(settings, case)
+    options = _evaluated(settings, case)
     memory_bytes = None if settings.memory_gib is None else settings.memory_gib * _GIB
-    chosen, reason = choose(choices, tolerance=settings.tolerance, memory_bytes=memory_bytes)
+    chosen, reason = choose(options, tolerance=settings.tolerance, memory_bytes=memory_bytes)
     if settings.json:
         document = {
-            "choices": [asdict(one) for one in choices],
+            "choices": [asdict(one) for one in options],
             "chosen": None if chosen is None else asdict(chosen),
             "reason": reason,
             "expert_bytes": case.model.expert_bytes,
@@ -39,15 +90,123 @@ def run(settings: WhatIfSettings) -> int:
         }
         print(json.dumps(document, indent=2))
     else:
-        _show(choices, chosen, reason, case)
+        _show(options, chosen, reason, case)
     return 0
 
 
-def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[Choice, ...]:
+def topologies(
+    num_experts: int, *, rank_counts: Sequence[int], ranks_per_node: int, max_redundant: int
+) -> Iterator[Topology]:
+    """Yield all pools to try: for each number of ranks, slots per rank up to `max_redundant`.
+
+    The fewest slots that hold all experts are always included.
+    """
+    for num_ranks in rank_counts:
+        least = -(-num_experts // num_ranks)
+        most = max(least, (num_experts + max_redundant) // num_ranks)
+        # Treat a pool that does not fill whole nodes as one node.
+        on_nodes = num_ranks if num_ranks % ranks_per_node else ranks_per_node
+        for slots_per_rank in range(least, most + 1):
+            yield Topology(
+                node_of_rank=tuple(f"node{rank // on_nodes}" for rank in range(num_ranks)),
+                slots_per_rank=slots_per_rank,
+            )
+
+
+def evaluate(
+    recording: Recording,
+    *,
+    topology: Topology,
+    model: ModelShape,
+    algorithm: Algorithm,
+    policy: Policy,
+    window_s: float,
+) -> PoolOption:
+    """Compute the gain and cost of one pool."""
+    made = plan(
+        recording.total(),
+        model=model,
+        topology=topology,
+        algorithm=algorithm,
+        weighted=policy.weighted,
+    )
+    balance, moves_per_hour = None, None
+    if recording.num_windows > 1:
+        start = Layout(
+            generation=1,
+            num_experts=model.num_experts,
+            num_ranks=topology.num_ranks,
+            expert_of_slot=made.expert_of_slot,
+            share_of_slot=made.share_of_slot,
+        )
+        replayed = replay(
+            recording,
+            name="whatif",
+            policy=policy,
+            model=model,
+            topology=topology,
+            start=start,
+            window_s=window_s,
+        )
+        balance = float(np.mean([window.balancedness for window in replayed.windows[1:]]))
+        moves_per_hour = replayed.moves * _HOUR_S / (recording.num_windows * window_s)
+    return PoolOption(
+        num_ranks=topology.num_ranks,
+        num_nodes=len(topology.nodes),
+        num_slots=topology.num_slots,
+        num_redundant=topology.num_slots - model.num_experts,
+        balancedness=made.balancedness,
+        balancedness_min_layer=float(made.balancedness_of_layer.min()),
+        bound=made.bound,
+        memory_bytes=topology.slots_per_rank * model.num_layers * model.expert_bytes,
+        balancedness_replayed=balance,
+        moves_per_hour=moves_per_hour,
+        bytes_per_hour=None if moves_per_hour is None else moves_per_hour * model.expert_bytes,
+    )
+
+
+def choose(
+    options: Sequence[PoolOption], *, tolerance: float, memory_bytes: float | None
+) -> tuple[PoolOption | None, str]:
+    """Choose the best option that fits, if any, and explain why.
+
+    Throughput per GPU grows with balancedness, and memory without experts serves the cache. So of
+    the options within `tolerance` of the best, choose the one with the least memory per GPU, then
+    the fewest moves, then the fewest ranks.
+    """
+    fitting = [one for one in options if memory_bytes is None or one.memory_bytes <= memory_bytes]
+    if not fitting:
+        least = min(options, key=lambda one: one.memory_bytes)
+        return None, (
+            f"nothing fits: the smallest need is {format_bytes(least.memory_bytes)} of experts per "
+            f"GPU, with {least.num_ranks} ranks"
+        )
+    best = max(fitting, key=lambda one: one.worth)
+    near = [one for one in fitting if one.worth >= best.worth - tolerance]
+    chosen = min(near, key=lambda one: (one.memory_bytes, one.moves_per_hour or 0.0, one.num_ranks))
+    kind = "balance" if chosen.balancedness_replayed is None else "replayed balance"
+    reason = (
+        f"choose {_describe(chosen)}: {kind} {chosen.worth:.3f} with "
+        f"{format_bytes(chosen.memory_bytes)} of experts per GPU"
+    )
+    if chosen is best:
+        rank = f", the best of {len(fitting)} options" if len(fitting) > 1 else ""
+        return chosen, reason + rank
+    return chosen, (
+        f"{reason}, the least memory of the {len(near)} options within {tolerance:g} of the best, "
+        f"{best.worth:.3f} with {format_bytes(best.memory_bytes)} ({_describe(best)})"
+    )
+
+
+def _describe(option: PoolOption) -> str:
+    return f"{option.num_ranks} ranks with {option.num_redundant} redundant slots"
+
+
+def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
     ((_, policy),) = policies_of([settings.policy]).items()
     rank_counts = numbers("--ranks", settings.ranks)
     if not rank_counts or min(rank_counts) < 1:
-        raise ToolInputError("--ranks must name numbers of 1 or more")
+        raise ToolInputError("--ranks must be numbers of at least 1")
     num_experts = case.model.num_experts
     most = num_experts // 4 if settings.max_redundant is None else settings.max_redundant
     tried = list(
@@ -58,10 +217,10 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[Choice, ...]:
             max_redundant=most,
         )
     )
-    if len(tried) > MAX_CHOICES:
+    if len(tried) > MAX_OPTIONS:
         raise ToolInputError(
-            f"{len(tried)} pools are too many to try, {MAX_CHOICES} are the most: name fewer "
-            f"--ranks or a smaller --max-redundant"
+            f"{len(tried)} pools are more than {MAX_OPTIONS}: use fewer --ranks or a smaller "
+            "--max-redundant"
         )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     screen = console(stderr=True)
@@ -81,13 +240,15 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[Choice, ...]:
         )
 
 
-def _show(choices: Sequence[Choice], chosen: Choice | None, reason: str, case: Case) -> None:
+def _show(
+    options: Sequence[PoolOption], chosen: PoolOption | None, reason: str, case: Case
+) -> None:
     out = console()
     model = case.model
     out.print(
         f"{model.num_layers} layers x {model.num_experts} experts of "
-        f"{bytes_words(model.expert_bytes)} ({case.expert_bytes_origin}), "
-        f"{case.recording.num_windows} window(s) of loads\n"
+        f"{format_bytes(model.expert_bytes)} ({case.expert_bytes_origin}), "
+        f"{format_count(case.recording.num_windows, 'window')} of loads\n"
     )
     replayed = case.recording.num_windows > 1
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
@@ -95,19 +256,19 @@ def _show(choices: Sequence[Choice], chosen: Choice | None, reason: str, case: C
     for name in columns + (["replayed", "moves/h", "bytes/h"] if replayed else []):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
-    for one in choices:
+    for one in options:
         cells = [
             str(one.num_ranks),
             str(one.num_redundant),
             f"{one.balancedness:.4f}",
             f"{one.balancedness_min_layer:.4f}",
-            bytes_words(one.memory_bytes),
+            format_bytes(one.memory_bytes),
         ]
         if replayed:
             cells += [
                 f"{one.balancedness_replayed:.4f}",
                 f"{one.moves_per_hour:,.0f}",
-                bytes_words(one.bytes_per_hour or 0.0),
+                format_bytes(one.bytes_per_hour or 0.0),
             ]
         is_chosen = one is chosen
         table.add_row(*cells, "◀" if is_chosen else "", style="bold" if is_chosen else "")

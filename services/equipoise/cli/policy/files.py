@@ -1,4 +1,4 @@
-"""`equipoise policy validate|show|diff|schema`: files on this machine, no balancer."""
+"""`equipoise policy validate|show|diff|schema`, which read files and talk to no balancer."""
 
 import json
 import sys
@@ -7,6 +7,11 @@ from pathlib import Path
 import yaml
 
 from equipoise.cli.offline.settings import ToolInputError
+from equipoise.cli.policy.settings import (
+    PolicyDiffSettings,
+    PolicyShowSettings,
+    PolicyValidateSettings,
+)
 from equipoise.planning.policy import Policy
 from equipoise.policy.digest import changes, digest
 from equipoise.policy.errors import PolicyError
@@ -14,17 +19,17 @@ from equipoise.policy.reading import MAX_BYTES, ReadPolicy, read_policy
 from equipoise.policy.reference import json_schema, written
 
 EXIT_BAD_INPUT = 2
-EXIT_DIFFERS = 3
+EXIT_DIFFERENT = 3
 
 ALL_POOLS = "all other pools"
 
 
 def read_file(path: Path) -> ReadPolicy:
-    """A policy file.
+    """Read a policy file.
 
     Raises:
         ToolInputError: it cannot be read.
-        PolicyError: it is refused.
+        PolicyError: it is invalid.
     """
     try:
         with path.open("rb") as file:
@@ -35,22 +40,22 @@ def read_file(path: Path) -> ReadPolicy:
 
 
 def policies_by_pool(read: ReadPolicy, pool: str = "") -> dict[str, Policy]:
-    """The policy of one pool, or of every pool that is named and of all others."""
+    """The policy of `pool`; without one, of every pool the file names and of all others."""
     if pool:
         return {pool: read.pools.get(pool, read.defaults)}
     return {**read.pools, ALL_POOLS: read.defaults}
 
 
-def validate(file: Path, *, as_json: bool) -> int:
-    """Say whether a file is good; 2 if it is not.
+def validate(settings: PolicyValidateSettings) -> int:
+    """Print every fault of a file; return 2 if there is one.
 
     Raises:
-        ToolInputError: it cannot be read.
+        ToolInputError: the file cannot be read.
     """
     try:
-        read = read_file(file)
+        read = read_file(settings.file)
     except PolicyError as error:
-        if as_json:
+        if settings.json:
             faults = [
                 {"path": one.path, "line": one.line, "value": one.value, "why": one.why}
                 for one in error.faults
@@ -58,26 +63,26 @@ def validate(file: Path, *, as_json: bool) -> int:
             print(json.dumps({"valid": False, "faults": faults}, indent=2))
         else:
             for fault in error.faults:
-                print(f"{file}: {fault}", file=sys.stderr)
+                print(f"{settings.file}: {fault}", file=sys.stderr)
         return EXIT_BAD_INPUT
     hashes = {name: digest(policy) for name, policy in policies_by_pool(read).items()}
-    if as_json:
+    if settings.json:
         print(json.dumps({"valid": True, "hashes": hashes}, indent=2))
     else:
-        words = ", ".join(f"{one} for {name}" for name, one in hashes.items())
-        print(f"{file} is good: policy {words}")
+        listed = ", ".join(f"{one} for {name}" for name, one in hashes.items())
+        print(f"{settings.file} is valid: policy {listed}")
     return 0
 
 
-def show(file: Path, *, pool: str, as_json: bool) -> int:
-    """Print all values that hold.
+def show(settings: PolicyShowSettings) -> int:
+    """Print every value in effect under a file.
 
     Raises:
         ToolInputError: the file cannot be read.
-        PolicyError: it is refused.
+        PolicyError: it is invalid.
     """
-    shown = policies_by_pool(read_file(file), pool)
-    if as_json:
+    shown = policies_by_pool(read_file(settings.file), settings.pool)
+    if settings.json:
         document = {
             name: {"hash": digest(policy), "policy": written(policy)}
             for name, policy in shown.items()
@@ -90,20 +95,20 @@ def show(file: Path, *, pool: str, as_json: bool) -> int:
     return 0
 
 
-def diff(before: Path, after: Path, *, pool: str, as_json: bool) -> int:
-    """Print what differs between two files; 3 if anything does.
+def diff(settings: PolicyDiffSettings) -> int:
+    """Print what differs between two files; return 3 if anything does.
 
     Raises:
         ToolInputError: a file cannot be read.
-        PolicyError: one is refused.
+        PolicyError: a file is invalid.
     """
-    old, new = read_file(before), read_file(after)
-    names = [pool] if pool else [*sorted(old.pools.keys() | new.pools.keys()), ALL_POOLS]
+    old, new = read_file(settings.before), read_file(settings.after)
+    every = [*sorted(old.pools.keys() | new.pools.keys()), ALL_POOLS]
     differences = {
         name: list(changes(old.pools.get(name, old.defaults), new.pools.get(name, new.defaults)))
-        for name in names
+        for name in ([settings.pool] if settings.pool else every)
     }
-    if as_json:
+    if settings.json:
         print(json.dumps(differences, indent=2))
     else:
         for name, lines in differences.items():
@@ -111,10 +116,9 @@ def diff(before: Path, after: Path, *, pool: str, as_json: bool) -> int:
                 print(f"{name}: {line}")
         if not any(differences.values()):
             print("no difference")
-    return EXIT_DIFFERS if any(differences.values()) else 0
+    return EXIT_DIFFERENT if any(differences.values()) else 0
 
 
-def schema() -> int:
-    """Print the JSON Schema."""
+def schema() -> None:
+    """Print the JSON Schema of policy files."""
     print(json.dumps(json_schema(), indent=2))
-    return 0

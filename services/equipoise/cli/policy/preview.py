@@ -1,21 +1,21 @@
-"""`equipoise policy preview`: what a policy would decide on current loads. It changes nothing.
+"""`equipoise policy preview`: what a policy would decide for current or recorded loads.
 
-Loads and layout come from a running balancer, or from files. The decision is made here, by the
-balancer's own code.
+The decision is made in this process, with the balancer's code. Nothing changes.
 """
 
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from equipoise.cli.display import bytes_words, console
-from equipoise.cli.live.access import explained
+from equipoise.cli.display import console, format_bytes, format_count
+from equipoise.cli.live.client import BalancerClient, BalancerRefusedError, connected
+from equipoise.cli.live.loads import load_table
 from equipoise.cli.offline.inputs import pool_topology, read_case, read_current
-from equipoise.cli.offline.settings import LoadsSettings, PoolSettings, ToolInputError
+from equipoise.cli.offline.settings import PoolSettings, RecordingSettings
 from equipoise.cli.policy.files import policies_by_pool, read_file
+from equipoise.cli.policy.settings import PolicyPreviewSettings
 from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout, contiguous_layout
 from equipoise.planning.load import assignments_per_layer, detect_shift
@@ -23,80 +23,78 @@ from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.policy.digest import digest
-from equipoise.trust.credentials import Credentials
 from equipoise.wire.layouts import layout_from_proto, model_from_proto
-from equipoise.wire.limits import MAX_STATUS_BYTES
-from equipoise_api.v1 import status_pb2 as pb
-from equipoise_api.v1 import status_pb2_grpc
-
-
-class PreviewError(RuntimeError):
-    """A balancer cannot be asked, or has no loads yet; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Situation:
-    """What a decision rests on besides the policy; loads are [layers, experts].
-
-    `slow` and `fast` are in assignments per second, `window` in assignments.
-    """
+    """What a decision depends on besides the policy."""
 
     pool: str
+    """Name of the pool."""
+
     current: Layout
+    """The current layout."""
+
     model: ModelShape
+    """The model's shape."""
+
     topology: Topology
+    """The pool's ranks."""
+
     slow: Load
+    """Slow average, assignments per second, [layers, experts]."""
+
     fast: Load
+    """Fast average, assignments per second, [layers, experts]."""
+
     window: Load
+    """The latest window, assignments, [layers, experts]."""
+
     last_switch_s: float | None
+    """Unix time of the latest switch, if any."""
 
 
-def preview_running(
-    file: Path,
-    *,
-    pool: str,
-    address: str,
-    credentials: Credentials,
-    timeout_s: float,
-    as_json: bool,
-) -> int:
-    """Preview on the loads of a pool of a running balancer.
+def run(settings: PolicyPreviewSettings) -> int:
+    """Print what the policy would decide.
 
     Raises:
-        ToolInputError: the file cannot be read.
-        PolicyError: it is refused.
-        PreviewError: the balancer cannot be asked, or the pool has no loads yet.
+        ToolInputError: a file cannot be read, or files and options contradict each other.
+        FormatError: a file of loads or of a layout is invalid.
+        PolicyError: the policy is invalid.
+        BalancerRefusedError: the balancer is unreachable, or the pool has no loads yet.
     """
-    read = read_file(file)
-    limit = (("grpc.max_receive_message_length", MAX_STATUS_BYTES),)
-    with (
-        credentials.blocking_channel(address, options=limit) as channel,
-        explained(address, credentials),
-    ):
-        situation = _ask(
-            status_pb2_grpc.StatusStub(channel), credentials, pool=pool, timeout_s=timeout_s
-        )
+    read = read_file(settings.file)
+    if settings.loads:
+        situation = recorded_situation(settings)
+    else:
+        with connected(settings) as client:
+            situation = _current_situation(client)
     (policy,) = policies_by_pool(read, situation.pool).values()
-    return _show(situation, policy, as_json=as_json)
+    _show(situation, policy, as_json=settings.json)
+    return 0
 
 
-def preview_recorded(
-    file: Path, *, pool: str, source: LoadsSettings, seats: PoolSettings, as_json: bool
-) -> int:
-    """Preview on recorded loads: planned for all windows, judged on the last one.
-
-    Raises:
-        ToolInputError: a file cannot be read, or they contradict each other.
-        FormatError: a file of loads or of a layout makes no sense.
-        PolicyError: the policy is refused.
-    """
-    read = read_file(file)
-    case = read_case(source)
-    topology = pool_topology(seats, case.model)
-    current = read_current(seats, case=case, topology=topology)
+def recorded_situation(settings: PolicyPreviewSettings) -> Situation:
+    """Recorded loads: all windows together for planning, the last one for the verdict."""
+    case = read_case(
+        RecordingSettings(
+            loads=settings.loads, groups=settings.groups, model_config=settings.model_config
+        )
+    )
+    assert settings.ranks is not None, "the settings require it"
+    pool = PoolSettings(
+        current=settings.current,
+        current_format=settings.current_format,
+        nodes=settings.nodes,
+        ranks=settings.ranks,
+        slots=settings.slots,
+    )
+    topology = pool_topology(pool, case.model)
+    current = read_current(pool, case=case, topology=topology)
     window = case.recording.windows[-1].astype(np.float64)
-    situation = Situation(
-        pool=pool or "default",
+    return Situation(
+        pool=settings.pool or "default",
         current=current.layout
         if current is not None
         else contiguous_layout(
@@ -112,12 +110,10 @@ def preview_recorded(
         window=window,
         last_switch_s=None,
     )
-    (policy,) = policies_by_pool(read, pool or "default").values()
-    return _show(situation, policy, as_json=as_json)
 
 
 def decided(situation: Situation, policy: Policy, *, now: float) -> Proposal:
-    """What the balancer would decide under `policy` if a window closed `now`."""
+    """The decision under `policy` if a window closed at `now`, Unix seconds."""
     shift = detect_shift(
         situation.fast,
         situation.slow,
@@ -141,7 +137,7 @@ def decided(situation: Situation, policy: Policy, *, now: float) -> Proposal:
     )
 
 
-def _show(situation: Situation, policy: Policy, *, as_json: bool) -> int:
+def _show(situation: Situation, policy: Policy, *, as_json: bool) -> None:
     proposal = decided(situation, policy, now=time.time())
     verdict = proposal.verdict
     document = {
@@ -158,37 +154,30 @@ def _show(situation: Situation, policy: Policy, *, as_json: bool) -> int:
     }
     if as_json:
         print(json.dumps(document, indent=2))
-        return 0
+        return
     out = console()
-    word = "would move" if verdict.accepted else "would move nothing"
-    out.print(f"pool {situation.pool}, policy {document['policy_hash']}: {word}")
+    action = "would adopt the plan" if verdict.accepted else "would move nothing"
+    out.print(f"pool {situation.pool}, policy {document['policy_hash']}: {action}")
     out.print(f"  {verdict.reason}")
     if verdict.accepted:
         out.print(
-            f"  {verdict.moves:,} moves, {bytes_words(verdict.bytes)}, in {len(proposal.waves)} "
-            "generation(s)"
+            f"  {format_count(verdict.moves, 'move')} ({format_bytes(verdict.bytes)}) in "
+            f"{format_count(len(proposal.waves), 'generation')}"
         )
-    return 0
 
 
-def _ask(
-    stub: status_pb2_grpc.StatusStub, credentials: Credentials, *, pool: str, timeout_s: float
-) -> Situation:
-    shown = credentials.metadata()
-    answer = stub.GetStatus(pb.GetStatusRequest(pool=pool), timeout=timeout_s, metadata=shown)
-    status = answer.status
-    loads = stub.GetLoads(pb.GetLoadsRequest(pool=status.pool), timeout=timeout_s, metadata=shown)
-    layout = stub.GetLayout(
-        pb.GetLayoutRequest(pool=status.pool), timeout=timeout_s, metadata=shown
-    )
+def _current_situation(client: BalancerClient) -> Situation:
+    status, loads, layout = client.status(), client.loads(), client.layout()
     if not loads.window_assignments:
-        raise PreviewError(f"pool {status.pool} has closed no window yet: ask again in a moment")
+        raise BalancerRefusedError(
+            f"pool {status.pool} has closed no window yet: retry in a moment"
+        )
     if not layout.node_of_rank:
-        raise PreviewError(f"pool {status.pool} is changing its ranks: ask again in a moment")
+        raise BalancerRefusedError(f"pool {status.pool} is changing its ranks: retry in a moment")
     current = layout_from_proto(layout.layout)
     shape = (loads.num_layers, loads.num_experts)
     slow, fast, window = (
-        _load(cells, shape)
+        load_table(cells, shape)
         for cells in (
             loads.slow_assignments_per_s,
             loads.fast_assignments_per_s,
@@ -207,10 +196,3 @@ def _ask(
         window=window,
         last_switch_s=status.switches[0].time_unix_s if status.switches else None,
     )
-
-
-def _load(cells: bytes, shape: tuple[int, int]) -> Load:
-    if len(cells) != 8 * shape[0] * shape[1]:
-        raise ToolInputError("the balancer sent loads of another shape than it says: update it")
-    table: Load = np.frombuffer(cells, dtype="<f8").reshape(shape).astype(np.float64)
-    return table

@@ -1,11 +1,9 @@
-"""`Outcome`: what a demo run showed, computed from its records alone.
+"""`DemoResult`: a demo's figures, computed from its records. Pure; times are Unix seconds.
 
-Owns every figure's definition. Pure: no I/O, no clock; times are seconds since 1970.
-
-The figure people look for is **rank max/mean** of a window: in each MoE layer, the tokens that the
-busiest rank received over the mean of all ranks, and of that the mean over layers; 1.0 when all
-carry the same. Balancedness is the mean over layers of mean/max, so about one over it. The
-balancer computes both from what the receiving ranks counted.
+The main figure is **rank max/mean** of a window: in each MoE layer the load of the busiest rank
+over the mean of all ranks, averaged over layers; 1.0 is perfect balance. Balancedness is the mean
+over layers of mean/max, so roughly its reciprocal. The balancer computes both from what the
+receiving ranks counted.
 """
 
 import math
@@ -16,18 +14,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from equipoise.cli.demo.traffic import Completion, Gap, Prompt
+from equipoise_api.v1 import status_pb2
 
 RECOVERED_MAX_OVER_MEAN = 1.2
-"""A pool is back in balance when its busiest rank carries at most this many times the mean."""
+"""A pool has recovered when its busiest rank carries at most this many times the mean."""
 
 DRIFTED_MAX_OVER_MEAN = 1.4
 """A pool is out of balance when its busiest rank carries at least this many times the mean."""
 
-_SETTLING_S = 0.5  # around a rollout, time that is neither quiet nor rollout
+_SETTLING_S = 0.5
+"""Time around a rollout that counts as neither quiet nor rollout."""
+
+_SWITCH_REPORT_S = 0.25
+"""From the last Staged to the last Switched message: about one step and one message."""
 
 
-class Window(NamedTuple):
-    """A closed planning interval, as the balancer told it."""
+class WindowRecord(NamedTuple):
+    """A closed window, as the balancer reported it."""
 
     closed_s: float
     balancedness: float
@@ -35,46 +38,60 @@ class Window(NamedTuple):
     generation: int
 
 
-class Span(NamedTuple):
-    """A stretch of time."""
+class TimeSpan(NamedTuple):
+    """A period of time, Unix seconds."""
 
     from_s: float
     to_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Switch:
-    """What the ranks told about one switch of layouts."""
+class SwitchRecord:
+    """One switch of layouts, as the ranks reported it."""
 
     generation: int
-    span: Span
-    """From the first Stage to the last rank's word that it switched."""
+    """Generation switched to."""
+    span: TimeSpan
+    """From the first Stage message to the last rank's Switched message."""
     stall_ms: float
+    """Longest stall of a rank."""
     median_step_ms: float
+    """Median step time."""
     moves: int
+    """Experts copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainShift:
-    """One abrupt change of traffic and how the pool took it.
+    """One abrupt change of traffic and the pool's recovery.
 
-    `before` is the last window that closed before the shift. `after` is the worst of the first two
-    that closed behind it (requests that ran on dilute the first). `intervals_to_recover` counts
-    windows from the shift to the first at or below `RECOVERED_MAX_OVER_MEAN` behind the worst one,
-    which included; None if there was none. `recovered` is the median from that window to the end of
-    the domain's traffic (of what there was, if it did not recover).
+    `before` is the last window closed before the shift. `after` is the worse of the first two that
+    closed after it, because requests in flight dilute the first. `recovered` is the median from the
+    first recovered window to the end of the domain's traffic, or of all later windows without
+    recovery.
     """
 
     from_domain: str
+    """Kind of text before the shift."""
     to_domain: str
+    """Kind of text after the shift."""
     at_s: float
+    """Time of the shift."""
     max_over_mean_before: float
+    """Rank max/mean before."""
     max_over_mean_after: float
+    """Rank max/mean after."""
     max_over_mean_recovered: float
+    """Rank max/mean once recovered."""
     balancedness_before: float
+    """Balancedness before."""
     balancedness_after: float
+    """Balancedness after."""
     balancedness_recovered: float
+    """Balancedness once recovered."""
     intervals_to_recover: int | None
+    """Windows from the shift to the first one at or below `RECOVERED_MAX_OVER_MEAN` that follows
+    the `after` window, inclusive; None if there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,31 +105,46 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A run in figures; `faults` has a line for everything that must not happen."""
+class DemoResult:
+    """The figures of a run."""
 
     shifts: tuple[DomainShift, ...]
-    switches: tuple[Switch, ...]
+    """Changes of traffic, in order."""
+    switches: tuple[SwitchRecord, ...]
+    """Switches of layouts, in order."""
     rollouts: int
+    """Rollouts completed."""
     decisions: int
+    """Decisions made."""
     generation: int
+    """Final generation."""
     requests: int
+    """Requests sent."""
     failures: tuple[str, ...]
+    """Reason of each failed request."""
     tokens_compared: int
+    """Tokens compared with the reference."""
     tokens_identical: int
+    """Tokens equal to the reference."""
     steps_of_two_generations: int
+    """Steps that ranks ran with different generations."""
     quiet: Latency
+    """Inter-token latency away from rollouts."""
     during_rollout: Latency
+    """Inter-token latency during rollouts."""
     tokens_per_s: float
+    """Tokens generated per second."""
     peak_memory_bytes: int
+    """Peak resident memory of all processes."""
     wall_s: float
+    """Duration of the demo."""
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Why the run failed, a sentence each; empty when it went well."""
+        """Why the run failed, one sentence each; empty on success."""
         faults = []
         if self.failures:
-            faults.append(f"{len(self.failures)} requests failed, the first: {self.failures[0]}")
+            faults.append(f"{len(self.failures)} requests failed; the first: {self.failures[0]}")
         if self.tokens_identical != self.tokens_compared:
             faults.append(
                 f"{self.tokens_compared - self.tokens_identical} of {self.tokens_compared} tokens "
@@ -121,11 +153,11 @@ class Outcome:
         if not self.tokens_compared:
             faults.append("no token was compared: the traffic was too short")
         if self.shifts and not self.rollouts:
-            faults.append("no layout was rolled out, though the traffic shifted")
+            faults.append("no layout was rolled out although the traffic shifted")
         if self.steps_of_two_generations:
-            faults.append(f"{self.steps_of_two_generations} steps ran in two generations")
+            faults.append(f"{self.steps_of_two_generations} steps ran with two generations")
         faults += [
-            f"balance did not recover from {shift.from_domain} to {shift.to_domain}: "
+            f"balance did not recover after {shift.from_domain} to {shift.to_domain}: "
             f"rank max/mean stayed at {shift.max_over_mean_recovered:.2f}, "
             f"above {RECOVERED_MAX_OVER_MEAN}"
             for shift in self.shifts
@@ -135,17 +167,16 @@ class Outcome:
 
     @property
     def p95_ratio(self) -> float:
-        """p95 inter-token latency during rollouts over the same in quiet times."""
+        """p95 inter-token latency during rollouts over that away from rollouts."""
         return self.during_rollout.p95_ms / self.quiet.p95_ms
 
     def to_json(self) -> dict[str, Any]:
-        """The run for `--json`; what is said of all shifts at once is their least favourable."""
+        """The document for --json; figures over all shifts are the worst of them."""
         recoveries = [shift.intervals_to_recover for shift in self.shifts]
         document: dict[str, Any] = {
             "balancedness_before_shift": min(
                 (shift.balancedness_before for shift in self.shifts), default=None
             ),
-            # The smallest drift is the least to recover from.
             "balancedness_after_shift": max(
                 (shift.balancedness_after for shift in self.shifts), default=None
             ),
@@ -182,19 +213,24 @@ class Outcome:
         return {key: _without_nan(value) for key, value in document.items()}
 
 
-def shift_outcome(
-    windows: Sequence[Window], *, from_domain: str, to_domain: str, at_s: float, until_s: float
+def recovery_of(
+    windows: Sequence[WindowRecord],
+    *,
+    from_domain: str,
+    to_domain: str,
+    at_s: float,
+    until_s: float,
 ) -> DomainShift:
-    """How the pool took one shift, from windows in the order they closed."""
+    """The pool's recovery from one shift, from windows in the order they closed."""
     before = [window for window in windows if window.closed_s <= at_s][-1:]
-    behind = [window for window in windows if at_s < window.closed_s <= until_s]
-    ratios = [window.max_over_mean for window in behind]
+    later = [window for window in windows if at_s < window.closed_s <= until_s]
+    ratios = [window.max_over_mean for window in later]
     worst = int(np.argmax(ratios[:2])) if ratios else 0
     recovered = next(
         (i for i in range(worst + 1, len(ratios)) if ratios[i] <= RECOVERED_MAX_OVER_MEAN), None
     )
-    after = behind[worst : worst + 1]
-    settled = behind[worst + 1 if recovered is None else recovered :]
+    after = later[worst : worst + 1]
+    settled = later[worst + 1 if recovered is None else recovered :]
     return DomainShift(
         from_domain=from_domain,
         to_domain=to_domain,
@@ -212,10 +248,10 @@ def shift_outcome(
 def compare_tokens(
     completions: Iterable[Completion], references: Mapping[Prompt, Sequence[int]]
 ) -> tuple[int, int]:
-    """How many tokens came and how many of them equal the reference at their place.
+    """Count the tokens compared, and those that equal the reference at their position.
 
-    A request that did not fail is compared to its reference's end: a token that never came, or one
-    too many, differs.
+    A missing or an extra token of a successful request counts as different; a failed request is
+    compared as far as it got.
     """
     compared = identical = 0
     for completion in completions:
@@ -228,7 +264,7 @@ def compare_tokens(
 
 
 def steps_of_two_generations(completions: Iterable[Completion]) -> int:
-    """Steps that ranks (which count steps alike) report with more than one generation."""
+    """Number of steps that ranks, which share a step count, reported with several generations."""
     generation_of_step: dict[int, int] = {}
     mixed: set[int] = set()
     for completion in completions:
@@ -239,8 +275,8 @@ def steps_of_two_generations(completions: Iterable[Completion]) -> int:
     return len(mixed)
 
 
-def split_latency(gaps: Sequence[Gap], rollouts: Sequence[Span]) -> tuple[Latency, Latency]:
-    """Inter-token latency in quiet times and during rollouts, by whether a gap overlaps one.
+def split_latency(gaps: Sequence[Gap], rollouts: Sequence[TimeSpan]) -> tuple[Latency, Latency]:
+    """Inter-token latency away from rollouts, and of gaps that overlap one.
 
     Gaps less than half a second away from a rollout count for neither.
     """
@@ -255,7 +291,7 @@ def split_latency(gaps: Sequence[Gap], rollouts: Sequence[Span]) -> tuple[Latenc
 
 
 def latency(lengths_s: np.ndarray[Any, np.dtype[np.float64]]) -> Latency:
-    """Percentiles of gaps given in seconds."""
+    """Percentiles of latencies in seconds."""
     if not lengths_s.size:
         return Latency(p50_ms=math.nan, p95_ms=math.nan, p99_ms=math.nan, samples=0)
     p50, p95, p99 = (float(value) for value in np.percentile(lengths_s * 1e3, (50, 95, 99)))
@@ -263,15 +299,45 @@ def latency(lengths_s: np.ndarray[Any, np.dtype[np.float64]]) -> Latency:
 
 
 def _median(values: Iterable[float]) -> float:
-    """NaN without a value."""
+    """The median; NaN without values."""
     known = list(values)
     return float(np.median(known)) if known else math.nan
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON knows no NaN: null stands for what was not measured."""
+    """JSON has no NaN: null stands for a missing measurement."""
     if isinstance(value, dict):
         return {key: _without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_without_nan(inner) for inner in value]
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def windows_of(windows: Iterable[status_pb2.WindowStatus]) -> tuple[WindowRecord, ...]:
+    """Records of the windows that had traffic, in the order they closed."""
+    return tuple(
+        WindowRecord(
+            closed_s=window.closed_unix_s,
+            balancedness=window.balancedness,
+            max_over_mean=window.max_over_mean,
+            generation=window.generation,
+        )
+        for window in sorted(windows, key=lambda window: window.closed_unix_s)
+        if window.assignments
+    )
+
+
+def switches_of(switches: Iterable[status_pb2.SwitchStatus]) -> tuple[SwitchRecord, ...]:
+    """Records of switches, by generation."""
+    return tuple(
+        SwitchRecord(
+            generation=switch.generation,
+            span=TimeSpan(
+                switch.time_unix_s - switch.staging_s - _SWITCH_REPORT_S, switch.time_unix_s
+            ),
+            stall_ms=switch.max_stall_us / 1e3,
+            median_step_ms=switch.median_step_us / 1e3,
+            moves=switch.moves,
+        )
+        for switch in sorted(switches, key=lambda switch: switch.generation)
+    )

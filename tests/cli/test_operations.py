@@ -9,10 +9,11 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from equipoise.cli.live import operations as orders
-from equipoise.cli.live.access import LEADER_METADATA, Access, BalancerRefusedError
-from equipoise.cli.live.operation_settings import (
-    OrderSettings,
+from equipoise.cli.live import operations
+from equipoise.cli.live.client import LEADER_METADATA, BalancerRefusedError
+from equipoise.cli.live.settings import (
+    Access,
+    OperationSettings,
     PinSettings,
     PreviewSettings,
     RebalanceSettings,
@@ -88,13 +89,13 @@ def listening(servicer):
 
 
 ORDERS = [
-    (orders.rebalance, RebalanceSettings, {"force": True}),
-    (orders.pause, OrderSettings, {}),
-    (orders.resume, OrderSettings, {}),
-    (orders.rollback, RollbackSettings, {"generation": 3, "keep_planning": True}),
-    (orders.pin, PinSettings, {"generation": 3}),
-    (orders.unpin, OrderSettings, {}),
-    (orders.preview, PreviewSettings, {"algorithm": "global"}),
+    (operations.rebalance, RebalanceSettings, {"force": True}),
+    (operations.pause, OperationSettings, {}),
+    (operations.resume, OperationSettings, {}),
+    (operations.rollback, RollbackSettings, {"generation": 3, "keep_planning": True}),
+    (operations.pin, PinSettings, {"generation": 3}),
+    (operations.unpin, OperationSettings, {}),
+    (operations.preview, PreviewSettings, {"algorithm": "global"}),
 ]
 
 
@@ -110,16 +111,18 @@ def test_an_order_says_all_that_was_typed(order, settings, fields, capsys):
     assert capsys.readouterr().out.startswith("done: as you wish\n")
 
 
-def test_whoever_orders_waits_longer_than_the_balancer_so_that_it_is_never_done_unheard():
-    assert OrderSettings().timeout_s > order_bound_s(Policy())
-    assert "three plan timeouts of its policy and 20 s" in explanations(OrderSettings)["timeout_s"]
+def test_the_default_timeout_exceeds_the_longest_operation():
+    assert OperationSettings().timeout_s > order_bound_s(Policy())
+    assert (
+        "three plan timeouts of the policy and 20 s" in explanations(OperationSettings)["timeout_s"]
+    )
     assert order_bound_s(Policy(plan_timeout_s=1000.0)) == 3020.0
 
 
 def test_a_refusal_is_exit_status_3(capsys):
     with listening(Answering(accepted=False)) as address:
-        assert orders.pause(OrderSettings(address=address)) == 3
-    assert capsys.readouterr().out == "no: as you wish\n"
+        assert operations.pause(OperationSettings(address=address)) == 3
+    assert capsys.readouterr().out == "refused: as you wish\n"
 
 
 @pytest.mark.parametrize("accepted", [True, False])
@@ -127,15 +130,15 @@ def test_all_pools_are_planned_by_one_call_and_each_answer_is_shown(accepted, ca
     servicer = Answering(accepted=accepted)
     with listening(servicer) as address, listening(Answering(leader=address)) as follower:
         asked = RebalanceSettings(address=follower, all_pools=True, reason="because", force=True)
-        assert orders.rebalance(asked) == (0 if accepted else 3)
-        assert orders.rebalance(replace(asked, json=True)) == (0 if accepted else 3)
+        assert operations.rebalance(asked) == (0 if accepted else 3)
+        assert operations.rebalance(replace(asked, json=True)) == (0 if accepted else 3)
     assert servicer.asked[0] == admin_pb2.RebalanceAllRequest(reason="because", force=True)
     *lines, shown = capsys.readouterr().out.split("\n", 3)
-    word = "done" if accepted else "no"
+    word = "done" if accepted else "refused"
     assert lines == [
         f"decode: {word}: as you wish",
         f"prefill: {word}: as you wish",
-        f"{2 if accepted else 0} of 2 pools change",
+        f"{2 if accepted else 0} of 2 pools accepted",
     ]
     assert [one["pool"] for one in json.loads(shown)] == ["decode", "prefill"]
 
@@ -146,16 +149,16 @@ def test_a_pool_of_which_nobody_can_say_what_came_of_it_is_told_apart(capsys):
             yield admin_pb2.RebalanceAllResponse(pool="decode", unanswered="ask for the status")
 
     with listening(Unsure()) as address:
-        assert orders.rebalance(RebalanceSettings(address=address, all_pools=True)) == 3
+        assert operations.rebalance(RebalanceSettings(address=address, all_pools=True)) == 3
     assert "decode: unknown: ask for the status\n" in capsys.readouterr().out
 
 
 def test_a_preview_tells_the_plan_in_a_line_and_in_json(capsys):
     servicer = Answering()
     with listening(servicer) as address:
-        orders.preview(PreviewSettings(address=address, set=("min-gain=0.5",)))
+        operations.preview(PreviewSettings(address=address, set=("min-gain=0.5",)))
         assert "global plan: balancedness 0.500 -> 0.000, 12 moves" in capsys.readouterr().out
-        orders.preview(PreviewSettings(address=address, json=True))
+        operations.preview(PreviewSettings(address=address, json=True))
     shown = json.loads(capsys.readouterr().out)
     assert shown["outcome"]["generation"] == 7
     assert shown["decision"]["moves"] == 12
@@ -165,7 +168,7 @@ def test_a_preview_tells_the_plan_in_a_line_and_in_json(capsys):
 def test_a_follower_sends_the_order_on_to_the_leader(capsys):
     leader = Answering()
     with listening(leader) as address, listening(Answering(leader=address)) as follower:
-        assert orders.pause(OrderSettings(address=follower)) == 0
+        assert operations.pause(OperationSettings(address=follower)) == 0
     assert len(leader.asked) == 1
 
 
@@ -174,13 +177,13 @@ def test_the_token_is_shown(tmp_path):
     path.write_text("a-token-of-the-test\n")
     servicer = Answering()
     with listening(servicer) as address:
-        orders.pause(OrderSettings(address=address, access=Access(token_file=str(path))))
+        operations.pause(OperationSettings(address=address, access=Access(token_file=str(path))))
     assert servicer.metadata[0]["authorization"] == "Bearer a-token-of-the-test"
 
 
 def test_nobody_there_is_one_clear_sentence():
     with pytest.raises(BalancerRefusedError, match=r"no balancer answers at 127.0.0.1:9: start"):
-        orders.pause(OrderSettings(address="127.0.0.1:9"))
+        operations.pause(OperationSettings(address="127.0.0.1:9"))
 
 
 def test_an_order_that_is_not_answered_in_time_may_be_done_all_the_same():
@@ -192,20 +195,19 @@ def test_an_order_that_is_not_answered_in_time_may_be_done_all_the_same():
             return super()._answer(request, context)
 
     with listening(Slow()) as address:
-        with pytest.raises(BalancerRefusedError, match=r"within 0.5 s, and may do it all the same"):
-            orders.pause(OrderSettings(address=address, timeout_s=0.5))
+        with pytest.raises(BalancerRefusedError, match=r"within 0.5 s and may still carry"):
+            operations.pause(OperationSettings(address=address, timeout_s=0.5))
         released.set()
 
 
 @pytest.mark.parametrize(
     ("settings", "fields", "words"),
     [
-        (OrderSettings, {"address": "h"}, "address must be host:port"),
-        (OrderSettings, {"timeout_s": 0}, "timeout_s must be above 0"),
+        (OperationSettings, {"address": "h"}, "address must be host:port"),
+        (OperationSettings, {"timeout_s": 0}, "timeout_s must be above 0"),
         (PinSettings, {"generation": -1}, "generation must be from 0"),
-        (RebalanceSettings, {"all_pools": True, "pool": "p"}, "all pools, or 'p'"),
-        (PreviewSettings, {"set": ("min_gain",)}, "set wants NAME=NUMBER"),
-        (PreviewSettings, {"algorithm": "best"}, "algorithm must be one of auto"),
+        (RebalanceSettings, {"all_pools": True, "pool": "p"}, "all_pools and pool 'p' exclude"),
+        (PreviewSettings, {"set": ("min_gain",)}, "set must be NAME=NUMBER"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, fields, words):

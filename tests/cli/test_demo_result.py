@@ -4,32 +4,35 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.cli.demo.outcome import (
+from equipoise.cli.demo.result import (
+    DemoResult,
     Latency,
-    Outcome,
-    Span,
-    Switch,
-    Window,
+    SwitchRecord,
+    TimeSpan,
+    WindowRecord,
     compare_tokens,
-    shift_outcome,
+    recovery_of,
     split_latency,
     steps_of_two_generations,
+    switches_of,
+    windows_of,
 )
 from equipoise.cli.demo.traffic import Arrival, Completion, Gap, Prompt
+from equipoise_api.v1 import status_pb2
 
 PROMPT = Prompt(domain="code", tokens=(1, 2, 3), max_tokens=3)
 
 
-def windows(*max_over_mean: float) -> list[Window]:
+def windows(*max_over_mean: float) -> list[WindowRecord]:
     """Windows that close at 1, 2, 3, ... seconds."""
     return [
-        Window(closed_s=float(i), balancedness=1 / value, max_over_mean=value, generation=1)
+        WindowRecord(closed_s=float(i), balancedness=1 / value, max_over_mean=value, generation=1)
         for i, value in enumerate(max_over_mean, start=1)
     ]
 
 
 def shift(*max_over_mean: float, at_s: float = 2.5, until_s: float = 100.0):
-    return shift_outcome(
+    return recovery_of(
         windows(*max_over_mean),
         from_domain="code",
         to_domain="arithmetic",
@@ -51,14 +54,14 @@ def completion(tokens, *, generation=1, first_step=0, failure=None) -> Completio
     )
 
 
-def outcome(**changes) -> Outcome:
+def outcome(**changes) -> DemoResult:
     latency = Latency(p50_ms=40.0, p95_ms=50.0, p99_ms=80.0, samples=1000)
-    good = Outcome(
+    good = DemoResult(
         shifts=(shift(1.1, 1.1, 1.5, 1.1), shift(1.1, 1.15, 1.8, 1.3, 1.18)),
         switches=(
-            Switch(
+            SwitchRecord(
                 generation=2,
-                span=Span(1.0, 1.4),
+                span=TimeSpan(1.0, 1.4),
                 stall_ms=3.0,
                 median_step_ms=40.0,
                 moves=12,
@@ -136,7 +139,7 @@ def test_a_step_that_two_ranks_report_with_different_generations_is_found():
 
 def test_gaps_are_told_apart_by_whether_they_overlap_a_rollout():
     gaps = [Gap(0.0, 0.01), Gap(9.0, 9.02), Gap(9.99, 10.02), Gap(10.5, 10.53), Gap(11.2, 11.24)]
-    quiet, during = split_latency(gaps, [Span(10.0, 11.0)])
+    quiet, during = split_latency(gaps, [TimeSpan(10.0, 11.0)])
     assert (quiet.samples, during.samples) == (2, 2)
     assert quiet.p50_ms == pytest.approx(15)
     assert during.p99_ms == pytest.approx(30, abs=0.1)
@@ -155,12 +158,12 @@ def test_a_good_run_has_no_faults():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"failures": ("rank 1: UNAVAILABLE: gone",)}, "1 requests failed, the first: rank 1"),
+        ({"failures": ("rank 1: UNAVAILABLE: gone",)}, "1 requests failed; the first: rank 1"),
         ({"tokens_identical": 299}, "1 of 300 tokens differ"),
         ({"tokens_compared": 0, "tokens_identical": 0}, "no token was compared"),
-        ({"steps_of_two_generations": 2}, "2 steps ran in two generations"),
+        ({"steps_of_two_generations": 2}, "2 steps ran with two generations"),
         ({"rollouts": 0}, "no layout was rolled out"),
-        ({"shifts": (shift(1.1, 1.1, 1.7, 1.5),)}, "did not recover from code to arithmetic"),
+        ({"shifts": (shift(1.1, 1.1, 1.7, 1.5),)}, "did not recover after code to arithmetic"),
     ],
 )
 def test_everything_that_must_not_happen_is_a_fault(changes, words):
@@ -186,3 +189,37 @@ def test_the_document_is_json_even_when_nothing_was_measured():
     assert told["p95_inter_token_ratio_during_rollout"] is None
     assert told["max_switch_stall_ms"] is None
     assert told["intervals_to_recover"] is None
+
+
+def test_windows_come_in_the_order_they_closed_and_empty_ones_are_left_out():
+    windows = [
+        status_pb2.WindowStatus(
+            closed_unix_s=8.0, balancedness=0.5, max_over_mean=2.1, assignments=10, generation=2
+        ),
+        status_pb2.WindowStatus(
+            closed_unix_s=4.0, balancedness=0.9, max_over_mean=1.1, assignments=10, generation=1
+        ),
+        status_pb2.WindowStatus(closed_unix_s=1.0, balancedness=1.0, assignments=0),
+    ]
+    assert [tuple(w) for w in windows_of(windows)] == [
+        (4.0, 0.9, 1.1, 1),
+        (8.0, 0.5, 2.1, 2),
+    ]
+
+
+def test_a_switch_spans_from_staging_to_the_last_switched_message():
+    (switch,) = switches_of(
+        [
+            status_pb2.SwitchStatus(
+                generation=3,
+                max_stall_us=1500,
+                median_step_us=40_000,
+                moves=7,
+                staging_s=2.0,
+                time_unix_s=100.0,
+            )
+        ]
+    )
+    assert switch.span.to_s == 100.0
+    assert switch.span.from_s < 98.0
+    assert (switch.stall_ms, switch.median_step_ms) == pytest.approx((1.5, 40.0))

@@ -1,4 +1,4 @@
-"""`equipoise decisions`, `epochs`, `loads` and `layout …` against a balancer by script."""
+"""`equipoise decisions`, `epochs`, `loads` and `layout ...` against a scripted balancer."""
 
 import json
 from concurrent import futures
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from equipoise.cli.live import decisions, layouts, loads
-from equipoise.cli.live.access import BalancerRefusedError
-from equipoise.cli.live.ask_settings import AskSettings
+from equipoise.cli.live.client import BalancerRefusedError
 from equipoise.cli.live.settings import (
+    BalancerClientSettings,
     DecisionsSettings,
     LayoutDiffSettings,
     LayoutExportSettings,
@@ -127,13 +127,13 @@ def test_a_layout_as_json_is_whole(address, capsys):
 
 def test_two_generations_are_compared_and_the_exit_status_tells(address, capsys):
     settings = LayoutDiffSettings(address=address, before="1", json=True)
-    assert layouts.diff(settings) == layouts.DIFFERENT
+    assert layouts.diff(settings) == layouts.EXIT_DIFFERENT
     told = json.loads(capsys.readouterr().out)
     assert (told["moves"], told["moves_of_layer"]) == (1, [0, 1, 0])
     assert told["moves_of_rank"] == [1, 0, 0, 0]
-    assert layouts.diff(replace(settings, json=False)) == layouts.DIFFERENT
-    assert "layer 1: 1 moves; replicas of experts: 0 -1  7 +1" in capsys.readouterr().out
-    assert layouts.diff(replace(settings, before="2", after="2")) == layouts.SAME
+    assert layouts.diff(replace(settings, json=False)) == layouts.EXIT_DIFFERENT
+    assert "layer 1: 1 moves; replicas per expert: 0 -1  7 +1" in capsys.readouterr().out
+    assert layouts.diff(replace(settings, before="2", after="2")) == 0
 
 
 @pytest.mark.parametrize("form", [Format.EQUIPOISE, Format.SGLANG, Format.TENSORRT_LLM])
@@ -146,7 +146,7 @@ def test_an_exported_layout_is_the_same_when_it_is_read_again(address, tmp_path,
     assert np.array_equal(table[-NUM_LAYERS:], moved(FIRST).expert_of_slot)
 
 
-def test_an_imported_file_becomes_an_order_to_pin_it(address, balancer, tmp_path, capsys):
+def test_importing_a_file_pins_its_layout(address, balancer, tmp_path, capsys):
     path = tmp_path / "mine.json"
     layouts.export(LayoutExportSettings(address=address, file=path, generation=1))
     assert layouts.import_(LayoutImportSettings(address=address, file=path)) == 0
@@ -166,7 +166,7 @@ def test_a_file_for_another_pool_is_not_imported(address, balancer, tmp_path):
     assert balancer.pinned is None
 
 
-def test_loads_are_told_by_layer_and_rank(address, balancer, capsys):
+def test_loads_are_shown_by_layer_and_rank(address, balancer, capsys):
     of_rank = a_window(balancer)
     assert loads.run(LoadsSettings(address=address, json=True)) == 0
     told = json.loads(capsys.readouterr().out)
@@ -182,13 +182,13 @@ def test_loads_of_more_ranks_than_columns_show_the_busiest_of_neighbours():
     heat = loads.Heat(
         pool="big",
         generation=1,
-        of_rank=np.ones((1, 400)) + 399 * np.eye(1, 400, k=200),
-        of_expert=np.zeros((1, 8)),
+        rank_load=np.ones((1, 400)) + 399 * np.eye(1, 400, k=200),
+        expert_load=np.zeros((1, 8)),
     )
     console = loads.console()
     with console.capture() as caught:
         console.print(loads.heat_view(heat, width=80, top=3))
-    assert "a cell is 8 ranks, the busiest shows" in " ".join(caught.get().split())
+    assert "each cell shows the busiest of 8 ranks" in " ".join(caught.get().split())
 
 
 def test_loads_are_written_as_a_picture(address, balancer, tmp_path, capsys):
@@ -221,10 +221,10 @@ def test_decisions_are_shown_newest_first(address, balancer, capsys):
 
 
 def test_epochs_are_shown_with_why_they_were_opened(address, balancer, capsys):
-    assert decisions.epochs(AskSettings(address=address)) == 0
+    assert decisions.epochs(BalancerClientSettings(address=address)) == 0
     assert "is in epoch 3" in capsys.readouterr().out
     balancer.status.epochs.add(
         epoch=3, workers=["a", "b"], reason="worker c is gone", opened_unix_s=1e9
     )
-    assert decisions.epochs(AskSettings(address=address)) == 0
+    assert decisions.epochs(BalancerClientSettings(address=address)) == 0
     assert "worker c is gone" in capsys.readouterr().out

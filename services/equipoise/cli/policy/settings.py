@@ -1,0 +1,86 @@
+"""Settings of `equipoise policy ...`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from equipoise.cli.live.settings import BalancerClientSettings
+from equipoise.cli.options import ARGUMENT
+from equipoise.formats.format import Format
+from equipoise.settings.errors import InvalidSettingsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyValidateSettings:
+    """`equipoise policy validate`."""
+
+    file: Path = field(metadata={ARGUMENT: True})
+    """BalancePolicy file, YAML or JSON."""
+
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyShowSettings(PolicyValidateSettings):
+    """`equipoise policy show`."""
+
+    pool: str = ""
+    """Pool to show. Default: all pools that the file distinguishes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyDiffSettings:
+    """`equipoise policy diff`."""
+
+    before: Path = field(metadata={ARGUMENT: True})
+    """BalancePolicy file, YAML or JSON."""
+
+    after: Path = field(metadata={ARGUMENT: True})
+    """BalancePolicy file to compare it with."""
+
+    pool: str = ""
+    """Pool to compare. Default: all pools that the files distinguish."""
+
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyPreviewSettings(BalancerClientSettings):
+    """`equipoise policy preview`.
+
+    Raises:
+        InvalidSettingsError: a value is out of range, or options of recorded loads lack --loads.
+    """
+
+    file: Path = field(metadata={ARGUMENT: True})
+    """BalancePolicy file, YAML or JSON."""
+
+    loads: tuple[str, ...] = ()
+    """Plan for these files of recorded loads instead of a running pool's loads."""
+
+    current: Path | None = None
+    """With --loads: file of the current layout."""
+
+    current_format: Format | None = None
+    """With --loads: format of the current layout. Default: detected from its content."""
+
+    nodes: int = 1
+    """With --loads: number of nodes."""
+
+    ranks: int | None = None
+    """With --loads: number of ranks. Required."""
+
+    slots: int | None = None
+    """With --loads: physical slots per layer."""
+
+    groups: int | None = None
+    """With --loads: number of expert groups."""
+
+    model_config: Path | None = None
+    """With --loads: the model's config.json."""
+
+    def __post_init__(self) -> None:
+        BalancerClientSettings.__post_init__(self)
+        if self.loads and self.ranks is None:
+            raise InvalidSettingsError("--loads needs the number of ranks: --ranks N")
