@@ -1,1 +1,4 @@
-"""The model's operations, one a file: contract and torch reference."""
+"""The model's arithmetic: `plain` (torch, any device) and `fp8` (Triton kernels for Hopper GPUs).
+
+What both use lies here: errors, FP8 formats, the choice of replicas, and a measure of difference.
+"""

@@ -1,4 +1,4 @@
-"""What the kernel suite raises: every message names the thing and the remedy."""
+"""Errors of the kernels; every message names the cause and the remedy."""
 
 
 class KernelInputError(ValueError):
@@ -6,13 +6,13 @@ class KernelInputError(ValueError):
 
 
 class KernelsUnavailableError(RuntimeError):
-    """What was asked for by name cannot run here."""
+    """A backend named in the settings cannot run here."""
 
 
 class AllToAllError(RuntimeError):
-    """Ranks could not exchange rows: the message and `ranks` say with whom.
+    """Ranks could not exchange rows; the message and `ranks` name the ranks involved.
 
-    A buffer that raised one is of no more use: the ranks must form anew.
+    The buffer that raised it can no longer be used: the ranks must form a new group.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
@@ -29,8 +29,8 @@ class GenerationMismatchError(AllToAllError):
 
 
 class CapacityError(AllToAllError):
-    """Ranks had more rows for one rank than a buffer holds; nothing was overwritten."""
+    """A rank had more rows for another rank than a buffer holds; nothing was overwritten."""
 
 
 class UnknownSlotError(AllToAllError):
-    """Ranks named slots that the pool does not have."""
+    """A rank named slots that the pool does not have."""

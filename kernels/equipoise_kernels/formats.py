@@ -1,8 +1,8 @@
-"""Block-scaled FP8: what codes and scales are, and how they lie in memory.
+"""Block-scaled FP8: what codes and scales are, and their layout in memory.
 
-Owns the formats that every operation of the suite shares, those of DeepSeek-V3 (arXiv 2412.19437,
-section 3.3) and DeepGEMM. Rows (activations) have a scale for every 1 x 128 group, weights for
-every 128 x 128 block; codes are E4M3 (largest value 448).
+Owns the formats of the FP8 data plane and of FP8 checkpoints, those of DeepSeek-V3 (arXiv
+2412.19437, section 3.3) and DeepGEMM. Rows (activations) have a scale for every 1 x 128 group,
+weights for every 128 x 128 block; codes are E4M3 (largest value 448).
 
 The arithmetic, in float32, is part of the contract:
 
@@ -12,8 +12,8 @@ The arithmetic, in float32, is part of the contract:
     code    = round to nearest even (x * (1 / scale))
     x'      = code * scale
 
-`1 / scale` is one IEEE division per group. An infinite x makes every value of its group NaN, a NaN
-only itself. UE8M0 scales are computed by bits, because a logarithm is wrong next to exact powers.
+`1 / scale` is one IEEE division per group. An infinite x makes every value of its group NaN; a NaN
+affects only itself. UE8M0 scales are computed on bits: a logarithm is wrong next to exact powers.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ CODE = torch.float8_e4m3fn
 CODE_MAX = 448.0
 GROUP = 128
 AMAX_FLOOR = 1e-4
-# TMA wants columns of scales that start at multiples of 16 bytes.
+# TMA requires columns of scales to start at multiples of 16 bytes.
 SCALE_ALIGNMENT = 4
 
 
 class ScaleFormat(Enum):
-    """Which float32 numbers scales may be."""
+    """Which float32 values scales may have."""
 
     FP32 = "fp32"
     UE8M0 = "ue8m0"
 
 
 class ScaleLayout(Enum):
-    """How a rows' scales [.., M, K / 128] lie in memory.
+    """Memory layout of rows' scales [.., M, K / 128].
 
     ROW_MAJOR: contiguous. MN_ALIGNED: the row index runs fastest and each column of scales starts
-    at a multiple of 16 bytes: strides (1, M rounded up to 4), as DeepGEMM wants on Hopper.
+    at a multiple of 16 bytes: strides (1, M rounded up to 4), as DeepGEMM requires on Hopper.
     """
 
     ROW_MAJOR = "row_major"
@@ -55,10 +55,10 @@ class ScaleLayout(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedRows:
-    """Rows in FP8: codes [.., M, K], and scales float32 [.., M, K / 128] of either layout.
+    """Rows in FP8: codes [.., M, K], and scales float32 [.., M, K / 128] in either layout.
 
     Raises:
-        KernelInputError: codes and scales do not belong together.
+        KernelInputError: codes and scales do not match.
     """
 
     codes: Tensor
@@ -83,7 +83,7 @@ class QuantizedWeight:
     The last block of a dimension may be smaller (DeepSeek-V3 has a weight of 576 rows).
 
     Raises:
-        KernelInputError: codes and scales do not belong together.
+        KernelInputError: codes and scales do not match.
     """
 
     codes: Tensor
@@ -107,7 +107,7 @@ def empty_rows(
     device: torch.device | str,
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
 ) -> QuantizedRows:
-    """Uninitialised rows of a shape [.., M, K]; K a multiple of 128."""
+    """Allocate uninitialised rows [.., M, K]; K must be a multiple of 128."""
     codes = torch.empty(*shape, dtype=CODE, device=device)
     require_groups("rows", codes)
     scale_shape = (*shape[:-1], shape[-1] // GROUP)
@@ -119,7 +119,7 @@ def empty_rows(
 def empty_scales(
     shape: Sequence[int], *, device: torch.device | str, layout: ScaleLayout
 ) -> Tensor:
-    """Uninitialised scales of a shape [.., M, K / 128] in a layout."""
+    """Allocate uninitialised scales [.., M, K / 128] in a layout."""
     if layout is ScaleLayout.ROW_MAJOR:
         return torch.empty(*shape, dtype=torch.float32, device=device)
     *outer, num_rows, num_groups = shape
@@ -129,7 +129,7 @@ def empty_scales(
 
 
 def with_layout(scales: Tensor, layout: ScaleLayout) -> Tensor:
-    """The same scales in another layout, copied."""
+    """Copy scales to another layout."""
     copy = empty_scales(scales.shape, device=scales.device, layout=layout)
     return copy.copy_(scales)
 
@@ -141,27 +141,27 @@ def weight_scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def scales_of(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
-    """Scales of groups with a largest absolute value, float32 of the same shape."""
+    """Scales of groups with the given largest absolute values, float32 of the same shape."""
     scales = amax.clamp_min(AMAX_FLOOR) / CODE_MAX
     return scales if scale_format is ScaleFormat.FP32 else next_power_of_two(scales)
 
 
 def next_power_of_two(scales: Tensor) -> Tensor:
-    """The smallest powers of two not below normal, positive, float32 numbers; infinity stays."""
+    """Smallest powers of two not below normal positive float32 numbers; infinity stays infinite."""
     bits = scales.view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
     return (exponent << 23).view(torch.float32)
 
 
 def encode(x: Tensor, scales: Tensor) -> Tensor:
-    """Codes of float32 values, given scales that broadcast over them."""
+    """Codes of float32 values; scales broadcast over them."""
     return (x * (1.0 / scales)).to(CODE)
 
 
 def pack_ue8m0(scales: Tensor) -> Tensor:
-    """Exponents of power-of-two scales [.., M, G], four to an int32 [.., M, ceil(G / 4)].
+    """Pack exponents of power-of-two scales [.., M, G], four per int32 [.., M, ceil(G / 4)].
 
-    The form that Blackwell's tensor cores read: the lowest byte holds the first group's biased
+    The format that Blackwell's tensor cores read: the lowest byte holds the first group's biased
     exponent; missing groups are 0.
 
     Raises:
@@ -206,7 +206,7 @@ def require_groups(name: str, tensor: Tensor) -> None:
 
 
 def require_dense_rows(name: str, tensor: Tensor) -> None:
-    """Raise KernelInputError unless each row's elements are neighbours and rows do not overlap."""
+    """Raise KernelInputError unless columns are contiguous and rows do not overlap."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise KernelInputError(
             f"{name} must have neighbouring columns, not strides {list(tensor.stride())}: "
@@ -219,7 +219,7 @@ def require_dense_rows(name: str, tensor: Tensor) -> None:
 
 
 def require_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise KernelInputError unless a tensor's elements lie one after the other."""
+    """Raise KernelInputError unless a tensor is contiguous."""
     if not tensor.is_contiguous():
         raise KernelInputError(
             f"{name} must be contiguous, not strides {list(tensor.stride())}: call contiguous()"
@@ -227,6 +227,6 @@ def require_contiguous(name: str, tensor: Tensor) -> None:
 
 
 def require_same_device(name: str, tensor: Tensor, other: Tensor) -> None:
-    """Raise KernelInputError unless two tensors are on one device."""
+    """Raise KernelInputError unless two tensors are on the same device."""
     if tensor.device != other.device:
         raise KernelInputError(f"{name} is on {tensor.device}, the rest on {other.device}: move it")

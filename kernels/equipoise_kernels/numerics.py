@@ -1,4 +1,4 @@
-"""How far two results are apart."""
+"""A measure of the difference between two results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def difference(result: Tensor, expected: Tensor) -> float:
-    """1 - 2 <x, y> / (<x, x> + <y, y>) in float64, the measure of DeepGEMM's tests.
+    """Return 1 - 2 <x, y> / (<x, x> + <y, y>) in float64, the measure of DeepGEMM's tests.
 
-    0 for equal tensors, about half the squared relative error for close ones, NaN if one has a
+    0 for equal tensors, about half the squared relative error for close ones, NaN if either has a
     NaN. Two tensors of zeros, or without elements, are equal.
     """
     x, y = result.to(torch.float64).flatten(), expected.to(torch.float64).flatten()

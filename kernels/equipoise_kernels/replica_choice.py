@@ -1,22 +1,24 @@
-"""Choose one of an expert's replicas for each token, by their shares and without random state.
+"""Chooses one of an expert's replicas for each token, by their shares and without random state.
 
-A Weyl sequence: token n takes the fraction of n * phi + offset, and the replica whose share of
-[0, 1) that falls into. What replicas get is right to about log(n) / n, in every arithmetic
-sub-sequence of tokens too, where hashes are right only to 1 / sqrt(n). The offset is a hash of
-layer and expert, so that a token's experts, and an expert's layers, do not all take their first
-replica together.
+Shared by both data planes: the FP8 kernel in `fp8/moe/route.py` computes the same bits.
+
+Uses a Weyl sequence: token n takes the fraction of n * phi + offset, and the replica whose share of
+[0, 1) contains it. Replicas get their shares to within about log(n) / n, in every arithmetic
+sub-sequence of tokens too; hashes would reach only 1 / sqrt(n). The offset is a hash of layer and
+expert, so that a token's experts, and an expert's layers, do not all take their first replica at
+the same time.
 """
 
 from torch import Tensor
 
-# The kernel in `moe/route.py` computes with the same numbers.
+# `fp8/moe/route.py` uses these numbers too.
 MASK = 0xFFFFFFFF
 # The fraction of the golden ratio in 32 bits (Knuth, volume 3, section 6.4).
 GOLDEN = 0x9E3779B1
 MIX_FACTORS = (0x85EBCA6B, 0xC2B2AE35)
 
 SHARE_BITS = 15
-"""Shares count 1/2^15ths of an expert's tokens."""
+"""A share is a multiple of 1/2^15 of an expert's tokens."""
 
 
 def choose_replicas(
@@ -27,15 +29,15 @@ def choose_replicas(
     layer: int,
     share_ends_ER: Tensor | None = None,
 ) -> Tensor:
-    """Index of the replica for every choice, int64 [T, K], in [0, replica count of the expert).
+    """Return the replica of every assignment, int64 [T, K], in [0, replica count of the expert).
 
     Args:
         expert_ids_TK: logical experts, int64.
-        token_ids_T: a running number of each token, int64, at least 0.
+        token_ids_T: a running number per token, int64, at least 0.
         replica_count_E: replicas of each logical expert, int64, at least 1, below 2**31.
         layer: index of the MoE layer.
-        share_ends_ER: where each replica's share of its expert's tokens ends, int64, growing up to
-            2**SHARE_BITS, which the last replica and unused places have; None: all shares alike.
+        share_ends_ER: where each replica's share of its expert's tokens ends, int64, ascending to
+            2**SHARE_BITS, which the last replica and unused entries have; None for even shares.
     """
     offset_TK = _mix(expert_ids_TK + (layer << 16))
     fraction_TK = (token_ids_T.unsqueeze(1) * GOLDEN + offset_TK) & MASK
@@ -46,7 +48,7 @@ def choose_replicas(
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Spread 32-bit numbers: the finaliser of MurmurHash3 (public domain), in int64."""
+    """Mix 32-bit numbers with the finaliser of MurmurHash3 (public domain), in int64."""
     mixed = values & MASK
     mixed = ((mixed ^ (mixed >> 16)) * MIX_FACTORS[0]) & MASK
     mixed = ((mixed ^ (mixed >> 13)) * MIX_FACTORS[1]) & MASK

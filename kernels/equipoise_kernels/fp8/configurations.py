@@ -1,9 +1,9 @@
 """Frozen configurations of the kernels, by operation and size.
 
-Owns the JSON files under `tuned/`: one per device, Triton version and operation, written by
-`make tune` and committed. Nothing is tuned while serving: a launch is a pure function of its sizes
-and these files, so every rank runs the same code. Where a device or version has no files of its
-own, those of the H200 with Triton 3.6 are used: any configuration gives right results.
+Owns the JSON files under `tuned/`: one per device, Triton version and operation, written by `make
+tune` and committed. Serving never tunes: a launch is a pure function of its sizes and these files,
+so every rank runs the same code. A device or version without files uses those of the H200 with
+Triton 3.6: any configuration gives correct results.
 
 A file is a list of entries, tried in order:
 
@@ -34,34 +34,34 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A configuration, and what it is for; None is anything."""
+    """A configuration and its conditions; None matches everything."""
 
     config: Mapping[str, Any]
     max_rows: int | None = None
     shapes: tuple[tuple[int, ...], ...] | None = None
 
     def fits(self, rows: int, shape: tuple[int, ...]) -> bool:
-        """Whether the entry is for a launch of that many rows with weights of that shape."""
+        """Whether the entry applies to a launch with `rows` rows and weights of a shape."""
         return (self.max_rows is None or rows <= self.max_rows) and (
             self.shapes is None or shape in self.shapes
         )
 
 
 def choose(operation: str, kind: type[Config], *, rows: int, shape: tuple[int, ...] = ()) -> Config:
-    """The configuration of a launch on this process's device.
+    """Return the configuration of a launch on this process's device.
 
     Args:
         operation: its name.
         kind: the dataclass of its configurations.
-        rows: of the launch, or what the caller expects of them.
-        shape: (N, K) of the weights, or what else the operation goes by.
+        rows: rows of the launch, or the expected number.
+        shape: (N, K) of the weights, or what else the operation is tuned for.
     """
     config: Config = _choose(operation, cast("Any", kind), rows, shape)
     return config
 
 
 def committed(operation: str) -> dict[str, tuple[Entry, ...]]:
-    """Every committed file of an operation: entries by "device/triton_version"."""
+    """All committed files of an operation: entries by "device/triton_version"."""
     return {
         f"{path.parent.parent.name}/{path.parent.name}": read(path)
         for path in sorted(_FOLDER.glob(f"*/*/{operation}.json"))
@@ -69,17 +69,17 @@ def committed(operation: str) -> dict[str, tuple[Entry, ...]]:
 
 
 def operations() -> tuple[str, ...]:
-    """Names of the operations that have committed configurations."""
+    """Names of the operations with committed configurations."""
     return tuple(sorted({path.stem for path in _FOLDER.glob("*/*/*.json")}))
 
 
 def path_of(operation: str, *, device: str, triton: str) -> Path:
-    """Where the configurations of an operation are committed."""
+    """Path of an operation's committed configurations."""
     return _FOLDER / device / f"triton_{triton}" / f"{operation}.json"
 
 
 def read(path: Path) -> tuple[Entry, ...]:
-    """Entries of a file, in its order."""
+    """Read a file's entries, in order."""
     entries = []
     for item in json.loads(path.read_text())["entries"]:
         shapes = item.get("shapes")
@@ -97,14 +97,14 @@ def read(path: Path) -> tuple[Entry, ...]:
 
 
 def write(path: Path, entries: Sequence[Entry], *, origin: Mapping[str, str]) -> None:
-    """Write a file; `origin` says where the figures behind it come from."""
+    """Write a file; `origin` records how its configurations were chosen."""
     items = [{k: v for k, v in asdict(entry).items() if v is not None} for entry in entries]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"origin": dict(origin), "entries": items}, indent=1) + "\n")
 
 
 def device_name(device: int = 0) -> str:
-    """Name of a CUDA device as in the files' paths: "nvidia_h200"; the default without CUDA."""
+    """A CUDA device's name as in the files' paths: "nvidia_h200", also the default without CUDA."""
     if not torch.cuda.is_available():
         return DEFAULT_DEVICE
     return torch.cuda.get_device_name(device).lower().replace(" ", "_")

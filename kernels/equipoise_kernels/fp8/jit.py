@@ -1,11 +1,11 @@
-"""Triton, where it is installed: the one place that imports it.
+"""Imports Triton where it is installed; nothing else imports it.
 
-Every operation's file holds its kernel beside its torch twin, and the twin must work on a machine
-without Triton (one without a GPU, or without Linux). There `jit` leaves a function as it is: nobody
-launches it, because `selection` offers Triton only where it is installed.
+Every operation's file holds its kernel beside its torch twin, and the twin must work without Triton
+(without a GPU, or without Linux). There `jit` returns the function unchanged; it is never launched,
+because `selection` offers Triton only where it is installed.
 
-Kernels are compiled for constants of the module that defines them, so a kernel's file names its own
-as `tl.constexpr`.
+A kernel may only use its module's globals as compile-time constants, so a kernel's file declares
+its own with `constant`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["TensorDescriptor", "constant", "is_interpreting", "jit", "tl", "trit
 
 
 def jit(function: Any) -> Any:
-    """Make a kernel of a function: `triton.jit`, or nothing without Triton."""
+    """Compile a function as a kernel: `triton.jit`, or the function itself without Triton."""
     return function if triton is None else triton.jit(function)
 
 
 def constant(value: Any) -> Any:
-    """Make a module's number visible to its kernels: `tl.constexpr`, or the value itself."""
+    """Make a module's number usable in its kernels: `tl.constexpr`, or the value without Triton."""
     return value if tl is None else tl.constexpr(value)
 
 
 def triton_version() -> str | None:
-    """Major and minor number of the installed Triton, such as "3.6", or None."""
+    """Major and minor version of the installed Triton, such as "3.6", or None."""
     if triton is None:
         return None
     version: str = triton.__version__

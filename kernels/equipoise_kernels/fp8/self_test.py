@@ -1,7 +1,7 @@
-"""Why a backend cannot be used here: by its library, by the device, or by a wrong result.
+"""Tests whether a backend can be used here: its library, the device, and its results.
 
-Owns the small problems that every backend but the reference must solve before `selection` offers
-it: a library that imports is not yet one that works.
+Every backend but the reference must solve a small problem before `selection` offers it: a library
+that imports does not necessarily work.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def obstacle(operation: str, backend: str) -> str | None:
     if reason:
         return reason
     if backend == "deep_ep" and not dist.is_initialized():
-        # Only ranks together can try it, and will when they open a buffer.
+        # Only all ranks together can try it; they do when they open a buffer.
         return None
     try:
         result, expected = _solve(operation, backend), _solve(operation, "reference")
@@ -179,7 +179,7 @@ def _gemm(backend: str) -> Tensor:
 
 
 def _gemm_large(backend: str) -> Tensor:
-    # cuBLAS wants multiples of 16; the size that matters is left to the benchmark.
+    # cuBLAS requires multiples of 16; the benchmark covers realistic sizes.
     out = torch.empty(144, 256, dtype=torch.bfloat16, device=_device())
     dense.BACKENDS[backend](_rows(144, 256), _weight(256, 256), out=out)
     return out
@@ -200,7 +200,7 @@ def _grouped_gemm(backend: str) -> Tensor:
 
 
 def _all_to_all(backend: str) -> Tensor:
-    """Rows through slots that double them: between two virtual ranks, or by all real ones."""
+    """Send rows through slots that double them: between two virtual ranks, or all real ones."""
     x, slots = _random(3, 256), torch.tensor([[0, 2], [3, 1], [1, -1]], device=_device())
     weights = torch.tensor([[0.5, 0.25], [1.0, 2.0], [3.0, 9.0]], device=_device())
     if backend == "reference":
@@ -301,9 +301,9 @@ def _latent_write(backend: str) -> Tensor:
 
 
 def _mla_decode(backend: str) -> Tensor:
-    """Queries of two blocks, of none, of one, of a block that does not exist, and of too many.
+    """Attend with queries of two blocks, of none, of one, of a missing block, and of too many.
 
-    Blocks have as many positions as FlashMLA takes; those that nobody may see are NaN.
+    Blocks have the size that FlashMLA requires; positions that no query may see are NaN.
     """
     device, nan = _device(), float("nan")
     latents_BPC = _random(4, attention_libraries.FLASH_MLA_BLOCK, 576, seed=2)
@@ -322,7 +322,8 @@ def _mla_decode(backend: str) -> Tensor:
         tokens_per_split=None,
         out=out,
     )
-    # Numbers of about the others' size: neither a wrong number nor a wrong NaN is lost beside them.
+    # Finite values of about the others' size, so that neither a wrong number nor a wrong NaN is
+    # lost among them.
     both = torch.cat([out.out_BHR.float(), out.lse_BH.unsqueeze(2)], dim=2)
     return both.nan_to_num(nan=0.25, neginf=-0.25)
 

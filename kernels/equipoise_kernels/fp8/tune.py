@@ -2,9 +2,9 @@
 
     python -m equipoise_kernels.fp8.tune [--only gemm ...]
 
-Every configuration of an operation's space that compiles without violations (`testing.gates`) is
-timed on DeepSeek-V3's shapes, in each bucket of rows at the bucket's largest. Serving never tunes:
-it reads the files.
+Times every configuration of an operation's space that compiles without violations
+(`testing.gates`), on DeepSeek-V3's shapes, at the largest number of rows of each bucket. Serving
+never tunes: it reads the files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from equipoise_kernels.fp8.tune_plans import PLANS, TuningPlan, TuningShape
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune; 0 when the files are written, 2 without a GPU."""
+    """Tune; return 0 after writing the files, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="tune", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted(PLANS), default=sorted(PLANS))
     options = parser.parse_args(arguments)
@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sound_configs(operation: str) -> list[Any]:
     """The configurations of an operation's space whose machine code has no violations.
 
-    What fits on a multiprocessor is claimed as it was found, where it is no choice.
+    Where `ctas_per_sm` is not part of the search, it becomes what the compiled kernel allows.
     """
-    # Needs the compiler, which a machine without Triton lacks: `main` has checked.
+    # Needs the compiler, which a machine without Triton lacks; `main` has checked.
     from equipoise_kernels.fp8.testing.codegen import compile_for_hopper  # noqa: PLC0415
     from equipoise_kernels.fp8.testing.gates import violations  # noqa: PLC0415
 
@@ -75,7 +75,7 @@ def sound_configs(operation: str) -> list[Any]:
 def tuned(
     plan: TuningPlan, candidates: Sequence[Any], *, timer: Timer, generator: torch.Generator
 ) -> list[Entry]:
-    """Entries of a file: in each bucket the shapes that differ from the best for all, then that."""
+    """Entries of a file: per bucket, shapes that differ from the best for all, then the default."""
     entries = []
     for bucket in plan.buckets:
         times = {
@@ -94,9 +94,9 @@ def best_entries(
     *,
     max_rows: int | None,
 ) -> list[Entry]:
-    """The entries of one bucket, from each candidate's time on each shape.
+    """The entries of one bucket, from each candidate's times on each shape.
 
-    The best for all has the smallest product of times: every shape counts alike.
+    The default has the smallest product of times, so that every shape has the same weight.
     """
     logs = torch.tensor(list(times_us.values()), dtype=torch.float64).log().sum(dim=0)
     default = int(logs.argmin())
@@ -115,7 +115,7 @@ def best_entries(
 def _times(
     launches: Callable[[Any], list[TimedCall]], candidates: Sequence[Any], timer: Timer
 ) -> list[float]:
-    """Microseconds of each candidate; infinity for one that does not run."""
+    """Median microseconds of each candidate; infinity for one that does not run."""
     times = []
     for config in candidates:
         try:

@@ -1,4 +1,4 @@
-"""What `tune` times: every operation on DeepSeek-V3's shapes, a launch for each configuration."""
+"""What `tune` times: every operation on DeepSeek-V3's shapes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from equipoise_kernels.fp8.testing.cases import spread_normal, spread_rows, spre
 from equipoise_kernels.fp8.testing.virtual_ranks import VirtualRanks
 
 TuningShape = tuple[int, ...]
-# A launch of an operation with a configuration, on different memory each.
+# Launches an operation with a configuration, each time on different memory.
 TuningProblem = Callable[[int, TuningShape, torch.Generator], Callable[[Any], list[TimedCall]]]
 
 _DENSE = (
@@ -49,17 +49,14 @@ _CACHED_COPIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningPlan:
-    """What to time an operation on.
-
-    Attributes:
-        buckets: largest rows of each entry; the last bucket takes all the rest as well.
-        shapes: (N, K) of weights, or the width of rows.
-        problem: makes launches of one size.
-    """
+    """What to time an operation on."""
 
     buckets: tuple[int, ...]
+    """Largest rows of each entry; the last bucket also covers everything above."""
     shapes: tuple[TuningShape, ...]
+    """(N, K) of weights, or the width of rows."""
     problem: TuningProblem
+    """Makes launches of one size."""
 
 
 def _gemm(
@@ -107,7 +104,7 @@ def _all_to_all(
         dim=dim,
         max_tokens=rows,
         payload=Payload.BF16,
-        # Twice what even routing brings; the routes of few rows are never even.
+        # Twice what even routing sends; routes of few rows are never even.
         capacity=2 * rows + 64,
     )
     return lambda config: [
@@ -183,7 +180,7 @@ def _latent_write(
     device = generator.device
     width = rank + ROTARY
     raw = torch.randn(rows, width, generator=generator, device=device).bfloat16()
-    # Queries come from the product before; the part to rotate is the last third of each head's.
+    # Queries come from the product before; the last third of each head's is rotated.
     queries = [
         torch.randn(rows, HEADS, 3 * ROTARY, generator=generator, device=device).bfloat16()
         for _ in range(_CACHED_COPIES)

@@ -1,4 +1,4 @@
-"""Arithmetic of the plain data plane: torch in float32, on any device, optionally batch-invariant.
+"""Arithmetic of the plain data plane: torch in float32, on any device.
 
-Imports neither Triton nor `equipoise_kernels.fp8`.
+Most functions also have a batch-invariant form. Imports neither Triton nor `equipoise_kernels.fp8`.
 """

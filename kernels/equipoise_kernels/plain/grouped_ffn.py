@@ -15,7 +15,9 @@ def grouped_ffn(
     *,
     row_block: int | None,
 ) -> Tensor:
-    """down(silu(gate(x)) * up(x)) of each row by its slot's weights, [N, D].
+    """Compute down(silu(gate(x)) * up(x)) of each row with its slot's weights, [N, D].
+
+    Differentiable.
 
     Args:
         x_ND: rows in slot order; N may be 0.
@@ -23,8 +25,8 @@ def grouped_ffn(
         down_SDI: per slot the down projection.
         rows_per_slot: S counts that sum to N.
         row_block: None for one product per slot. A number of rows: every product has exactly that
-            many, a slot's missing rows being zeros, so that a row's result depends on its slot's
-            weights only, neither on its neighbours nor on where the slot lies. Differentiable.
+            many, filled up with zeros, so that a row's result depends only on its slot's weights,
+            not on its neighbours or the slot's index.
     """
     assert len(rows_per_slot) == gate_up_SHD.shape[0]
     assert sum(rows_per_slot) == x_ND.shape[0]
@@ -48,7 +50,7 @@ def _ffn_of_blocks(
     rows_per_block: Sequence[int],
     slot_of_block: Sequence[int],
 ) -> Tensor:
-    """One product per block and projection; between them all rows at once."""
+    """One product per block and projection; the activation runs on all rows at once."""
     # unbind, not indexing: its gradient is one stack instead of a full-size zero tensor per slot.
     gate_up, down = gate_up_SHD.unbind(), down_SDI.unbind()
     hidden = _by_block(x_ND, [gate_up[slot] for slot in slot_of_block], rows_per_block)
@@ -67,7 +69,7 @@ def _by_block(x_ND: Tensor, weights: Sequence[Tensor], rows_per_block: Sequence[
 def _padded_places(
     rows_per_slot: Sequence[int], blocks_per_slot: Sequence[int], row_block: int
 ) -> Tensor:
-    """Where each row lies once every slot starts a block of its own, int64 [N]."""
+    """Row numbers after every slot starts a new block, int64 [N]."""
     rows_S = torch.tensor(rows_per_slot)
     padding_S = torch.tensor(blocks_per_slot) * row_block - rows_S
     padding_before_S = padding_S.cumsum(0) - padding_S

@@ -1,9 +1,9 @@
 """Linear map of rows, fast or batch-invariant.
 
-BLAS picks its code, and with it the order of its sums, by the shape of the whole product: a row's
-result then depends on how many rows it came with. The batch-invariant form gives BLAS one shape
-only, `row_block` rows at a time, as in Thinking Machines Lab's "Defeating Nondeterminism in LLM
-Inference" (2025).
+BLAS chooses its code, and with it the order of its sums, by the shape of the whole product, so a
+row's result depends on how many rows it is batched with. The batch-invariant form always calls BLAS
+with one shape, `row_block` rows at a time, as in Thinking Machines Lab's "Defeating Nondeterminism
+in LLM Inference" (2025).
 """
 
 import torch
@@ -12,14 +12,16 @@ from torch.nn import functional
 
 
 def linear(x_TD: Tensor, weight_OD: Tensor, *, row_block: int | None) -> Tensor:
-    """Product x W^T of rows, [T, O].
+    """Multiply rows by a transposed weight, x W^T: [T, O].
+
+    Differentiable in both forms.
 
     Args:
         x_TD: rows; T may be 0.
         weight_OD: weights of the rows' dtype.
-        row_block: None for one product of all rows. A number of rows: each product has exactly
-            that many, the last one's missing rows being zeros, so that a row's result does not
-            depend on its neighbours (see `verify_row_invariance`). Differentiable in both forms.
+        row_block: None for one product of all rows. A number of rows: each product has exactly that
+            many, the last one filled up with zeros, so that a row's result does not depend on its
+            neighbours (see `verify_row_invariance`).
     """
     if row_block is None or x_TD.shape[0] == 0:
         return functional.linear(x_TD, weight_OD)
@@ -29,7 +31,7 @@ def linear(x_TD: Tensor, weight_OD: Tensor, *, row_block: int | None) -> Tensor:
 
 
 def pad_rows(x_TD: Tensor, *, row_block: int) -> Tensor:
-    """Rows and as many zero rows as fill the last block, contiguous."""
+    """Pad rows with zeros to whole blocks, contiguous."""
     missing = -x_TD.shape[0] % row_block
     padded = functional.pad(x_TD, (0, 0, 0, missing)) if missing else x_TD
     return padded.contiguous()

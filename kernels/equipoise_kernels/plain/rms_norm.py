@@ -6,14 +6,14 @@ from equipoise_kernels.plain.linear import pad_rows
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, row_block: int | None) -> Tensor:
-    """Each row divided by its root mean square, times `weight_D`.
+    """Divide each row by its root mean square and multiply by `weight_D`.
 
     Args:
-        x_TD: rows; T may be 0. The mean is taken in float32, the result has the rows' dtype.
+        x_TD: rows; T may be 0. The mean is float32, the result has the rows' dtype.
         weight_D: one factor per column.
         eps: added to the mean square.
-        row_block: None, or a number of rows that the rows are filled up to a multiple of, which
-            keeps every element out of the tail that vectorised code leaves to other code.
+        row_block: None, or a number of rows to pad to a multiple of, so that no element falls into
+            the tail that vectorised code computes differently.
     """
     if row_block is None or x_TD.shape[0] == 0:
         return _normed(x_TD, weight_D, eps)

@@ -1,7 +1,7 @@
 """Routing: which logical experts a token goes to, and with what weights.
 
-Owns the rule of DeepSeek-V3 (arXiv 2412.19437, sections 2.1.2 and 4.5): sigmoid affinities, a bias
-that only chooses, a limit on groups. Knows nothing of replicas, slots or ranks.
+Implements the rule of DeepSeek-V3 (arXiv 2412.19437, sections 2.1.2 and 4.5): sigmoid affinities, a
+bias that affects only the choice, a limit on groups. Knows nothing of replicas, slots or ranks.
 """
 
 from torch import Tensor
@@ -17,20 +17,21 @@ def route(
     normalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Choose `top_k` experts for each row and weigh them.
+    """Choose `top_k` experts and their weights for each row.
 
     Args:
         scores_TE: float32 affinities in (0, 1), sigmoids of the router's logits. T may be 0.
-        bias_E: float32, added for the choice and left out of the weights; may be negative.
+        bias_E: float32, added for the choice only; may be negative.
         num_groups: groups of consecutive experts, each of at least 2 (or one group of all).
-        top_groups: groups a row may use: those with the largest sum of their best two.
+        top_groups: groups a row may use: those with the largest sum of their best two scores.
         top_k: experts per row; at most the experts in `top_groups` groups.
-        normalize: whether weights are divided by their sum.
+        normalize: whether to divide weights by their sum.
         scale: factor of the weights.
 
     Returns:
-        Expert ids, int64 [T, K], and weights, float32 [T, K] with gradient to `scores_TE`, both by
-        falling biased score; among equals the lower expert first, a NaN after all numbers.
+        Expert ids, int64 [T, K], and weights, float32 [T, K], differentiable in `scores_TE`. Both
+        are in descending order of biased score; the lower expert comes first among equals, and NaN
+        last.
     """
     choice_TE = scores_TE.detach() + bias_E
     choice_TE = choice_TE.masked_fill(choice_TE.isnan(), float("-inf"))
@@ -54,5 +55,5 @@ def _only_best_groups(choice_TE: Tensor, *, num_groups: int, top_groups: int) ->
 
 
 def _best(values_TN: Tensor, count: int) -> Tensor:
-    """Places of each row's largest values, the first of equals first: `topk` leaves that open."""
+    """Indices of each row's largest values, the first of equals first, unlike `topk`."""
     return values_TN.sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -1,8 +1,8 @@
-"""Proof, on this machine, that a product of fixed-shape row blocks depends on its row alone.
+"""Checks on this machine that a product of fixed-shape row blocks depends on its row alone.
 
-Batch-invariant mode rests on the BLAS library: with the shape fixed, a row's result must not depend
-on its place in the block, on its neighbours, or on where weights and rows lie in memory. No library
-promises that, so a process tries it for its own weight shapes before it serves.
+Batch-invariant mode relies on the BLAS library: with the shape fixed, a row's result must not
+depend on its place in the block, on its neighbours, or on the addresses of weights and rows. No
+library promises that, so a process tests its own weight shapes before it serves.
 """
 
 from collections.abc import Iterable
@@ -25,15 +25,15 @@ def verify_row_invariance(
     row_block: int,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Compare a row's product, bit by bit, over places in its block, neighbours and memory.
+    """Compare a row's product, bit by bit, over places in its block, neighbours and addresses.
 
     Args:
-        weight_shapes: (out, in) of every weight the model multiplies with; repeats are skipped.
-        row_block: rows of a block, as the model uses it.
+        weight_shapes: (out, in) of every weight of the model; duplicates are skipped.
+        row_block: rows per block, as the model uses it.
         dtype: the model's compute dtype.
 
     Raises:
-        RowVarianceError: a result differs; batch-invariant mode would not be what it says.
+        RowVarianceError: a result differs, so batch-invariant mode does not hold.
     """
     generator = torch.Generator().manual_seed(0)
     for out_dim, in_dim in sorted(set(weight_shapes)):
@@ -52,7 +52,7 @@ def verify_row_invariance(
 def _variants(
     rows_TD: Tensor, weight_OD: Tensor, *, row_block: int
 ) -> Iterable[tuple[str, Tensor]]:
-    """The same rows' products, computed in other places; each in the rows' own order."""
+    """Yield the same rows' products, computed in other places, in the rows' original order."""
     for shift in range(1, row_block):
         rolled = linear(rows_TD.roll(shift, 0), weight_OD, row_block=row_block)
         yield "a row's place in its block", rolled.roll(-shift, 0)

@@ -1,1 +1,1 @@
-"""Rows to the ranks that hold their experts, and back: `buffer.EpBuffer`."""
+"""Exchange of rows with the ranks that hold their experts: `buffer.EpBuffer`."""

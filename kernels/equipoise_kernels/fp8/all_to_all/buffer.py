@@ -1,17 +1,18 @@
-"""`EpBuffer`: carries rows to the ranks that hold their experts, and the experts' outputs back.
+"""`EpBuffer`: sends rows to the ranks that hold their experts, and the experts' outputs back.
 
-Contract: every rank of the group calls the same operations in the same order, with no tokens where
-it has none. `dispatch` brings one row for each (token, slot) pair to the rank of the slot, grouped
-by slot, in a slot by sending rank, of one rank by token. `combine` brings outputs back and sums a
-token's in float32, choice 0 first, times its weights. Both give the same bits on every backend
-whose name is `reference` or `triton`; a library sums in its own order.
+Contract: every rank of the group calls the same operations in the same order, even without tokens.
+`dispatch` sends one row per (token, slot) pair to the rank of the slot. Received rows are grouped
+by slot, within a slot by sending rank, and within a rank by token. `combine` sends outputs back and
+sums a token's in float32, choice 0 first, times its weights. Both give the same bits with the
+backends `reference` and `triton`; a library sums in its own order.
 
-Every exchange carries the generation of the layout, and ranks that differ are an error. Every wait
-is bounded, and who was missing is named. What breaks the contract on one rank is an error on all.
+Every exchange carries the generation of the layout, and a mismatch between ranks is an error. Every
+wait is bounded, and the error names the missing rank. A broken contract on one rank is an error on
+all ranks.
 
-Owns the checks and the order of calls; backends own the exchange. The names are those of DeepEP
-(its `ElasticBuffer`: dispatch with expansion, combine, handle; and the low-latency pair), with
-physical slots for experts: slot = rank * slots_per_rank + place.
+Checks arguments and the order of calls; backends do the exchange. Names follow DeepEP (its
+`ElasticBuffer`: dispatch with expansion, combine, handle; and the low-latency pair), with physical
+slots for experts: slot = rank * slots_per_rank + place.
 """
 
 from __future__ import annotations
@@ -30,29 +31,26 @@ from equipoise_kernels.fp8.all_to_all.order import RowLayout
 from equipoise_kernels.fp8.all_to_all.payload import Rows
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 
-# As many exchanges as a buffer's memory keeps apart.
+# The number of exchanges that a buffer's memory keeps apart.
 MAX_OPEN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReceivedRows:
-    """What a backend's dispatch brings.
-
-    Attributes:
-        words_NW: rows as int32 words.
-        rows_S: real rows of each own slot, int32.
-        ends_S: where they end, int32; DeepGEMM's prefix-sum layout.
-        state: what the backend needs to bring outputs back.
-    """
+    """The result of a backend's dispatch."""
 
     words_NW: Tensor
+    """Rows as int32 words."""
     rows_S: Tensor
+    """Real rows of each of this rank's slots, int32."""
     ends_S: Tensor
+    """Where each slot's rows end, int32; DeepGEMM's prefix-sum layout."""
     state: Any
+    """What the backend needs to send outputs back."""
 
 
 class Backend(Protocol):
-    """Who exchanges rows. A `begin` sends and never waits; what it returns receives."""
+    """Exchanges rows. A `begin` method sends and never waits; the callable it returns receives."""
 
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
@@ -62,7 +60,7 @@ class Backend(Protocol):
     def begin_combine(
         self, y_ND: Tensor, state: Any, *, weights_TK: Tensor | None
     ) -> Callable[[], Tensor]:
-        """Send outputs back; receiving gives float32 [T, D]."""
+        """Send outputs back; the returned callable gives float32 [T, D]."""
 
     def check(self) -> None:
         """Raise AllToAllError if an exchange of a captured graph failed since the last check."""
@@ -70,7 +68,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpHandle:
-    """What `combine` needs to know of its dispatch; opaque."""
+    """What `combine` needs from its dispatch; opaque."""
 
     num_tokens: int
     rows_shape: tuple[int, ...]
@@ -79,27 +77,24 @@ class EpHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DispatchOutput:
-    """Rows for this rank's slots.
-
-    Attributes:
-        rows: [N, D], or [slots, rows of a slot, D] from the low-latency call. Rows between slots
-            are zeros in the former, unspecified in the latter.
-        rows_of_slot: real rows of each slot, int32 [slots].
-        slot_ends: where each slot's rows end among all N, int32 [slots].
-        handle: for `combine`.
-    """
+    """Rows for this rank's slots."""
 
     rows: Rows
+    """[N, D], or [slots, rows of a slot, D] from the low-latency call. Rows between slots are zeros
+    in the former, unspecified in the latter."""
     rows_of_slot: Tensor
+    """Real rows of each slot, int32 [slots]."""
     slot_ends: Tensor
+    """Where each slot's rows end among all N, int32 [slots]."""
     handle: EpHandle
+    """Input of `combine`."""
 
 
 class EpBuffer:
     """One rank's end of the exchange; used from one thread and one stream.
 
-    At most two dispatches may wait for their combine, and combines follow in the order of
-    dispatches. After an error the buffer is of no more use, and says so.
+    At most two dispatches may wait for their combine, and combines must follow the order of
+    dispatches. After an error the buffer refuses every call.
     """
 
     def __init__(self, shape: EpShape, backend: Backend, *, device: torch.device | str) -> None:
@@ -118,16 +113,16 @@ class EpBuffer:
     def dispatch(
         self, x: Rows, slots_TK: Tensor, *, layout: RowLayout | None = None
     ) -> DispatchOutput:
-        """Send rows to their slots and receive those for this rank's.
+        """Send rows to their slots and receive those for this rank's slots.
 
         Args:
-            x: rows [T, D] of the buffer's payload; T may be 0.
-            slots_TK: physical slots of each row, int64; -1 is none.
-            layout: where rows go on the receiver; packed by default.
+            x: rows [T, D] in the buffer's payload format; T may be 0.
+            slots_TK: physical slots of each row, int64; -1 for none.
+            layout: how the receiver orders rows; packed by default.
 
         Raises:
-            KernelInputError: the contract is broken by this rank.
-            AllToAllError: an exchange failed; which ranks by is in its `ranks`.
+            KernelInputError: this rank's arguments break the contract.
+            AllToAllError: an exchange failed; its `ranks` names the ranks involved.
         """
         return self.begin_dispatch(x, slots_TK, layout=layout)()
 
@@ -139,18 +134,18 @@ class EpBuffer:
         Args:
             y_ND: outputs in the places of the dispatched rows, bfloat16, or float32 with FP32.
             handle: of the dispatch.
-            weights_TK: float32 factors of each choice, applied here; none by default.
+            weights_TK: float32 factor of each choice; 1 by default.
 
         Raises:
-            KernelInputError: the contract is broken by this rank.
-            AllToAllError: an exchange failed; which ranks by is in its `ranks`.
+            KernelInputError: this rank's arguments break the contract.
+            AllToAllError: an exchange failed; its `ranks` names the ranks involved.
         """
         return self.begin_combine(y_ND, handle, weights_TK=weights_TK)()
 
     def begin_dispatch(
         self, x: Rows, slots_TK: Tensor, *, layout: RowLayout | None = None
     ) -> Callable[[], DispatchOutput]:
-        """Send as `dispatch` does; calling the result receives."""
+        """Send as `dispatch` does; the returned callable receives."""
         shape, layout = self._shape, layout or RowLayout()
         words_TW = shape.payload.to_words(x, dim=shape.dim)
         num_tokens = words_TW.shape[0]
@@ -178,7 +173,7 @@ class EpBuffer:
     def begin_combine(
         self, y_ND: Tensor, handle: EpHandle, *, weights_TK: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Send as `combine` does; calling the result receives and sums."""
+        """Send as `combine` does; the returned callable receives and sums."""
         shape = self._shape
         require_dtype("y_ND", y_ND, shape.payload.answer_dtype)
         require_shape("y_ND", y_ND, handle.rows_shape)
@@ -204,14 +199,14 @@ class EpBuffer:
         return self.dispatch(x, slots_TK, layout=layout)
 
     def low_latency_combine(self, y_SMD: Tensor, handle: EpHandle, weights_TK: Tensor) -> Tensor:
-        """`combine` of what `low_latency_dispatch` brought."""
+        """`combine` for the output of `low_latency_dispatch`."""
         return self.combine(y_SMD, handle, weights_TK=weights_TK)
 
     def check(self) -> None:
-        """Look what became of exchanges that a replayed graph made; waits for the device.
+        """Check the exchanges of replayed graphs; waits for the device.
 
         Raises:
-            AllToAllError: one failed, and so the sums since then are worth nothing.
+            AllToAllError: one failed, so the sums since then are invalid.
         """
         self._require_sound()
         self._guarded(self._backend.check)

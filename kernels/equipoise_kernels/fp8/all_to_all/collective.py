@@ -1,8 +1,8 @@
-"""The exchange by torch.distributed: the reference, on gloo, and on NCCL between nodes.
+"""The exchange by torch.distributed: the reference, over gloo, and over NCCL between nodes.
 
-A header of counts and flags goes first, peer by peer, so that who is missing can be named; exactly
-the rows that are wanted follow in one collective. The header is on the CPU whatever the rows are
-on: its group needs gloo for that ("cpu:gloo,cuda:nccl").
+A header of counts and flags goes first, peer by peer, so that a missing rank can be named; exactly
+the needed rows follow in one collective. The header is always on the CPU, so its group needs gloo
+("cpu:gloo,cuda:nccl").
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _CollectiveState:
 class CollectiveBackend:
     """See `buffer.Backend`. A rank alone needs no group.
 
-    Headers are waited for `timeout_s`, rows for the timeout that the group was made with.
+    Headers must arrive within `timeout_s`, rows within the group's own timeout.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CollectiveBackend:
     def begin_combine(
         self, y_ND: Tensor, state: _CollectiveState, *, weights_TK: Tensor | None
     ) -> Callable[[], Tensor]:
-        """See `buffer.Backend`; outputs are on their way once the result is called."""
+        """See `buffer.Backend`; outputs are sent when the returned callable is called."""
 
         def finish() -> Tensor:
             words_AW = y_ND[state.places_A].view(torch.int32)
@@ -117,7 +117,7 @@ class CollectiveBackend:
     def _exchange_headers(
         self, flag: Tensor, counts_RS: Tensor
     ) -> Callable[[], list[Tensor | None]]:
-        """Start to give each rank its counts; receiving gives every rank's, None for who is late.
+        """Send each rank its counts; the returned callable gives every rank's header, None if late.
 
         A header is int64 [1 + slots]: the flag, then rows for each slot of the receiver.
         """

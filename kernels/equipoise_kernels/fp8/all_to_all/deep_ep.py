@@ -1,13 +1,13 @@
-"""The exchange by DeepEP's low-latency kernels, where they are installed: also between nodes.
+"""The exchange by DeepEP's low-latency kernels, if installed; works between nodes too.
 
-Owns the translation to `deep_ep.Buffer`, whose pair of calls is what `EpBuffer`'s low-latency pair
-is named after: one row for each (token, slot), weights applied by the receiver of the sum. It sums
-and orders the rows of a slot in its own way, its flags carry no generation, and its waits are
-bounded by its own timeout: with it, the ranks' step header alone keeps generations together.
+Translates to `deep_ep.Buffer`, whose pair of calls gave `EpBuffer`'s low-latency pair its names:
+one row per (token, slot), and the receiver of the sum applies weights. DeepEP sums and orders the
+rows of a slot in its own way, its flags carry no generation, and its waits have their own timeout:
+only the ranks' step header keeps generations together.
 
-Calls were compared with the signatures and assertions of DeepEP 2.1.0 (commit dd758ca), whose
-`Buffer` is the older of its two interfaces. It is compiled for the widths 2048, 2560, 3072, 4096,
-5120, 6144, 7168 and 8192, and for at most 11 choices.
+Calls match the signatures and assertions of DeepEP 2.1.0 (commit dd758ca), whose `Buffer` is the
+older of its two interfaces. It is compiled for the widths 2048, 2560, 3072, 4096, 5120, 6144, 7168
+and 8192, and for at most 11 choices.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from equipoise_kernels.fp8.all_to_all.shape import EpShape
 # DeepEP is compiled for a few widths; this is DeepSeek-V3's.
 _TESTED_DIM = 7168
 ROW_MULTIPLE = 4
-"""Rows that TMA moves at a time, and `max_tokens` must be a multiple of."""
+"""Rows that TMA moves at a time; `max_tokens` must be a multiple of it."""
 
-# NVSHMEM's work requests that a queue holds, unless the environment says otherwise.
+# Work requests that an NVSHMEM queue holds, unless the environment overrides it.
 _QUEUE_DEPTH = "1024"
 
 
@@ -51,7 +51,7 @@ class DeepEpBackend:
     """See `buffer.Backend`; rows in BF16 and the low-latency layout only.
 
     Raises:
-        KernelInputError: the buffer's payload is another one, or DeepEP cannot have its size.
+        KernelInputError: DeepEP does not support the buffer's payload or size.
     """
 
     def __init__(self, shape: EpShape, *, group: dist.ProcessGroup) -> None:
@@ -71,7 +71,7 @@ class DeepEpBackend:
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
     ) -> Callable[[], ReceivedRows]:
-        """See `buffer.Backend`; the generation stays here."""
+        """See `buffer.Backend`; the generation is not sent."""
         del generation
         shape = self._shape
         if layout.rows_per_slot != shape.num_ranks * shape.max_tokens:
@@ -100,7 +100,7 @@ class DeepEpBackend:
         return finish
 
     def check(self) -> None:
-        """See `buffer.Backend`: DeepEP ends the process itself when a rank does not come."""
+        """See `buffer.Backend`: DeepEP ends the process itself if a rank is missing."""
 
     def begin_combine(
         self, y_ND: Tensor, state: Any, *, weights_TK: Tensor | None
@@ -122,7 +122,7 @@ class DeepEpBackend:
 
 
 def doubled(x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Send rows [T, D] through slots 0 to 3 that double them, on all ranks of the default group."""
+    """Double rows [T, D] in slots 0 to 3, on all ranks of the default group."""
     group = dist.group.WORLD
     assert group is not None
     shape = EpShape(

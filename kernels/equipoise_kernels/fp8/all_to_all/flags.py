@@ -1,9 +1,9 @@
-"""The 64 bits by which a rank tells another that its rows are there, and what is wrong with them.
+"""The 64-bit flag with which a rank announces its rows to another, and any fault.
 
 From the top: 1 bit unused, 2 bits status, 30 bits generation of the layout, 31 bits sequence number
-of the exchange. A rank writes its rows first, then the flag. Sequence and generation are numbers on
-the device, so that captured graphs go on to the next one. Both wrap around, and are only compared
-for equality.
+of the exchange. A rank writes its rows first, then the flag. Sequence and generation are read from
+device memory, so that captured graphs advance them. Both wrap around, and are only compared for
+equality.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FINE, TOO_MANY_ROWS, UNKNOWN_SLOT = 0, 1, 2
 
 
 def flag_of(*, sequence: Tensor, generation: Tensor, status: Tensor) -> Tensor:
-    """The flag as int64 [1], of three integer tensors [1] on one device."""
+    """Return the flag as int64 [1], from three integer tensors [1] on one device."""
     shifted = (generation & GENERATION_MASK) << SEQUENCE_BITS
     high = status.to(torch.int64) << (SEQUENCE_BITS + GENERATION_BITS)
     return high | shifted | (sequence & SEQUENCE_MASK)
@@ -52,32 +52,32 @@ def status_of(flag: int) -> int:
 
 
 def fine_flags(seen_R: Tensor, own: Tensor) -> Tensor:
-    """Which ranks' rows are here and of this rank's exchange and generation: bool [R].
+    """Which ranks' rows have arrived, for this rank's exchange and generation: bool [R].
 
     Args:
         seen_R: flags int64 [R].
-        own: this rank's flag, int64 [1]; its status does not count.
+        own: this rank's flag, int64 [1]; its status is ignored.
     """
     everything_else = (1 << (SEQUENCE_BITS + GENERATION_BITS)) - 1
     return seen_R == (own & everything_else)
 
 
 def raise_faults(seen: Sequence[int | None], *, own: int, timeout_s: float, what: str) -> None:
-    """Raise what is wrong with the flags of all ranks, in rank order; None is a missing one.
+    """Raise an error for faulty flags of any rank, given in rank order; None is a missing flag.
 
-    What other ranks said counts before silence: a rank that failed says nothing more.
+    Faults that ranks reported take precedence over missing flags: a failed rank sends nothing more.
 
     Args:
         seen: flags.
         own: this rank's flag.
-        timeout_s: how long they were waited for.
-        what: that they announce, in words: "rows".
+        timeout_s: how long the flags were waited for.
+        what: what they announce, for the message: "rows".
 
     Raises:
         GenerationMismatchError: a rank runs another generation.
         CapacityError: a rank has more rows for one rank than fit.
         UnknownSlotError: a rank named a slot that does not exist.
-        PeerMissingError: a rank said nothing in time.
+        PeerMissingError: a rank's flag did not arrive in time.
     """
     here = {
         rank: flag

@@ -1,8 +1,8 @@
-"""`open_buffer`: an `EpBuffer` over a group, by the best backend that serves all of its ranks.
+"""`open_buffer`: an `EpBuffer` over a group, with the best backend that works for all ranks.
 
-Owns what ranks agree on there: selection says what each of them could run, but only together do
-they find out whether they reach each other's memory. So they try one backend after the other, each
-with an exchange whose result is known, and all take the first that worked for all.
+Selection lists what each rank could run, but only together can ranks find out whether they reach
+each other's memory. They try one backend after the other, each with an exchange whose result is
+known, and all take the first that works for all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DEEP_EP, _PEER = "deep_ep", "triton"
 
 Result = TypeVar("Result")
 
-# Backends of which an exchange cannot be captured in a CUDA graph, and why.
+# Backends whose exchanges cannot be captured in a CUDA graph, and why.
 _HOST_BOUND: Mapping[str, str] = MappingProxyType(
     {selection.REFERENCE: "torch.distributed needs the number of rows on the host"}
 )
@@ -46,44 +46,39 @@ _HOST_BOUND: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenedBuffer:
-    """A buffer and what the ranks agreed on.
-
-    Attributes:
-        buffer: this rank's end.
-        shape: of the buffer; the payload is BF16 where the backend carries no other.
-        backend: who exchanges, as `selection` names them.
-        passed_over: by backend that would have come first, why it does not.
-        is_low_latency: whether it has the low-latency pair of calls only.
-        capture_obstacle: why its exchanges cannot be captured in a CUDA graph, or None.
-    """
+    """A buffer, and what the ranks agreed on."""
 
     buffer: EpBuffer
+    """This rank's end."""
     shape: EpShape
+    """Sizes of the buffer; its payload is BF16 if the backend supports no other."""
     backend: str
+    """Name of the backend, as in `selection`."""
     passed_over: Mapping[str, str]
+    """Why each preferred backend was not used."""
 
     @property
     def is_low_latency(self) -> bool:
-        """See above."""
+        """Whether the buffer only has the low-latency pair of calls."""
         return self.backend == _DEEP_EP
 
     @property
     def capture_obstacle(self) -> str | None:
-        """See above."""
+        """Why the backend's exchanges cannot be captured in a CUDA graph, or None."""
         return _HOST_BOUND.get(self.backend)
 
 
 def open_buffer(
     shape: EpShape, *, group: dist.ProcessGroup, device: torch.device | str, timeout_s: float
 ) -> OpenedBuffer:
-    """Open a buffer; all ranks of the group call it together, and have selected alike.
+    """Open a buffer. All ranks of the group call this together and must have selected alike.
 
-    Forming is bounded by the group's own timeout, every later wait by `timeout_s`; rows in one
-    collective, and DeepEP's, by their own.
+    Opening is bounded by the group's own timeout, every later wait by `timeout_s`; except that rows
+    in one collective, and DeepEP's exchanges, have their own timeouts.
 
     Raises:
-        KernelsUnavailableError: what was asked for by name does not serve all ranks.
-        RuntimeError: a rank is gone.
+        KernelsUnavailableError: the backends named in the settings do not work for all ranks.
+        RuntimeError: another rank is gone.
     """
     device = torch.device(device)
     passed_over: dict[str, str] = {}
@@ -103,7 +98,7 @@ def open_buffer(
 
 
 def _candidates(device: torch.device) -> Sequence[str]:
-    """Backends to try, the selected one first, then what else all ranks could run."""
+    """Backends to try: the selected one, then the others that all ranks can run."""
     first = selection.backend(_OPERATION, device)
     if first == selection.REFERENCE:
         return (first,)
@@ -126,7 +121,7 @@ def _opened(
     device: torch.device,
     timeout_s: float,
 ) -> EpBuffer:
-    """A buffer of one backend that has carried rows there and back; raises on all ranks or none."""
+    """A buffer whose backend has carried rows there and back; raises on all ranks or none."""
     backend: Backend
     if name == selection.REFERENCE:
         backend = CollectiveBackend(shape, group=group, timeout_s=timeout_s)
@@ -155,10 +150,10 @@ def _opened(
 def _try_out(
     buffer: EpBuffer, shape: EpShape, *, is_low_latency: bool, device: torch.device
 ) -> None:
-    """Send a row of this rank's to slots of all ranks, and see that it comes back as often."""
+    """Send one row to slots of all ranks, and check that it comes back as many times."""
     chosen = min(shape.top_k, shape.num_slots)
     slots_1K = torch.full((1, shape.top_k), -1, dtype=torch.int64, device=device)
-    # One slot of each rank in turn, beginning with the next rank's.
+    # One slot of each rank in turn, starting with the next rank's.
     turns = torch.arange(chosen, device=device)
     ranks, places = (shape.rank + 1 + turns) % shape.num_ranks, turns // shape.num_ranks
     slots_1K[0, :chosen] = ranks * shape.slots_per_rank + places
@@ -180,7 +175,7 @@ def _try_out(
 
 
 def _by_all(work: Callable[[], Result], *, group: dist.ProcessGroup) -> Result:
-    """What this rank's work gives, once it succeeded on every rank.
+    """Run this rank's work, and return its result once it succeeded on every rank.
 
     Raises:
         KernelsUnavailableError: on all ranks, if any of them failed.
@@ -197,14 +192,14 @@ def _by_all(work: Callable[[], Result], *, group: dist.ProcessGroup) -> Result:
 
 
 def _told(word: str, *, group: dist.ProcessGroup) -> list[str]:
-    """Every rank's word, in rank order."""
+    """Gather every rank's string, in rank order."""
     words: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(words, word, group=group)
     return words
 
 
 def _machine() -> str:
-    """What only processes of one machine have in common."""
+    """An identifier that only processes of one machine share."""
     return _BOOT_ID.read_text() if _BOOT_ID.exists() else socket.gethostname()
 
 

@@ -1,8 +1,8 @@
-"""Which row goes where: the order of rows on both ends of an exchange.
+"""The order of rows on both ends of an exchange.
 
-Owns the arithmetic that every backend shares, in torch and without waiting for the device. A sender
-sorts its (token, choice) pairs by slot; a receiver groups rows by slot, in a slot by sending rank,
-and of one rank by token. So equal inputs give equal orders, whatever arrives first.
+Shared by every backend; in torch, without waiting for the device. A sender sorts its (token,
+choice) pairs by slot; a receiver groups rows by slot, within a slot by sending rank, and within a
+rank by token. Equal inputs give equal orders, whatever arrives first.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outgoing:
-    """A sender's pairs, N = T * K of them.
-
-    Attributes:
-        order_N: pairs sorted by slot, int64; those without a slot come last.
-        first_RS: place in that order of the first pair for each slot, int64 [ranks, slots].
-        counts_RS: pairs for each slot, int64 [ranks, slots].
-        segment_RS: place of each slot's first pair among those for its rank, int64 [ranks, slots].
-        status: of the flag, int64 [1].
-    """
+    """A sender's N = T * K pairs."""
 
     order_N: Tensor
+    """Pairs sorted by slot, int64; those without a slot come last."""
     first_RS: Tensor
+    """Index in that order of each slot's first pair, int64 [ranks, slots]."""
     counts_RS: Tensor
+    """Pairs for each slot, int64 [ranks, slots]."""
     segment_RS: Tensor
+    """Index of each slot's first pair among those for its rank, int64 [ranks, slots]."""
     status: Tensor
+    """Status for the flag, int64 [1]."""
 
     @classmethod
     def of_slots(cls, slots_TK: Tensor, shape: EpShape) -> Self:
-        """Sort the choices of tokens, int64 [T, K]; NO_SLOT is none."""
+        """Sort the choices of tokens, int64 [T, K]; NO_SLOT for none."""
         slots_N = slots_TK.flatten()
         known_N = (slots_N >= 0) & (slots_N < shape.num_slots)
         keys_N = torch.where(known_N, slots_N, shape.num_slots)
@@ -60,15 +57,15 @@ class Outgoing:
         )
 
     def answer_places(self, shape: EpShape) -> Tensor:
-        """Where each pair's answer arrives, int64 [N], NO_SLOT without one.
+        """Index of each pair's answer, int64 [N], NO_SLOT without one.
 
-        Answers of rank r lie from r * pair_rows on, in the order in which their pairs were sent.
+        Answers of rank r start at r * pair_rows, in the order in which their pairs were sent.
         """
         num_pairs = self.order_N.shape[0]
         device = self.order_N.device
         place_N = torch.arange(num_pairs, device=device)
         first_R = self.first_RS[:, 0].contiguous()
-        # Ranks without pairs share their first place with the next: the last one counts.
+        # A rank without pairs has the same first index as the next rank: the last one counts.
         rank_N = torch.searchsorted(first_R, place_N, right=True) - 1
         within_N = place_N - first_R[rank_N]
         sent_N = (place_N < self.counts_RS.sum()) & (within_N < shape.pair_rows)
@@ -80,18 +77,15 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Where a receiver puts rows.
-
-    Attributes:
-        alignment: slots' first rows are multiples of it; gaps hold zeros.
-        rows_per_slot: every slot has as many rows, filled from the first; None: packed.
-        most_tokens: that any rank brings to this exchange, for less memory where it cannot depend
-            on what comes: in a captured graph. As many as the buffer has room for by default.
-    """
+    """Where a receiver puts rows."""
 
     alignment: int = 1
+    """Each slot's first row is at a multiple of it; gaps hold zeros."""
     rows_per_slot: int | None = None
+    """Rows reserved for every slot, filled from the first; None to pack slots."""
     most_tokens: int | None = None
+    """Most tokens that any rank brings to this exchange, to save memory where the size cannot
+    depend on what arrives (in a captured graph); the buffer's maximum by default."""
 
     def __post_init__(self) -> None:
         assert self.alignment >= 1
@@ -111,27 +105,24 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Incoming:
-    """A receiver's rows.
-
-    Attributes:
-        counts_RS: rows of each sending rank for each own slot, int64 [ranks, slots].
-        starts_RS: where the first of them is in the receiver's rows, int64 [ranks, slots].
-        segment_RS: its place among the rows of its rank, int64 [ranks, slots].
-        rows_S: rows of each slot, int32 [slots].
-        ends_S: where they end, int32 [slots].
-        num_rows: rows to keep, gaps included, int64 [].
-    """
+    """A receiver's rows."""
 
     counts_RS: Tensor
+    """Rows of each sending rank for each of this rank's slots, int64 [ranks, slots]."""
     starts_RS: Tensor
+    """Index of the first of them among the receiver's rows, int64 [ranks, slots]."""
     segment_RS: Tensor
+    """Its index among the rows of its rank, int64 [ranks, slots]."""
     rows_S: Tensor
+    """Rows of each slot, int32 [slots]."""
     ends_S: Tensor
+    """Where they end, int32 [slots]."""
     num_rows: Tensor
+    """Rows to reserve, gaps included, int64 []."""
 
     @classmethod
     def of_counts(cls, counts_RS: Tensor, layout: RowLayout) -> Self:
-        """Lay out rows by how many come from where."""
+        """Lay out rows, given their counts by origin."""
         rows_S = counts_RS.sum(dim=0)
         if layout.rows_per_slot is None:
             taken_S = (rows_S + layout.alignment - 1) // layout.alignment * layout.alignment
@@ -159,7 +150,7 @@ class Incoming:
 def weighted_sum(answers_TKD: Tensor, weights_TK: Tensor | None) -> Tensor:
     """Sum over a token's choices in float32, choice 0 first: float32 [T, D].
 
-    The fixed order makes the sum independent of who computed what, to the last bit.
+    The fixed order makes the sum independent of where outputs were computed, to the last bit.
     """
     values_TKD = answers_TKD.float()
     if weights_TK is not None:

@@ -1,7 +1,6 @@
-"""What rows look like while they travel: whole words of 32 bits, whatever they mean.
+"""The format of rows in transit: whole 32-bit words, whatever they contain.
 
-Owns the translation between rows and words. A row in FP8 is its codes followed by its scales, so
-that one copy carries both.
+A row in FP8 is its codes followed by its scales, so that one copy carries both.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ Rows = Tensor | QuantizedRows
 
 
 class Payload(Enum):
-    """How rows travel to experts: BF16, FP32, or FP8 with a float32 scale for 128 columns.
+    """Format of rows sent to experts: BF16, FP32, or FP8 with a float32 scale per 128 columns.
 
-    Experts' outputs come back as FP32 for FP32 and as BF16 for both others.
+    Experts' outputs return as FP32 for FP32, and as BF16 for the other two.
     """
 
     BF16 = "bf16"
@@ -38,14 +37,14 @@ class Payload(Enum):
 
     @property
     def answer_dtype(self) -> torch.dtype:
-        """Of experts' outputs."""
+        """The dtype of experts' outputs."""
         return torch.float32 if self is Payload.FP32 else torch.bfloat16
 
     def row_words(self, dim: int) -> int:
-        """Words of a row of `dim` columns on its way to an expert.
+        """Words of a row of `dim` columns sent to an expert.
 
         Raises:
-            KernelInputError: such rows are no whole words, or no whole groups.
+            KernelInputError: such rows are not whole words or whole groups.
         """
         if self is Payload.FP8:
             if dim % GROUP != 0:
@@ -54,17 +53,17 @@ class Payload(Enum):
         return self.answer_words(dim)
 
     def answer_words(self, dim: int) -> int:
-        """Words of a row on its way back."""
+        """Words of a row sent back."""
         num_bytes = dim * self.answer_dtype.itemsize
         if num_bytes % WORD_BYTES != 0:
             raise KernelInputError(f"rows in BF16 need an even number of columns, not {dim}")
         return num_bytes // WORD_BYTES
 
     def to_words(self, x: Rows, *, dim: int) -> Tensor:
-        """Rows [T, dim] as int32 [T, words]; a view, except for FP8.
+        """View rows [T, dim] as int32 [T, words]; copies FP8.
 
         Raises:
-            KernelInputError: the rows are not of this payload.
+            KernelInputError: the rows do not have this payload's format.
         """
         if isinstance(x, QuantizedRows):
             if self is not Payload.FP8:
@@ -80,7 +79,7 @@ class Payload(Enum):
         return x.view(torch.int32)
 
     def from_words(self, words: Tensor, *, dim: int) -> Rows:
-        """Undo `to_words`, [.., N, words] to rows [.., N, dim], as views."""
+        """Invert `to_words`: [.., N, words] to rows [.., N, dim], as views."""
         if self is not Payload.FP8:
             return words.view(self.answer_dtype)
         code_words = dim // WORD_BYTES

@@ -1,7 +1,7 @@
 """The exchange by Triton over peer pointers: ranks of one node write into each other's windows.
 
-Owns launches and bounded waits. The host looks at the flags after every wait, except while a CUDA
-graph is captured: then call `check` after a replay.
+Launches kernels and bounds waits. The host checks the flags after every wait, except during CUDA
+graph capture: call `check` after replays.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ from equipoise_kernels.fp8.all_to_all.window import PeerWindow, WindowMap
 from equipoise_kernels.fp8.jit import is_interpreting
 from equipoise_kernels.fp8.specialization import Specialization, specialization
 
-# A look at a flag takes a GPU about a microsecond, and the interpreter a hundred times that.
+# Polling a flag takes a GPU about a microsecond, and the interpreter a hundred times that.
 _POLLS_PER_S = 1_000_000
 _POLLS_PER_LAUNCH = 20_000
 _MOST_POLLS = 2**31 - 1
 _PAUSE_S = 0.0005
-# Interpreting, whoever looks takes the processor from whom it waits for.
+# In the interpreter, polling takes the processor from the rank that is waited for.
 _INTERPRETER_PAUSE_S = 0.01
-# What a thread copies at once, at best.
+# Words that a thread copies at once, at most.
 _VECTOR_WORDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllToAllConfig:
-    """Programs that share a slot's rows, words or columns that one copies at a time, and warps."""
+    """Work of a program."""
 
     parts: int
+    """Programs that share a slot's rows."""
     block: int
+    """Words or columns that a program copies at a time."""
     num_warps: int
+    """Warps per program."""
 
 
 CONFIG_SPACE = tuple(
@@ -65,7 +68,7 @@ class _PeerState:
 
 
 class PeerBackend:
-    """See `buffer.Backend`; one stream launches everything. Waits are bounded by `timeout_s`."""
+    """See `buffer.Backend`. All launches use one stream; waits are bounded by `timeout_s`."""
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class PeerBackend:
         device = window.addresses.device
         self._sequence = torch.zeros(1, dtype=torch.int64, device=device)
         self._done_R = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
-        # What a captured graph saw that was not as it should be, until `check` looks.
+        # Faults that captured graphs found, until `check` reads them.
         self._bad_R = torch.zeros(shape.num_ranks, dtype=torch.bool, device=device)
         self._bad_seen_R = torch.zeros(shape.num_ranks, dtype=torch.int64, device=device)
         self._bad_own = torch.zeros_like(self._sequence)
@@ -93,7 +96,7 @@ class PeerBackend:
         def number(polls: int) -> Tensor:
             return torch.full((1,), polls, dtype=torch.int32, device=device)
 
-        # On the device, because a captured wait must see what became of those before it.
+        # On the device, because a captured wait must know the outcome of those before it.
         self._polls_once, self._polls_launch = number(1), number(_POLLS_PER_LAUNCH)
         self._polls_captured = number(min(int(timeout_s * _POLLS_PER_S), _MOST_POLLS))
 
@@ -151,10 +154,10 @@ class PeerBackend:
         return finish
 
     def check(self) -> None:
-        """Raise what was wrong in a captured graph's exchanges since the last check.
+        """Raise the faults of captured graphs' exchanges since the last check.
 
         Raises:
-            AllToAllError: an exchange failed; the sums since then are worth nothing.
+            AllToAllError: an exchange failed; the sums since then are invalid.
         """
         bad, own = self._bad_R.tolist(), int(self._bad_own)
         flags = zip(bad, self._bad_seen_R.tolist(), strict=True)
@@ -199,7 +202,7 @@ class PeerBackend:
         )
 
     def _wait(self, flag: Tensor, *, flags_offset: int, what: str) -> Tensor:
-        """Which ranks' flags are as they should be, bool [R]; raises if one is not."""
+        """Return which ranks' flags are fine, bool [R]; raises if one is not."""
         seen_R = torch.zeros_like(self._bad_seen_R)
 
         def look(polls: Tensor) -> Tensor:
@@ -216,7 +219,7 @@ class PeerBackend:
             return fine_flags(seen_R, flag)
 
         if _is_capturing():
-            # Of a graph's many waits only one is long: once a rank is missing, it stays so.
+            # Of a graph's many waits only one is long: a missing rank stays missing.
             is_lost = self._bad_R.any()
             fine_R = look(torch.where(is_lost, self._polls_once, self._polls_captured))
             self._bad_R |= ~fine_R
@@ -228,7 +231,7 @@ class PeerBackend:
         if is_interpreting():
             polls, pause_s = self._polls_once, _INTERPRETER_PAUSE_S
         fine_R = look(polls)
-        # A flag of this exchange that is not fine will not become so.
+        # A flag of this exchange that is not fine will not become fine.
         while bool(((seen_R ^ flag) << 33 != 0).any()) and time.monotonic() < until:
             time.sleep(pause_s)
             fine_R = look(polls)
@@ -292,7 +295,7 @@ def _is_capturing() -> bool:
 
 
 def specializations(config: AllToAllConfig, shape: EpShape) -> list[Specialization]:
-    """What a configuration compiles to for a buffer of one shape."""
+    """Specialisations of a configuration, for a buffer of one shape."""
     name = f"all_to_all {config} {shape.payload.value}"
     sizes = {"NUM_RANKS": shape.num_ranks, "CAPACITY": shape.pair_rows}
     blocks = {"BLOCK": config.block, "NUM_SLOTS": shape.slots_per_rank, "PARTS": config.parts}

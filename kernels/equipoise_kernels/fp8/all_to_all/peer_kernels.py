@@ -1,11 +1,11 @@
-"""Kernels that write rows straight into other ranks' windows, and read what others wrote.
+"""Kernels that write rows into other ranks' windows, and read what others wrote.
 
-What they rely on, and gates check in the compiled code: a barrier of the program stands between
-its last row and the flag (Triton 3.6 puts none there by itself), flags are released and acquired at
-system scope, and waiting is bounded and in a launch of its own, so that nobody waits where others
-must still send. Nothing here needs inline assembly, which the interpreter cannot run.
+Correctness depends on these properties, which gates check in the compiled code: a program has a
+barrier between its last row and the flag (Triton 3.6 adds none by itself), flags are released and
+acquired at system scope, and waits are bounded and in a launch of their own, so that no program
+waits where others still have to send. Uses no inline assembly, which the interpreter cannot run.
 
-All launch one program for each (rank, slot, part), but for the waits and the sums.
+All kernels launch one program per (rank, slot, part), except the waits and the sums.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def send_rows_kernel(
 ) -> None:
     """Write rows into the slab that each rank keeps for this one; the last program sets the flag.
 
-    Rows to send start `vector_stride` times VECTOR words apart: what divides them is known so.
-    TOP_K is 0 where rows lie in order and counts need not be told: in a combine.
+    Rows to send start `vector_stride` times VECTOR words apart, so that their alignment is known.
+    TOP_K is 0 where rows are in order and counts are not sent: in a combine.
     """
     to_rank = tl.program_id(0)
     block = to_rank * NUM_SLOTS + tl.program_id(1)
@@ -69,7 +69,7 @@ def send_rows_kernel(
     area = (flag & 1) * NUM_RANKS + rank
     slab_ptr = tl.multiple_of((window + slab_offset).to(tl.pointer_type(tl.int32)), 16)
     slab_ptr += (area * CAPACITY + segment) * WORDS
-    # More are an error, told by the flag: they must not reach the next rank's slab.
+    # More rows are an error, reported by the flag: they must not reach the next rank's slab.
     num_rows = tl.minimum(count, CAPACITY - segment)
     for row in range(tl.program_id(2), num_rows, PARTS):
         source = first + row
@@ -98,14 +98,14 @@ def wait_flags_kernel(
     flags_offset: int,
     NUM_RANKS: tl.constexpr,
 ) -> None:
-    """A program for each rank: read its flag until it is of this exchange, or so many times."""
+    """Poll each rank's flag, a program per rank, until it is this exchange's or polls run out."""
     from_rank = tl.program_id(0)
     flag = tl.load(flag_ptr)
     polls = tl.load(polls_ptr)
     window = tl.load(addresses_ptr + rank)
     flags_ptr = (window + flags_offset).to(tl.pointer_type(tl.int64))
     flags_ptr += (flag & 1) * NUM_RANKS + from_rank
-    # A volatile load is no acquire, and only a read-modify-write of Triton's is one.
+    # A volatile load does not acquire; in Triton only a read-modify-write does.
     seen = tl.atomic_add(flags_ptr, 0, sem="acquire", scope="sys")
     polled = 1
     while (((seen ^ flag) & _SEQUENCE_MASK) != 0) & (polled < polls):
@@ -164,9 +164,9 @@ def sum_answers_kernel(
     IS_WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A program for each (token, block of columns): the device's twin of `order.weighted_sum`.
+    """Sum answers, a program per (token, block of columns): the twin of `order.weighted_sum`.
 
-    To be compiled without fusing products into sums, which would change bits.
+    Compile it without fusing products into sums, which would change bits.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

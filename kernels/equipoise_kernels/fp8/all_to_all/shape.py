@@ -10,31 +10,29 @@ from equipoise_kernels.fp8.all_to_all.payload import Payload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpShape:
-    """Sizes of a buffer; all ranks have the same, but for `rank`.
-
-    Attributes:
-        rank: this one.
-        num_ranks: of the group.
-        slots_per_rank: physical slots of one rank in one layer.
-        top_k: slots that a token chooses.
-        dim: columns of a row.
-        max_tokens: tokens that a rank brings to one exchange at most.
-        payload: how rows travel.
-        capacity: rows that one rank can send to one other in an exchange. What is always enough by
-            default; less takes less memory, and more rows are then an error on every rank.
+    """Sizes of a buffer; all ranks have the same, except for `rank`.
 
     Raises:
-        KernelInputError: sizes make no sense together.
+        KernelInputError: the sizes contradict each other.
     """
 
     rank: int
+    """This rank."""
     num_ranks: int
+    """Ranks of the group."""
     slots_per_rank: int
+    """Physical slots of one rank in one layer."""
     top_k: int
+    """Slots that a token chooses."""
     dim: int
+    """Columns of a row."""
     max_tokens: int
+    """Most tokens that a rank brings to one exchange."""
     payload: Payload
+    """Format of rows in transit."""
     capacity: int | None = None
+    """Rows that one rank can send to another in an exchange. Enough for every case by default; less
+    saves memory, and more rows are then an error on every rank."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "slots_per_rank", "top_k", "dim", "max_tokens", "pair_rows"):
@@ -51,17 +49,17 @@ class EpShape:
 
     @property
     def pair_rows(self) -> int:
-        """Rows that one rank can send to one other in an exchange."""
+        """Rows that one rank can send to another in an exchange."""
         if self.capacity is not None:
             return self.capacity
         return self.max_tokens * min(self.top_k, self.slots_per_rank)
 
     @property
     def row_words(self) -> int:
-        """Words of a row on its way to an expert."""
+        """Words of a row sent to an expert."""
         return self.payload.row_words(self.dim)
 
     @property
     def answer_words(self) -> int:
-        """Words of a row on its way back."""
+        """Words of a row sent back."""
         return self.payload.answer_words(self.dim)

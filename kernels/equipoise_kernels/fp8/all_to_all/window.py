@@ -1,13 +1,13 @@
-"""Memory that the ranks of a node write into each other's, and where everything lies in it.
+"""Memory of a node's ranks that is mapped into each other, and its map.
 
-Owns the map, the same for all ranks, and three ways to get such memory: a file in shared memory
-(processes on a CPU, with kernels in Triton's interpreter), CUDA symmetric memory (a GPU each), and
-one allocation for several virtual ranks in one process.
+There are three ways to get it: a file in shared memory (processes on a CPU, with kernels in
+Triton's interpreter), CUDA symmetric memory (a GPU per rank), and one allocation for several
+virtual ranks in one process.
 
-A rank's window has for each of two parities and each sending rank: the flags of both directions,
-the header of counts, a slab of rows and a slab of answers. An exchange n uses parity n % 2, so that
-two may be under way. Nobody writes into a slab before its reader is done: a rank sends dispatch
-n + 2 after its combine n, for which all others have sent, and so have read dispatch n.
+A rank's window has, for each of two parities and each sending rank: the flags of both directions,
+the header of counts, a slab of rows and a slab of answers. Exchange n uses parity n % 2, so that
+two may be in flight. No rank writes into a slab before its reader is done: a rank sends dispatch n
++ 2 after its combine n, which needs the combines of all others, and they have then read dispatch n.
 """
 
 from __future__ import annotations
@@ -32,27 +32,24 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowMap:
-    """Offsets in bytes of a window's parts, each [parities, sending ranks, ..].
-
-    Attributes:
-        flags: int64, of dispatches.
-        answer_flags: int64, of combines.
-        counts: int64 [.., slots], rows for each slot.
-        rows: int32 [.., pair_rows, row_words].
-        answers: int32 [.., pair_rows, answer_words].
-        num_bytes: of all.
-    """
+    """Offsets in bytes of a window's parts, each [parities, sending ranks, ..]."""
 
     flags: int
+    """Flags of dispatches, int64."""
     answer_flags: int
+    """Flags of combines, int64."""
     counts: int
+    """Rows for each slot, int64 [.., slots]."""
     rows: int
+    """Int32 [.., pair_rows, row_words]."""
     answers: int
+    """Int32 [.., pair_rows, answer_words]."""
     num_bytes: int
+    """Size of a window."""
 
     @classmethod
     def of_shape(cls, shape: EpShape) -> WindowMap:
-        """The map that all ranks of a buffer share."""
+        """Build the map that all ranks of a buffer share."""
         areas = NUM_PARITIES * shape.num_ranks
         sizes = (
             areas * _NUMBER_BYTES,
@@ -77,20 +74,17 @@ class WindowMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PeerWindow:
-    """One rank's memory and the way to the others'.
-
-    Attributes:
-        local: this rank's, uint8 [num_bytes], zeros before the first exchange.
-        addresses: where each rank's begins, as this rank's kernels see it, int64 [ranks].
-        owner: keeps the mapping alive.
-    """
+    """One rank's memory, and the addresses of the others'."""
 
     local: Tensor
+    """This rank's memory, uint8 [num_bytes], zeros before the first exchange."""
     addresses: Tensor
+    """Start of each rank's window in this rank's address space, int64 [ranks]."""
     owner: Any = None
+    """Keeps the mapping alive."""
 
     def counts(self, shape: EpShape) -> Tensor:
-        """The headers: int64 [parities, sending ranks, slots], a view."""
+        """View the headers: int64 [parities, sending ranks, slots]."""
         offset = WindowMap.of_shape(shape).counts
         num_numbers = NUM_PARITIES * shape.num_slots
         numbers = self.local[offset : offset + num_numbers * _NUMBER_BYTES].view(torch.int64)
@@ -98,10 +92,10 @@ class PeerWindow:
 
 
 def shared_window(path: Path, shape: EpShape) -> PeerWindow:
-    """Map a file that all ranks name, in /dev/shm by custom: POSIX shared memory.
+    """Map a file that all ranks name, usually in /dev/shm: POSIX shared memory.
 
-    The name is new for every group, and who made it up removes the file. It is as large as all
-    windows, and zeros at first, whichever rank comes first.
+    Every group uses a new name, and the rank that created it removes the file. The file is as large
+    as all windows, and zeros at first, whichever rank opens it first.
     """
     num_bytes = WindowMap.of_shape(shape).num_bytes
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -124,7 +118,7 @@ def virtual_windows(shape: EpShape, *, device: torch.device | str) -> list[PeerW
 def symmetric_window(
     shape: EpShape, *, group: dist.ProcessGroup, device: torch.device
 ) -> PeerWindow:
-    """A window in CUDA symmetric memory; all ranks of the group, on one node, call it together.
+    """Map a window in CUDA symmetric memory; all ranks of the group, on one node, call it together.
 
     Raises:
         RuntimeError: torch cannot map the ranks' memory into each other.
@@ -135,7 +129,7 @@ def symmetric_window(
     local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(local, group)
     local.zero_()
-    # Nobody sends before everybody's flags are zeros, which the caller has all ranks wait for.
+    # No rank may send before all flags are zero; the caller makes all ranks wait for that.
     torch.cuda.current_stream(device).synchronize()
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
     return PeerWindow(local=local, addresses=addresses, owner=handle)

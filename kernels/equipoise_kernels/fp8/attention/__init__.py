@@ -1,1 +1,1 @@
-"""Multi-head latent attention: its paged cache of latents, written and attended to."""
+"""Multi-head latent attention: writing its paged cache of latents, and attending to it."""

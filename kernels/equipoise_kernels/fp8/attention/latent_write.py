@@ -1,21 +1,22 @@
-"""New tokens' latents into the paged cache, normed and rotated, and their queries rotated.
+"""Writes new tokens' latents to the paged cache, normed and rotated, and rotates their queries.
 
-Contract: raw latents [T, R + P] of bfloat16 or float32, neighbouring columns, as the projection
+Contract: raw latents [T, R + P] of bfloat16 or float32 with contiguous columns, as the projection
 makes them: R compressed numbers, then P to rotate; T may be 0. Token t goes to `places[t]`, int64,
-counted in positions from the first of block 0 (`attention.latents`):
+counted in positions from the start of block 0 (`attention.latents`):
 
-    compressed = rms_norm(the first R)       for an FP8 cache quantised then, as `group_quant` does
+    compressed = rms_norm(the first R)       quantised as by `group_quant` for an FP8 cache
     rotary     = rotate(the last P)          pairs (x0, x1), .. become all firsts, then all seconds
 
-Queries [T, H, P], the part to rotate of each head, come out rotated by the same angles. `cos` and
-`sin` are float32 [T, P / 2], rows of the model's tables, which hold YaRN's frequencies and factor.
+Queries [T, H, P], the part of each head to rotate, are rotated by the same angles. `cos` and `sin`
+are float32 [T, P / 2], rows of the model's tables, which include YaRN's frequencies and factor.
 Outputs are rounded as `rms_norm` and `rotate` do, and must not overlap inputs.
 
-A token with place -1 is padding: it is written nowhere. Any other place that the cache does not
-have is written nowhere either, and makes the token's queries NaN, so that it does not pass unseen.
-Of two tokens with one place either may win; other places are left as they are.
+A token with place -1 is padding and is not written. Any other place outside the cache is not
+written either, and makes the token's queries NaN, so that the error shows. If two tokens have one
+place, either may win; other places keep their contents.
 
-Backends agree on rotations exactly, on norms up to the order in which squares are summed (float32).
+Backends agree exactly on rotations, and on norms up to the order in which squares are summed
+(float32).
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ _PADDING = constant(-1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentWriteConfig:
-    """Heads and warps of a program that rotates queries; a token's latent has one of its own."""
+    """Work of a program; a token's latent has a program of its own."""
 
     heads: int
+    """Heads that a program rotates."""
     num_warps: int
+    """Warps per program."""
 
 
 CONFIG_SPACE = tuple(
@@ -77,25 +80,25 @@ def latent_write(
     sin_TF: Tensor,
     out_THP: Tensor | None = None,
 ) -> Tensor:
-    """Write latents and rotate queries by the backend that was selected for this process.
+    """Write latents and rotate queries with the backend selected for this process.
 
     Args:
         raw_TC: latents before norm and rotation.
-        query_THP: the queries' part to rotate, of the same dtype; a view of whole queries will do.
-        latents: one layer's cache, written to; without FP8 of the raw latents' dtype.
-        places_T: where each token is kept.
+        query_THP: the queries' part to rotate, of the same dtype; may be a view of whole queries.
+        latents: one layer's cache, written to; of the raw latents' dtype unless in FP8.
+        places_T: where to store each token.
         weight_R: the norm's factors, of the raw latents' dtype.
         eps: added to the norm's mean square.
         cos_TF: cosine of each pair's angle.
         sin_TF: its sine.
-        out_THP: where to write rotated queries, such as the last columns of the absorbed ones; a
-            new tensor by default.
+        out_THP: where to write rotated queries, such as the last columns of the absorbed ones;
+            allocated by default.
 
     Returns:
         Rotated queries [T, H, P].
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     if query_THP.dim() != 3 or query_THP.shape[1] == 0:
         raise KernelInputError(f"query must be [T, H, P], not {list(query_THP.shape)}")
@@ -143,7 +146,7 @@ def latent_write_reference(
     compressed, scales, rotary = latents.parts
     if isinstance(latents, QuantizedLatents):
         rows = _quantized_rows(normed_NR)
-        # Bytes, because torch does not scatter FP8 on every device.
+        # Scatters bytes, because torch does not scatter FP8 on every device.
         compressed.view(torch.uint8)[where] = rows.codes.view(torch.uint8)
         scales[where] = rows.scales
     else:
@@ -165,7 +168,7 @@ def latent_write_triton(
     out_THP: Tensor,
     config: LatentWriteConfig | None = None,
 ) -> None:
-    """Launch the kernel; the configuration is the committed one of this device by default."""
+    """Launch the kernel, with the committed configuration of this device by default."""
     num_tokens, num_heads, _ = query_THP.shape
     if num_tokens == 0:
         return
@@ -245,7 +248,7 @@ def latent_write_kernel(
     BLOCK_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
 ) -> None:
-    """A token's latent in its first program, some heads of its query in each other one."""
+    """A token's first program writes its latent; the others rotate some heads of its query."""
     token = tl.program_id(0).to(tl.int64)
     angles = tl.arange(0, ROTARY // 2)[None, :]
     cos = tl.load(cos_ptr + token * cos_stride + angles)
@@ -284,7 +287,7 @@ def latent_write_kernel(
 def _rotated(
     row_ptrs: tl.tensor, mask: tl.tensor, cos: tl.tensor, sin: tl.tensor, ROTARY: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Firsts and seconds [rows, P / 2] of the rotated rows that start at pointers [rows, 1]."""
+    """First and second halves [rows, P / 2] of the rotated rows at pointers [rows, 1]."""
     x = tl.load(row_ptrs + tl.arange(0, ROTARY)[None, :], mask=mask, other=0.0).to(tl.float32)
     first, second = tl.split(tl.reshape(x, [x.shape[0], ROTARY // 2, 2]))
     return first * cos - second * sin, second * cos + first * sin
@@ -298,7 +301,7 @@ def _store_halves(
     second: tl.tensor,
     ROTARY: tl.constexpr,
 ) -> None:
-    """Rows of firsts, then seconds, rounded to what the pointers [rows, 1] point to."""
+    """Store first and second halves of rows, rounded to the pointers' dtype."""
     ptrs = row_ptrs + tl.arange(0, ROTARY // 2)[None, :]
     tl.store(ptrs, first.to(row_ptrs.dtype.element_ty), mask=mask)
     tl.store(ptrs + ROTARY // 2, second.to(row_ptrs.dtype.element_ty), mask=mask)
@@ -322,7 +325,7 @@ def _normed(
 def specializations(
     config: LatentWriteConfig, *, rank: int, rotary: int, block_tokens: int
 ) -> list[Specialization]:
-    """What a configuration compiles to: both kinds of latents."""
+    """Specialisations of a configuration: both kinds of latents."""
     scale_strides = ("scale_block_stride", "scale_token_stride")
     return [
         specialization(
@@ -370,7 +373,7 @@ def specializations(
 
 
 def _check_rows(rows: Mapping[str, Tensor], latents: Latents) -> None:
-    """Raise KernelInputError unless the tensors with a row for each token fit each other."""
+    """Raise KernelInputError unless the per-token tensors match each other."""
     raw, (num_tokens, num_heads, _) = rows["raw"], rows["query"].shape
     require_dtype("raw", raw, torch.bfloat16, torch.float32)
     heads = (num_tokens, num_heads, latents.rotary)
@@ -393,7 +396,7 @@ def _check_rows(rows: Mapping[str, Tensor], latents: Latents) -> None:
 
 
 def _check_vectors(raw_TC: Tensor, latents: Latents, *, places_T: Tensor, weight_R: Tensor) -> None:
-    """Raise KernelInputError unless the other tensors fit the raw latents."""
+    """Raise KernelInputError unless the other tensors match the raw latents."""
     for name, tensor, dtype, size in (
         ("places", places_T, torch.int64, raw_TC.shape[0]),
         ("weight", weight_R, raw_TC.dtype, latents.rank),

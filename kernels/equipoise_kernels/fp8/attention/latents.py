@@ -1,11 +1,11 @@
-"""The paged cache of latents, as the kernels of attention see it.
+"""The paged cache of latents, in the kernels' format.
 
-Contract: a layer's cache is blocks of a fixed number of positions (a power of two), and at each
-position a latent: R compressed numbers, then P rotated ones. Either one tensor [blocks, positions,
-R + P] of bfloat16 or float32, or in FP8: codes [blocks, positions, R] with a float32 scale for each
-128 of them, and the rotated numbers in bfloat16, since those carry the position.
+Contract: a layer's cache consists of blocks with a fixed number of positions (a power of two), and
+a latent per position: R compressed numbers, then P rotated ones. Either one tensor [blocks,
+positions, R + P] of bfloat16 or float32, or in FP8: codes [blocks, positions, R] with a float32
+scale for each 128 of them, and the rotated numbers in bfloat16, because they carry the position.
 
-A sequence's table says which blocks hold its positions, int32 [.., blocks of a sequence].
+A sequence's table lists the blocks of its positions, int32 [.., blocks of a sequence].
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ROTARY_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlainLatents:
-    """Latents as they are: bfloat16 or float32 [blocks, positions, R + P].
+    """Unquantised latents: bfloat16 or float32 [blocks, positions, R + P].
 
     Raises:
-        KernelInputError: the tensor or `rank` does not fit the contract.
+        KernelInputError: the tensor or `rank` breaks the contract.
     """
 
     latents_BPC: Tensor
@@ -46,7 +46,7 @@ class PlainLatents:
 
     @property
     def block_tokens(self) -> int:
-        """Positions of a block."""
+        """Positions per block."""
         return self.latents_BPC.shape[1]
 
     @property
@@ -56,17 +56,17 @@ class PlainLatents:
 
     @property
     def rotary(self) -> int:
-        """P: rotated numbers of a latent."""
+        """P: rotated numbers per latent."""
         return self.latents_BPC.shape[2] - self.rank
 
     @property
     def device(self) -> torch.device:
-        """Where the cache is."""
+        """The cache's device."""
         return self.latents_BPC.device
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Compressed numbers, their scales (none: the same again), rotated numbers."""
+        """Compressed numbers, their scales (here the same tensor again), rotated numbers."""
         compressed, rotary = self.latents_BPC.split([self.rank, self.rotary], dim=-1)
         return compressed, compressed, rotary
 
@@ -77,10 +77,10 @@ class PlainLatents:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantizedLatents:
-    """Latents in FP8: 656 bytes a position with R = 512 and P = 64, 1152 in bfloat16.
+    """Latents in FP8: 656 bytes per position with R = 512 and P = 64, instead of 1152 in bfloat16.
 
     Raises:
-        KernelInputError: the tensors do not fit the contract.
+        KernelInputError: the tensors break the contract.
     """
 
     codes_BPR: Tensor
@@ -103,7 +103,7 @@ class QuantizedLatents:
 
     @property
     def block_tokens(self) -> int:
-        """Positions of a block."""
+        """Positions per block."""
         return self.codes_BPR.shape[1]
 
     @property
@@ -113,17 +113,17 @@ class QuantizedLatents:
 
     @property
     def rank(self) -> int:
-        """R: compressed numbers of a latent."""
+        """R: compressed numbers per latent."""
         return self.codes_BPR.shape[2]
 
     @property
     def rotary(self) -> int:
-        """P: rotated numbers of a latent."""
+        """P: rotated numbers per latent."""
         return self.rotary_BPP.shape[2]
 
     @property
     def device(self) -> torch.device:
-        """Where the cache is."""
+        """The cache's device."""
         return self.codes_BPR.device
 
     @property

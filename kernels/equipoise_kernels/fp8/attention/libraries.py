@@ -1,11 +1,11 @@
-"""Attention to latents by libraries that may be installed: FlashMLA and FlashInfer.
+"""Attention to latents by libraries, if installed: FlashMLA and FlashInfer.
 
-Owns the translation from `mla_decode`'s contract to theirs, and what they leave to their callers:
-they follow tables and lengths as they are, so both are made sound before, on the device, and what
-the contract wants of queries that were not is written over their results.
+Translates `mla_decode`'s contract to theirs. The libraries do not check tables and lengths, so both
+are clamped first, on the device, and the contract's results for invalid queries are written over
+theirs.
 
-They are offered only where the library is installed, the device is a Hopper GPU and the self-test
-passed, and FlashInfer only by name; see `selection`. Calls were compared with the signatures and
+A library is offered only if it is installed, the device is a Hopper GPU and the self-test passed,
+and FlashInfer only if named in the settings; see `selection`. Calls match the signatures and
 assertions of FlashMLA 1.0.0 (commit 9241ae3) and FlashInfer 0.6.18 (commit fb28d72).
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FLASH_MLA, FLASHINFER = "flash_mla", "flashinfer"
 
 FLASH_MLA_BLOCK = 64
-"""Positions of a block, the only number that FlashMLA takes."""
+"""Positions per block, the only number that FlashMLA supports."""
 
 # Both are compiled for DeepSeek's latents.
 _RANK, _ROTARY = 512, 64
@@ -39,12 +39,16 @@ _WORKSPACE_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """What a cache of latents looks like, as far as a library has a word in it."""
+    """The properties of a latent cache that libraries restrict."""
 
     rank: int
+    """Compressed numbers per latent."""
     rotary: int
+    """Rotated numbers per latent."""
     block_tokens: int
+    """Positions per block."""
     quantized: bool
+    """Whether latents are in FP8."""
 
 
 def flash_mla_obstacle() -> str | None:
@@ -58,7 +62,7 @@ def flashinfer_obstacle() -> str | None:
 
 
 def misfit(backend: str, shape: LatentShape) -> str | None:
-    """Why a backend cannot attend to such latents, or None; only libraries have reasons."""
+    """Return why a backend cannot attend to such latents, or None; only libraries have limits."""
     if backend not in (FLASH_MLA, FLASHINFER):
         return None
     if (shape.rank, shape.rotary) != (_RANK, _ROTARY):
@@ -80,14 +84,15 @@ def mla_decode_flash_mla(
     tokens_per_split: int | None,
     out: AttentionOutput,
 ) -> None:
-    """FlashMLA's dense kernel; it plans on the device, so that it can be captured in a graph."""
+    """Attend with FlashMLA's dense kernel, which plans on the device and so can be captured."""
     cache_BPC = _checked(FLASH_MLA, query_BHC, latents, tokens_per_split=tokens_per_split)
     num_queries, num_heads, _ = query_BHC.shape
     if num_queries == 0:
         return
     library = importlib.import_module(FLASH_MLA)
     asked = _SafeQuery.of(latents, tables_BS=tables_BS, lengths_B=lengths_B)
-    # Made anew each time, because it belongs to the lengths. Releases before 1.0 want all of these.
+    # Planned anew for each call, because it depends on the lengths; releases before 1.0 need all
+    # arguments.
     plan, splits = library.get_mla_metadata(asked.lengths_B, num_heads, 1)
     out_BQHR, lse_BHQ = library.flash_mla_with_kvcache(
         query_BHC.contiguous().unsqueeze(1),
@@ -112,7 +117,7 @@ def mla_decode_flashinfer(
     tokens_per_split: int | None,
     out: AttentionOutput,
 ) -> None:
-    """FlashInfer's paged kernel; it plans on the host, and waits for the device to do so."""
+    """Attend with FlashInfer's paged kernel, which plans on the host and waits for the device."""
     _checked(FLASHINFER, query_BHC, latents, tokens_per_split=tokens_per_split)
     num_queries, num_heads, _ = query_BHC.shape
     if num_queries == 0:
@@ -137,17 +142,17 @@ def mla_decode_flashinfer(
     )
     compressed, _, rotary = latents.parts
     plain_BHR, rotary_BHP = query_BHC.split([latents.rank, latents.rotary], dim=-1)
-    # Its logarithms are to the base of 2, unless a release is asked that knows the other.
+    # Logarithms are to the base 2 by default; newer releases can return natural ones.
     out_BHR, lse_BH = wrapper.run(plain_BHR, rotary_BHP, compressed, rotary, return_lse=True)
     asked.answer(out_BHR, lse_BH * math.log(2), out=out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _SafeQuery:
-    """Tables and lengths that any kernel may follow, and which queries must not see the result.
+    """Tables and lengths that are safe for any kernel, and the queries whose results to replace.
 
-    A block that does not exist is replaced by one that does; a query that sees nothing sees one
-    position instead.
+    A block outside the cache is replaced by one inside; a query that sees nothing sees one
+    position.
     """
 
     tables_BS: Tensor
@@ -157,7 +162,7 @@ class _SafeQuery:
 
     @classmethod
     def of(cls, latents: Latents, *, tables_BS: Tensor, lengths_B: Tensor) -> _SafeQuery:
-        """From what was asked, without waiting for the device."""
+        """Clamp tables and lengths, without waiting for the device."""
         capacity = tables_BS.shape[1] * latents.block_tokens
         starts_S = torch.arange(0, capacity, latents.block_tokens, device=tables_BS.device)
         is_used_BS = starts_S < lengths_B.unsqueeze(1)
@@ -170,7 +175,7 @@ class _SafeQuery:
         )
 
     def answer(self, result_BHR: Tensor, lse_BH: Tensor, *, out: AttentionOutput) -> None:
-        """Write a kernel's results, and the contract's for queries that were not sound."""
+        """Copy a kernel's results, and write the contract's for invalid queries."""
         lost_B11, empty_B11 = self.is_lost_B[:, None, None], self.is_empty_B[:, None, None]
         nan = float("nan")
         out.out_BHR.copy_(result_BHR.masked_fill(empty_B11, 0.0).masked_fill(lost_B11, nan))
@@ -181,7 +186,7 @@ class _SafeQuery:
 def _checked(
     backend: str, query_BHC: Tensor, latents: Latents, *, tokens_per_split: int | None
 ) -> Tensor:
-    """The cache [blocks, positions, R + P], or KernelInputError if the library cannot read it."""
+    """Return the cache [blocks, positions, R + P], or raise KernelInputError."""
     shape = LatentShape(
         rank=latents.rank,
         rotary=latents.rotary,
@@ -201,7 +206,7 @@ def _checked(
 
 @cache
 def _flashinfer_wrapper(device: torch.device) -> Any:
-    """FlashInfer's planner with its workspaces, which are pinned and large: one a device."""
+    """FlashInfer's planner with its workspaces, which are pinned and large: one per device."""
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     return importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace)
 

@@ -1,23 +1,23 @@
 """Attention of single queries to paged latents (multi-head latent attention, absorbed).
 
-Contract: queries [B, H, R + P] of bfloat16 or float32, neighbouring columns, with the key's
-up-projection absorbed and the last P rotated; B may be 0. Query b sees positions 0 to
-lengths[b] - 1 of the blocks in its table, int32 [B, S]. With c the latents (`attention.latents`):
+Contract: queries [B, H, R + P] of bfloat16 or float32 with contiguous columns, with the key's
+up-projection absorbed and the last P rotated; B may be 0. Query b sees positions 0 to lengths[b] -
+1 of the blocks in its table, int32 [B, S]. With c the latents (`attention.latents`):
 
     s      = scale * <query, c>                     lse = log(sum over positions of exp(s))
     out    = sum over positions of exp(s - lse) * (the first R of c)
 
 out has the queries' dtype, [B, H, R], lse is float32 [B, H] (natural logarithm). A query that sees
-nothing gets zeros and minus infinity. A block that the cache does not have, or a length beyond the
-table, makes the query's outputs NaN: nothing is read out of bounds, and it does not pass unseen.
+nothing gets zeros and minus infinity. A block outside the cache, or a length beyond the table,
+makes the query's outputs NaN: nothing is read out of bounds, and the error shows.
 
-Split-KV: a program takes `tokens_per_split` positions of a query, and a second kernel merges their
-results in the order of positions. Splits depend on `tokens_per_split` alone, and a program sees one
-query only, so results do not depend on what a query is batched with, if that number is given.
-Libraries split in their own ways, and refuse that number.
+Split-KV: a program processes `tokens_per_split` positions of a query, and a second kernel merges
+the results in the order of positions. Splits depend on `tokens_per_split` alone, and a program sees
+only one query, so results do not depend on the batch if that number is given. Libraries split in
+their own ways, and refuse that number.
 
 Sums are float32. The kernel rounds weights to the latents' dtype for the second product (bfloat16
-for FP8), the twin does not.
+for FP8); the twin does not.
 """
 
 from __future__ import annotations
@@ -48,13 +48,18 @@ _GROUP = constant(GROUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaDecodeConfig:
-    """Heads of a program, positions of a step and of a split, warps, pipeline depth."""
+    """Work of a program."""
 
     heads: int
+    """Heads per program."""
     tokens: int
+    """Positions per step of the loop."""
     tokens_per_split: int
+    """Positions per split."""
     num_warps: int
+    """Warps per program."""
     num_stages: int
+    """Depth of the software pipeline."""
 
 
 CONFIG_SPACE = tuple(
@@ -73,10 +78,12 @@ CONFIG_SPACE = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionOutput:
-    """Outputs [B, H, R] of the queries' dtype, and logarithms of their sums, float32 [B, H]."""
+    """Results of attention."""
 
     out_BHR: Tensor
+    """Outputs, of the queries' dtype."""
     lse_BH: Tensor
+    """Logarithms of the sums, float32."""
 
 
 def mla_decode(
@@ -89,20 +96,20 @@ def mla_decode(
     tokens_per_split: int | None = None,
     out: AttentionOutput | None = None,
 ) -> AttentionOutput:
-    """Attend by the backend that was selected for this process.
+    """Attend with the backend selected for this process.
 
     Args:
         query_BHC: absorbed queries.
         latents: one layer's cache.
-        tables_BS: blocks of each query's sequence; those beyond its length may be anything.
+        tables_BS: blocks of each query's sequence; entries beyond its length are arbitrary.
         lengths_B: positions that each query sees, int32.
         scale: factor of the scores.
-        tokens_per_split: positions that are summed up together, a multiple of 64; by default what
-            was tuned for so many queries.
-        out: where to write; new tensors by default.
+        tokens_per_split: positions per split, a multiple of 64; by default as tuned for the number
+            of queries.
+        out: where to write; allocated by default.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     require_dtype("query", query_BHC, torch.bfloat16, torch.float32)
     if query_BHC.dim() != 3 or query_BHC.shape[1] == 0:
@@ -184,7 +191,7 @@ def mla_decode_triton(
     out: AttentionOutput,
     config: MlaDecodeConfig | None = None,
 ) -> None:
-    """Launch the kernels; the configuration is the committed one of this device by default."""
+    """Launch the kernels, with the committed configuration of this device by default."""
     num_queries, num_heads, _ = query_BHC.shape
     if num_queries == 0:
         return
@@ -272,7 +279,7 @@ def mla_decode_kernel(
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:
-    """Some heads of one query and the positions of one split."""
+    """Each program computes some heads of one query over the positions of one split."""
     query = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     has_head = heads < num_heads
@@ -317,7 +324,7 @@ def mla_decode_kernel(
 
 @jit
 def _rows(starts: tl.tensor, is_read: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Rows [rows, WIDTH] that begin at pointers [rows]; zeros where they are not to be read."""
+    """Load rows [rows, WIDTH] at pointers [rows]; zeros where `is_read` is false."""
     ptrs = starts[:, None] + tl.arange(0, WIDTH)[None, :]
     return tl.load(ptrs, mask=is_read[:, None], other=0.0)
 
@@ -326,7 +333,7 @@ def _rows(starts: tl.tensor, is_read: tl.tensor, WIDTH: tl.constexpr) -> tl.tens
 def _added(
     largest: tl.tensor, total: tl.tensor, acc: tl.tensor, scores: tl.tensor, values: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The largest score, the sum of weights and that of values, with some more positions."""
+    """Update the largest score, the sum of weights and that of values with more positions."""
     larger = tl.maximum(largest, tl.max(scores, axis=1))
     weights = tl.exp(scores - larger[:, None])
     fading = tl.exp(largest - larger)
@@ -336,21 +343,21 @@ def _added(
 
 @jit
 def _dequantized(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
-    """Codes [tokens, R] times their scales [tokens, R / 128], in bfloat16."""
+    """Multiply codes [tokens, R] by their scales [tokens, R / 128], in bfloat16."""
     grouped = tl.reshape(codes.to(tl.float32), [codes.shape[0], scales.shape[1], _GROUP])
     return tl.reshape(grouped * scales[:, :, None], codes.shape).to(tl.bfloat16)
 
 
 @jit
 def _product(left: tl.tensor, right: tl.tensor) -> tl.tensor:
-    """Float32 operands without the tensor cores' shorter format; a mixed pair in the right's."""
+    """Multiply in full float32, without TF32; a mixed pair in the right operand's dtype."""
     return tl.dot(left.to(right.dtype), right, input_precision="ieee")
 
 
 def specializations(
     config: MlaDecodeConfig, *, rank: int, rotary: int, block_tokens: int
 ) -> list[Specialization]:
-    """What a configuration compiles to: both kinds of latents, several splits, and the merge."""
+    """Specialisations of a configuration: both kinds of latents, several splits, the merge."""
     scale_strides = ("scale_block_stride", "scale_token_stride")
     decode = [
         specialization(

@@ -1,8 +1,8 @@
-"""Results of a query's splits into one, in the order of positions: the end of `mla_decode`.
+"""Merges a query's splits into one result, in the order of positions: the end of `mla_decode`.
 
-Contract: each query has results of as many splits, float32 [B * splits, H, R] and logarithms of
-their sums [B * splits, H], minus infinity for a split that saw nothing. The merged result is
-weighted by the exponentials of these, first split to last; it has the outputs' dtype.
+Contract: all queries have the same number of splits, with float32 results [B * splits, H, R] and
+logarithms of their sums [B * splits, H], minus infinity for a split that saw nothing. The merged
+result weights splits by the exponentials of these, first to last; it has the outputs' dtype.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mla_merge_kernel(
     num_heads: int,
     RANK: tl.constexpr,
 ) -> None:
-    """One head of one query: its splits, first to last."""
+    """Each program merges one head of one query, first split to last."""
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     ranks = tl.arange(0, RANK)
@@ -52,7 +52,7 @@ def mla_merge_kernel(
     for split in range(num_splits):
         row = (query * num_splits + split) * num_heads + head
         lse = tl.load(partial_lse_ptr + row)
-        # An empty split weighs nothing; minus infinity less itself would be NaN.
+        # An empty split has weight 0; minus infinity less itself would be NaN.
         if lse != float("-inf"):
             larger = tl.maximum(largest, lse)
             fading, weight = tl.exp(largest - larger), tl.exp(lse - larger)
@@ -68,9 +68,9 @@ def mla_merge_kernel(
 
 @jit
 def closed(largest: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """What to divide summed values by, and the logarithm of a sum that has a largest score.
+    """Return the divisor of summed values, and the logarithm of a sum with a largest score.
 
-    1 and minus infinity for a sum of nothing.
+    1 and minus infinity for an empty sum.
     """
     is_empty = total == 0.0
     divisor = tl.where(is_empty, 1.0, total)
@@ -78,7 +78,7 @@ def closed(largest: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 def merge_specialization(rank: int) -> Specialization:
-    """What the kernel compiles to."""
+    """The kernel's specialisation."""
     return specialization(
         mla_merge_kernel,
         name=f"mla_merge rank={rank}",

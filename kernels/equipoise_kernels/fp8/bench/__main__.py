@@ -57,12 +57,12 @@ CASES: Mapping[tuple[str, ...], Cases] = {
     ("B3", "B4"): grouped_cases.flat,
     ("E3",): process_cases.processes,
 }
-# B5 is measured beside these.
+# B5 is measured with these.
 _BESIDE = {"B5": ("B1", "B2")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 if every gate that ran passed, 1 if not, 2 without a GPU to run on."""
+    """Run; return 0 if every gate that ran passed, 1 if not, 2 without a GPU."""
     options = _parsed(arguments)
     reason = why_not_here()
     if reason:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def why_not_here() -> str | None:
-    """Why this machine cannot run the benchmark, or None."""
+    """Return why this machine cannot run the benchmark, or None."""
     if is_interpreting():
         return "TRITON_INTERPRET is set: unset it"
     if not torch.cuda.is_available():
@@ -126,7 +126,7 @@ def collected(
     has_time: Callable[[], bool],
     cases: Mapping[tuple[str, ...], Cases] = CASES,
 ) -> tuple[list[Sample], list[str]]:
-    """Samples of the wanted gates (all if none is named), and the gates that time ran out for."""
+    """Return samples of the wanted gates (default: all), and the gates that time ran out for."""
     samples: list[Sample] = []
     skipped: list[str] = []
     for names, measure in cases.items():
@@ -146,7 +146,7 @@ def collected(
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that figures depend on."""
+    """Versions of everything that affects the figures."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

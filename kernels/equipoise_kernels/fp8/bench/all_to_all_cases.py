@@ -1,7 +1,7 @@
 """Gates E1 and E2: the exchange between eight virtual ranks on one GPU.
 
-They measure memory traffic and the protocol's own time, and nothing about a network: no figure of
-NVLink or RDMA may be made from them.
+They measure memory traffic and the protocol's own time. They do not measure a network: no
+conclusion about NVLink or RDMA follows from them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MANY = EpShape(
     dim=7168,
     max_tokens=4096,
     payload=Payload.BF16,
-    # Half as much again as even routing brings: two of the largest would not fit the GPU.
+    # 1.5 times what even routing brings: two of the largest would not fit the GPU.
     capacity=6144,
 )
 _FEW = EpShape(
@@ -33,7 +33,7 @@ _FEW = EpShape(
 
 
 def many_tokens(bench: Bench, shape: EpShape = _MANY) -> list[Sample]:
-    """E1: bytes a second of a dispatch and its combine."""
+    """E1: bytes per second of a dispatch and its combine."""
     return [_sample(bench, "E1", shape, layout=None)]
 
 
@@ -48,13 +48,13 @@ def _sample(bench: Bench, gate: str, shape: EpShape, *, layout: RowLayout | None
         shape, num_tokens=shape.max_tokens, generator=bench.generator, layout=layout
     )
     faults = backend_faults(bench.timer.kernel_names(ranks.exchange), "send_rows_kernel")
-    # The sums that are checked are those of the timed run.
+    # The timed run's own sums are checked.
     timing = bench.timer.interleaved({"exchange": [ranks.exchange]})["exchange"]
     pairs = zip(ranks.sums, ranks.expected(), strict=True)
     if not all(torch.equal(seen, wanted) for seen, wanted in pairs):
         faults.append("sums are not the reference's to the last bit")
     rate = _num_bytes(shape) / timing.median_us / 1e6
-    # All ranks share the GPU: what one of them takes is their mean.
+    # All ranks share the GPU: a rank's time is their mean.
     per_rank_us = timing.median_us / shape.num_ranks
     return Sample(
         gate=gate,
@@ -68,7 +68,7 @@ def _sample(bench: Bench, gate: str, shape: EpShape, *, layout: RowLayout | None
 def _num_bytes(shape: EpShape) -> int:
     """Bytes that an exchange must move, each once: rows in and out of slabs both ways, and sums.
 
-    Doubling the rows in between, which stands for the experts, is not counted.
+    Excludes doubling the rows in between, which stands for the experts.
     """
     num_tokens = shape.num_ranks * shape.max_tokens
     row_bytes, num_rows = 4 * shape.row_words, num_tokens * shape.top_k

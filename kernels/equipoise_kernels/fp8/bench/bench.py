@@ -14,7 +14,7 @@ from equipoise_kernels.formats import CODE, QuantizedRows, QuantizedWeight
 from equipoise_kernels.fp8.bench.report import Machine
 from equipoise_kernels.fp8.bench.timing import TimedCall, Timer, Timing
 
-# Copies of what a kernel reads, so that the L2 cache (60 MB) never holds the next one.
+# Copies of a kernel's inputs, so that the next one is never in the L2 cache (60 MB).
 MIN_COPIES = 4
 MIN_COPIED_BYTES = 256 * 1024 * 1024
 _COPY_BYTES = 4 * 1024**3
@@ -23,19 +23,16 @@ _SQUARE = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The surroundings of a case.
-
-    Attributes:
-        timer: times calls.
-        generator: of the device's random numbers.
-        rng: of shapes that are drawn at run time.
-        machine: its figures, measured before the cases.
-    """
+    """The environment of a case."""
 
     timer: Timer
+    """Times calls."""
     generator: torch.Generator
+    """Random numbers on the device."""
     rng: random.Random
+    """Random shapes, drawn at run time."""
     machine: Machine
+    """The machine's figures, measured before the cases."""
 
     @property
     def device(self) -> torch.device:
@@ -45,7 +42,7 @@ class Bench:
     def measure(
         self, candidates: Mapping[str, Sequence[TimedCall]]
     ) -> tuple[dict[str, Timing], list[str]]:
-        """Time candidates that run; those that raise are left out and named."""
+        """Time the candidates that run; name those that raise."""
         able, faults = {}, []
         for name, calls in candidates.items():
             try:
@@ -58,7 +55,7 @@ class Bench:
 
 
 def measured_machine(timer: Timer, device: torch.device) -> Machine:
-    """The figures that decide whether a run counts."""
+    """Measure the figures that decide whether a run is valid."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     square = torch.randn(_SQUARE, _SQUARE, device=device).bfloat16()
@@ -72,7 +69,7 @@ def measured_machine(timer: Timer, device: torch.device) -> Machine:
 
 
 def num_copies(num_bytes: int) -> int:
-    """How many copies of something to rotate through."""
+    """How many copies to rotate through."""
     return max(MIN_COPIES, -(-MIN_COPIED_BYTES // num_bytes))
 
 
@@ -84,7 +81,7 @@ def bf16_calls(a: QuantizedRows, weights: Sequence[QuantizedWeight]) -> list[Tim
 
 
 def row_scaled_calls(a: QuantizedRows, weights: Sequence[QuantizedWeight]) -> list[TimedCall]:
-    """An FP8 product with one scale for each row and output: less work than ours."""
+    """An FP8 product with one scale per row and output: less work than ours."""
     scale_a = torch.ones(a.codes.shape[0], 1, device=a.codes.device)
     scale_b = torch.ones(1, weights[0].codes.shape[0], device=a.codes.device)
     return [_row_scaled(a.codes, weight.codes, scale_a, scale_b) for weight in weights]

@@ -1,4 +1,4 @@
-"""Whether outputs are right: against float64 of the dequantised operands, whole and in parts."""
+"""Checks outputs against float64 of the dequantised operands, whole and in parts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _REPEATS = 50
 def product_faults(
     out: Tensor, a: QuantizedRows, weight: QuantizedWeight, *, label: str = ""
 ) -> list[str]:
-    """What is wrong with a product [M, N]: as a whole, and in its worst 128 x 128 block."""
+    """Return the faults of a product [M, N]: overall, and in its worst 128 x 128 block."""
     exact = a.dequantized().double() @ weight.dequantized().double().T
     return result_faults(out, exact, label=label)
 
 
 def result_faults(out: Tensor, exact: Tensor, *, label: str = "") -> list[str]:
-    """What is wrong with a result [M, N], given the exact one."""
+    """Return the faults of a result [M, N], given the exact one."""
     faults = []
     overall = difference(out, exact)
     if not overall < MAX_DIFFERENCE:
@@ -37,7 +37,7 @@ def result_faults(out: Tensor, exact: Tensor, *, label: str = "") -> list[str]:
 
 
 def repeat_faults(call: Callable[[], object], out: Tensor) -> list[str]:
-    """Whether repeated calls give the same bits."""
+    """Check that repeated calls give the same bits."""
     call()
     first = out.clone().view(torch.uint8)
     for _ in range(_REPEATS):
@@ -48,7 +48,7 @@ def repeat_faults(call: Callable[[], object], out: Tensor) -> list[str]:
 
 
 def backend_faults(names: list[str], expected: str) -> list[str]:
-    """Whether the kernel that was meant to run did."""
+    """Check that the intended kernel ran."""
     if any(expected in name for name in names):
         return []
     return [f"no kernel named {expected} ran, but {sorted(set(names))}"]

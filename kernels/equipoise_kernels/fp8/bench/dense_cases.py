@@ -23,7 +23,7 @@ _WIDE = ((7168, 16384), (4096, 7168), (24576, 1536), (7168, 2048))
 _NARROW = ((576, 7168), (2112, 7168))
 _LARGE_ROWS = 4096
 _FEW_ROWS = (1, 4, 16, 32, 64, 128)
-# Weights below this fit in the L2 cache too well for a bandwidth.
+# Smaller weights fit in the L2 cache too well to measure a bandwidth.
 _MIN_WEIGHT_BYTES = 29_000_000
 
 
@@ -127,7 +127,7 @@ def _few_rows(bench: Bench, shape: GemmShape, *, is_held_out: bool) -> list[Samp
 
 
 class _DenseProblem:
-    """Rows, copies of weights, and an output for each, poisoned."""
+    """Rows, copies of weights, and a poisoned output for each."""
 
     def __init__(self, bench: Bench, shape: GemmShape) -> None:
         num_rows, num_columns, dim = shape
@@ -147,14 +147,14 @@ class _DenseProblem:
         ]
 
     def calls(self, multiply: Multiply) -> list[TimedCall]:
-        """One call for each copy."""
+        """One call per copy."""
         return [
             lambda w=w, out=out: multiply(self.a, w, out=out)  # type: ignore[misc]
             for w, out in zip(self.weights, self.outs, strict=True)
         ]
 
     def faults(self, multiply: Multiply, kernel: str) -> list[str]:
-        """What is wrong with a way to multiply, on poisoned outputs; `kernel` must have run."""
+        """Return the faults of a way to multiply, on poisoned outputs; `kernel` must have run."""
         calls = self.calls(multiply)
         for out in self.outs:
             out.fill_(float("nan"))

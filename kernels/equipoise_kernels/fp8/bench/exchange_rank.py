@@ -34,57 +34,51 @@ from equipoise_kernels.fp8.jit import is_interpreting
 
 _FORMING_S = 60.0
 _SKEW_S = 1e-3
-# Ranks agree on whether there is time for so many more exchanges.
+# Exchanges between two checks whether there is time for more; all ranks agree on it.
 _EXCHANGES_AT_A_TIME = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What all ranks are told.
-
-    Attributes:
-        num_ranks: processes.
-        rendezvous: a file that does not exist yet.
-        device: "cuda", or "cpu" with kernels in the interpreter.
-        exchanges: how many to make.
-        within_s: no more are begun after this.
-        timeout_s: how long an exchange waits for a rank.
-        seed: of rows, routes and pauses.
-    """
+    """Input of all ranks."""
 
     num_ranks: int
+    """Number of processes."""
     rendezvous: str
+    """A file that does not exist yet."""
     device: str
+    """"cuda", or "cpu" with kernels in the interpreter."""
     exchanges: int
+    """How many to make."""
     within_s: float
+    """No exchange starts later than this."""
     timeout_s: float
+    """How long an exchange waits for a rank."""
     seed: int
+    """Seed of rows, routes and pauses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeRecord:
-    """What a rank saw.
-
-    Attributes:
-        exchanges: made.
-        wrong: those whose sums were not right to the last bit.
-        missing: the ranks that the last exchange named.
-        words: what it said.
-        waited_s: how long it took to say so.
-    """
+    """What a rank observed."""
 
     exchanges: int
+    """Exchanges made."""
     wrong: int
+    """Exchanges whose sums were not correct to the last bit."""
     missing: tuple[int, ...]
+    """The ranks that the last exchange named."""
     words: str
+    """Its message."""
     waited_s: float
+    """How long it took to fail."""
 
 
 def main() -> None:
-    """Form the group, exchange, and see one of the ranks die."""
+    """Form the group, make exchanges, and lose one of the ranks."""
     rank, arguments = int(sys.argv[1]), Arguments(**json.loads(sys.argv[2]))
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", DeprecationWarning)  # how the interpreter reads bounds
+    warnings.simplefilter("ignore", DeprecationWarning)  # how the interpreter reads loop bounds
     dist.init_process_group(
         "gloo",
         init_method=f"file://{arguments.rendezvous}",
@@ -92,7 +86,7 @@ def main() -> None:
         world_size=arguments.num_ranks,
         timeout=timedelta(seconds=_FORMING_S),
     )
-    # Every rank would solve every operation's small problem first; the exchanges tell more.
+    # Skips self-tests, which would run every operation on every rank; the exchanges test more.
     selection.start(selection.resolve("triton", _no_obstacle))
     with _right_casts():
         seen = _exchanges(rank, arguments)
@@ -160,7 +154,7 @@ def _all_have_time(start: float, within_s: float) -> bool:
 def _is_right(
     buffer: EpBuffer, shape: EpShape, generator: torch.Generator, rng: random.Random
 ) -> bool:
-    """One exchange of new rows with experts that double them; some ranks have no tokens."""
+    """Make one exchange of new rows with experts that double them; some ranks have no tokens."""
 
     def drawn(columns: int) -> Tensor:
         size = (num_tokens, columns)

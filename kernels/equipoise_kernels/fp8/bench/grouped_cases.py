@@ -51,7 +51,7 @@ class RowCounts:
 
     @property
     def flop(self) -> int:
-        """Useful operations: padding counts nothing."""
+        """Useful operations; padding does not count."""
         return 2 * sum(self.counts) * self.num_columns * self.dim
 
     @property
@@ -135,7 +135,7 @@ _GROUPS_AND_ROWS = ((8, 16), (32, 20), (36, 32))
 
 
 def _around(bench: Bench, groups_and_rows: tuple[int, int], shape: tuple[int, int]) -> RowCounts:
-    """Groups with rows drawn evenly from 0 to twice the mean."""
+    """Groups with rows drawn uniformly from 0 to twice the mean."""
     num_groups, mean = groups_and_rows
     counts = [bench.rng.randint(0, 2 * mean) for _ in range(num_groups)]
     counts[0] = max(counts[0], 1)
@@ -177,7 +177,7 @@ def _masked(bench: Bench, load: RowCounts, *, gate: str) -> list[Sample]:
 def _against_dense(
     bench: Bench, load: RowCounts, kind: type[ContiguousRows | PrefixSumRows]
 ) -> Sample:
-    """B3: useful operations a second, against the dense kernel with as many rows."""
+    """B3: useful operations per second, against the dense kernel with as many rows."""
     problem = _GroupedProblem(bench, load, kind)
     a = spread_rows((sum(load.counts), load.dim), bench.generator)
     weight = spread_weight((load.num_columns, load.dim), bench.generator)
@@ -247,7 +247,7 @@ class _GroupedProblem:
         )
 
     def call(self, slots: Tensor) -> TimedCall:
-        """A launch with a slot map."""
+        """Launch with a slot map."""
         return lambda: grouped_gemm_triton(
             self.a, self.weight, slots, schedule=self.schedule, out=self.out
         )
@@ -258,7 +258,7 @@ class _GroupedProblem:
                 for m in self.maps]  # fmt: skip
 
     def faults(self) -> list[str]:
-        """What is wrong with launches on a poisoned output."""
+        """Return the faults of launches on a poisoned output."""
         self.out.fill_(float("nan"))
         call = self.call(self.maps[-1])
         self._timer.interleaved({"checked": [call]})
@@ -270,7 +270,7 @@ class _GroupedProblem:
         return found + backend_faults(self._timer.kernel_names(call), _KERNEL)
 
     def product_faults(self, slots: Tensor) -> list[str]:
-        """Each group against float64."""
+        """Compare each group with float64."""
         found = []
         for group, (index, slot) in enumerate(zip(self._places, slots.tolist(), strict=True)):
             if self.load.counts[group] > 0:

@@ -1,8 +1,8 @@
 """Gate F1: a decode step's MoE layer in one graph, against the time that its bytes take.
 
-One rank's share: its tokens are routed and quantised, rows lie in slots as a dispatch brings them,
-pass two grouped products with the activation between them, and are summed. The exchange itself is
-E2's.
+Covers one rank: its tokens are routed and quantised; rows lie in slots as a dispatch delivers them,
+pass two grouped products with the activation in between, and are summed. Gate E2 covers the
+exchange.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from equipoise_kernels.fp8.moe.row_order import RowOrder
 from equipoise_kernels.fp8.quant import group_quant, silu_mul_quant
 from equipoise_kernels.fp8.testing.cases import spread_slab
 
-# What a rank of 8 with 32 slots receives in a step of 128 tokens each: 1024 rows.
+# What a rank of 8 with 32 slots receives in a step of 128 tokens per rank: 1024 rows.
 _RULE = RoutingRule(num_experts=32, num_groups=8, top_groups=4, top_k=8, normalize=True, scale=2.5)
 _TOKENS = 128
 _HIDDEN = 7168
 _EXPERT_HIDDEN = 2048
-# Weights of a size at which neither activations nor sums leave bfloat16's range.
+# Weights small enough that activations and sums stay in bfloat16's range.
 _WEIGHT_SCALE = 2.0**-9
 
 
@@ -74,7 +74,7 @@ def decode_layer(
 
 
 class _DecodeLayer:
-    """Buffers of one layer, and its operations in their order."""
+    """Buffers of one layer, and its operations in order."""
 
     def __init__(
         self, bench: Bench, *, num_tokens: int, rule: RoutingRule, dim: int, expert_dim: int
@@ -90,7 +90,7 @@ class _DecodeLayer:
         self._x_TD = torch.randn(num_tokens, dim, generator=generator, device=device).bfloat16()
         self._sent = empty_rows((num_tokens, dim), device=device)
         self._route("reference")
-        # A slot has at most a row of each token.
+        # A slot has at most one row per token.
         self._order, counts = slot_places(self._routes.slots_TK, rule.num_experts, num_tokens)
         self.num_rows = int(counts.sum())
         self._schedule = MaskedRows(
@@ -107,7 +107,7 @@ class _DecodeLayer:
         self._down = _slab(rule.num_experts, (dim, expert_dim), generator)
 
     def run(self, backend: str) -> None:
-        """The layer by one backend of every operation."""
+        """Run the layer with one backend of every operation."""
         self._route(backend)
         group_quant.BACKENDS[backend](self._x_TD, scale_format=ScaleFormat.FP32, out=self._sent)
         move = permute.PERMUTERS[backend]
@@ -154,12 +154,12 @@ class _DecodeLayer:
 
 
 def slot_places(slots_TK: Tensor, num_slots: int, capacity: int) -> tuple[RowOrder, Tensor]:
-    """Rows in [slots, capacity] by token, as a low-latency dispatch lays them; rows of each slot.
+    """Place rows in [slots, capacity] by token, as a low-latency dispatch does; also rows per slot.
 
     Args:
-        slots_TK: int64; -1 is none.
+        slots_TK: int64; -1 for none.
         num_slots: slots.
-        capacity: rows of a slot, at least what any of them gets.
+        capacity: rows reserved per slot, enough for every slot.
     """
     is_own_TKS = slots_TK.unsqueeze(-1) == torch.arange(num_slots, device=slots_TK.device)
     earlier_NS = is_own_TKS.flatten(0, 1).cumsum(dim=0) - 1

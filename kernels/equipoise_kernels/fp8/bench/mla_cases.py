@@ -23,11 +23,11 @@ def attention(
     long: int = _LONG,
     heads: tuple[int, int] = (HEADS, _FEW_HEADS),
 ) -> list[Sample]:
-    """D1 and D2 on many sequences, and D3 on a long one.
+    """Measure D1 and D2 on many sequences, and D3 on a long one.
 
     Args:
-        bench: the surroundings.
-        lengths: of the sequences of each shape; by default the fixed shape and one that is drawn.
+        bench: the environment.
+        lengths: of the sequences of each shape; by default the fixed shape and a drawn one.
         long: positions of the long sequence.
         heads: many and few.
     """
@@ -44,7 +44,7 @@ def attention(
 
 
 def _uneven(bench: Bench, num_queries: int, longest: int) -> list[int]:
-    """Lengths drawn evenly from half the longest to it."""
+    """Lengths drawn uniformly from half the longest to the longest."""
     return [bench.rng.randint(longest // 2, longest) for _ in range(num_queries)]
 
 
@@ -57,11 +57,11 @@ def _sample(
     is_held_out: bool = False,
     rate_tb_s: float = float("nan"),
 ) -> Sample:
-    """One shape; `rate_tb_s` is what D3 is held against, the rate of D2's fixed shape."""
+    """Measure one shape; D3 is compared with `rate_tb_s`, the rate of D2's fixed shape."""
     inputs = mla_inputs(lengths, bench.generator, num_heads=num_heads)
     calls = inputs.calls()
     timing = bench.timer.interleaved({"mla_decode": calls})["mla_decode"]
-    # The outputs that are checked are those of the timed run.
+    # The timed run's own outputs are checked.
     faults = _result_faults(inputs, len(calls) - 1)
     faults += repeat_faults(calls[0], inputs.outs[0].out_BHR)
     faults += backend_faults(bench.timer.kernel_names(calls[0]), "mla_decode_kernel")
@@ -83,7 +83,7 @@ def _sample(
 
 
 def _result_faults(inputs: MlaInputs, place: int) -> list[str]:
-    """What is wrong with the outputs of one call, against float64."""
+    """Return the faults of one call's outputs, against float64."""
     out, (exact_BHR, sums_BH) = inputs.outs[place], inputs.exact(place)
     faults = result_faults(out.out_BHR.flatten(0, 1), exact_BHR.flatten(0, 1))
     apart = float((out.lse_BH.double() - sums_BH).abs().max())

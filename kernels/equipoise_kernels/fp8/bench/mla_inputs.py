@@ -21,41 +21,38 @@ HEADS = 128
 RANK = 512
 ROTARY = 64
 BLOCK_TOKENS = 16
-# Of the sum's width before the up-projection was absorbed: 128 + 64.
+# Width of the scores before the up-projection was absorbed: 128 + 64.
 _SCALE = 192**-0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MlaInputs:
-    """What a launch of `mla_decode` takes; several caches, of which each call has one.
-
-    Attributes:
-        query_BHC: absorbed queries.
-        caches: shuffled blocks; positions that no query sees are NaN.
-        tables_BS: which blocks are whose.
-        lengths: positions that each query sees.
-        outs: poisoned, one for each cache.
-    """
+    """Inputs of `mla_decode`, with several caches; each call uses one."""
 
     query_BHC: Tensor
+    """Absorbed queries."""
     caches: Sequence[PlainLatents]
+    """Shuffled blocks; positions that no query sees are NaN."""
     tables_BS: Tensor
+    """Blocks of each query's sequence."""
     lengths: Sequence[int]
+    """Positions that each query sees."""
     outs: Sequence[AttentionOutput]
+    """Poisoned outputs, one per cache."""
 
     @property
     def flop(self) -> int:
-        """Operations of both products over the positions that are seen."""
+        """Operations of both products over the visible positions."""
         _, num_heads, width = self.query_BHC.shape
         return 2 * sum(self.lengths) * num_heads * (width + self.caches[0].rank)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the latents that are seen, each once."""
+        """Bytes of the visible latents, each once."""
         return sum(self.lengths) * self.query_BHC.shape[2] * self.query_BHC.element_size()
 
     def calls(self, config: MlaDecodeConfig | None = None) -> list[TimedCall]:
-        """A launch on each cache."""
+        """One launch per cache."""
         lengths_B = torch.tensor(self.lengths, dtype=torch.int32, device=self.query_BHC.device)
         return [
             lambda cache=cache, out=out: mla_decode_triton(  # type: ignore[misc]
@@ -92,7 +89,7 @@ def mla_inputs(
     rank: int = RANK,
     rotary: int = ROTARY,
 ) -> MlaInputs:
-    """Random queries, and their latents in blocks that lie anywhere."""
+    """Random queries, with latents in shuffled blocks."""
     device, num_queries = generator.device, len(lengths)
     table_size = -(-max(lengths) // BLOCK_TOKENS)
     num_blocks = num_queries * table_size

@@ -1,4 +1,4 @@
-"""Gates C3 and C4: routing against what torch compiles, and moving rows against a plain copy."""
+"""Gates C3 and C4: routing against compiled torch, and moving rows against a plain copy."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _MOVED_ROWS = 4096
 def routing(
     bench: Bench, sizes: Sequence[int] = _ROUTED_ROWS, rule: RoutingRule = RULE
 ) -> list[Sample]:
-    """C3: how many times faster than the compiled reference."""
+    """C3: speed-up over the compiled reference."""
     return [_routing(bench, num_rows, rule) for num_rows in sizes]
 
 
 def moving(
     bench: Bench, num_rows: int = _MOVED_ROWS, dim: int = _HIDDEN, rule: RoutingRule = RULE
 ) -> list[Sample]:
-    """C4: bytes a second of `permute` with scales, and of `combine`."""
+    """C4: bytes per second of `permute` with scales, and of `combine`."""
     order = row_order_of(num_rows, bench.generator, rule=rule)
     return [_permute(bench, order, num_rows, dim), _combine(bench, order, num_rows, dim)]
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """What torch makes of a reference by itself."""
+    """Compile a reference with torch."""
     fast: Callable[..., None] = torch.compile(function, dynamic=False)
     return fast
 
@@ -109,7 +109,7 @@ def _permute(bench: Bench, order: RowOrder, num_rows: int, dim: int) -> Sample:
     faults = [] if right else ["rows or scales differ from the reference, or others were written"]
     faults += backend_faults(bench.timer.kernel_names(calls[0]), "permute_kernel")
     row_bytes = dim + 4 * inputs[0].scales.shape[1]
-    # Every row is read once and written once for each of its choices; padding earns nothing.
+    # Counts every row as read once and written once per choice; padding does not count.
     num_bytes = fp8_bytes(inputs[0].codes, inputs[0].scales) + int(own.sum()) * row_bytes
     return _moved(bench, "permute", f"{num_rows} x {dim}", num_bytes, timing.median_us, faults)
 

@@ -18,7 +18,7 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouteInputs:
-    """What a launch of `route` takes; every expert has as many replicas."""
+    """Inputs of `route`; every expert has the same number of replicas."""
 
     logits_TE: Tensor
     bias_E: Tensor
@@ -48,7 +48,7 @@ class RouteInputs:
         )
 
     def counters(self) -> Tensor:
-        """Zero rows of every slot."""
+        """Zeroed counters of every slot."""
         return torch.zeros(self.num_slots, dtype=torch.int64, device=self.bias_E.device)
 
 
@@ -87,6 +87,6 @@ def routed_slots(num_rows: int, generator: torch.Generator, *, rule: RoutingRule
 def row_order_of(
     num_rows: int, generator: torch.Generator, *, rule: RoutingRule = RULE
 ) -> RowOrder:
-    """Where such rows lie when each slot's begin at multiples of 128."""
+    """The order of such rows, with each slot's starting at a multiple of 128."""
     slots = routed_slots(num_rows, generator, rule=rule)
     return order_rows(slots, num_slots=_REPLICAS * rule.num_experts, alignment=ALIGNMENT)

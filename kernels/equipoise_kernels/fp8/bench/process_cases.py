@@ -1,7 +1,7 @@
-"""Gate E3: the exchange between processes that share one GPU, and what they say of a dead one.
+"""Gate E3: the exchange between processes that share one GPU, and their report of a dead rank.
 
-It shows that the protocol holds between processes: flags, parities, skew, and a rank that is gone.
-Contexts take turns on the GPU, so that no time of it means anything.
+It shows that the protocol holds between processes: flags, parities, skew, and a lost rank. Contexts
+take turns on the GPU, so its times are meaningless.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _RANKS = 3
 _EXCHANGES = 10_000
 _WITHIN_S = 120.0
 _TIMEOUT_S = 10.0
-# Starting Python, forming the group, and compiling on a machine whose cache is empty.
+# Starting Python, forming the group, and compiling with an empty cache.
 _STARTING_S = 90.0
 _ROOM = Path(__file__).parents[3]
-# Torch maps windows of one device into each other only when it is told that this is meant.
+# Torch maps windows of the same device into each other only if this is set.
 _ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -38,7 +38,7 @@ def processes(
     within_s: float = _WITHIN_S,
     timeout_s: float = _TIMEOUT_S,
 ) -> list[Sample]:
-    """E3: the share of the exchanges that were made and right on every rank."""
+    """E3: the share of exchanges that were made and correct on every rank."""
     with tempfile.TemporaryDirectory(prefix="equipoise-") as folder:
         arguments = Arguments(
             num_ranks=num_ranks,
@@ -64,7 +64,7 @@ def processes(
 
 
 def _ran(arguments: Arguments) -> tuple[Mapping[int, ExchangeRecord], list[str]]:
-    """What each rank but the killed one saw; ranks that failed are faults."""
+    """Records of every rank but the killed one; ranks that failed become faults."""
     bound_s = _STARTING_S + arguments.within_s + arguments.timeout_s
     path = os.pathsep.join([str(_ROOM), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "equipoise_kernels.fp8.bench.exchange_rank"]
@@ -96,7 +96,7 @@ def _ran(arguments: Arguments) -> tuple[Mapping[int, ExchangeRecord], list[str]]
 
 
 def _faults(rank: int, seen: ExchangeRecord, arguments: Arguments) -> Sequence[str]:
-    """What is wrong with what a rank saw."""
+    """Return the faults of a rank's record."""
     faults, killed = [], arguments.num_ranks - 1
     if seen.exchanges < arguments.exchanges:
         faults.append(

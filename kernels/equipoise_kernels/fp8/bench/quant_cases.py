@@ -23,7 +23,7 @@ _FEW_ROWS = 128
 
 
 def many_rows(bench: Bench, num_rows: int = _MANY_ROWS, dim: int = _HIDDEN) -> list[Sample]:
-    """C1: bytes a second."""
+    """C1: bytes per second."""
     return _every_operation(bench, "C1", num_rows, dim)
 
 

@@ -1,4 +1,4 @@
-"""Gates, what was measured for them, and the verdicts: pure, so that it is tested without a GPU."""
+"""Gates, their samples, and the judgement; pure, so that tests need no GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from enum import Enum
 from typing import Any
 
 SCHEMA = 1
-# What two runs of one kernel may differ by.
+# How far two runs of one kernel may differ.
 NOISE = 0.03
 
 
 class GateStatus(Enum):
-    """How far a gate got."""
+    """Outcome of a gate."""
 
     FAILED = "failed"
     MUST = "must"
@@ -25,28 +25,25 @@ class GateStatus(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """A figure and its bars.
-
-    Attributes:
-        name: such as "A1".
-        metric: in words.
-        must: bar of the geometric mean; without a `floor`, of every shape too.
-        target: bar to aim at.
-        stretch: bar beyond it, or None.
-        floor: bar of every single shape, or None.
-        is_more_better: whether values must be at least the bars (or at most).
-    """
+    """A figure and its bars."""
 
     name: str
+    """Such as "A1"."""
     metric: str
+    """Human-readable."""
     must: float
+    """Bar of the geometric mean; without a `floor`, of every shape too."""
     target: float | None = None
+    """Bar to aim for."""
     stretch: float | None = None
+    """Bar beyond the target, or None."""
     floor: float | None = None
+    """Bar of every single shape, or None."""
     is_more_better: bool = True
+    """Whether values must be at least the bars, rather than at most."""
 
     def reached(self, value: float, bar: float | None, *, noise: float = 0.0) -> bool:
-        """Whether a value is at the bar or better."""
+        """Whether a value reaches the bar."""
         if bar is None or math.isnan(value):
             return False
         return value >= bar * (1 - noise) if self.is_more_better else value <= bar * (1 + noise)
@@ -102,28 +99,25 @@ GATES: Mapping[str, Gate] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One shape of one gate.
-
-    Attributes:
-        gate: its name.
-        shape: in words.
-        value: of the gate's metric.
-        raw: figures it was made from, units in their names.
-        faults: what was wrong with the result or the run; a sample with faults fails its gate.
-        is_held_out: whether the shape was drawn at run time.
-    """
+    """One shape of one gate."""
 
     gate: str
+    """The gate's name."""
     shape: str
+    """Human-readable."""
     value: float
+    """In the gate's metric."""
     raw: Mapping[str, float] = field(default_factory=dict)
+    """Figures that the value was computed from, with units in their names."""
     faults: Sequence[str] = ()
+    """Faults of the result or the run; a sample with faults fails its gate."""
     is_held_out: bool = False
+    """Whether the shape was drawn at run time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """A gate's outcome: geometric mean over shapes, the worst one, and why it failed."""
+    """A gate's outcome: geometric mean over shapes, the worst shape, and why it failed."""
 
     gate: Gate
     verdict: GateStatus
@@ -134,7 +128,7 @@ class Judgement:
 
 
 def judge(gate: Gate, samples: Sequence[Sample]) -> Judgement:
-    """Compare samples with the gate's bars: a single shape fails it, however good the mean."""
+    """Compare samples with the gate's bars: one bad shape fails it, however good the mean."""
     if not samples:
         return Judgement(
             gate=gate, verdict=GateStatus.NOT_RUN, mean=None, worst=None, reasons=(), samples=()
@@ -166,18 +160,15 @@ def _level(gate: Gate, mean: float) -> GateStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The GPU's own figures, measured in the run.
-
-    Attributes:
-        copy_tb_s: bytes read and written in a large copy, TB/s.
-        bf16_tflops: of an 8192^3 product.
-    """
+    """The GPU's own figures, measured in the same run."""
 
     copy_tb_s: float
+    """Bytes read and written by a large copy, TB/s."""
     bf16_tflops: float
+    """Of an 8192^3 product."""
 
     def void_because(self) -> str | None:
-        """Why nothing can be concluded from a run on this machine, or None; bars for an H200."""
+        """Return why a run on this machine is void, or None; the bars are for an H200."""
         if self.copy_tb_s < 3.9:
             return f"a copy runs at {self.copy_tb_s:.2f} TB/s, an H200 reaches 3.9"
         if self.bf16_tflops < 700:
@@ -188,7 +179,7 @@ class Machine:
 def as_json(
     judgements: Sequence[Judgement], *, machine: Machine, context: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The report that is written: context (date, versions, seed, choices) first."""
+    """Format the report to write: context (date, versions, seed, choices) first."""
     return {
         "schema": SCHEMA,
         **context,
@@ -205,7 +196,7 @@ def has_passed(report: Mapping[str, Any]) -> bool:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """One line a gate, for people."""
+    """Format one line per gate."""
     lines = [f"{report['device']}  seed {report['seed']}"]
     for gate in report["gates"]:
         mean = "      -" if gate["mean"] is None else f"{gate['mean']:7.3f}"
@@ -217,7 +208,7 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def _judgement_as_json(judgement: Judgement) -> dict[str, Any]:
-    """JSON has no NaN: an unknown mean or value is null."""
+    """JSON has no NaN: an unknown mean or value becomes null."""
     return {
         **asdict(judgement.gate),
         "verdict": judgement.verdict.value,

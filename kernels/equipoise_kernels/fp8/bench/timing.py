@@ -1,4 +1,4 @@
-"""How long things take on a GPU: medians of CUDA graph replays, alternating between candidates."""
+"""Measures times on a GPU: medians of CUDA graph replays, alternating between candidates."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _FLUSH_BYTES = 128 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Median microseconds of one call, and the spread: (slowest - fastest) / median replay."""
+    """Median microseconds per call, and the spread: (slowest - fastest) / median replay."""
 
     median_us: float
     spread: float
 
 
 class Timer(Protocol):
-    """What cases are timed by; tests have one without a GPU."""
+    """What times cases; tests use one that needs no GPU."""
 
     def interleaved(self, candidates: Mapping[str, Sequence[TimedCall]]) -> dict[str, Timing]:
-        """Time candidates in turns; each is a list of equal calls on different memory."""
+        """Time candidates alternately; each is a list of equal calls on different memory."""
 
     def eager_us(self, call: TimedCall) -> float:
-        """Microseconds that Python takes for a call."""
+        """Microseconds of host time per call."""
 
     def kernel_names(self, call: TimedCall) -> list[str]:
         """Names of the kernels that a call runs on the device."""
 
 
 class GraphTimer:
-    """Times by CUDA graphs, on the current device."""
+    """Times with CUDA graphs, on the current device."""
 
     def __init__(self) -> None:
         self._flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
@@ -66,7 +66,7 @@ class GraphTimer:
         }
 
     def eager_us(self, call: TimedCall) -> float:
-        """See `Timer`: launches only, the device may still be at work."""
+        """See `Timer`: launches only; the device may still be running."""
         call()
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -77,7 +77,7 @@ class GraphTimer:
         return elapsed * 1e6 / _EAGER_CALLS
 
     def kernel_names(self, call: TimedCall) -> list[str]:
-        """See `Timer`: from torch's profiler."""
+        """See `Timer`; uses torch's profiler."""
         call()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -87,7 +87,7 @@ class GraphTimer:
 
 
 def _captured(calls: Sequence[TimedCall]) -> tuple[Any, int]:
-    """A graph of at least 20 launches that rotates through the calls, and how many it has."""
+    """Capture at least 20 launches that rotate through the calls; also return their number."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,10 +1,10 @@
 """Dense product of block-scaled FP8 rows and weights: D = A W^T.
 
-Contract: A [M, K] with scales of either layout; W [N, K] contiguous; K a multiple of 128, N any,
-M may be 0. D [M, N] is bfloat16 or float32 with neighbouring columns. Each 128 of K is summed by
-itself, times both scales, into a float32 sum in the order of K; with split K there is such a sum
-for every part, and the parts are added in their order: bits depend on the configuration, never on
-timing.
+Contract: A [M, K] with scales in either layout; W [N, K] contiguous; K a multiple of 128, N any, M
+may be 0. D [M, N] is bfloat16 or float32 with contiguous columns. Each 128 of K is summed
+separately, multiplied by both scales, and added to a float32 sum in the order of K. With split K
+there is such a sum for every part, and the parts are added in order: bits depend on the
+configuration, never on timing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from equipoise_kernels.fp8.gemm.tile import (
 from equipoise_kernels.fp8.jit import constant, jit, tl
 from equipoise_kernels.fp8.specialization import Specialization, specialization
 
-# From here on libraries win: research on Hopper puts stock Triton at a third to a half of them.
+# From here on, libraries are faster: on Hopper, stock Triton reaches a third to a half of them.
 LARGE_ROWS = 256
 
 _GROUP = constant(GROUP)
@@ -48,27 +48,24 @@ _SUM_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmConfig:
-    """A tile and how tiles are spread over the device.
-
-    Attributes:
-        block_m: rows of a tile; at least 64, or at least 16 with `swap_ab`.
-        block_n: outputs of a tile; 64 or 128.
-        swap_ab: whether weights take the tensor cores' rows.
-        split_k: parts of K, each a program of its own.
-        group_m: row tiles that go together through the outputs, for the L2 cache.
-        num_warps: warps of a program.
-        num_stages: blocks of K in flight.
-        ctas_per_sm: programs that must fit on one multiprocessor.
-    """
+    """A tile, and how tiles are spread over the device."""
 
     block_m: int
+    """Rows of a tile; at least 64, or at least 16 with `swap_ab`."""
     block_n: int
+    """Outputs of a tile; 64 or 128."""
     swap_ab: bool
+    """Whether weights take the tensor cores' rows."""
     split_k: int
+    """Parts of K, each computed by separate programs."""
     group_m: int
+    """Row tiles that traverse the outputs together, for the L2 cache."""
     num_warps: int
+    """Warps per program."""
     num_stages: int
+    """Blocks of K in flight."""
     ctas_per_sm: int
+    """Programs that must fit on one multiprocessor."""
 
 
 CONFIG_SPACE = (
@@ -112,16 +109,16 @@ def gemm(
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply rows [M, K] with weights [N, K], by the backend selected for this process: [M, N].
+    """Multiply rows [M, K] with weights [N, K], with this process's backend: [M, N].
 
     Args:
         a: rows.
         weight: weights.
         dtype: of a new output, bfloat16 or float32; ignored with `out`.
-        out: where to write; a new tensor by default.
+        out: where to write; allocated by default.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     if a.codes.dim() != 2 or weight.codes.dim() != 2:
         raise KernelInputError("gemm takes rows [M, K] and weights [N, K]; see grouped_gemm")
@@ -139,7 +136,7 @@ def gemm(
 
 
 def gemm_reference(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
-    """The torch twin: a float32 product for each 128 of K, scaled and added in order."""
+    """The torch twin: a float32 product per 128 of K, scaled and added in order."""
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     weight_scales = weight.scales.repeat_interleave(GROUP, dim=0)[: out.shape[1]]
     for block in range(a.scales.shape[1]):
@@ -156,7 +153,7 @@ def gemm_triton(
     out: Tensor,
     config: GemmConfig | None = None,
 ) -> None:
-    """Launch the kernel; the configuration is the committed one of this device by default."""
+    """Launch the kernel, with the committed configuration of this device by default."""
     num_rows, num_columns = out.shape
     if num_rows == 0:
         return
@@ -237,7 +234,7 @@ def gemm_kernel(
     SPLIT_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ) -> None:
-    """One tile of one part of K a program."""
+    """Each program computes one tile of one part of K."""
     row_tile, column_tile = _tile_of_program(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP_M)
     part = tl.program_id(1)
     rows = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -295,7 +292,7 @@ def add_parts_kernel(
     SPLIT_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Add contiguous float32 parts [SPLIT_K, M, N] in their order."""
+    """Add contiguous float32 parts [SPLIT_K, M, N] in order."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -307,7 +304,7 @@ def add_parts_kernel(
 
 
 def specializations(config: GemmConfig) -> list[Specialization]:
-    """What a configuration compiles to."""
+    """Specialisations of a configuration."""
     dtype = "fp32" if config.split_k > 1 else "bf16"
     kernels = [
         specialization(

@@ -2,12 +2,13 @@
 
 Every group of rows (an expert's tokens on this rank) is multiplied by the weights of one slot:
 D[row] = A[row] W[slot_of_group[group of row]]^T. Weights lie in a slab [S, N, K]; the slot map is a
-small int32 tensor in device memory, read by the kernel. So a layout switch fills spare slots and
-changes the map, while captured CUDA graphs stay as they are.
+small int32 tensor in device memory, read by the kernel. A layout switch fills spare slots and
+changes the map, and captured CUDA graphs stay valid.
 
 Contract: W [S, N, K] contiguous, K a multiple of 128, N any; A's codes and scales as in `formats`;
-D bfloat16 or float32. The arithmetic is that of `gemm.dense` without split K. Who a row belongs to
-is said in one of three ways, always by int32 tensors on the device, so that nothing waits for it:
+D bfloat16 or float32. The arithmetic is that of `gemm.dense` without split K. One of three
+schedules assigns rows to groups, always with int32 tensors on the device, so that the host does not
+wait:
 
 ContiguousRows: A [R, K] and `group_of_row` [R]. Groups start at multiples of 128 rows; in each 128
     rows the group's own come first, then padding, marked -1.
@@ -15,10 +16,10 @@ PrefixSumRows: A [R, K] and `group_ends` [G]. Group g has the rows from the end 
     rounded up to 128, to group_ends[g].
 MaskedRows: A [G, M, K] and `rows_of_group` [G]. Group g has its first rows_of_group[g] rows.
 
-Empty groups are fine. Rows of no group are never read, and their outputs never written. What cannot
-be refused without waiting for the device is masked the same way: the rows of a group whose id is
-not in [0, G) or whose slot is not in [0, S) are rows of no group, in a block of 128 so are those
-whose id is not the first row's, and counts are cut to [0, M], ends to [0, R].
+Groups may be empty. Rows of no group are never read, and their outputs never written. Errors that
+could only be refused by waiting for the device are masked instead: the rows of a group whose id is
+not in [0, G) or whose slot is not in [0, S) belong to no group; in a block of 128, neither do rows
+whose id differs from the first row's; counts are clamped to [0, M], ends to [0, R].
 """
 
 from __future__ import annotations
@@ -64,29 +65,26 @@ from equipoise_kernels.fp8.jit import constant, jit, tl
 from equipoise_kernels.fp8.specialization import Specialization, specialization
 
 _GROUP = constant(GROUP)
-# Enough to walk several tiles each when the interpreter stands in for a device.
+# Enough for each program to walk several tiles when the interpreter stands in for a device.
 _PROGRAMS_ON_CPU = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedGemmConfig:
-    """A tile, and how many programs walk through all tiles.
-
-    Attributes:
-        block_m: rows of a tile, a divisor of 128; at least 64, or at least 16 with `swap_ab`.
-        block_n: outputs of a tile; 64 or 128.
-        swap_ab: whether weights take the tensor cores' rows.
-        num_warps: warps of a program.
-        num_stages: blocks of K in flight.
-        ctas_per_sm: programs of each multiprocessor.
-    """
+    """A tile, and how many programs walk through all tiles."""
 
     block_m: int
+    """Rows of a tile, a divisor of 128; at least 64, or at least 16 with `swap_ab`."""
     block_n: int
+    """Outputs of a tile; 64 or 128."""
     swap_ab: bool
+    """Whether weights take the tensor cores' rows."""
     num_warps: int
+    """Warps per program."""
     num_stages: int
+    """Blocks of K in flight."""
     ctas_per_sm: int
+    """Programs per multiprocessor."""
 
 
 CONFIG_SPACE = (
@@ -126,7 +124,7 @@ def grouped_gemm(
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply groups of rows with their slots' weights, by the backend of this process.
+    """Multiply groups of rows with their slots' weights, with this process's backend.
 
     Args:
         a: rows [R, K], or [G, M, K] with MaskedRows.
@@ -134,11 +132,11 @@ def grouped_gemm(
         slot_of_group: int32 [G].
         schedule: which rows belong to which group.
         dtype: of a new output, bfloat16 or float32; ignored with `out`.
-        out: where to write, [R, N] or [G, M, N]; a new tensor by default, uninitialised where no
-            group has a row.
+        out: where to write, [R, N] or [G, M, N]; allocated by default, uninitialised where no group
+            has a row.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     if weight.codes.dim() != 3:
         raise KernelInputError(f"weights must be [S, N, K], not {list(weight.codes.shape)}")
@@ -191,7 +189,7 @@ def grouped_gemm_triton(
     out: Tensor,
     config: GroupedGemmConfig | None = None,
 ) -> None:
-    """Launch the kernel; the configuration is the committed one of this device by default."""
+    """Launch the kernel, with the committed configuration of this device by default."""
     *outer, num_rows, num_columns = out.shape
     num_groups = slot_of_group.numel()
     config = config or configurations.choose(
@@ -273,7 +271,7 @@ def grouped_gemm_kernel(
     BLOCK_N: tl.constexpr,
     SWAP_AB: tl.constexpr,
 ) -> None:
-    """Every program walks through tiles, all column tiles of a row tile before the next.
+    """Each program walks through tiles, all column tiles of a row tile before the next.
 
     A tile without rows has no blocks of K: there is one path through the body.
     """
@@ -295,7 +293,7 @@ def grouped_gemm_kernel(
         is_group = (group >= 0) & (group < num_groups)
         slot = tl.load(slot_of_group_ptr + group, mask=is_group, other=-1)
         is_slot = (slot >= 0) & (slot < num_slots)
-        # By comparisons of blocks, because interpreters differ on a block masked by a scalar.
+        # Compares blocks, because interpreters differ on a block masked by a scalar.
         slot_of_row = tl.where(is_row, slot, -1)
         is_row = (slot_of_row >= 0) & (slot_of_row < num_slots)
         # In the two flat schedules the outer strides are 0.
@@ -334,7 +332,7 @@ def grouped_gemm_kernel(
 
 
 def specializations(config: GroupedGemmConfig, *, num_groups: int) -> list[Specialization]:
-    """What a configuration compiles to: the three schedules."""
+    """Specialisations of a configuration: the three schedules."""
     return [
         specialization(
             grouped_gemm_kernel,

@@ -1,7 +1,7 @@
-"""Dense products by libraries that may be installed: cuBLAS through torch, and DeepGEMM.
+"""Dense products by libraries, if installed: cuBLAS through torch, and DeepGEMM.
 
-Owns the translation from the suite's formats to theirs. They are offered only where the library is
-installed, the device is a Hopper GPU and the self-test passed; see `selection`.
+Translates this package's formats to theirs. A library is offered only if it is installed, the
+device is a Hopper GPU and the self-test passed; see `selection`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def deep_gemm_obstacle() -> str | None:
 
 
 def gemm_scaled_mm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
-    """CuBLAS (12.9 or later) with 1 x 128 and 128 x 128 scales; it computes bfloat16."""
-    # cuBLAS wants columns of scales without gaps, and the weights' rows of them padded to 16 bytes.
+    """Multiply with cuBLAS (12.9 or later), 1 x 128 and 128 x 128 scales; computes bfloat16."""
+    # cuBLAS requires columns of scales without gaps, and rows of weight scales padded to 16 bytes.
     missing = -weight.scales.shape[1] % SCALE_ALIGNMENT
     weight_scales = functional.pad(weight.scales, (0, missing)) if missing else weight.scales
     kinds = functional.ScalingType
@@ -54,6 +54,6 @@ def gemm_scaled_mm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) ->
 
 
 def gemm_deep_gemm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
-    """DeepGEMM's dense kernel; float32 scales, as on Hopper."""
+    """Multiply with DeepGEMM's dense kernel; float32 scales, as on Hopper."""
     library = importlib.import_module("deep_gemm")
     library.fp8_gemm_nt((a.codes, a.scales), (weight.codes, weight.scales), out)

@@ -1,7 +1,7 @@
 """Which rows belong to which group: the three schedules of a grouped product.
 
-Owns the meaning of each (the contract is in `gemm.grouped`), on the host as a dataclass and on the
-device as two functions: how many tiles of rows there are, and which rows a tile has.
+Defines each schedule (the contract is in `gemm.grouped`): on the host as a dataclass, on the device
+as two functions, for the number of row tiles and for the rows of a tile.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class ContiguousRows:
 
     @property
     def groups(self) -> Tensor:
-        """What the kernel reads."""
+        """The tensor that the kernel reads."""
         return self.group_of_row
 
     def check(self, a: QuantizedRows, *, num_groups: int) -> None:
-        """Raise KernelInputError unless the tensor belongs to the rows."""
+        """Raise KernelInputError unless the tensor matches the rows."""
         del num_groups
         _check("group_of_row", self.group_of_row, a, rank=2, size=a.codes.shape[0])
 
     @staticmethod
     def expected_rows_per_group(num_rows: int, *, num_groups: int) -> int:
-        """What configurations go by: an even share, as the host does not know better."""
+        """Rows per group, for choosing a configuration: an even share."""
         return -(-num_rows // num_groups)
 
 
@@ -62,16 +62,16 @@ class PrefixSumRows:
 
     @property
     def groups(self) -> Tensor:
-        """What the kernel reads."""
+        """The tensor that the kernel reads."""
         return self.group_ends
 
     def check(self, a: QuantizedRows, *, num_groups: int) -> None:
-        """Raise KernelInputError unless the tensor belongs to the rows."""
+        """Raise KernelInputError unless the tensor matches the rows."""
         _check("group_ends", self.group_ends, a, rank=2, size=num_groups)
 
     @staticmethod
     def expected_rows_per_group(num_rows: int, *, num_groups: int) -> int:
-        """What configurations go by: an even share, as the host does not know better."""
+        """Rows per group, for choosing a configuration: an even share."""
         return -(-num_rows // num_groups)
 
 
@@ -79,7 +79,7 @@ class PrefixSumRows:
 class MaskedRows:
     """How many rows each group has: int32 [G].
 
-    `expected_rows` is a hint for the choice of a configuration; without it, the capacity M.
+    `expected_rows` is a hint for choosing a configuration; the capacity M by default.
     """
 
     number: ClassVar[int] = 2
@@ -88,11 +88,11 @@ class MaskedRows:
 
     @property
     def groups(self) -> Tensor:
-        """What the kernel reads."""
+        """The tensor that the kernel reads."""
         return self.rows_of_group
 
     def check(self, a: QuantizedRows, *, num_groups: int) -> None:
-        """Raise KernelInputError unless the tensor belongs to the rows."""
+        """Raise KernelInputError unless the tensor matches the rows."""
         _check("rows_of_group", self.rows_of_group, a, rank=3, size=num_groups)
         if a.codes.shape[0] != num_groups:
             raise KernelInputError(
@@ -100,7 +100,7 @@ class MaskedRows:
             )
 
     def expected_rows_per_group(self, num_rows: int, *, num_groups: int) -> int:
-        """What configurations go by."""
+        """Rows per group, for choosing a configuration."""
         del num_groups
         return num_rows if self.expected_rows is None else self.expected_rows
 
@@ -121,7 +121,7 @@ def _check(name: str, groups: Tensor, a: QuantizedRows, *, rank: int, size: int)
 def rows_by_group(
     schedule: Schedule, *, num_rows: int, num_groups: int
 ) -> Iterator[tuple[int, Any]]:
-    """For the torch twin: each group that has rows, and an index of them.
+    """Yield each group that has rows, with an index of them; for the torch twin.
 
     Args:
         schedule: which rows belong to which group.
@@ -152,7 +152,7 @@ def row_tiles(
     PADDED_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> Any:
-    """Number of row tiles, and with MASKED how many there are up to and with each group."""
+    """Number of row tiles, and with MASKED the cumulative number per group."""
     if SCHEDULE == _MASKED:
         group = tl.arange(0, PADDED_GROUPS)
         counts = tl.load(groups_ptr + group, mask=group < num_groups, other=0)
@@ -172,7 +172,7 @@ def tile_rows(
     PADDED_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> Any:
-    """A tile's group (outside [0, G) for none), its rows' numbers, int64, and which are real."""
+    """A tile's group (outside [0, G) for none), its int64 row numbers, and which are real."""
     if SCHEDULE == _MASKED:
         group = tl.sum((tiles_until <= row_tile).to(tl.int32), axis=0)
         before = tl.max(tl.where(tiles_until <= row_tile, tiles_until, 0), axis=0)

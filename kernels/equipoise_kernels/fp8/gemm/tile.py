@@ -1,9 +1,9 @@
-"""The K loop that every block-scaled FP8 product shares.
+"""The K loop that every block-scaled FP8 product shares; codes are multiplied nowhere else.
 
-Owns the one place where codes are multiplied. A tile is BLOCK_M rows by BLOCK_N weight rows
-(outputs). Tensor cores keep only about 14 bits of a sum of FP8 products, so each 128 of K is a
-product of its own, scaled and added to a float32 sum outside of them: the promotion of DeepSeek-V3
-(arXiv 2412.19437, section 3.3.2) at the interval at which scales change anyway.
+A tile is BLOCK_M rows by BLOCK_N weight rows (outputs). Tensor cores keep only about 14 bits of a
+sum of FP8 products, so each 128 of K is a separate product, scaled and added to a float32 sum
+outside of them: the promotion of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), at the interval at
+which scales change anyway.
 
 BLOCK_N divides 128, so that a tile has one weight scale per 128 of K.
 
@@ -47,9 +47,9 @@ def block_scaled_product(
 ) -> Any:
     """Sum over blocks of K, float32 [BLOCK_M, BLOCK_N], or its transpose with SWAP_AB.
 
-    `rows` are int64 row numbers, of which only those with `is_row` are read. `weight` is a tensor
-    descriptor of codes [S, N, K] with blocks [1, BLOCK_N, 128]; `weight_scale_ptr` points at the
-    scales of the tile's weight rows.
+    `rows` are int64 row numbers; only those with `is_row` are read. `weight` is a tensor descriptor
+    of codes [S, N, K] with blocks [1, BLOCK_N, 128]; `weight_scale_ptr` points at the scales of the
+    tile's weight rows.
     """
     a_ptrs = a_ptr + rows[:, None] * a_stride + tl.arange(0, _GROUP)[None, :]
     a_scale_ptrs = a_scale_ptr + rows * a_scale_row_stride
@@ -90,13 +90,13 @@ def store_tile(
 
 
 def weight_descriptor(weight: QuantizedWeight, *, block_n: int) -> Any:
-    """What the kernel loads weights through: codes [S, N, K], or [N, K] as one slot."""
+    """The tensor descriptor for loading weights: codes [S, N, K], or [N, K] as one slot."""
     codes = weight.codes if weight.codes.dim() == 3 else weight.codes.unsqueeze(0)
     return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [1, block_n, GROUP])
 
 
 def check_operands(a: QuantizedRows, weight: QuantizedWeight) -> None:
-    """Raise KernelInputError unless rows and weights can be multiplied by the kernels."""
+    """Raise KernelInputError unless the kernels can multiply these rows and weights."""
     if a.codes.shape[-1] != weight.codes.shape[-1]:
         raise KernelInputError(
             f"rows have K = {a.codes.shape[-1]}, weights {weight.codes.shape[-1]}: they must agree"

@@ -1,1 +1,1 @@
-"""What a mixture of experts does besides products: choosing slots, ordering rows, summing up."""
+"""Mixture of experts without its products: routing, ordering rows, weighted sums."""

@@ -1,13 +1,13 @@
-"""Rows into slot order, and their outputs back, weighted and summed up.
+"""Copies rows into slot order, and sums their outputs back, weighted.
 
-Contract: `permute` copies row t to the places of its choices in a `RowOrder`; rows of nobody are
-left as they are. `combine` is, for every row,
+Contract: `permute` copies row t to the places of its choices in a `RowOrder`; padding rows are not
+written. For every row, `combine` computes
 
     y[t] = sum over k of weights[t, k] * rows[place of (t, k)]
 
-in float32, choice 0 first and from 0 on, rounded once; choices without a place add nothing, and are
-not read. The order of the sum is the same in every backend and whatever the layout. The kernel may
-round product and sum together (a fused multiply-add), so it differs from the twin in last bits.
+in float32, starting from 0 with choice 0, and rounds once. Choices without a place add nothing and
+are not read. The order of the sum is the same in every backend and layout. The kernel may fuse
+product and sum (a fused multiply-add), so it differs from the twin in the last bits.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ _WORD_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PermuteConfig:
-    """Columns (words of 4 bytes, when copying) that a program has at a time, and its warps."""
+    """Work of a program."""
 
     columns: int
+    """Columns at a time; 4-byte words when copying."""
     num_warps: int
+    """Warps per program."""
 
 
 CONFIG_SPACE = tuple(
@@ -53,15 +55,15 @@ CONFIG_SPACE = tuple(
 def permute(
     x: Tensor | QuantizedRows, order: RowOrder, *, out: Tensor | QuantizedRows | None = None
 ) -> Tensor | QuantizedRows:
-    """Copy rows to their places by the backend that was selected for this process.
+    """Copy rows to their places with the backend selected for this process.
 
     Args:
-        x: rows [T, D] of any dtype, a multiple of 4 bytes each, or quantised rows.
-        order: where they go.
-        out: [M, D] of the same kind; new rows by default, those of nobody uninitialised.
+        x: rows [T, D] of any dtype, each a multiple of 4 bytes, or quantised rows.
+        order: the places.
+        out: [M, D] of the same kind; allocated by default, with padding rows uninitialised.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     if out is None:
         out = _empty_like(x, num_rows=len(order.pair_of_row_M))
@@ -86,16 +88,16 @@ def permute(
 def combine(
     rows_MD: Tensor, order: RowOrder, weights_TK: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """Weigh and sum up rows by the backend that was selected for this process.
+    """Sum weighted rows with the backend selected for this process.
 
     Args:
         rows_MD: rows in slot order, bfloat16, float16 or float32.
-        order: where each choice's row lies.
+        order: the place of each choice's row.
         weights_TK: float32.
-        out: [T, D] of the rows' dtype; a new tensor by default.
+        out: [T, D] of the rows' dtype; allocated by default.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     require_dtype("rows", rows_MD, torch.bfloat16, torch.float16, torch.float32)
     if rows_MD.dim() != 2 or rows_MD.shape[0] < len(order.pair_of_row_M):
@@ -140,7 +142,7 @@ def combine_reference(rows_MD: Tensor, order: RowOrder, weights_TK: Tensor, *, o
 def permute_triton(
     x_TW: Tensor, order: RowOrder, *, out: Tensor, config: PermuteConfig | None = None
 ) -> None:
-    """Launch the kernel; the configuration is the committed one of this device by default."""
+    """Launch the kernel, with the committed configuration of this device by default."""
     num_rows, num_columns = out.shape
     if num_rows == 0 or num_columns == 0:
         return
@@ -166,7 +168,7 @@ def combine_triton(
     out: Tensor,
     config: PermuteConfig | None = None,
 ) -> None:
-    """Launch the kernel; the configuration is the committed one of this device by default."""
+    """Launch the kernel, with the committed configuration of this device by default."""
     num_rows, dim = out.shape
     if num_rows == 0 or dim == 0:
         return
@@ -202,7 +204,7 @@ def permute_kernel(
     out_column_stride: int,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One row of the buffer a program."""
+    """Each program copies one row of the buffer."""
     row = tl.program_id(0).to(tl.int64)
     pair = tl.load(pairs_ptr + row).to(tl.int64)
     x_ptr += pair // top_k * x_row_stride
@@ -226,7 +228,7 @@ def combine_kernel(
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Some columns of one row a program."""
+    """Each program sums some columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < dim
@@ -241,7 +243,7 @@ def combine_kernel(
 
 
 def permute_specializations(config: PermuteConfig) -> list[Specialization]:
-    """What a configuration compiles to: codes by words, and scales by columns."""
+    """Specialisations of a configuration: codes as words, and scales by columns."""
     return [
         specialization(
             permute_kernel,
@@ -251,7 +253,7 @@ def permute_specializations(config: PermuteConfig) -> list[Specialization]:
             constants={"COLUMNS": config.columns} | constants,
             num_warps=config.num_warps,
         )
-        # A stride of 1 is a constant to Triton.
+        # Triton specialises a stride of 1 as a constant.
         for name, kind, multiples, constants in (
             (
                 "words",
@@ -265,7 +267,7 @@ def permute_specializations(config: PermuteConfig) -> list[Specialization]:
 
 
 def combine_specializations(config: PermuteConfig, *, top_k: int) -> list[Specialization]:
-    """What a configuration compiles to."""
+    """Specialisations of a configuration."""
     return [
         specialization(
             combine_kernel,
@@ -288,7 +290,7 @@ def _parts(rows: Tensor | QuantizedRows) -> tuple[Tensor, ...]:
 
 
 def _words(name: str, rows: Tensor) -> Tensor:
-    """The same memory as numbers of 4 bytes, so that one kernel copies every dtype."""
+    """View the same memory as 4-byte numbers, so that one kernel copies every dtype."""
     require_dense_rows(name, rows)
     per_word = max(1, _WORD_BYTES // rows.element_size())
     if rows.shape[1] % per_word != 0 or rows.stride(0) % per_word != 0:

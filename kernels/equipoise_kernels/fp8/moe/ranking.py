@@ -1,14 +1,14 @@
-"""The order of choices, on the device: largest number first, the lower index among equals.
+"""The order of choices on the device: largest number first, the lower index among equals.
 
-Owns the trick: float32 numbers become integers of the same order, and an index in their low bits
-makes all of them different. What is largest then depends on no order of comparison.
+Maps float32 numbers to integers in the same order, with an index in the low bits that makes all of
+them distinct. The result then does not depend on the order of comparisons.
 """
 
 from __future__ import annotations
 
 from equipoise_kernels.fp8.jit import constant, jit, tl
 
-# Below every number's key: what is taken already, or was never there.
+# Below every number's key: already taken, or padding.
 TAKEN = constant(-(1 << 31))
 # The key of minus infinity.
 LOWEST = constant(-2139095041)
@@ -16,7 +16,7 @@ LOWEST = constant(-2139095041)
 
 @jit
 def key(values: tl.tensor) -> tl.tensor:
-    """Integers in the order of float32 numbers, NaN like minus infinity."""
+    """Map float32 numbers to integers in the same order; NaN counts as minus infinity."""
     is_number = values == values  # noqa: PLR0124  what NaN is not
     bits = tl.where(is_number, values, float("-inf")).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -24,26 +24,26 @@ def key(values: tl.tensor) -> tl.tensor:
 
 @jit
 def ranked(keys: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Keys that are all different: of equals, the lower index has the larger."""
+    """Make keys distinct: among equals, the lower index gets the larger key."""
     return (keys.to(tl.int64) << 16) | (0xFFFF - index)
 
 
 @jit
 def best(ranked_keys: tl.tensor) -> tl.tensor:
-    """Index of the largest of a matrix."""
+    """Index of the largest element of a matrix."""
     return 0xFFFF - (tl.max(tl.max(ranked_keys, axis=1), axis=0) & 0xFFFF)
 
 
 @jit
 def in_best_groups(keys: tl.tensor, TOP_GROUPS: tl.constexpr) -> tl.tensor:
-    """Whether a group, [groups, 1], is among the best by the sum of its best two."""
+    """Whether each group, [groups, 1], is among the best by the sum of its best two."""
     member = tl.arange(0, keys.shape[1])[None, :]
     members = ranked(keys, member)
     first = tl.max(members, axis=1)
     second = tl.max(tl.where(members == first[:, None], -(1 << 62), members), axis=1)
     sums = number(first >> 16) + number(second >> 16)
     group = tl.arange(0, keys.shape[0])
-    # Padding has no number: its best is the key that nothing else has.
+    # Padding experts have the TAKEN key, below every number's.
     remaining = ranked(tl.where(first >> 16 == TAKEN, TAKEN, key(sums)), group)
     chosen = tl.zeros([keys.shape[0]], tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
@@ -55,6 +55,6 @@ def in_best_groups(keys: tl.tensor, TOP_GROUPS: tl.constexpr) -> tl.tensor:
 
 @jit
 def number(keys: tl.tensor) -> tl.tensor:
-    """Undo `key`."""
+    """Invert `key`."""
     bits = keys.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -1,17 +1,17 @@
 """From router logits to physical slots, in one kernel: choice, replicas, weights, counts.
 
-Contract: logits [T, E] float32, neighbouring columns; T may be 0. A row's experts are those of
-`plain.route` on the logits' sigmoids: by falling biased score, the lower expert first
-among equals, a NaN after all numbers. Each expert's replica is that of `replica_choice`, bit by
-bit, and its slot is what the layout's table says. Tables lie in device memory, so that a captured
-CUDA graph follows a switch of layouts.
+Contract: logits [T, E] float32 with contiguous columns; T may be 0. A row's experts are those of
+`plain.route` on the logits' sigmoids: in descending order of biased score, the lower expert first
+among equals, NaN last. Each expert's replica is that of `replica_choice`, bit by bit, and the
+layout's table gives its slot. Tables are in device memory, so that a captured CUDA graph follows a
+layout switch.
 
-Rows from `num_valid` on are padding: expert and slot -1, weight 0, counted nowhere. Counts are
-integers, so the order in which rows add to them does not matter. A slot outside of the counters is
-not counted, and a replica beyond the table is its last: nothing is read or written out of bounds.
+Rows from `num_valid` on are padding: expert and slot -1, weight 0, not counted. Counts are
+integers, so the order of additions does not matter. A slot outside the counters is not counted, and
+a replica beyond the table is its last one: nothing is read or written out of bounds.
 
-Backends agree on experts, slots and counts exactly, as far as their sigmoids do; these, and the sum
-that normalises weights, may differ in the last bit.
+Backends agree exactly on experts, slots and counts if their sigmoids do. Sigmoids, and the sum that
+normalises weights, may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ _ALL_SHARES = constant(1 << SHARE_BITS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteConfig:
-    """Warps of a program; a program has one row."""
+    """Launch parameters; a program routes one row."""
 
     num_warps: int
+    """Warps per program."""
 
 
 CONFIG_SPACE = tuple(RouteConfig(num_warps=num_warps) for num_warps in (1, 2, 4))
@@ -73,21 +74,21 @@ def route_to_slots(
     num_valid: Tensor | None = None,
     out: Routes | None = None,
 ) -> Routes:
-    """Route rows by the backend that was selected for this process.
+    """Route rows with the backend selected for this process.
 
     Args:
         logits_TE: the router's logits, before the sigmoid.
         bias_E: float32, added to sigmoids for the choice.
-        rule: the model's numbers.
+        rule: the model's routing rule.
         tables: the layer's replicas.
-        token_ids_T: a running number of each row, int64, at least 0.
+        token_ids_T: a running number per row, int64, at least 0.
         layer: index of the MoE layer.
-        rows_S: int64 counters of rows per physical slot, added to.
-        num_valid: int32 [1] on the device, rows that are not padding; None: all.
-        out: where to write; new tensors by default.
+        rows_S: int64 counters of assignments per physical slot, added to; None to not count.
+        num_valid: int32 [1] on the device, number of rows that are not padding; None for all.
+        out: where to write; allocated by default.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     require_dtype("logits", logits_TE, torch.float32)
     if logits_TE.dim() != 2:
@@ -182,7 +183,7 @@ def route_triton(
     out: Routes,
     config: RouteConfig | None = None,
 ) -> None:
-    """Launch the kernel; the configuration is the committed one of this device by default."""
+    """Launch the kernel, with the committed configuration of this device by default."""
     num_rows = logits_TE.shape[0]
     if num_rows == 0:
         return
@@ -258,7 +259,7 @@ def route_kernel(
     HAS_SHARES: tl.constexpr,
     HAS_PADDING: tl.constexpr,
 ) -> None:
-    """One row a program, its experts in registers as [groups, experts of a group]."""
+    """Each program routes one row, with experts in registers as [groups, experts of a group]."""
     row = tl.program_id(0).to(tl.int64)
     choices = tl.arange(0, PADDED_K)
     stored = choices < TOP_K
@@ -299,7 +300,7 @@ def route_kernel(
 def _eligible(
     keys: tl.tensor, inside: tl.tensor, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr
 ) -> tl.tensor:
-    """Keys, the lowest of all for experts outside of the best groups."""
+    """Keys, the lowest of all for experts outside the best groups."""
     if TOP_GROUPS < GROUPS:
         keys = tl.where(in_best_groups(keys, TOP_GROUPS), keys, LOWEST)
         keys = tl.where(inside, keys, TAKEN)
@@ -314,7 +315,7 @@ def _chosen(
     TOP_K: tl.constexpr,
     PADDED_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Experts by falling key, int64 [PADDED_K], and their scores; zeros after the first TOP_K."""
+    """Experts by descending key, int64 [PADDED_K], and their scores; zeros after TOP_K."""
     choices = tl.arange(0, PADDED_K)
     ids = tl.zeros([PADDED_K], tl.int64)
     weights = tl.zeros([PADDED_K], tl.float32)
@@ -351,7 +352,7 @@ def _mix(values: tl.tensor) -> tl.tensor:
 def specializations(
     config: RouteConfig, rule: RoutingRule, *, max_replicas: int
 ) -> list[Specialization]:
-    """What a configuration compiles to: with and without shares."""
+    """Specialisations of a configuration: with and without shares."""
     return [
         specialization(
             route_kernel,

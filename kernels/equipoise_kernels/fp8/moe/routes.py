@@ -1,7 +1,4 @@
-"""What routing is told and what it answers: a model's rule, a layout's tables, rows' slots.
-
-Owns the checks that these are consistent; `moe.route` computes.
-"""
+"""Inputs and outputs of routing, with checks: a model's rule, a layout's tables, rows' slots."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ MAX_EXPERTS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """A model's numbers, as `equipoise_kernels.plain.route` has them.
+    """A model's routing rule, with the parameters of `plain.route`.
 
     Raises:
-        KernelInputError: they contradict each other.
+        KernelInputError: the parameters contradict each other.
     """
 
     num_experts: int
@@ -51,7 +48,7 @@ class RoutingRule:
 
     @property
     def group_size(self) -> int:
-        """Experts of a group."""
+        """Experts per group."""
         return self.num_experts // self.num_groups
 
 
@@ -59,19 +56,17 @@ class RoutingRule:
 class SlotTables:
     """One layer of a layout, as tables on the device.
 
-    Attributes:
-        slots_of_expert_ER: physical slot of each replica, int64 [E, R]; unused places anything.
-        replica_count_E: int64, in 1..R.
-        share_ends_ER: where each replica's share ends, int64, as `choose_replicas` wants it; None:
-            all shares alike.
-
     Raises:
-        KernelInputError: they do not belong together.
+        KernelInputError: the tables do not match.
     """
 
     slots_of_expert_ER: Tensor
+    """Physical slot of each replica, int64 [E, R]; unused entries are arbitrary."""
     replica_count_E: Tensor
+    """Number of replicas, int64, in 1..R."""
     share_ends_ER: Tensor | None = None
+    """Where each replica's share ends, int64, in the form of `choose_replicas`; None for even
+    shares."""
 
     def __post_init__(self) -> None:
         slots = self.slots_of_expert_ER
@@ -95,7 +90,7 @@ class Routes:
     """Where rows go, by choice: experts and slots int64 [T, K], weights float32 [T, K].
 
     Raises:
-        KernelInputError: the three do not belong together.
+        KernelInputError: the three do not match.
     """
 
     expert_ids_TK: Tensor
@@ -114,7 +109,7 @@ class Routes:
 
 
 def empty_routes(num_rows: int, top_k: int, *, device: torch.device) -> Routes:
-    """Uninitialised routes."""
+    """Allocate uninitialised routes."""
     shape = (num_rows, top_k)
     return Routes(
         expert_ids_TK=torch.empty(shape, dtype=torch.int64, device=device),

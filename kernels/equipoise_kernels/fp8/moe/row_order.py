@@ -1,12 +1,12 @@
-"""Rows in the order of their slots: the map, made on the device and the same in every run.
+"""Rows in the order of their slots: a map made on the device, the same in every run.
 
 Contract: slots int64 [T, K], contiguous; T may be 0. Pair n = t * K + k is row t's choice k; it has
 no place if its slot is not in [0, num_slots) (padding, or another rank's). The others get rows of a
-buffer: slot by slot, pairs of one slot in their own order, each slot's first row at a multiple of
-`alignment`. The buffer has room for the worst case, so no routing overflows it.
+buffer: slot by slot, pairs of one slot in their original order, each slot's first row at a multiple
+of `alignment`. The buffer has room for the worst case, so no routing overflows it.
 
-A slot's program reads all pairs twice: once to count, once to hand out places behind those of the
-slots before. No atomics, so nothing depends on who comes first.
+A slot's program reads all pairs twice: once to count, once to assign places after those of earlier
+slots. It uses no atomics, so the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ _MAX_ROWS = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOrderConfig:
-    """Pairs that a program reads at a time, and its warps."""
+    """Work of a program."""
 
     pairs: int
+    """Pairs that a program reads at a time."""
     num_warps: int
+    """Warps per program."""
 
 
 CONFIG_SPACE = tuple(
@@ -49,18 +51,16 @@ CONFIG_SPACE = tuple(
 class RowOrder:
     """Where pairs lie in a buffer of M rows.
 
-    Attributes:
-        place_of_pair_TK: row of the buffer, int32; -1 for a pair without a place.
-        pair_of_row_M: int32; -1 for a row of nobody.
-        slot_ends_S: where each slot's rows end, int32: `gemm.schedule.PrefixSumRows`' groups.
-
     Raises:
-        KernelInputError: they do not belong together.
+        KernelInputError: the tensors do not match.
     """
 
     place_of_pair_TK: Tensor
+    """Row of the buffer, int32; -1 for a pair without a place."""
     pair_of_row_M: Tensor
+    """Pair of each row, int32; -1 for a padding row."""
     slot_ends_S: Tensor
+    """Where each slot's rows end, int32; the groups of `gemm.schedule.PrefixSumRows`."""
 
     def __post_init__(self) -> None:
         for name, tensor, rank in (
@@ -78,7 +78,7 @@ class RowOrder:
 
 
 def most_rows(num_pairs: int, *, num_slots: int, alignment: int) -> int:
-    """Rows of a buffer that is large enough for every routing."""
+    """Rows of a buffer that fits every routing."""
     return num_pairs + min(num_pairs, num_slots) * (alignment - 1)
 
 
@@ -141,7 +141,7 @@ def row_order_reference(slots_TK: Tensor, *, alignment: int, out: RowOrder) -> N
 def row_order_triton(
     slots_TK: Tensor, *, alignment: int, out: RowOrder, config: RowOrderConfig | None = None
 ) -> None:
-    """Launch the two kernels; the configuration is the committed one of this device by default."""
+    """Launch both kernels, with the committed configuration of this device by default."""
     num_slots, num_pairs = len(out.slot_ends_S), slots_TK.numel()
     config = config or configurations.choose("row_order", RowOrderConfig, rows=num_pairs)
     counts_S = torch.empty_like(out.slot_ends_S)
@@ -169,7 +169,7 @@ BACKENDS = {"reference": row_order_reference, "triton": row_order_triton}
 def row_count_kernel(
     slots_ptr: tl.tensor, counts_ptr: tl.tensor, num_pairs: int, PAIRS: tl.constexpr
 ) -> None:
-    """One slot a program: how many pairs it has."""
+    """Each program counts the pairs of one slot."""
     slot = tl.program_id(0)
     hits = tl.zeros([PAIRS], tl.int32)
     for first in range(0, num_pairs, PAIRS):
@@ -192,7 +192,7 @@ def row_order_kernel(
     PADDED_SLOTS: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """One slot a program; the last one sees to pairs without a place and rows behind all slots."""
+    """Each program orders one slot; the last also handles unplaced pairs and trailing rows."""
     slot = tl.program_id(0)
     others = tl.arange(0, PADDED_SLOTS)
     counts = tl.load(counts_ptr + others, mask=others < slot, other=0)
@@ -222,7 +222,7 @@ def row_order_kernel(
 
 
 def specializations(config: RowOrderConfig, *, num_slots: int) -> list[Specialization]:
-    """What a configuration compiles to: both kernels."""
+    """Specialisations of a configuration: both kernels."""
     return [
         specialization(
             row_count_kernel,

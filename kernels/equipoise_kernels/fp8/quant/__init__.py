@@ -1,1 +1,1 @@
-"""Into FP8 and back: each operation with its contract, torch twin, kernel and launcher."""
+"""Quantisation to FP8 and back: per operation a contract, torch twin, kernel and launcher."""

@@ -1,8 +1,8 @@
-"""Quantise rows in groups of 1 x 128.
+"""Quantises rows in groups of 1 x 128.
 
-Contract: x [M, K], bfloat16, float16 or float32, neighbouring columns, any row stride; K a multiple
-of 128, M may be 0. Codes [M, K] and scales [M, K / 128] by the arithmetic of `formats`. The bytes
-between the columns of MN-aligned scales are not written.
+Contract: x [M, K], bfloat16, float16 or float32, contiguous columns, any row stride; K a multiple
+of 128, M may be 0. Codes [M, K] and scales [M, K / 128] follow the arithmetic of `formats`. The
+bytes between the columns of MN-aligned scales are not written.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ _GROUP = constant(GROUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupQuantConfig:
-    """Rows and groups that a program quantises, both powers of two, and its warps."""
+    """Work of a program; rows and groups are powers of two."""
 
     rows: int
+    """Rows per program."""
     groups: int
+    """Groups of a row per program."""
     num_warps: int
+    """Warps per program."""
 
 
 CONFIG_SPACE = tuple(
@@ -64,16 +67,16 @@ def group_quant(
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
     out: QuantizedRows | None = None,
 ) -> QuantizedRows:
-    """Quantise rows by the backend that was selected for this process.
+    """Quantise rows with the backend selected for this process.
 
     Args:
         x_MK: rows.
-        scale_format: which numbers scales may be.
+        scale_format: which values scales may have.
         scale_layout: memory layout of new scales; ignored with `out`.
-        out: where to write, of any layout; a new one by default.
+        out: where to write, in any layout; allocated by default.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     require_dtype("x", x_MK, *VALUE_DTYPES)
     require_groups("x", x_MK)
@@ -97,7 +100,7 @@ def group_quant_triton(
     out: QuantizedRows,
     config: GroupQuantConfig | None = None,
 ) -> None:
-    """Launch the kernel; the configuration is the committed one of this device by default."""
+    """Launch the kernel, with the committed configuration of this device by default."""
     num_rows, num_groups = out.scales.shape
     if num_rows == 0:
         return
@@ -137,7 +140,7 @@ def group_quant_kernel(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """ROWS x GROUPS groups a program, one load and one store each."""
+    """Each program quantises ROWS x GROUPS groups with one load and one store."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inside = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
@@ -162,7 +165,7 @@ def quantized(x: tl.tensor, UE8M0: tl.constexpr) -> Any:
 
 @jit
 def scales_of_amax(amax: tl.tensor, UE8M0: tl.constexpr) -> Any:
-    """Scales of groups with a largest absolute value, float32 of any shape."""
+    """Scales of groups with the given largest absolute values, float32 of any shape."""
     amax = tl.maximum(amax, _FLOOR)
     scales = tl.div_rn(amax, tl.full(amax.shape, _CODE_MAX, tl.float32))
     if UE8M0:
@@ -179,7 +182,7 @@ def checked_out(
     device: torch.device,
     layout: ScaleLayout,
 ) -> QuantizedRows:
-    """The output of an operation that writes rows: the caller's if it fits, else a new one."""
+    """Return the caller's output if it fits, or allocate one."""
     if out is None:
         return empty_rows(shape, device=device, layout=layout)
     require_shape("out", out.codes, shape)
@@ -199,7 +202,7 @@ def write_quantized(x: Tensor, *, scale_format: ScaleFormat, out: QuantizedRows)
 
 
 def specializations(config: GroupQuantConfig) -> list[Specialization]:
-    """What a configuration compiles to: both scale formats."""
+    """Specialisations of a configuration: both scale formats."""
     return [
         specialization(
             group_quant_kernel,

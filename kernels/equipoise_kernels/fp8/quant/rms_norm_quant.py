@@ -1,10 +1,10 @@
-"""Root-mean-square norm of rows, after adding a residual, straight into FP8.
+"""Root-mean-square norm of rows, after adding a residual, directly to FP8.
 
-Contract: x [M, D] bfloat16 or float32, neighbouring columns; weight [D] of x's dtype; D a multiple
-of 128, M may be 0. With a residual (x's dtype and shape) the rows are h = x + residual, rounded to
-x's dtype; h is stored in the residual, in place, for the next layer. The result is that of
-`rms_norm` on h followed by `group_quant`, with the same two roundings to x's dtype; only the order
-in which squares are summed (float32) is the kernel's own.
+Contract: x [M, D] bfloat16 or float32, contiguous columns; weight [D] of x's dtype; D a multiple of
+128, M may be 0. With a residual (x's dtype and shape) the rows are h = x + residual, rounded to x's
+dtype, and h replaces the residual in place, for the next layer. The result is that of `rms_norm` on
+h followed by `group_quant`, with the same two roundings to x's dtype; only the order in which
+squares are summed (float32) differs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _GROUP = constant(GROUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RmsNormQuantConfig:
-    """Warps of a program; a program has one row."""
+    """Launch parameters; a program normalises one row."""
 
     num_warps: int
+    """Warps per program."""
 
 
 CONFIG_SPACE = tuple(RmsNormQuantConfig(num_warps=num_warps) for num_warps in (4, 8, 16))
@@ -54,19 +55,19 @@ def rms_norm_quant(
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
     out: QuantizedRows | None = None,
 ) -> QuantizedRows:
-    """Normalise and quantise rows by the backend that was selected for this process.
+    """Normalise and quantise rows with the backend selected for this process.
 
     Args:
         x_MD: rows.
         weight_D: one factor per column.
         eps: added to the mean square.
         residual_MD: added to the rows, and overwritten with the sum.
-        scale_format: which numbers scales may be.
+        scale_format: which values scales may have.
         scale_layout: memory layout of new scales; ignored with `out`.
-        out: where to write; a new one by default.
+        out: where to write; allocated by default.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     require_dtype("x", x_MD, torch.bfloat16, torch.float32)
     require_groups("x", x_MD)
@@ -119,7 +120,7 @@ def rms_norm_quant_triton(
     out: QuantizedRows,
     config: RmsNormQuantConfig | None = None,
 ) -> None:
-    """Launch the kernel; the configuration is the committed one of this device by default."""
+    """Launch the kernel, with the committed configuration of this device by default."""
     num_rows, dim = x_MD.shape
     if num_rows == 0:
         return
@@ -165,7 +166,7 @@ def rms_norm_quant_kernel(
     GROUPS: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
 ) -> None:
-    """One row a program, held in registers as [1, groups, 128]."""
+    """Each program normalises one row, held in registers as [1, groups, 128]."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, PADDED_GROUPS)
     columns = groups[None, :, None] * _GROUP + tl.arange(0, _GROUP)[None, None, :]
@@ -188,7 +189,7 @@ def rms_norm_quant_kernel(
 
 
 def specializations(config: RmsNormQuantConfig, dim: int) -> list[Specialization]:
-    """What a configuration compiles to: with and without a residual."""
+    """Specialisations of a configuration: with and without a residual."""
     return [
         specialization(
             rms_norm_quant_kernel,

@@ -1,10 +1,9 @@
-"""SwiGLU's activation straight into FP8: silu(gate) * up, quantised in groups of 1 x 128.
+"""SwiGLU's activation directly to FP8: silu(gate) * up, quantised in groups of 1 x 128.
 
-Contract: x [M, 2 I] or [G, M, 2 I], bfloat16 or float32, neighbouring columns, the gate's I columns
-first, then up's; I a multiple of 128. silu and the product are float32, nothing is rounded before
-the codes. Masked form: `rows_per_group` int32 [G] on the device says how many rows of each group
-are real; the codes and scales of other rows are not written. Counts below 0 mean 0, counts above M
-mean M.
+Contract: x [M, 2 I] or [G, M, 2 I], bfloat16 or float32, contiguous columns, the gate's I columns
+first, then up's; I a multiple of 128. silu and the product are float32, not rounded before the
+codes. Masked form: `rows_per_group` int32 [G] on the device gives the number of real rows of each
+group; the codes and scales of other rows are not written. Counts are clamped to 0 .. M.
 """
 
 from __future__ import annotations
@@ -38,11 +37,14 @@ _GROUP = constant(GROUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiluMulQuantConfig:
-    """Rows and groups that a program computes, both powers of two, and its warps."""
+    """Work of a program; rows and groups are powers of two."""
 
     rows: int
+    """Rows per program."""
     groups: int
+    """Groups of a row per program."""
     num_warps: int
+    """Warps per program."""
 
 
 CONFIG_SPACE = tuple(
@@ -60,17 +62,17 @@ def silu_mul_quant(
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
     out: QuantizedRows | None = None,
 ) -> QuantizedRows:
-    """Activate and quantise rows by the backend that was selected for this process.
+    """Activate and quantise rows with the backend selected for this process.
 
     Args:
         x: rows [M, 2 I], or [G, M, 2 I] with `rows_per_group`.
         rows_per_group: int32 [G], real rows of each group.
-        scale_format: which numbers scales may be.
+        scale_format: which values scales may have.
         scale_layout: memory layout of new scales; ignored with `out`.
-        out: where to write, [.., M, I]; a new one by default.
+        out: where to write, [.., M, I]; allocated by default.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     require_dtype("x", x, torch.bfloat16, torch.float32)
     if x.dim() != (2 if rows_per_group is None else 3):
@@ -119,13 +121,13 @@ def silu_mul_quant_triton(
     out: QuantizedRows,
     config: SiluMulQuantConfig | None = None,
 ) -> None:
-    """Launch the kernel; the configuration is the committed one of this device by default."""
+    """Launch the kernel, with the committed configuration of this device by default."""
     if out.codes.numel() == 0:
         return
     *_, max_rows, num_groups = out.scales.shape
     config = config or configurations.choose("silu_mul_quant", SiluMulQuantConfig, rows=max_rows)
     is_masked = rows_per_group is not None
-    # Without a mask there is one outer group, whose stride is never used.
+    # Without a mask there is one outer group, whose stride is not used.
     x_GMH, codes_GMI, scales_GMB = (
         tensor if is_masked else tensor.unsqueeze(0) for tensor in (x, out.codes, out.scales)
     )
@@ -173,7 +175,7 @@ def silu_mul_quant_kernel(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """ROWS x GROUPS groups of one outer group a program; programs without real rows leave."""
+    """Each program computes ROWS x GROUPS groups; programs without real rows return early."""
     num_blocks = tl.cdiv(max_rows, ROWS)
     outer = (tl.program_id(0) // num_blocks).to(tl.int64)
     first_row = (tl.program_id(0) % num_blocks) * ROWS
@@ -198,7 +200,7 @@ def silu_mul_quant_kernel(
 
 
 def specializations(config: SiluMulQuantConfig) -> list[Specialization]:
-    """What a configuration compiles to: plain and masked."""
+    """Specialisations of a configuration: plain and masked."""
     return [
         specialization(
             silu_mul_quant_kernel,

@@ -1,11 +1,11 @@
-"""Quantise weights in blocks of 128 x 128, and back.
+"""Quantises weights in blocks of 128 x 128, and back.
 
-Contract: weights [N, K] or [S, N, K], bfloat16, float16 or float32, any strides of whole rows; any
-N and K of at least 1: the last blocks of a dimension may be smaller. Scales are multipliers (what
-checkpoints call `weight_scale_inv`), float32 [.., ceil(N / 128), ceil(K / 128)]. The arithmetic is
-that of `formats`. Back: code * scale in float32, rounded to the wanted dtype.
+Contract: weights [N, K] or [S, N, K], bfloat16, float16 or float32, any strides of whole rows; N
+and K at least 1: the last blocks of a dimension may be smaller. Scales are multipliers
+(checkpoints' `weight_scale_inv`), float32 [.., ceil(N / 128), ceil(K / 128)]. The arithmetic is
+that of `formats`. Back: code * scale in float32, rounded to the requested dtype.
 
-These run when weights are loaded or converted, not while serving.
+Used when weights are loaded or converted, not while serving.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _NUM_WARPS = 8
 def quantize_weight(
     weight: Tensor, *, scale_format: ScaleFormat = ScaleFormat.FP32
 ) -> QuantizedWeight:
-    """Quantise weights by the backend that was selected for this process.
+    """Quantise weights with the backend selected for this process.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     require_dtype("weight", weight, *VALUE_DTYPES)
     if weight.dim() not in {2, 3} or weight.numel() == 0:
@@ -58,10 +58,10 @@ def quantize_weight(
 
 
 def dequantize_weight(weight: QuantizedWeight, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Weights [.., N, K] of a dtype, by the backend that was selected for this process.
+    """Dequantise weights [.., N, K] to a dtype, with the backend selected for this process.
 
     Raises:
-        KernelInputError: the contract is broken.
+        KernelInputError: the arguments break the contract.
     """
     if dtype not in VALUE_DTYPES:
         raise KernelInputError(f"weights can be dequantised to {VALUE_DTYPES}, not to {dtype}")
@@ -92,7 +92,7 @@ def dequantize_weight_reference(weight: QuantizedWeight, *, out: Tensor) -> None
 def quantize_weight_triton(
     weight: Tensor, *, scale_format: ScaleFormat, out: QuantizedWeight
 ) -> None:
-    """Launch the quantisation, a program for each block."""
+    """Launch the quantisation, one program per block."""
     num_rows, num_columns = weight.shape[-2:]
     quantize_weight_kernel[_grid(out)](
         weight,
@@ -106,7 +106,7 @@ def quantize_weight_triton(
 
 
 def dequantize_weight_triton(weight: QuantizedWeight, *, out: Tensor) -> None:
-    """Launch the dequantisation, a program for each block."""
+    """Launch the dequantisation, one program per block."""
     num_rows, num_columns = out.shape[-2:]
     codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
     dequantize_weight_kernel[_grid(weight)](
@@ -132,10 +132,10 @@ def quantize_weight_kernel(
     num_columns: int,
     UE8M0: tl.constexpr,
 ) -> None:
-    """One block a program; all three arrays are contiguous."""
+    """Each program quantises one block; all three arrays are contiguous."""
     places, inside = _block(num_rows, num_columns)
     x = tl.load(weight_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    # Held as one element, because scalars cannot be bit-cast in the interpreter.
+    # Kept as one element, because the interpreter cannot bit-cast scalars.
     amax = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
     scales = scales_of_amax(tl.full((1, 1), 0.0, tl.float32) + amax, UE8M0)
     codes = x * tl.div_rn(tl.full((1, 1), 1.0, tl.float32), scales)
@@ -149,7 +149,7 @@ def quantize_weight_kernel(
 def dequantize_weight_kernel(
     codes_ptr: tl.tensor, scales_ptr: tl.tensor, out_ptr: tl.tensor, num_rows: int, num_columns: int
 ) -> None:
-    """One block a program; all three arrays are contiguous."""
+    """Each program dequantises one block; all three arrays are contiguous."""
     places, inside = _block(num_rows, num_columns)
     codes = tl.load(codes_ptr + places, mask=inside, other=0.0).to(tl.float32)
     values = codes * tl.load(scales_ptr + _scale_place(num_columns))
@@ -158,7 +158,7 @@ def dequantize_weight_kernel(
 
 @jit
 def _block(num_rows: int, num_columns: int) -> Any:
-    """Offsets of this program's block, and which are inside the weights."""
+    """Offsets of this program's block, and which of them are inside the weights."""
     blocks_tall = tl.cdiv(num_rows, _GROUP)
     slot = (tl.program_id(0) // blocks_tall).to(tl.int64)
     rows = (tl.program_id(0) % blocks_tall) * _GROUP + tl.arange(0, _GROUP)
@@ -174,7 +174,7 @@ def _scale_place(num_columns: int) -> Any:
 
 
 def specializations() -> list[Specialization]:
-    """What the two kernels compile to."""
+    """Specialisations of the two kernels."""
     return [
         specialization(
             quantize_weight_kernel,

@@ -1,1 +1,1 @@
-"""What tests and benchmarks of the kernels share; nothing that serves imports it."""
+"""Shared by the kernels' tests and benchmarks; nothing that serves imports it."""

@@ -1,4 +1,4 @@
-"""Inputs on which mistakes show, and outputs that tell when somebody writes beside them."""
+"""Inputs that expose mistakes, and outputs that reveal out-of-bounds writes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spread_normal(
 ) -> Tensor:
     """Normal values whose 1 x 128 groups differ in scale, 2^-8 to 2^8, with 0.1 % outliers.
 
-    Whoever ignores a scale, or takes a neighbour's, gets these wrong. K is padded to whole groups
+    Code that ignores a scale, or uses a neighbour's, fails on these. K is padded to whole groups
     and cut again.
     """
     device = generator.device
@@ -91,18 +91,18 @@ def spread_slab(
 class GuardedTensor:
     """A poisoned tensor inside a larger poisoned one.
 
-    Poison is the byte 0xFF: NaN in every floating-point format of the suite.
+    Poison is the byte 0xFF: NaN in every floating-point format used here.
     """
 
     view: Tensor
     storage: Tensor
 
     def unwritten(self) -> Tensor:
-        """Which elements of the view still hold poison, bool of its shape."""
+        """Which elements of the view are still poison, bool of its shape."""
         return _is_poison(self.view)
 
     def guard_is_intact(self) -> bool:
-        """Whether every byte outside of the view still holds poison."""
+        """Whether every byte outside the view is still poison."""
         before = self.storage.clone()
         inside = self.view.clone()
         _poison(self.view)
@@ -119,7 +119,7 @@ def guarded(
     device: torch.device | str = "cpu",
     column_guard: int = 16,
 ) -> GuardedTensor:
-    """A poisoned tensor with poisoned rows around it and, in each row, columns after it."""
+    """A poisoned tensor with poisoned rows around it and poisoned columns after each row."""
     *outer, num_rows, num_columns = shape
     storage = torch.empty(
         (*outer, num_rows + 2 * _GUARD, num_columns + column_guard), dtype=dtype, device=device

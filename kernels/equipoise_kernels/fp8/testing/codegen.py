@@ -1,7 +1,7 @@
-"""Compile kernels for Hopper on a machine without a GPU, and read what came out.
+"""Compiles kernels for Hopper on a machine without a GPU, and reads the result.
 
-Owns the translation from a `Specialization` to machine code for sm_90a, and the figures that gates
-go by. It says nothing of speed: only a GPU can.
+Turns a `Specialization` into machine code for sm_90a and extracts the figures that gates check.
+Says nothing about speed, which only a GPU shows.
 """
 
 from __future__ import annotations
@@ -29,46 +29,43 @@ SYSTEM_BYTES_PER_CTA = 1024
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _DUMP_TIMEOUT_S = 300
-# An address as a comment, perhaps a predicate, and the name up to its first dot.
+# An address as a comment, an optional predicate, and the name up to its first dot.
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z0-9_]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Figures of one compiled kernel.
-
-    Attributes:
-        num_registers: of a thread.
-        num_threads: of a program, with those that warp specialisation adds.
-        shared_bytes: of a program.
-        stack_bytes: of a thread; more than 0 means spills.
-        instructions: how often each SASS instruction appears, by its name up to the first dot.
-        ptx: text before assembly.
-    """
+    """Figures of one compiled kernel."""
 
     num_registers: int
+    """Registers per thread."""
     num_threads: int
+    """Threads per program, including those added by warp specialisation."""
     shared_bytes: int
+    """Shared memory per program."""
     stack_bytes: int
+    """Stack per thread; more than 0 means spills."""
     instructions: dict[str, int]
+    """Occurrences of each SASS instruction, by its name up to the first dot."""
     ptx: str
+    """The PTX text."""
 
     @property
     def ctas_per_sm(self) -> int:
         """Programs that fit on one multiprocessor at a time."""
-        # Registers are handed out in units of 8 for every thread.
+        # Registers are allocated in units of 8 per thread.
         registers = -(-self.num_registers // 8) * 8
         by_registers = REGISTERS_PER_SM // (registers * self.num_threads)
         by_shared = SHARED_BYTES_PER_SM // (self.shared_bytes + SYSTEM_BYTES_PER_CTA)
         return min(by_registers, by_shared, THREADS_PER_SM // self.num_threads)
 
     def count(self, *names: str) -> int:
-        """How often instructions of these names appear."""
+        """Occurrences of instructions with these names."""
         return sum(self.instructions.get(name, 0) for name in names)
 
 
 def compile_for_hopper(what: Specialization) -> Code:
-    """Compile; 1 to 2 seconds, or nothing if Triton's cache has it.
+    """Compile; takes 1 to 2 seconds, or nothing if Triton's cache has it.
 
     Raises:
         RuntimeError: the compiler refuses the configuration.

@@ -1,4 +1,4 @@
-"""Everything that the committed configurations compile to, by operation."""
+"""All specialisations of the committed configurations, by operation."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ _MAX_REPLICAS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tunable:
-    """An operation with configurations: their type, what may be chosen, and what they compile to.
+    """An operation with configurations.
 
-    A specialisation that needs sizes gets those of DeepSeek-V3 with 32 slots a rank.
+    A specialisation that needs sizes gets those of DeepSeek-V3 with 32 slots per rank.
     """
 
     kind: type[Any]
+    """The dataclass of its configurations."""
     space: tuple[Any, ...]
+    """The configurations to choose from."""
     specializations: Callable[[Any], list[Specialization]]
+    """What a configuration compiles to."""
 
 
 TUNABLES: Mapping[str, Tunable] = {
@@ -125,7 +128,7 @@ def committed_configs() -> list[tuple[str, Any]]:
 
 
 def committed_specializations() -> list[Specialization]:
-    """What to compile, each once; kernels without configurations too."""
+    """Everything to compile, each once, including kernels without configurations."""
     found = {s.name: s for s in weight_quant.specializations()}
     for operation, config in committed_configs():
         found |= {s.name: s for s in TUNABLES[operation].specializations(config)}

@@ -1,4 +1,4 @@
-"""What compiled kernels must look like, and a command that compiles and judges all of them.
+"""Requirements on compiled kernels, and a command that compiles and checks all of them.
 
     python -m equipoise_kernels.fp8.testing.gates
 
@@ -16,19 +16,19 @@ from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.fp8.testing.codegen import SHARED_BYTES_PER_CTA, Code, compile_for_hopper
 from equipoise_kernels.fp8.testing.committed import committed_specializations
 
-# Products on the older path of the tensor cores, without asynchronous warp groups.
+# Products on the older tensor-core path, without asynchronous warp groups.
 _OLD_PRODUCTS = ("HMMA", "IMMA", "QMMA", "DMMA")
-# What the assembler makes of fused products itself, though it is told to fuse nothing.
+# The assembler itself expands these into fused products, even with fusion disabled.
 _EXACT = re.compile(r"\b(?:div|sqrt|rcp)\.rn\.f32\b")
 _FUSED = re.compile(r"\bfma\.rn\.f32\b")
-# Reading a flag by adding 0 becomes a load that acquires.
+# Reading a flag by adding 0 becomes an acquiring load.
 _ATOMIC = re.compile(
     r"\b(?:atom|red|ld)\.global\.(?:[a-z.]*\.)?(?:acquire|release|acq_rel|relaxed)\."
 )
 
 
 def violations(what: Specialization, code: Code) -> list[str]:
-    """What is wrong with a compiled kernel, in words; nothing if it is as it should be."""
+    """Return the violations of a compiled kernel as messages."""
     found = []
     if code.stack_bytes > 0 or code.count("LDL", "STL") > 0:
         found.append(f"spills: {code.stack_bytes} bytes of stack, {code.count('LDL', 'STL')} uses")
@@ -51,12 +51,12 @@ def violations(what: Specialization, code: Code) -> list[str]:
 
 
 def _fused_products(code: Code) -> int:
-    """In the machine code; in the text before it where exact divisions or roots hide them."""
+    """Counts in the machine code, or in PTX where exact divisions or roots hide them."""
     return len(_FUSED.findall(code.ptx)) if _EXACT.search(code.ptx) else code.count("FFMA")
 
 
 def _violations_of_flags(kind: str, ptx: str) -> list[str]:
-    """What goes wrong between devices, and shows on none of them alone."""
+    """Violations that only show between devices."""
     lines = ptx.splitlines()
     atomics = [n for n, line in enumerate(lines) if _ATOMIC.search(line)]
     found = []
@@ -98,7 +98,7 @@ def _violations_of_product(what: Specialization, code: Code) -> list[str]:
 
 
 def main() -> int:
-    """Compile every committed kernel; 1 if any is not as it should be."""
+    """Compile every committed kernel; return 1 if any has violations."""
     failed = False
     for what in committed_specializations():
         code = compile_for_hopper(what)

@@ -1,10 +1,10 @@
-"""Triton's interpreter with right casts between floating-point formats.
+"""Triton's interpreter with correct casts between floating-point formats.
 
-The interpreter of Triton 3.6 (and 3.9) rounds float32 to E4M3 and bfloat16 wrongly: carries out of
-the mantissa are lost, numbers beyond the largest become NaN. Here its one conversion routine gives
-way to `ml_dtypes`, with the GPU's rules: to nearest even, and E4M3 saturates. A product of bfloat16
-numbers, of which it multiplies the bits, is computed in float32. And a comparison of two scalars
-that is spread over a block stays one of truth values, which are all that 3.9 takes for masks.
+The interpreter of Triton 3.6 (and 3.9) rounds float32 to E4M3 and bfloat16 incorrectly: carries out
+of the mantissa are lost, and numbers beyond the largest become NaN. This replaces its conversion
+routine by `ml_dtypes` with the GPU's rules: round to nearest even, and saturate to E4M3. It also
+computes products of bfloat16 numbers, whose bits the interpreter would multiply, in float32, and
+keeps a broadcast comparison of two scalars boolean, the only type that 3.9 accepts for masks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _E4M3_MAX = 448.0
 
 @contextmanager
 def corrected_casts() -> Iterator[None]:
-    """Correct the interpreter's casts for the duration of a `with`."""
+    """Correct the interpreter's casts within a `with` block."""
     original = interpreter._convert_float  # noqa: SLF001  there is no public place for it
 
     def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -74,7 +74,7 @@ def cast(values: Any, source: str, target: str) -> Any:
 
 
 def _without_bf16(handle: Any) -> Any:
-    """The same numbers as float32, if they are bfloat16."""
+    """Convert bfloat16 to float32; return other arrays unchanged."""
     if handle.dtype.scalar.name != "bf16":
         return handle
     values = cast(handle.data, "bf16", "fp32").view(np.float32)

@@ -1,4 +1,4 @@
-"""All ranks of a group in one process, on one device and one stream: all send, then all receive."""
+"""All ranks of a group in one process, on one device and stream: all send, then all receive."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TIMEOUT_S = 30.0
 
 
 class VirtualRanks:
-    """Ranks with rows, routes and weights of their own, whose experts double every row.
+    """Ranks with their own rows, routes and weights; every expert doubles its rows.
 
-    Rows are of a payload without scales. Every rank brings `num_tokens` tokens.
+    Rows have a payload without scales. Every rank brings `num_tokens` tokens.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class VirtualRanks:
         returning = []
         for buffer, came, weights in zip(self.buffers, here, self.weights, strict=True):
             assert isinstance(came.rows, Tensor)
-            # In place: of experts, only their exchange matters here.
+            # In place: the experts' exchange matters here, not their arithmetic.
             came.rows.mul_(2)
             returning.append(buffer.begin_combine(came.rows, came.handle, weights_TK=weights))
         self.sums = [receive() for receive in returning]
