@@ -1,7 +1,7 @@
-"""Copies the policy's JSON Schema into the chart's, so that `helm install` refuses a wrong policy.
+"""Copy the policy's JSON Schema into the chart's, so that `helm install` rejects an invalid policy.
 
-A schema of a chart cannot refer to another file. Run it after docs/policy.schema.json changed:
-`python helm/embed_policy.py`; a test notices when somebody forgot.
+A chart's schema cannot refer to another file. Run `python helm/embed_policy.py` after a change of
+docs/policy.schema.json; a test compares the two.
 """
 
 import json
@@ -15,19 +15,19 @@ PREFIX = "policy"
 
 
 def embedded(values: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
-    """The chart's schema with these definitions of the policy, in place of those it had."""
+    """The chart's schema with its definitions of the policy replaced."""
     kept = {name: one for name, one in values["definitions"].items() if not name.startswith(PREFIX)}
     ours = {f"{PREFIX}{name}": _moved(one) for name, one in policy["$defs"].items()}
     return {**values, "definitions": {**kept, **ours}}
 
 
 def written(schema: dict[str, Any]) -> str:
-    """As the file has it."""
+    """The schema as text, formatted like the file."""
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 def _moved(schema: Any) -> Any:
-    """The same with references to where definitions are now."""
+    """The schema with references to the new place of the definitions."""
     if isinstance(schema, dict):
         return {
             key: value.replace("#/$defs/", f"#/definitions/{PREFIX}")

@@ -229,15 +229,15 @@ def test_a_group_of_leader_and_workers_is_one_pool_of_the_same_pods():
 
 
 CONTRADICTIONS = {
-    "makes certificates that nothing uses": {"tls": {"certManager": {"enabled": True}}},
+    "creates certificates that nothing uses": {"tls": {"certManager": {"enabled": True}}},
     "must name the Issuer": {"tls": {"enabled": True, "certManager": {"enabled": True}}},
-    "needs a certificate for the gateway: name its Secret in tls.secrets.gateway": {
+    "requires a certificate for the gateway: name its Secret in tls.secrets.gateway": {
         "tls": {"enabled": True, "secrets": {"balancer": "b", "worker": "w"}}
     },
-    "tls.enabled needs metrics.enabled": {**TLS, "metrics": {"enabled": False}},
-    "several balancers need a store they share": {"balancer": {"replicas": 2}},
-    "a single balancer with a file leads alone": {"balancer": {"lease": "kubernetes"}},
-    "exclude each other: give one": {
+    "tls.enabled requires metrics.enabled": {**TLS, "metrics": {"enabled": False}},
+    "several balancers need a shared store": {"balancer": {"replicas": 2}},
+    "leader election needs a shared store": {"balancer": {"lease": "kubernetes"}},
+    "mutually exclusive: set one": {
         "redis": {"url": "redis://r:6379/0", "trial": {"enabled": True}}
     },
     "is for a balancer without Redis": {
@@ -252,7 +252,7 @@ CONTRADICTIONS = {
         "gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}
     },
     "externalAddress must name": {"balancer": {"enabled": False}},
-    "does not say where in it the checkpoint is": {
+    "set without worker.checkpoint.path": {
         "worker": {"checkpoint": {"volume": {"emptyDir": {}}}}
     },
 }

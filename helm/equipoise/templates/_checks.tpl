@@ -1,21 +1,21 @@
-{{/* What a schema cannot say: values that contradict each other end the rendering with the remedy. */}}
+{{/* Checks that a schema cannot express: contradicting values fail the rendering with the remedy. */}}
 {{- define "equipoise.checks" -}}
 {{- $balancer := .Values.balancer -}}
 {{- $shared := eq (include "equipoise.shared" .) "true" -}}
 {{- if and $balancer.enabled (gt (int $balancer.replicas) 1) (not $shared) -}}
-{{- fail (printf "balancer.replicas is %d, but several balancers need a store they share: set redis.url, redis.existingSecret.name or redis.trial.enabled" (int $balancer.replicas)) -}}
+{{- fail (printf "balancer.replicas is %d, but several balancers need a shared store: set redis.url, redis.existingSecret.name or redis.trial.enabled" (int $balancer.replicas)) -}}
 {{- end -}}
 {{- if and $balancer.enabled (eq $balancer.lease "kubernetes") (not $shared) -}}
-{{- fail "balancer.lease is kubernetes, but a single balancer with a file leads alone: set redis.url, redis.existingSecret.name or redis.trial.enabled" -}}
+{{- fail "balancer.lease is kubernetes, but leader election needs a shared store: set redis.url, redis.existingSecret.name or redis.trial.enabled" -}}
 {{- end -}}
 {{- if gt (add (ternary 1 0 .Values.redis.trial.enabled) (ternary 1 0 (ne .Values.redis.url "")) (ternary 1 0 (ne .Values.redis.existingSecret.name ""))) 1 -}}
-{{- fail "redis.url, redis.existingSecret.name and redis.trial.enabled exclude each other: give one" -}}
+{{- fail "redis.url, redis.existingSecret.name and redis.trial.enabled are mutually exclusive: set one" -}}
 {{- end -}}
 {{- if and $balancer.storage.persistent $shared -}}
-{{- fail "balancer.storage.persistent is for a balancer without Redis: turn one of them off" -}}
+{{- fail "balancer.storage.persistent is for a balancer without Redis: disable one of them" -}}
 {{- end -}}
 {{- if and (ne .Values.worker.kind "None") (lt (include "equipoise.spareRanks" . | int) 0) -}}
-{{- fail (printf "worker.replicas (%d) x worker.slotsPerRank (%d) cannot hold worker.numExperts (%d): give more ranks or slots" (int .Values.worker.replicas) (int .Values.worker.slotsPerRank) (int .Values.worker.numExperts)) -}}
+{{- fail (printf "worker.replicas (%d) x worker.slotsPerRank (%d) cannot hold worker.numExperts (%d): add ranks or slots" (int .Values.worker.replicas) (int .Values.worker.slotsPerRank) (int .Values.worker.numExperts)) -}}
 {{- end -}}
 {{- if eq .Values.worker.port .Values.worker.rendezvousPort -}}
 {{- fail "worker.port and worker.rendezvousPort must differ" -}}
@@ -25,25 +25,25 @@
 {{- end -}}
 {{- include "equipoise.tlsChecks" . -}}
 {{- if and .Values.worker.checkpoint.volume (not .Values.worker.checkpoint.path) -}}
-{{- fail "worker.checkpoint.volume is mounted, but worker.checkpoint.path does not say where in it the checkpoint is" -}}
+{{- fail "worker.checkpoint.volume is set without worker.checkpoint.path: set the path of the checkpoint in the container" -}}
 {{- end -}}
 {{- end -}}
 
 {{- define "equipoise.tlsChecks" -}}
 {{- $tls := .Values.tls -}}
 {{- if and $tls.certManager.enabled (not $tls.enabled) -}}
-{{- fail "tls.certManager.enabled makes certificates that nothing uses: set tls.enabled too" -}}
+{{- fail "tls.certManager.enabled creates certificates that nothing uses: set tls.enabled too" -}}
 {{- end -}}
 {{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
 {{- fail "tls.certManager.issuerRef.name must name the Issuer or ClusterIssuer that signs this fleet's certificates" -}}
 {{- end -}}
 {{- if and $tls.enabled (not .Values.metrics.enabled) -}}
-{{- fail "tls.enabled needs metrics.enabled: probes can show no certificate and are answered on the metrics' port" -}}
+{{- fail "tls.enabled requires metrics.enabled: probes cannot present a certificate and use the metrics port" -}}
 {{- end -}}
 {{- $needed := dict "balancer" .Values.balancer.enabled "worker" (ne .Values.worker.kind "None") "gateway" (or .Values.gateway.enabled .Values.tests.enabled) -}}
 {{- range $as, $is := $needed -}}
 {{- if and $tls.enabled $is (not $tls.certManager.enabled) (not (index $tls.secrets $as)) -}}
-{{- fail (printf "tls.enabled needs a certificate for the %s: name its Secret in tls.secrets.%s, or set tls.certManager.enabled" $as $as) -}}
+{{- fail (printf "tls.enabled requires a certificate for the %s: name its Secret in tls.secrets.%s, or set tls.certManager.enabled" $as $as) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

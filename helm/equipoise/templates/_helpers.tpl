@@ -1,4 +1,4 @@
-{{/* Names, labels and addresses that several objects share. */}}
+{{/* Names, labels and addresses used by several objects. */}}
 
 {{- define "equipoise.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
@@ -14,7 +14,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Labels by which Services and workloads select pods; they never change. Takes (dict "root" $ "component" "…"). */}}
+{{/* Selector labels of Services and workloads; immutable. Takes (dict "root" $ "component" "…"). */}}
 {{- define "equipoise.selector" -}}
 app.kubernetes.io/name: {{ include "equipoise.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -46,7 +46,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- .account.name | default (ternary (printf "%s-%s" (include "equipoise.fullname" .root) .component) "default" .account.create) -}}
 {{- end -}}
 
-{{/* host:port of the balancer for workers, gateway and people. A follower sends workers on to the leader. */}}
+{{/* host:port of the balancer. A follower redirects workers to the leader. */}}
 {{- define "equipoise.balancerAddress" -}}
 {{- if .Values.balancer.enabled -}}
 {{ include "equipoise.fullname" . }}-balancer.{{ .Release.Namespace }}.svc:{{ .Values.balancer.port }}
@@ -55,12 +55,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
-{{/* "true" where balancers share a Redis. */}}
+{{/* "true" if balancers share a Redis. */}}
 {{- define "equipoise.shared" -}}
 {{- if or .Values.redis.trial.enabled .Values.redis.url .Values.redis.existingSecret.name -}}true{{- end -}}
 {{- end -}}
 
-{{/* store or kubernetes. */}}
+{{/* Leader election: store or kubernetes. */}}
 {{- define "equipoise.lease" -}}
 {{- if ne .Values.balancer.lease "auto" -}}
 {{ .Values.balancer.lease }}
@@ -69,14 +69,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
-{{/* How many ranks may be missing while the others have slots for every expert. */}}
+{{/* The number of ranks that may be missing while the others hold every expert. */}}
 {{- define "equipoise.spareRanks" -}}
 {{- $w := .Values.worker -}}
 {{- $needed := div (add $w.numExperts $w.slotsPerRank -1) $w.slotsPerRank -}}
 {{- sub $w.replicas $needed -}}
 {{- end -}}
 
-{{/* RollingUpdate or OnDelete. */}}
+{{/* Update strategy: RollingUpdate or OnDelete. */}}
 {{- define "equipoise.workerUpdateStrategy" -}}
 {{- if ne .Values.worker.updateStrategy "auto" -}}
 {{ .Values.worker.updateStrategy }}
@@ -85,7 +85,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
-{{/* What all pods have in common: nobody is root, nobody writes to the image. */}}
+{{/* Security context of all pods: not root, read-only image. */}}
 {{- define "equipoise.podSecurityContext" -}}
 runAsNonRoot: true
 runAsUser: {{ .Values.runAsUser }}
@@ -102,7 +102,7 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Where pods may run. Takes (dict "root" $ "component" "…" "pod" .Values.…). */}}
+{{/* Scheduling of pods. Takes (dict "root" $ "component" "…" "pod" .Values.…). */}}
 {{- define "equipoise.scheduling" -}}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
@@ -135,12 +135,12 @@ topologySpreadConstraints:
         {{- include "equipoise.selector" . | nindent 8 }}
 {{- end -}}
 
-{{/* "true" where the balancer asks the cluster's API for anything. */}}
+{{/* "true" if the balancer calls the Kubernetes API. */}}
 {{- define "equipoise.balancerUsesCluster" -}}
 {{- or .Values.balancer.events (eq (include "equipoise.lease" .) "kubernetes") -}}
 {{- end -}}
 
-{{/* Where spans go; the variables are OpenTelemetry's own. */}}
+{{/* OpenTelemetry's variables for the collector. */}}
 {{- define "equipoise.tracingEnv" -}}
 {{- with .root.Values.tracing.endpoint }}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}

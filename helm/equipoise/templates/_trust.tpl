@@ -1,16 +1,16 @@
-{{/* What a pod shows to others and asks of them: certificates, tokens, or that it speaks plain text.
+{{/* A pod's credentials and those it requires: certificates, tokens, or plain text.
 
 All take (dict "root" $ "component" "…" "as" "…"): "as" is balancer, worker or gateway, whose
 certificate and token the pod has. */}}
 
-{{/* Flags of a port that asks for tokens. */}}
+{{/* Flags of a port that requires tokens. */}}
 {{- define "equipoise.tokensFlag" -}}
 {{- if .Values.tokens.existingSecret.name }}
 - --tokens=/etc/equipoise/tokens/accepted
 {{- end }}
 {{- end -}}
 
-{{/* Variables and not flags, so that commands of `kubectl exec` have them too. */}}
+{{/* Variables instead of flags, so that commands run with `kubectl exec` have them too. */}}
 {{- define "equipoise.trustEnv" -}}
 {{- if .root.Values.tls.enabled }}
 - {name: EQUIPOISE_TLS_CA, value: /etc/equipoise/tls/ca.crt}
@@ -25,7 +25,7 @@ certificate and token the pod has. */}}
 {{- end }}
 {{- if .root.Values.tokens.existingSecret.name }}
 {{- if eq .as "balancer" }}
-# The balancer itself calls nobody.
+# The balancer itself makes no calls.
 - {name: EQUIPOISE_TOKEN_FILE, value: /etc/equipoise/reader/reader}
 {{- else }}
 - {name: EQUIPOISE_TOKEN_FILE, value: /etc/equipoise/tokens/{{ .as }}}
@@ -45,7 +45,7 @@ certificate and token the pod has. */}}
 {{- end }}
 {{- end -}}
 
-{{/* The whole folders: a file that is mounted by subPath would never be renewed. */}}
+{{/* Mount folders, because a file mounted with subPath is never updated. */}}
 {{- define "equipoise.trustVolumes" -}}
 {{- if .root.Values.tls.enabled }}
 - name: tls
@@ -64,7 +64,7 @@ certificate and token the pod has. */}}
       - {key: {{ .as }}, path: {{ .as }}}
       {{- end }}
 {{- if eq .as "balancer" }}
-# Apart, because only this key may be missing.
+# Separate, because only this key is optional.
 - name: reader
   secret:
     secretName: {{ .root.Values.tokens.existingSecret.name }}
@@ -75,7 +75,7 @@ certificate and token the pod has. */}}
 {{- end }}
 {{- end -}}
 
-{{/* Whoever has no certificate, such as a kubelet's probe, is answered over plain HTTP.
+{{/* Probes have no certificate, so they use plain HTTP.
 Takes (dict "root" $ "port" … "service" "…" "path" "…"). */}}
 {{- define "equipoise.probe" -}}
 {{- if .root.Values.tls.enabled -}}
@@ -85,12 +85,12 @@ grpc: {port: {{ .port }}, service: {{ .service }}}
 {{- end -}}
 {{- end -}}
 
-{{/* The Secret with the certificate of .as. */}}
+{{/* Name of the Secret with the certificate of .as. */}}
 {{- define "equipoise.tlsSecret" -}}
 {{- index .root.Values.tls.secrets .as | default (printf "%s-%s-tls" (include "equipoise.fullname" .root) .as) -}}
 {{- end -}}
 
-{{/* Pods are dialled by their addresses, which no certificate has: these names are verified. */}}
+{{/* Names to expect in certificates, because pods are dialled by addresses. */}}
 {{- define "equipoise.tlsBalancerName" -}}
 {{- .Values.tls.balancerName | default (include "equipoise.balancerAddress" . | splitList ":" | first) -}}
 {{- end -}}

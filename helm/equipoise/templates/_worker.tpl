@@ -1,4 +1,4 @@
-{{/* The pod of a rank, whatever runs it. Takes (dict "root" $ "component" "worker" "as" "worker"). */}}
+{{/* The pod of a rank, for any kind of workload. Takes (dict "root" $ "component" "worker" "as" "worker"). */}}
 {{- define "equipoise.workerPod" -}}
 {{- $root := .root }}
 {{- $worker := .root.Values.worker }}
@@ -18,7 +18,7 @@ spec:
   serviceAccountName: {{ include "equipoise.serviceAccountName" (merge (dict "account" $worker.serviceAccount) .) }}
   automountServiceAccountToken: {{ eq $topology.source "nodeLabels" }}
   enableServiceLinks: false
-  # It drains first: no new requests, then those it has, then it leaves the epoch.
+  # Graceful shutdown: it rejects new requests, finishes those in flight, and leaves the epoch.
   terminationGracePeriodSeconds: {{ add $worker.drainTimeoutSeconds 20 }}
   securityContext:
     {{- include "equipoise.podSecurityContext" $root | nindent 4 }}
@@ -89,7 +89,7 @@ spec:
         {{- if $root.Values.metrics.enabled }}
         - {name: metrics, containerPort: {{ $root.Values.metrics.port }}}
         {{- end }}
-      # `live` is served from the moment the checkpoint is loaded; the rest only in an epoch.
+      # `live` is SERVING once the checkpoint is loaded; the other services only within an epoch.
       startupProbe:
         {{- include "equipoise.probe" (merge (dict "service" "live" "path" "/livez") $probe) | nindent 8 }}
         periodSeconds: 5
@@ -104,7 +104,7 @@ spec:
         timeoutSeconds: 2
         failureThreshold: 2
         {{- end }}
-      # Patient: a restart costs two epochs, and peers notice a rank that hangs by themselves.
+      # Lenient, because a restart costs two epochs and peers detect a hung rank themselves.
       livenessProbe:
         {{- include "equipoise.probe" (merge (dict "service" "live" "path" "/livez") $probe) | nindent 8 }}
         periodSeconds: 10
@@ -151,7 +151,7 @@ spec:
   {{- include "equipoise.scheduling" (merge (dict "pod" $worker) .) | nindent 2 }}
 {{- end -}}
 
-{{/* CPU and memory with GPU and RDMA, whose requests are their limits. Takes .Values.worker. */}}
+{{/* CPU and memory with GPU and RDMA, whose requests equal their limits. Takes .Values.worker. */}}
 {{- define "equipoise.workerResources" -}}
 {{- $devices := dict -}}
 {{- if .gpu.count -}}{{- $_ := set $devices .gpu.resourceName .gpu.count -}}{{- end -}}
