@@ -252,9 +252,7 @@ CONTRADICTIONS = {
         "gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}
     },
     "externalAddress must name": {"balancer": {"enabled": False}},
-    "set without worker.checkpoint.path": {
-        "worker": {"checkpoint": {"volume": {"emptyDir": {}}}}
-    },
+    "set without worker.checkpoint.path": {"worker": {"checkpoint": {"volume": {"emptyDir": {}}}}},
 }
 
 

@@ -82,29 +82,29 @@ class GatewayCollector(Collector):
             requests.add_metric([outcome], count)
         yield requests
         yield CounterMetricFamily(
-            "equipoise_gateway_replays", "Ranks that broke under a request.", value=tally.replays
+            "equipoise_gateway_replays", "Rank failures during a request.", value=tally.replays
         )
         yield CounterMetricFamily(
             "equipoise_gateway_poison_requests",
-            "Requests refused because they seem to break the ranks that run them.",
+            "Requests rejected because they appear to crash the ranks that run them.",
             value=tally.poison,
         )
         yield CounterMetricFamily(
-            "equipoise_gateway_tokens", "Tokens handed on to clients.", value=tally.tokens
+            "equipoise_gateway_tokens", "Tokens sent to clients.", value=tally.tokens
         )
         yield GaugeMetricFamily(
             "equipoise_gateway_queued_requests",
-            "Requests that wait for a rank.",
+            "Requests waiting for a rank.",
             value=float(self._ranks.num_waiting),
         )
         yield GaugeMetricFamily(
             "equipoise_gateway_ready",
-            "1 if a rank can take a request now, else 0.",
+            "1 if a rank accepts requests, else 0.",
             value=float(not self._ranks.trouble()),
         )
         for name, text, histogram in (
             ("ttft_seconds", "Time from a request to its first token.", tally.ttft_s),
-            ("itl_seconds", "Time from one token of a request to its next.", tally.itl_s),
+            ("itl_seconds", "Time between two tokens of a request.", tally.itl_s),
         ):
             yield HistogramMetricFamily(
                 f"equipoise_gateway_{name}",

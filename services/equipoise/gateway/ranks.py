@@ -63,7 +63,7 @@ class Ranks:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in line."""
+        """Requests queued."""
         return len(self._line)
 
     def loads(self) -> list[RankLoad]:

@@ -28,12 +28,12 @@ class BalancerCollector(Collector):
         )
         yield GaugeMetricFamily(
             "equipoise_leader_term",
-            "Highest fencing number of a leader that this balancer knows of.",
+            "Highest term (fencing number) that this balancer has seen.",
             value=float(self._seat.highest_term),
         )
         yield GaugeMetricFamily(
             "equipoise_ready",
-            "1 if this balancer could take workers, if it led, else 0.",
+            "1 if this balancer could accept workers if it led, else 0.",
             value=float(not self._seat.not_ready),
         )
         yield from self._election()
@@ -47,12 +47,12 @@ class BalancerCollector(Collector):
         """The waits of the election, if there are others to be elected."""
         longest = GaugeMetricFamily(
             "equipoise_election_bound_seconds",
-            "Longest that a wait of the election may take.",
+            "Timeout of a wait of the leader election.",
             labels=("bound",),
         )
         reached = CounterMetricFamily(
             "equipoise_election_bound_reached",
-            "How often a wait of the election reached its bound.",
+            "Times that a wait of the leader election reached its timeout.",
             labels=("bound",),
         )
         for bound in self._seat.bounds:

@@ -29,58 +29,70 @@ MAX_RANKS_LISTED = 400
 _P, _PHASE, _RANK = ("pool",), ("pool", "phase"), ("pool", "rank")
 
 _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "pool_health": (("pool", "health"), "1 for the health that the pool is in, else 0."),
-    "ranks": (("pool", "state"), "Ranks of the epoch: serving, loading, silent or gone."),
-    "policy_info": (("pool", "hash"), "1 for the policy in force, named by its values."),
-    "epoch": (_P, "Membership number."),
+    "pool_health": (("pool", "health"), "1 for the pool's current health, else 0."),
+    "ranks": (
+        ("pool", "state"),
+        "Ranks of the current epoch by state: serving, loading, silent or gone.",
+    ),
+    "policy_info": (("pool", "hash"), "1 for the hash of the policy in force."),
+    "epoch": (_P, "Current epoch."),
     "generation": (_P, "Committed generation."),
-    "rollout_generation": (_P, "Generation that is being rolled out; 0 if none is."),
-    "rollout_waves_left": (_P, "Waves behind the one that is being rolled out."),
+    "rollout_generation": (_P, "Generation being rolled out; 0 if none."),
+    "rollout_waves_left": (_P, "Waves that follow the current one."),
     "balancedness": (_PHASE, "Mean over layers of mean / max rank load in the latest window."),
-    "balancedness_p5_layer": (_PHASE, "The same of the layer that 5 % of the layers are below."),
-    "balancedness_worst_layer": (_PHASE, "The same of the worst layer."),
-    "rank_load_max_over_mean": (_PHASE, "Mean over layers of max / mean rank load."),
+    "balancedness_p5_layer": (
+        _PHASE,
+        "5th percentile over layers of mean / max rank load in the latest window.",
+    ),
+    "balancedness_worst_layer": (
+        _PHASE,
+        "Lowest mean / max rank load of any layer in the latest window.",
+    ),
+    "rank_load_max_over_mean": (
+        _PHASE,
+        "Mean over layers of max / mean rank load in the latest window.",
+    ),
     "window_assignments": (_P, "Assignments in the latest window, all layers."),
-    "predicted_gain": (_P, "Balancedness that the latest judged rollout promised to gain."),
-    "realised_gain": (_P, "Balancedness that the latest judged rollout gained."),
+    "predicted_gain": (_P, "Expected gain in balancedness of the latest judged rollout."),
+    "realised_gain": (_P, "Realised gain in balancedness of the latest judged rollout."),
     "report_age_max_seconds": (
         _P,
-        "Seconds since the last word of the rank that spoke longest ago.",
+        "Longest time since the last message of any rank.",
     ),
-    "store_up": (_P, "1 if the store took the pool's latest write, else 0."),
-    "bound_seconds": (("pool", "bound"), "Longest that a wait may take."),
-    "rank_load_ratio": (_RANK, "Load of a rank in the latest window, as a multiple of the mean."),
+    "store_up": (_P, "1 if the pool's latest write to the store succeeded, else 0."),
+    "bound_seconds": (("pool", "bound"), "Timeout of a wait."),
+    "rank_load_ratio": (_RANK, "Load of a rank in the latest window as a multiple of the mean."),
     "rank_slowdown_ratio": (
         _RANK,
-        "Computing time a step over the median rank's, load taken off.",
+        "Compute time per step as a multiple of the median rank's, corrected for load.",
     ),
-    "slow_ranks": (_P, "Ranks that compute slower than policy allows, and not for their load."),
-    "excluded_workers": (_P, "Workers that are left out for being slow."),
-    "rank_silence_seconds": (_RANK, "Seconds since the last word of a rank."),
+    "slow_ranks": (_P, "Ranks that are slower than the policy allows, corrected for load."),
+    "excluded_workers": (_P, "Workers excluded for being slow."),
+    "rank_silence_seconds": (_RANK, "Time since the last message of a rank."),
 }
 
 _COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "windows": (_P, "Windows closed."),
     "shifts": (_P, "Windows in which traffic had shifted."),
     "decisions": (("pool", "verdict"), "Verdicts, yes or no."),
-    "rollouts": (("pool", "outcome"), "Plans rolled out: completed, aborted or rolled_back."),
+    "rollouts": (("pool", "outcome"), "Rollouts that ended: completed, aborted or rolled_back."),
     "promises": (
         ("pool", "outcome"),
-        "Rollouts judged by what they brought: kept, traffic_changed or rolled_back.",
+        "Rollouts judged by their realised gain: kept, traffic_changed or rolled_back.",
     ),
     "waves": (_P, "Generations that all ranks switched to."),
-    "slow_ranks_found": (_P, "How often a rank was found to be slow."),
-    "moves": (_P, "Slots whose expert these changed."),
-    "pulled_bytes": (("pool", "source"), "Bytes pulled for them, from a peer or the checkpoint."),
-    "refusals": (("pool", "kind"), "Messages and workers that were refused."),
-    "bound_reached": (("pool", "bound"), "How often a wait reached its bound."),
+    "slow_ranks_found": (_P, "Times that a rank was found to be slow."),
+    "moves": (_P, "Moves: slots whose expert changed."),
+    "pulled_bytes": (("pool", "source"), "Bytes pulled for moves, from a peer or the checkpoint."),
+    "refusals": (("pool", "kind"), "Messages and workers rejected."),
+    "bound_reached": (("pool", "bound"), "Times that a wait reached its timeout."),
 }
 
 _HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "plan_seconds": (_P, "Time to compute a plan and its verdict."),
-    "wave_seconds": (_P, "Time from the first Stage of a wave to the last word of its switch."),
-    "wave_state_seconds": (("pool", "state"), "Time that a wave was in a state."),
-    "switch_stall_seconds": (_P, "Time that steps stood still at a switch, of the slowest rank."),
+    "wave_seconds": (_P, "Time from the first Stage of a wave to the last Switched."),
+    "wave_state_seconds": (("pool", "state"), "Time that a wave spent in a state."),
+    "switch_stall_seconds": (_P, "Time that steps stalled at a switch, on the slowest rank."),
 }
 
 
