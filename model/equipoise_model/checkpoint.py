@@ -256,7 +256,7 @@ def _open_shards(path: Path) -> dict[str, Shard]:
         found = {name: opened[file] for name, file in file_of.items()}
         for name, shard in found.items():
             if name not in shard.tensors:
-                raise CheckpointError(f"{shard.file}: {name} is missing, {index} says it is there")
+                raise CheckpointError(f"{shard.file}: {name} is missing, although {index} lists it")
     return {name: shard for name, shard in found.items() if not name.endswith(_IGNORED)}
 
 

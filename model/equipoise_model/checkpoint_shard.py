@@ -142,7 +142,7 @@ def _read_header(stream: BinaryIO, *, size: int) -> dict[str, StoredTensor]:
     end = begin
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if stored.start != end:
-            raise _DamagedError(f"{name} begins at byte {stored.start}, not at {end}")
+            raise _DamagedError(f"{name} starts at byte {stored.start}, not at {end}")
         end = stored.end
         if end > size:
             raise _DamagedError(f"{name} ends at byte {end}, the file at {size}")
@@ -154,7 +154,7 @@ def _read_header(stream: BinaryIO, *, size: int) -> dict[str, StoredTensor]:
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name appears twice")
     return values
 
 
@@ -163,10 +163,12 @@ def _stored(name: str, value: Mapping[str, Any], *, begin: int) -> StoredTensor:
     start, end = value["data_offsets"]
     dtype, shape = value["dtype"], tuple(value["shape"])
     if any(type(number) is not int or number < 0 for number in (start, end, *shape)):
-        raise _DamagedError(f"{name} has sizes that are no whole numbers")
+        raise _DamagedError(f"{name} has sizes that are not integers")
     item_bytes = _ITEM_BYTES.get(dtype)
     if item_bytes is None:
-        raise _DamagedError(f"{name} is of the unknown type {dtype!r}")
+        raise _DamagedError(f"{name} has the unknown type {dtype!r}")
     if end - start != math.prod(shape) * item_bytes:
-        raise _DamagedError(f"{name} has {end - start} bytes, which {dtype} {list(shape)} has not")
+        raise _DamagedError(
+            f"{name} has {end - start} bytes, which does not match {dtype} {list(shape)}"
+        )
     return StoredTensor(dtype=dtype, shape=shape, start=begin + start, end=begin + end)

@@ -129,7 +129,7 @@ class ModelConfig:
         except ValueError as error:
             raise UnsupportedConfigError(f"{path} is not JSON: {error}") from error
         if not isinstance(values, dict):
-            raise UnsupportedConfigError(f"{path} holds no JSON object")
+            raise UnsupportedConfigError(f"{path} is not a JSON object")
         return cls.from_dict(values)
 
     @classmethod

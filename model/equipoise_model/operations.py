@@ -81,7 +81,7 @@ class Operations:
         """
         fp8 = _weights(wanted, config=config, device=device, batch_invariant=batch_invariant)
         if latents not in (BF16, FP8):
-            raise OperationsError(f"latents {latents!r} are neither bf16 nor fp8")
+            raise OperationsError(f"latents {latents!r} is neither bf16 nor fp8")
         if latents == FP8 and fp8 is None:
             raise OperationsError("latents in FP8 require weights in FP8: choose weights fp8 too")
         if latents == FP8 and config.kv_lora_rank % GROUP != 0:

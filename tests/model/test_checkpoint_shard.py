@@ -118,7 +118,7 @@ def test_bytes_behind_the_last_tensor_are_refused(file):
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "a has 4 bytes"),
         ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "a has sizes"),
         ({"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, "a has sizes"),
-        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "a begins at byte"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "a starts at byte"),
     ],
 )
 def test_a_header_that_makes_no_sense_is_refused(file, header, complaint):
@@ -129,4 +129,4 @@ def test_a_header_that_makes_no_sense_is_refused(file, header, complaint):
 def test_tensors_that_overlap_are_refused(file):
     one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     written(file, {"a": one, "b": one}, b"0000")
-    refused(file, "b begins at byte")
+    refused(file, "b starts at byte")

@@ -91,7 +91,7 @@ def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
     assert plain.backends == ("model=reference",)
     with pytest.raises(OperationsError, match="compute differently"):
         plain.agree([plain.announcement, chosen.announcement])
-    with pytest.raises(OperationsError, match="'fp4' are neither bf16 nor fp8"):
+    with pytest.raises(OperationsError, match="'fp4' is neither bf16 nor fp8"):
         choose(latents="fp4")
     with pytest.raises(OperationsError, match="require weights in FP8: choose weights fp8"):
         choose(weights="bf16")

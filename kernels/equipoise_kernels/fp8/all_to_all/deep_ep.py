@@ -75,7 +75,9 @@ class DeepEpBackend:
         del generation
         shape = self._shape
         if layout.rows_per_slot != shape.num_ranks * shape.max_tokens:
-            raise KernelInputError("deep_ep lays rows out for low latency: low_latency_dispatch")
+            raise KernelInputError(
+                "deep_ep only has the low-latency layout: call low_latency_dispatch"
+            )
         x_TD = words_TW.view(torch.bfloat16)
         rows_SMD, counts_S, handle, _, receive = self._library.low_latency_dispatch(
             x_TD.contiguous(),

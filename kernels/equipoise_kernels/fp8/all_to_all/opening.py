@@ -171,7 +171,7 @@ def _try_out(
         answers = rows.to(shape.payload.answer_dtype)
         summed_1D = buffer.combine(answers, came.handle, weights_TK=weights_1K)
     if not bool((summed_1D == chosen * value).all()):
-        raise KernelsUnavailableError("rows that were sent out did not come back as they were")
+        raise KernelsUnavailableError("rows did not come back unchanged")
 
 
 def _by_all(work: Callable[[], Result], *, group: dist.ProcessGroup) -> Result:
