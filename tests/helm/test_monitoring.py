@@ -1,4 +1,4 @@
-"""Alerts and dashboard: expressions that parse, over metrics that a running system has."""
+"""Alerts and dashboard have valid expressions over existing metrics."""
 
 import json
 import re
@@ -64,13 +64,13 @@ def test_an_expression_parses_and_names_metrics_and_labels_that_exist(expression
     assert used <= known | FROM_PROMETHEUS
 
 
-def test_a_misspelt_expression_would_be_noticed():
+def test_a_misspelt_expression_is_detected():
     with pytest.raises(ValueError, match=r".+"):
         promql_parser.parse("sum by pool (equipoise_ranks")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
-def test_an_alert_says_what_it_means_and_how_bad_it_is(rule, documented):
+def test_an_alert_has_a_summary_a_description_and_a_severity(rule, documented):
     assert rule["labels"]["severity"] in {"critical", "warning"}
     assert {"summary", "description"} == set(rule["annotations"])
     shown = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
@@ -78,7 +78,7 @@ def test_an_alert_says_what_it_means_and_how_bad_it_is(rule, documented):
     assert shown <= set().union(*(documented[name] for name in names)) | FROM_PROMETHEUS
 
 
-def test_operators_are_told_what_to_do_about_every_alert_and_every_metric():
+def test_the_operations_guide_covers_every_alert_and_every_metric():
     operations = (ROOT / "docs" / "operations.md").read_text()
     metrics = (ROOT / "docs" / "metrics.md").read_text()
     alerts = re.findall(r"^\| `(Equipoise\w+)` \|", operations, re.MULTILINE)
@@ -90,7 +90,7 @@ def test_operators_are_told_what_to_do_about_every_alert_and_every_metric():
     assert sorted(named) == sorted(known)
 
 
-def test_panels_have_titles_units_and_places_of_their_own():
+def test_panels_have_titles_and_units_and_do_not_overlap():
     taken = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
@@ -109,7 +109,7 @@ def test_panels_have_titles_units_and_places_of_their_own():
         assert panel["datasource"]["uid"] == "${datasource}"
 
 
-def test_they_are_installed_when_asked_for_and_as_they_are():
+def test_alerts_and_dashboard_are_installed_unchanged_if_enabled():
     objects = render(MONITORED)
     rule = one_of(objects, "PrometheusRule", "eq-equipoise")
     assert [one for group in rule["spec"]["groups"] for one in group["rules"]] == RULES

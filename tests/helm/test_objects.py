@@ -1,4 +1,4 @@
-"""What the chart makes: objects a strict server takes, and processes that may do little."""
+"""The chart's objects are valid, and its processes have few privileges."""
 
 import re
 import subprocess
@@ -49,7 +49,7 @@ def test_every_object_passes_the_strict_schemas_of_kubernetes(values):
         kubernetes_validate.validate(one, KUBERNETES, strict=True)
 
 
-def test_helm_lints_the_chart_without_a_word_beyond_the_missing_icon():
+def test_helm_lint_reports_only_the_missing_icon():
     done = subprocess.run(
         [helm(), "lint", "--strict", CHART], capture_output=True, text=True, check=False
     )
@@ -59,7 +59,7 @@ def test_helm_lints_the_chart_without_a_word_beyond_the_missing_icon():
 
 
 @pytest.mark.parametrize("values", [{}, FULL, LEADER_WORKER_SET], ids=["", "full", "lws"])
-def test_nobody_is_root_writes_to_the_image_or_gains_rights(values):
+def test_no_container_is_root_or_can_write_to_its_image_or_gain_privileges(values):
     objects = render(values)
     for pod, spec in pod_specs(objects).items():
         security = spec["securityContext"]
@@ -78,7 +78,7 @@ def test_nobody_is_root_writes_to_the_image_or_gains_rights(values):
         assert {"requests", "limits"} <= set(container["resources"]), name
 
 
-def test_only_rdma_gets_a_capability_and_it_is_the_one_for_pinned_memory():
+def test_only_rdma_adds_a_capability_for_pinned_memory():
     for name, container in containers(render(FULL)).items():
         added = container["securityContext"]["capabilities"].get("add")
         assert added == (
@@ -86,7 +86,7 @@ def test_only_rdma_gets_a_capability_and_it_is_the_one_for_pinned_memory():
         )
 
 
-def test_who_asks_the_cluster_for_nothing_gets_no_token_and_no_role():
+def test_pods_that_do_not_call_the_api_server_get_no_token_and_no_role():
     objects = render({"balancer": {"events": False}})
     assert not [one for one in objects if "Role" in one["kind"]]
     assert all(
@@ -94,7 +94,7 @@ def test_who_asks_the_cluster_for_nothing_gets_no_token_and_no_role():
     )
 
 
-def test_rights_are_exactly_these():
+def test_rbac_rules_are_exactly_these():
     objects = render(FULL)
     rules = {
         (one["kind"], one["metadata"]["name"]): one["rules"]
@@ -121,7 +121,7 @@ def test_rights_are_exactly_these():
     assert mounted == {"Deployment/eq-equipoise-balancer", "StatefulSet/eq-equipoise-worker"}
 
 
-def test_the_lease_is_the_releases_so_that_nothing_is_left_of_it():
+def test_the_lease_belongs_to_the_release_and_is_uninstalled_with_it():
     (lease,) = [one for one in render(FULL) if one["kind"] == "Lease"]
     (flag,) = [
         argument
@@ -135,7 +135,7 @@ def test_the_lease_is_the_releases_so_that_nothing_is_left_of_it():
     assert not [one for one in render({}) if one["kind"] == "Lease"]
 
 
-def test_the_network_admits_exactly_who_needs_what():
+def test_network_policies_allow_exactly_the_necessary_traffic():
     admitted = {}
     for one in render(FULL):
         if one["kind"] == "NetworkPolicy":
@@ -162,7 +162,7 @@ def test_the_network_admits_exactly_who_needs_what():
     }
 
 
-def test_every_port_that_a_service_or_a_policy_names_is_one_of_its_pods():
+def test_every_port_of_a_service_or_a_policy_exists_in_its_pods():
     objects = render(FULL)
     ports = {}
     for one in objects:
@@ -196,9 +196,7 @@ def test_selectors_never_change_with_the_version_and_match_their_pods():
     ("ranks", "slots", "spare", "strategy"),
     [(4, 12, 1, "RollingUpdate"), (4, 8, 0, "OnDelete"), (8, 16, 6, "RollingUpdate")],
 )
-def test_upgrades_and_disruptions_follow_from_how_many_ranks_are_spare(
-    ranks, slots, spare, strategy
-):
+def test_upgrades_and_disruptions_depend_on_the_spare_ranks(ranks, slots, spare, strategy):
     objects = render({"worker": {"replicas": ranks, "slotsPerRank": slots, "numExperts": 32}})
     budget = one_of(objects, "PodDisruptionBudget", "eq-equipoise-worker")
     assert budget["spec"]["maxUnavailable"] == spare
@@ -207,7 +205,7 @@ def test_upgrades_and_disruptions_follow_from_how_many_ranks_are_spare(
     assert ranks_of["spec"]["podManagementPolicy"] == "Parallel"
 
 
-def test_gpus_and_network_cards_are_requests_and_limits():
+def test_gpus_and_network_cards_are_in_requests_and_limits():
     worker = containers(render(FULL))["StatefulSet/eq-equipoise-worker/worker"]
     devices = {"nvidia.com/gpu": 1, "rdma/ib": 1}
     assert devices.items() <= worker["resources"]["limits"].items()
@@ -216,7 +214,7 @@ def test_gpus_and_network_cards_are_requests_and_limits():
     assert set(plain["resources"]["limits"]) == {"memory"}
 
 
-def test_a_group_of_leader_and_workers_is_one_pool_of_the_same_pods():
+def test_a_leader_worker_set_is_one_pool_of_identical_pods():
     objects = render(LEADER_WORKER_SET)
     group = one_of(objects, "LeaderWorkerSet", "eq-equipoise-worker")
     assert group["spec"]["replicas"] == 1
@@ -257,7 +255,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize(("words", "values"), CONTRADICTIONS.items())
-def test_values_that_contradict_each_other_are_refused_with_the_remedy(words, values):
+def test_contradicting_values_fail_with_the_remedy(words, values):
     with pytest.raises(RenderError, match=words):
         render(values)
 

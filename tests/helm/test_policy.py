@@ -1,4 +1,4 @@
-"""The policy that the chart mounts is one that the balancer reads, and edits of it can reach it."""
+"""The balancer can read the policy that the chart mounts, and edits reach it."""
 
 from equipoise.policy.reading import read_policy
 from tests.support.helm_chart import FULL, one_of, pod_specs, render
@@ -16,7 +16,7 @@ def mounted(values):
     return read_policy(text, source="policy.yaml")
 
 
-def test_the_balancer_reads_what_the_chart_writes():
+def test_the_balancer_can_read_the_policy_of_the_chart():
     assert mounted({}).pools == {}
     chosen = mounted(CHOSEN)
     assert (chosen.defaults.interval_s, chosen.defaults.min_gain) == (20.0, 0.05)
@@ -35,7 +35,7 @@ def test_edits_reach_the_balancer_because_the_folder_is_mounted_and_nothing_rest
     assert flag == f"--policy={mount['mountPath']}/policy.yaml"
 
 
-def test_a_config_map_of_ones_own_takes_the_place_of_the_charts():
+def test_an_existing_config_map_replaces_the_charts():
     objects = render({**FULL, "policy": {"existingConfigMap": "mine"}})
     assert not [
         one

@@ -1,4 +1,4 @@
-"""Who shows and asks for what: the certificates, tokens and probes that the chart wires up."""
+"""The certificates, tokens and probes of the chart."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def environment(objects, pod):
     return {one["name"]: one.get("value") for one in container["env"]}
 
 
-def test_a_certificate_says_who_its_owner_is_in_the_words_of_the_program(certificates):
+def test_certificates_have_identities_that_the_program_accepts(certificates):
     identities = {
         name: certified(common_name="", alternative_names=spec["dnsNames"] + spec["uris"])
         for name, spec in certificates.items()
@@ -68,7 +68,7 @@ def test_the_names_that_are_verified_are_in_the_certificates(objects, certificat
         assert told["EQUIPOISE_TLS_WORKER_NAME"] in certificates["worker"]["dnsNames"]
 
 
-def test_a_pod_mounts_its_own_certificate_and_no_token_but_those_it_needs(objects, certificates):
+def test_a_pod_mounts_its_own_certificate_and_only_the_tokens_it_needs(objects, certificates):
     mounted = {}
     for component, pod in POD_OF.items():
         volumes = {one["name"]: one.get("secret") for one in pod_specs(objects)[pod]["volumes"]}
@@ -85,7 +85,7 @@ def test_a_pod_mounts_its_own_certificate_and_no_token_but_those_it_needs(object
     }
 
 
-def test_commands_inside_a_balancer_show_a_readers_token_if_there_is_one(objects):
+def test_commands_in_a_balancer_send_the_readers_token_if_there_is_one(objects):
     told = environment(objects, POD_OF["balancer"])
     spec = pod_specs(objects)[POD_OF["balancer"]]
     mounts = {one["name"]: one["mountPath"] for one in spec["containers"][0]["volumeMounts"]}
@@ -96,7 +96,7 @@ def test_commands_inside_a_balancer_show_a_readers_token_if_there_is_one(objects
     assert told["EQUIPOISE_TOKEN_FILE"] == f"{mounts['reader']}/{item['path']}"
 
 
-def test_nobody_speaks_plain_text_where_there_are_certificates(objects):
+def test_no_pod_uses_plain_text_with_tls(objects):
     for name, container in containers(objects).items():
         if not name.endswith("/compiled-planner"):
             told = {one["name"]: one.get("value") for one in container["env"]}
@@ -105,7 +105,7 @@ def test_nobody_speaks_plain_text_where_there_are_certificates(objects):
         assert "--insecure" not in container.get("args", []), name
 
 
-def test_probes_show_no_certificate_so_they_are_answered_in_plain_http(objects):
+def test_probes_use_plain_http_with_tls(objects):
     probes = {
         (name.rpartition("/")[2], kind): container[kind]
         for name, container in containers(objects).items()
@@ -129,7 +129,7 @@ def test_probes_show_no_certificate_so_they_are_answered_in_plain_http(objects):
     assert all("grpc" in probe for probe in plain)
 
 
-def test_secrets_that_are_there_already_are_used_and_none_is_made():
+def test_existing_secrets_are_used_and_none_is_created():
     named = {"balancer": "b", "worker": "w", "gateway": "g"}
     objects = render({"tls": {"enabled": True, "secrets": named}})
     assert not [one for one in objects if one["kind"] == "Certificate"]
@@ -138,7 +138,7 @@ def test_secrets_that_are_there_already_are_used_and_none_is_made():
         assert secret in [one["secret"]["secretName"] for one in volumes if "secret" in one]
 
 
-def test_workers_of_another_releases_balancer_verify_that_ones_name():
+def test_workers_verify_the_name_of_another_releases_balancer():
     objects = render(
         {
             **TLS,
@@ -151,7 +151,7 @@ def test_workers_of_another_releases_balancer_verify_that_ones_name():
     assert kinds == ["eq-equipoise-gateway", "eq-equipoise-worker"]
 
 
-def test_spans_go_where_they_are_told_to(objects):
+def test_spans_go_to_the_configured_endpoint(objects):
     for component in ("balancer", "worker"):
         told = environment(objects, POD_OF[component])
         assert told["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://otel.observability.svc:4317"

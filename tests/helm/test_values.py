@@ -1,4 +1,4 @@
-"""Values: each explained, each known to the schema, and wrong ones refused by name."""
+"""Values are explained and known to the schema, and invalid ones are rejected by name."""
 
 import importlib.util
 import itertools
@@ -55,7 +55,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("values", "words"), WRONG.values(), ids=WRONG)
-def test_a_wrong_value_is_refused_by_its_place(values, words):
+def test_an_invalid_value_is_rejected_with_its_path(values, words):
     with pytest.raises(RenderError, match="values don't meet the specifications") as refused:
         render(values)
     assert words in str(refused.value)
@@ -73,7 +73,7 @@ def test_every_value_is_explained_above_it():
     assert not unexplained
 
 
-def test_values_and_schema_name_the_same():
+def test_values_and_schema_have_the_same_names():
     assert _names(yaml.safe_load(VALUES), SCHEMA) == []
 
 
@@ -86,7 +86,7 @@ def test_the_policy_in_the_schema_is_the_published_one():
     assert embed.VALUES.read_text() == current, "python helm/embed_policy.py"
 
 
-def test_every_map_of_the_schema_refuses_what_it_does_not_know():
+def test_every_object_of_the_schema_rejects_unknown_values():
     loose = {path for path, one in _maps(SCHEMA) if one.get("additionalProperties") is not False}
     free = {"labels", "properties", "peers", "environment", "resources"}
     assert {path for path in loose if not free & set(path.split("/"))} == {

@@ -38,7 +38,7 @@ def edit(path, old, new):
     path.write_text(text.replace(old, new))
 
 
-def test_the_committed_contract_is_sound(check, capsys):
+def test_the_committed_contract_is_valid(check, capsys):
     assert check.main() == 0
     assert "4 .proto files" in capsys.readouterr().out
 
@@ -86,7 +86,7 @@ def test_style_is_checked(check, copy):
         ("PHASE_MIXED = 3;", "PHASE_MIXED = 4;", '"3"'),
     ],
 )
-def test_a_change_that_breaks_a_deployed_peer_is_refused(check, copy, old, new, named):
+def test_a_change_that_breaks_a_deployed_peer_is_rejected(check, copy, old, new, named):
     edit(copy / WORKER_LINK, old, new)
     faults = check.breaking_changes(copy)
     assert any(named in fault for fault in faults), faults

@@ -1,4 +1,4 @@
-"""How far loading has come: a bar at a terminal, lines elsewhere, fields for programs."""
+"""Progress of loading: a bar on a terminal, otherwise lines with fields."""
 
 import io
 import logging
@@ -38,7 +38,7 @@ def lines():
 
 
 @pytest.mark.parametrize("log_format", LogFormat)
-def test_without_a_terminal_there_is_a_line_now_and_then_and_one_at_the_end(lines, log_format):
+def test_without_a_terminal_there_are_periodic_lines_and_one_at_the_end(lines, log_format):
     assert LINES_EVERY_S == 5
     assert lines(log_format=log_format) == [
         "loading experts: 50 % of 10.0 MiB",
@@ -46,7 +46,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_one_at_the_end(line
     ]
 
 
-def test_a_terminal_shows_a_bar_that_goes_away(monkeypatch):
+def test_a_terminal_shows_a_bar_that_disappears(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     terminal, said = Terminal(), []
@@ -61,7 +61,7 @@ def test_a_terminal_shows_a_bar_that_goes_away(monkeypatch):
     assert not said
 
 
-def test_a_terminal_shows_no_bar_where_logs_are_for_programs(monkeypatch, caplog):
+def test_a_terminal_shows_no_bar_with_json_logs(monkeypatch, caplog):
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     with (

@@ -1,4 +1,4 @@
-"""Logs that programs can read."""
+"""JSON and text logs."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def logging_anew():
         root.setLevel(level)
 
 
-def test_a_json_line_says_what_it_is_about():
+def test_a_json_line_has_the_fields_of_its_context_and_call():
     stream = io.StringIO()
     with logging_anew():
         configure_logs(LogFormat.JSON, context=lambda: {"pool": "tiny", "rank": 3}, stream=stream)
@@ -53,7 +53,7 @@ def test_a_traceback_stays_on_its_line():
     assert "ValueError: two\nlines" in json.loads(line)["exception"]
 
 
-def test_text_is_for_people():
+def test_text_lines_are_human_readable():
     stream = io.StringIO()
     with logging_anew():
         configure_logs(LogFormat.TEXT, stream=stream)
@@ -61,7 +61,7 @@ def test_text_is_for_people():
     assert stream.getvalue().endswith(" WARNING equipoise.test: look\n")
 
 
-def test_a_balancer_told_to_log_json_writes_nothing_else(tmp_path):
+def test_a_balancer_with_json_logs_writes_nothing_else(tmp_path):
     command = [sys.executable, "-m", "equipoise.cli.main", "balancer", "--log-format", "json"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""What a probe without a certificate hears."""
+"""Probes without a certificate."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from equipoise.telemetry.exposition import metrics_at
 from equipoise.telemetry.probes import probe_routes
 
 
-async def test_probes_are_answered_beside_the_metrics_with_a_word_and_no_more():
+async def test_probes_on_the_metrics_port_answer_with_a_single_word():
     ready = False
     routes = probe_routes(ready=lambda: ready)
     async with (

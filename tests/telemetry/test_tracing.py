@@ -1,4 +1,4 @@
-"""Spans on their way to a real collector, to one that is away, and to none."""
+"""Spans are exported to a collector, lost if it is down, and not recorded without one."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ from equipoise.telemetry.tracing import failed, parent_of, traceparent_of, traci
 from tests.support.collector import Collector
 
 
-def test_a_collector_hears_of_a_span_and_of_its_child_in_another_process(monkeypatch):
+def test_a_collector_receives_a_span_and_its_child_from_another_process(monkeypatch):
     with Collector() as collector:
         with tracing(collector.endpoint, service="balancer") as tracer:
             parent = tracer.start_span("wave")
@@ -28,7 +28,7 @@ def test_a_collector_hears_of_a_span_and_of_its_child_in_another_process(monkeyp
     assert not wave.parent
 
 
-def test_without_a_collector_there_are_no_spans_and_nobody_is_told_of_one():
+def test_without_a_collector_no_spans_are_recorded_or_propagated():
     with tracing("", service="balancer") as tracer:
         span = tracer.start_span("wave")
         assert not span.is_recording()
@@ -36,14 +36,14 @@ def test_without_a_collector_there_are_no_spans_and_nobody_is_told_of_one():
     assert not parent_of("")
 
 
-def test_a_collector_that_is_away_costs_spans_and_nothing_else(caplog):
+def test_an_unreachable_collector_loses_spans_and_nothing_else(caplog):
     with Collector() as collector:
         endpoint = collector.endpoint
     with caplog.at_level(logging.CRITICAL), tracing(endpoint, service="balancer") as tracer:
         tracer.start_span("wave").end()
 
 
-def test_the_environment_says_who_gets_spans_where_no_option_does(monkeypatch):
+def test_the_environment_variable_is_used_without_an_option(monkeypatch):
     with Collector() as collector:
         monkeypatch.setenv(ENDPOINT_VARIABLE, collector.endpoint)
         with tracing("", service="balancer") as tracer:
@@ -57,13 +57,13 @@ def warnings_without_spans(caplog):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_an_environment_that_makes_no_sense_to_us_costs_spans_and_nothing_else(monkeypatch, caplog):
+def test_an_invalid_environment_variable_only_disables_tracing(monkeypatch, caplog):
     monkeypatch.setenv(ENDPOINT_VARIABLE, "http://otel:4318/v1/traces")
     (warning,) = warnings_without_spans(caplog)
     assert "tracing is disabled, because OTEL_EXPORTER_OTLP_ENDPOINT" in warning
 
 
-def test_without_the_sdk_only_an_option_is_refused(monkeypatch, caplog):
+def test_without_the_sdk_only_an_option_is_an_error(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with (
         pytest.raises(TelemetryError, match=r"pip install 'equipoise\[tracing\]'"),
@@ -76,11 +76,11 @@ def test_without_the_sdk_only_an_option_is_refused(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("endpoint", ["otel:4317", "http://otel", "http://otel:4318/v1/traces"])
-def test_an_endpoint_that_is_none_is_refused_in_words(endpoint):
+def test_an_invalid_endpoint_is_an_error(endpoint):
     with pytest.raises(TelemetryError, match="must be http://host:port"):
         check_endpoint(endpoint)
 
 
-def test_good_endpoints_are_taken():
+def test_valid_endpoints_are_accepted():
     for endpoint in ("", "http://otel:4317", "https://otel.svc:4317/", "https://api.honey.io"):
         check_endpoint(endpoint)

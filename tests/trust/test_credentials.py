@@ -1,4 +1,4 @@
-"""Files of our own: what is wrong with them is said in a line, and what is new is taken up."""
+"""Certificate and token files: errors are one line, and replaced files are reloaded."""
 
 import hashlib
 from pathlib import Path
@@ -27,7 +27,7 @@ def refusal(tls):
     return line
 
 
-def test_what_fits_is_taken(authority):
+def test_matching_files_are_accepted(authority):
     Credentials(authority.issue("balancer"))
     Credentials(Tls())
 
@@ -38,36 +38,36 @@ def test_a_missing_file_is_named_with_its_setting(authority):
     assert refusal(tls) == f"tls_cert {tls.tls_cert}: No such file or directory"
 
 
-def test_a_file_that_is_no_certificate_is_named(authority):
+def test_a_file_without_a_certificate_is_named(authority):
     tls = authority.issue("balancer")
     authority.ca_file.write_text("-----BEGIN nothing")
     assert refusal(tls) == f"tls_ca {authority.ca_file} contains no PEM certificate"
 
 
-def test_an_expired_certificate_is_named_with_its_day(authority):
+def test_an_expired_certificate_is_named_with_its_date(authority):
     tls = authority.issue("balancer", expired=True)
     assert refusal(tls) == f"tls_cert {tls.tls_cert} expired on 2020-02-01: renew it"
 
 
-def test_a_key_of_another_certificate_is_noticed(authority):
+def test_a_key_of_another_certificate_is_an_error(authority):
     one, other = authority.issue("one"), authority.issue("other")
     mixed = Tls(tls_ca=one.tls_ca, tls_cert=one.tls_cert, tls_key=other.tls_key)
     assert refusal(mixed) == f"tls_key {other.tls_key} is not the key of tls_cert {one.tls_cert}"
 
 
-def test_a_key_that_is_none_is_named(authority):
+def test_an_invalid_key_is_named(authority):
     tls = authority.issue("one")
     Path(tls.tls_key).write_text("secret")
     assert "contains no unencrypted PEM private key" in refusal(tls)
 
 
-def test_a_certificate_of_another_authority_is_noticed(authority, tmp_path):
+def test_a_certificate_of_another_authority_is_an_error(authority, tmp_path):
     other = Authority(tmp_path / "other").issue("balancer")
     mixed = Tls(tls_ca=str(authority.ca_file), tls_cert=other.tls_cert, tls_key=other.tls_key)
     assert "is not signed by the authority in tls_ca" in refusal(mixed)
 
 
-def test_renewed_files_are_taken_up_and_useless_ones_are_not(authority, caplog):
+def test_renewed_files_are_reloaded_and_invalid_ones_are_ignored(authority, caplog):
     tls = authority.issue("balancer")
     credentials = Credentials(tls)
     assert credentials.version() == 1
@@ -80,7 +80,7 @@ def test_renewed_files_are_taken_up_and_useless_ones_are_not(authority, caplog):
     assert credentials.version() == 3
 
 
-def test_a_token_is_shown_as_it_stands_in_its_file_now(tmp_path):
+def test_a_replaced_token_file_is_reloaded(tmp_path):
     path = write_token(tmp_path, "own", TOKEN)
     credentials = Credentials(token_file=path)
     assert credentials.metadata() == (("authorization", f"Bearer {TOKEN}"),)
@@ -93,12 +93,12 @@ def test_a_token_is_shown_as_it_stands_in_its_file_now(tmp_path):
 @pytest.mark.parametrize(
     "token", ["", "short", "two words that are long", "umlaut-ä-is-not-for-it"]
 )
-def test_a_token_that_cannot_be_one_is_refused(tmp_path, token):
+def test_an_invalid_token_is_an_error(tmp_path, token):
     with pytest.raises(TrustError, match="must contain one line of at least 16"):
         Credentials(token_file=write_token(tmp_path, "own", token))
 
 
-def test_accepted_tokens_are_found_in_clear_and_by_hash(tmp_path):
+def test_tokens_are_accepted_in_plain_text_and_by_hash(tmp_path):
     path = tmp_path / "tokens"
     path.write_text(f"# who may come\n\nadmin/ann {TOKEN}\n")
     accepted = AcceptedTokens(str(path))
@@ -122,7 +122,7 @@ def test_accepted_tokens_are_found_in_clear_and_by_hash(tmp_path):
         ("admin a-token-of-the-test extra\n", "line 1: must be an identity"),
     ],
 )
-def test_lines_that_say_nothing_are_named_without_the_token(tmp_path, text, words):
+def test_invalid_lines_are_named_without_the_token(tmp_path, text, words):
     path = tmp_path / "tokens"
     path.write_text(text)
     with pytest.raises(TrustError) as caught:

@@ -1,4 +1,4 @@
-"""Who a caller is, by what he shows."""
+"""Identities of callers."""
 
 import pytest
 
@@ -24,11 +24,11 @@ def test_roles_are_read_from_names(words, identity):
 @pytest.mark.parametrize(
     "words", ["", "root", "Admin", "worker/p", "worker/p/w/x", "worker//w", "admin/a/b", "reader/"]
 )
-def test_what_names_no_role_is_nobody(words):
+def test_a_name_without_a_role_is_no_identity(words):
     assert parse_identity(words) is None
 
 
-def test_a_certificate_is_read_by_its_uri_before_its_common_name():
+def test_the_uri_of_a_certificate_takes_precedence_over_its_common_name():
     named = certified(
         common_name="reader",
         alternative_names=["10.0.0.1", "spiffe://corp/equipoise/worker/p/w-1"],
@@ -40,7 +40,7 @@ def test_a_certificate_is_read_by_its_uri_before_its_common_name():
     assert certified(common_name="www.corp", alternative_names=["www.corp"]) is None
 
 
-def test_every_proof_must_allow_what_a_caller_does():
+def test_every_identity_must_allow_what_a_caller_does():
     worker = Identity(role=Role.WORKER, pool="p", worker="w-0")
     admin = Identity(role=Role.ADMIN)
     assert Caller(peer="x", identities=(worker,)).may({Role.WORKER})
@@ -64,7 +64,7 @@ def test_a_worker_speaks_for_itself_only(identity, pool, worker, allowed):
     assert caller.may_speak_for(pool=pool, worker=worker) is allowed
 
 
-def test_callers_are_told_apart_in_words():
+def test_callers_are_shown_with_their_identities_and_address():
     assert str(Caller(peer="ipv4:1.2.3.4:5")) == "anonymous at ipv4:1.2.3.4:5"
     ann = Identity(role=Role.ADMIN, name="ann")
     assert str(Caller(peer="p", identities=(ann, ann))) == "admin/ann at p"

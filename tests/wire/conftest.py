@@ -1,4 +1,4 @@
-"""One good message of each kind, and the way each takes. Tests break them."""
+"""A valid message of each kind, and its conversion. Tests corrupt them."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ HELLO = Hello(
 )
 LAYOUT = contiguous_layout(num_layers=3, num_experts=8, num_ranks=2, slots_per_rank=5, generation=4)
 RUNS = replace(LAYOUT, generation=3, expert_of_slot=LAYOUT.expert_of_slot[:, ::-1])
-"""What the worker runs, of which a stage may tell changes."""
+"""The layout that the worker runs, from which a stage may send a change."""
 WAVE = RUNS.expert_of_slot.copy()
 WAVE[1, [2, 5]] = WAVE[1, [5, 2]]
 CHECKSUMS = np.arange(3 * 5 * 16, dtype=np.uint8).reshape(3, 5, 16)

@@ -1,4 +1,4 @@
-"""What is said on one side arrives on the other."""
+"""Messages survive a round trip through protobuf."""
 
 from dataclasses import fields, is_dataclass, replace
 
@@ -13,11 +13,11 @@ from equipoise.wire.checks import MAX_COUNT
 from equipoise.wire.convert import from_worker, to_balancer, to_worker
 
 
-def test_what_a_worker_says_arrives_as_it_was_said(good, said_by_worker):
+def test_a_workers_message_survives_a_round_trip(good, said_by_worker):
     assert_same(good.received_by_balancer(to_balancer(said_by_worker)), said_by_worker)
 
 
-def test_what_the_balancer_says_arrives_as_it_was_said(good, said_by_balancer):
+def test_a_balancers_message_survives_a_round_trip(good, said_by_balancer):
     assert_same(good.received_by_worker(to_worker(said_by_balancer)), said_by_balancer)
 
 
@@ -30,7 +30,7 @@ def test_what_the_balancer_says_arrives_as_it_was_said(good, said_by_balancer):
     generation=st.integers(1, MAX_COUNT),
     data=st.data(),
 )
-def test_any_layout_and_any_counters_arrive_as_they_were_sent(
+def test_any_layout_and_any_counters_survive_a_round_trip(
     good, num_layers, num_experts, num_ranks, extra, generation, data
 ):
     slots_per_rank = -(-num_experts // num_ranks) + extra
@@ -63,14 +63,14 @@ def test_any_layout_and_any_counters_arrive_as_they_were_sent(
     assert_same(from_worker(to_balancer(report), hello=hello), report)
 
 
-def test_arrays_from_the_wire_cannot_be_written_to(good):
+def test_received_arrays_are_read_only(good):
     serving = good.received_by_balancer(to_balancer(good.serving))
     report = good.received_by_balancer(to_balancer(good.report))
     assert not serving.checksums.flags.writeable
     assert not report.load.assignments.flags.writeable
 
 
-def test_a_trace_that_makes_no_sense_is_none_and_refuses_no_stage(good):
+def test_an_invalid_traceparent_is_dropped_and_the_stage_is_valid(good):
     for text in ("", "nonsense", "00-" + "f" * 5000, f"00-{1:032X}-{2:016x}-01\n"):
         stage = replace(good.stage, traceparent=text)
         assert good.received_by_worker(to_worker(stage)).traceparent == ""

@@ -1,4 +1,4 @@
-"""What all ranks of a pool are told alike is serialised once, and arrives as if told to each."""
+"""The shared part of a push is serialised once and decodes as if encoded for each rank."""
 
 from dataclasses import replace
 
@@ -9,13 +9,13 @@ from equipoise.wire.encoder import Encoder
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 
-def test_every_message_means_the_same_as_if_it_were_made_for_one_worker(good):
+def test_every_message_decodes_as_if_encoded_for_one_worker(good):
     encoder = Encoder()
     for value in (*good.from_balancer, *good.from_balancer[::-1]):
         assert pb.ConnectResponse.FromString(encoder.encode(value)) == to_worker(value)
 
 
-def test_each_rank_gets_its_own_seat_and_moves_beside_what_all_get(good):
+def test_each_rank_gets_its_own_rank_and_moves_with_the_shared_part(good):
     encoder = Encoder()
     for rank in (1, 0):
         seated = replace(good.join_epoch, rank=rank, moves=good.stage.moves[:rank])
@@ -27,7 +27,7 @@ def test_each_rank_gets_its_own_seat_and_moves_beside_what_all_get(good):
 @pytest.mark.parametrize(
     "changes", [{"term": 4}, {"timeout_s": 1.0}, {"base_generation": 2}, {"epoch": 2}]
 )
-def test_a_push_that_differs_in_anything_is_not_taken_for_the_one_before(good, changes):
+def test_a_push_with_any_difference_is_serialised_again(good, changes):
     encoder = Encoder()
     encoder.encode(good.stage)
     other = replace(good.stage, **changes)

@@ -1,4 +1,4 @@
-"""Each fault alone, refused with its kind and in words."""
+"""Each fault by itself is refused with its kind and a reason."""
 
 # ruff: noqa: C408 - fields of messages read better as keywords
 
@@ -233,13 +233,13 @@ def test_a_change_of_a_layout_with_one_fault_is_refused_with_the_reason(good, ch
 
 
 @pytest.mark.parametrize("runs", [None, 2])
-def test_a_change_of_a_generation_that_does_not_run_is_refused(good, runs):
+def test_a_change_from_a_generation_that_is_not_running_is_refused(good, runs):
     running = None if runs is None else replace(good.change.base, generation=runs)
     error = refusal_of(from_balancer, to_worker(good.change), hello=good.hello, running=running)
     check_refusal(error, "stage_base", "from generation 3, but worker-1 runs (nothing|gen)")
 
 
-def test_a_stage_that_fills_a_slot_twice_or_from_nowhere_is_refused(good):
+def test_a_stage_that_fills_a_slot_twice_or_without_a_source_is_refused(good):
     twice = to_worker(replace(good.stage, moves=good.stage.moves * 2))
     check_refusal(
         refusal_of(good.received_by_worker, twice), "stage_move", "two moves fill one slot"
@@ -258,7 +258,7 @@ def test_a_layout_of_another_model_is_refused_with_both_shapes(good):
     check_refusal(error, "stage_shape", r"\(3, 8, 5\), but worker-1 serves \(3, 8, 4\)")
 
 
-def test_a_layout_may_have_more_ranks_than_the_pool_began_with(good):
+def test_a_layout_may_have_more_ranks_than_the_pool_started_with(good):
     wide = contiguous_layout(num_layers=3, num_experts=8, num_ranks=3, slots_per_rank=5)
     message = to_worker(replace(good.stage, layout=replace_generation(wide, 4), moves=()))
     assert good.received_by_worker(message).layout.num_ranks == 3
@@ -273,7 +273,7 @@ def test_an_expert_that_no_slot_can_hold_is_refused(good, expert):
     check_refusal(error, "group_lost_shape", f"experts are 0 to 7, not .*{expert}|{expert}")
 
 
-def test_words_for_people_are_kept_short_and_steer_no_terminal(good):
+def test_reasons_are_truncated_and_have_no_control_characters(good):
     told = Leaving(reason="\x1b[31mred\n" + "x" * 5000)
     reason = good.received_by_balancer(to_balancer(told)).reason
     assert reason.startswith("[31mred xxx")
@@ -282,7 +282,7 @@ def test_words_for_people_are_kept_short_and_steer_no_terminal(good):
     assert good.received_by_balancer(to_balancer(Leaving(reason="\n"))).reason == "no reason given"
 
 
-def test_a_stream_starts_with_hello_and_says_it_once(good):
+def test_a_stream_starts_with_exactly_one_hello(good):
     assert refusal_of(from_worker, to_balancer(good.serving), hello=None).kind == "hello_missing"
     assert refusal_of(from_worker, pb.ConnectRequest(), hello=None).kind == "hello_missing"
     assert (
@@ -290,7 +290,7 @@ def test_a_stream_starts_with_hello_and_says_it_once(good):
     )
 
 
-def test_a_message_of_a_later_protocol_is_refused_not_guessed_at(good):
+def test_a_message_of_a_newer_protocol_is_refused(good):
     # A oneof field that this release does not know arrives as an unknown field.
     from_the_future = pb.ConnectRequest.FromString(b"\xfa\x01\x02\x08\x01")
     assert refusal_of(from_worker, from_the_future, hello=good.hello).kind == "message_empty"
