@@ -132,7 +132,7 @@ def test_a_false_count_of_steps_or_time_misleads_no_comparison_of_ranks(
     np.testing.assert_allclose(after.pace.busy_us, before.pace.busy_us)
     assert after.balancedness == pytest.approx(before.balancedness, abs=0.05)
     impossible = replace(lie.stats, **{count: 2**53})
-    with pytest.raises(InvalidReportError, match="rank 3 tells of 9007") as caught:
+    with pytest.raises(InvalidReportError, match="rank 3 reports 9007") as caught:
         bench.say(liar, replace(liar.report(), stats=impossible))
     assert caught.value.kind == "report_implausible"
 

@@ -132,7 +132,7 @@ def test_a_hung_rank_is_left_out_when_it_is_silent_and_taken_in_when_it_wakes(se
     hung, *others = bench.ranks
     live_for(bench, others, seconds=4)
     notice(bench, *others)
-    assert "waiting for worker-0 to let go of it" in bench.pool.diagnosis().reason
+    assert "waiting for worker-0 to leave it" in bench.pool.diagnosis().reason
     bench.tick(seconds=1.1)
     assert {worker.epoch for worker in others} == {2}
     assert hung.epoch == 1
@@ -165,7 +165,7 @@ def test_a_group_that_only_some_gave_up_is_reformed_without_the_others_at_the_bo
     assert {worker.epoch for worker in others} == {2}
     reform = next(bound for bound in bench.pool.bounds.all() if bound.name == "reform")
     assert reform.reached == 1
-    assert "worker-0 did not let go of it within 5 s" in reform.latest
+    assert "worker-0 did not leave it within 5 s" in reform.latest
 
 
 @pytest.mark.parametrize("victim", range(4))

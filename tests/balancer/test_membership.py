@@ -179,7 +179,7 @@ def test_a_restarted_fleet_gets_a_new_epoch_and_the_committed_layout(serving_ben
         if number < 3:
             reason = bench.pool.diagnosis().reason
             assert worker.hello.worker in reason
-            assert "joins in a moment" in reason
+            assert "joins shortly" in reason
     for worker in bench.ranks:
         assert worker.epoch == 2
         assert worker.layout.same_placement(committed)
@@ -194,7 +194,7 @@ def test_a_newer_boot_takes_the_place_of_one_that_seems_connected(serving_bench)
     worker = bench.ranks[0]
     bench.hello(replace(worker.hello, boot_id="boot-2"))
     assert bench.pool.roster.members[worker.hello.worker].hello.boot_id == "boot-2"
-    assert "worker-0 joins in a moment" in bench.pool.diagnosis().reason
+    assert "worker-0 joins shortly" in bench.pool.diagnosis().reason
 
 
 def test_a_worker_that_leaves_says_so_and_is_gone_when_its_stream_ends(serving_bench):

@@ -107,7 +107,7 @@ def test_a_rollout_that_keeps_its_promise_is_judged_and_kept(bench, skewed):
     assert bench.pool.tally.rolled_back == 0
     judged = pool_status(bench.pool, now=bench.now).promises[-1]
     assert judged.outcome == "kept"
-    assert judged.reason.startswith("kept, as promised")
+    assert judged.reason.startswith("kept, as expected")
     assert judged.gain_realised == pytest.approx(judged.gain_promised, abs=0.05)
     assert judged.judged_unix_s > 1000.0
 

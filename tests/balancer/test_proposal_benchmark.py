@@ -14,11 +14,11 @@ import pytest
 
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import Shift
-from equipoise.planning.placing.eplb import eplb
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.proposal import ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.warm_up import warm_up
+from tests.support.eplb import eplb
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(900)]
 MODEL = ModelShape(num_layers=58, num_experts=256, num_groups=8, expert_bytes=44_000_000)

@@ -11,7 +11,7 @@ def test_a_pool_that_waits_says_for_whom(bench):
     bench.hello(bench.workers["worker-0"].hello)
     status = pool_status(bench.pool, now=bench.now)
     assert status.health == pb.POOL_HEALTH_WAITING
-    assert "1 of 4 workers are here (worker-0): waiting for 3 more" in status.health_reason
+    assert "1 of 4 workers are connected (worker-0): waiting for 3 more" in status.health_reason
     assert list(status.ranks) == []
     assert loads_response(bench.pool) is None
     summary = pool_summary(bench.pool)

@@ -211,7 +211,7 @@ def test_the_text_output_has_the_same_figures(tmp_path):
         ([*POOL, "--exclude-ranks", "x"], "--exclude-ranks takes numbers and ranges"),
         ([*POOL, "--exclude-ranks", "3-1"], "--exclude-ranks: 3-1 is not a valid range"),
         ([*POOL, "--exclude-ranks", "0-3"], "no rank is left"),
-        ([*POOL, "--exclude-ranks", "0"], "30 slots together cannot hold 32 experts"),
+        ([*POOL, "--exclude-ranks", "0"], "30 slots in total cannot hold 32 experts"),
     ],
 )
 def test_contradictory_options_are_refused(arguments, words):

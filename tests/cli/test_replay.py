@@ -175,7 +175,7 @@ def test_a_person_is_told_what_happened_in_each_window_and_in_all(columns):
 
 
 def test_reasons_are_shown_when_asked_for():
-    assert "the least gain" not in equipoise(*POOL, columns="200")
+    assert "the minimum gain" not in equipoise(*POOL, columns="200")
     assert "assignments per layer" in " ".join(
         equipoise(*POOL, "--reasons", "--policy", "x=min_assignments=1e9", columns="200").split()
     )

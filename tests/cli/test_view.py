@@ -123,7 +123,7 @@ def test_what_goes_on_was_decided_happened_and_was_refused_is_told():
         generation=7, step=1234, max_stall_us=800, median_step_us=12_100, moves=12, staging_s=0.31
     )
     status.refusals.add(kind="report_shape", count=3, latest="worker-2: 119 bytes")
-    status.promises.add(generation=7, outcome="kept", reason="kept, as promised: 0.91")
+    status.promises.add(generation=7, outcome="kept", reason="kept, as expected: 0.91")
     status.bounds.add(name="switch", bound_s=5.0)
     status.bounds.add(name="pull", bound_s=5.0, reached=2, latest="worker-1: expert 3 from rank 0")
     text = " ".join(printed(pool_view(status), width=200).split())
@@ -135,7 +135,7 @@ def test_what_goes_on_was_decided_happened_and_was_refused_is_told():
         "generation 8 staging for 0.0 s: 14 moves, 3.0 MiB, staged by 1, switched by none, 2 waves",
         "12 yes balance grows from 0.62 to 0.94 (planned in 3.1 ms)",
         "generation 7 at step 1,234: 12 moves staged in 0.31 s, longest stall 0.8 ms (median step",
-        "promise kept, as promised: 0.91",
+        "promise kept, as expected: 0.91",
         "too long 2 x pull, 5 s: worker-1: expert 3 from rank 0",
         "3 x report_shape: worker-2: 119 bytes",
     ):

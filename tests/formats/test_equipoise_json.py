@@ -42,7 +42,7 @@ def test_a_format_without_shares_does_not_drop_them(write, tmp_path, form):
     ("shares", "words"),
     [
         ([[1, 32768, 32767], [0, 32768, 32767]], "layer 1: the shares of expert 1 sum to 32767"),
-        ([[1, 32768, 32767]], r"shares are of shape \(1, 3\), slots of \(2, 3\)"),
+        ([[1, 32768, 32767]], r"shares have the shape \(1, 3\), slots \(2, 3\)"),
         ([[0.5, 1, 0.5], [1, 1, 0]], "share_of_slot: layer 0, slot 0"),
         ("even", "share_of_slot: "),
     ],
@@ -60,7 +60,7 @@ def test_faulty_shares_are_refused(write, shares, words):
         ({"expert_of_slot": [[0]], "num_experts": True}, "num_experts must be a whole number"),
         ({"expert_of_slot": 3, "num_experts": 1}, r"must be rows \[layers\]\[slots\], not 3"),
         ({"expert_of_slot": [[0], [1]], "num_experts": 1, "first_moe_layer": 3},
-         "layer 4, slot 0 holds expert 1, but experts are 0 to 0"),
+         "layer 4, slot 0 holds expert 1, but experts are numbered 0 to 0"),
         ({"expert_of_slot": [[0, 0]], "num_experts": 1, "num_ranks": 0}, "num_ranks must be"),
     ],
 )  # fmt: skip

@@ -29,7 +29,7 @@ def test_a_flat_list_holds_for_every_layer(write):
         ("[[0, 1], [0, 2, 1]]", "layer 1 has 3 slots, layer 0 has 2"),
         ("[[0, 1, 2], [1, 1, 0]]", "layer 1 has no slot for expert 2"),
         ("[[0, 1], [3, 0]]", "2 slots cannot hold 4 experts, but layer 1, slot 0 holds expert 3"),
-        ("[[0, 1], [-1, 0]]", "layer 1, slot 0 holds expert -1, but experts are 0 to 1"),
+        ("[[0, 1], [-1, 0]]", "layer 1, slot 0 holds expert -1, but experts are numbered 0 to 1"),
         ("[[0, 1.0]]", "layer 0, slot 1: the expert must be a whole number, not 1.0"),
         ("[0, null]", "layer 0, slot 1: the expert must be a whole number, not None"),
         ("[[0, 1e999]]", "layer 0, slot 1: the expert must be a whole number, not inf"),

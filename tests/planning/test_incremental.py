@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.layout import Layout
-from equipoise.planning.placing.eplb import eplb
 from equipoise.planning.placing.relieve import relieve
 from equipoise.planning.placing.search_state import SearchSpace
 from equipoise.planning.planner import LEAST_LAYER_GAIN, plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
+from tests.support.eplb import eplb
 
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS, SLOTS = 6, 48, 8, 7
 MODEL = ModelShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_groups=4, expert_bytes=1)
@@ -108,7 +108,7 @@ def test_at_the_target_nothing_moves():
     (load,) = loads(3, num=1)
     made = improved(load, layout_for(load), target_balancedness=0.9)
     assert made.moves == 0
-    assert "at the target of 0.900 already" in made.reason
+    assert "has reached the target of 0.900" in made.reason
 
 
 def test_a_target_out_of_reach_is_said_to_be():
@@ -162,9 +162,9 @@ def test_of_two_moves_that_gain_alike_the_one_with_a_source_on_its_node_is_made(
     # Two slots a rank, two ranks a node; a spare replica of expert 2 on either node.
     start = np.array([1, 3, 2, 4, 2, 5, 1, 6], dtype=np.int32)
     start[hot_slot] = 0
-    ground = SearchSpace(
+    space = SearchSpace(
         np.arange(0, 9, 2), np.repeat(np.arange(4), 2), np.array([0, 0, 1, 1]),
         np.zeros(7, dtype=np.int64), 1.0, 0.0,
     )  # fmt: skip
-    path = relieve(start, np.array([4.0, 1, 1, 1, 1, 1, 1]), ground, 3.1, np.inf)
+    path = relieve(start, np.array([4.0, 1, 1, 1, 1, 1, 1]), space, 3.1, np.inf)
     np.testing.assert_array_equal(path.steps[0], [near_slot, 0, -1, -1])

@@ -88,7 +88,7 @@ def test_a_twin_is_allowed_where_a_rank_has_more_slots_than_there_are_experts():
 
 
 def test_slots_that_do_not_divide_over_ranks_are_refused():
-    with pytest.raises(InvalidLayoutError, match="3 slots do not divide over 2 ranks"):
+    with pytest.raises(InvalidLayoutError, match="3 slots do not divide evenly over 2 ranks"):
         layout_of([0, 1, 2], num_experts=3, num_ranks=2)
 
 
@@ -99,7 +99,7 @@ def test_a_table_that_is_not_layers_by_slots_is_refused(table):
 
 
 def test_generations_count_from_one():
-    with pytest.raises(InvalidLayoutError, match="generations count from 1"):
+    with pytest.raises(InvalidLayoutError, match="generation must be at least 1"):
         layout_of([0, 1], num_experts=2, num_ranks=2, generation=0)
 
 

@@ -9,7 +9,7 @@ def test_a_rank_heard_within_the_bound_counts_and_a_silent_one_does_not():
 
 def test_silence_is_explained_with_its_numbers():
     liveness = alive({3: 1.0}, now=10.0, silent_after_s=5.0)
-    assert liveness.silent[3] == "rank 3 has been silent for 9.0 s, more than the 5 s allowed"
+    assert liveness.silent[3] == "rank 3 has been silent for 9.0 s, more than the allowed 5 s"
 
 
 def test_nobody_is_a_pool_too():

@@ -89,5 +89,5 @@ def test_without_homes_a_local_plan_is_global_and_says_why():
     model = ModelShape(num_layers=4, num_experts=64, num_groups=1, expert_bytes=1)
     made = plan(skewed_load(4), model=model, topology=TOPOLOGY, locality=0.2)
     assert made.algorithm is Algorithm.GLOBAL
-    assert "not hierarchical: 1 groups do not divide over 4 nodes" in made.reason
+    assert "not hierarchical: 1 groups do not divide evenly over 4 nodes" in made.reason
     assert made.off_node_share == 0.0

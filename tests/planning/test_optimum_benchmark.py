@@ -13,13 +13,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
-from equipoise.planning.placing.eplb import eplb
 from equipoise.planning.placing.twins import repair_twins
 from equipoise.planning.placing.weighted import place_weighted
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
 from tests.support.chain_bound import is_out_of_reach
+from tests.support.eplb import eplb
 from tests.support.planner_loads import as_recorded, loads_to_measure
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(7200)]

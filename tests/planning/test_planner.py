@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout, contiguous_layout
-from equipoise.planning.placing.eplb import eplb
 from equipoise.planning.placing.stay import align
 from equipoise.planning.placing.twins import repair_twins
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
+from tests.support.eplb import eplb
 
 
 def pool(*, num_layers=3, num_experts=16, num_groups=4, num_nodes=2, ranks_per_node=2, slots=5):
@@ -149,9 +149,9 @@ def test_auto_takes_the_more_balanced_plan_and_says_what_the_other_reaches():
 @pytest.mark.parametrize(
     ("nodes", "num_groups", "slots", "obstacle"),
     [
-        (("a", "a", "b", "b"), 1, 5, "1 groups do not divide over 2 nodes"),
-        (("a", "b", "a", "b"), 4, 5, "equally many ranks in a row"),
-        (("a", "b", "b", "b"), 4, 5, "equally many ranks in a row"),
+        (("a", "a", "b", "b"), 1, 5, "1 groups do not divide evenly over 2 nodes"),
+        (("a", "b", "a", "b"), 4, 5, "equally many consecutive ranks"),
+        (("a", "b", "b", "b"), 4, 5, "equally many consecutive ranks"),
         (("a", "a", "b", "b"), 4, 9, "more slots than the 8 experts of a node"),
     ],
 )

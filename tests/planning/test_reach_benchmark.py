@@ -18,7 +18,6 @@ import pytest
 
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.layout import Layout
-from equipoise.planning.placing.eplb import eplb
 from equipoise.planning.placing.weighted import place_weighted
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
@@ -29,6 +28,7 @@ from equipoise.planning.shared_expert import (
 )
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.warm_up import warm_up
+from tests.support.eplb import eplb
 from tests.support.planner_loads import as_recorded, loads_to_measure
 from tests.support.planner_peers import published, sglang_planner
 

@@ -83,7 +83,7 @@ def test_a_switch_that_some_reported_awaits_the_others():
 def test_a_store_that_lost_its_memory_learns_from_the_ranks():
     result = found((12, 12))
     assert (result.generation, result.rollout) == (12, None)
-    assert "taken over from the ranks" in result.reason
+    assert "taken from the ranks" in result.reason
 
 
 def test_a_stale_proposal_is_no_proposal():

@@ -4,12 +4,12 @@ from hypothesis import strategies as st
 
 from equipoise.planning.balance import balancedness_per_layer, rank_loads
 from equipoise.planning.layout import Layout, count_replicas
-from equipoise.planning.placing.eplb import eplb
 from equipoise.planning.placing.refine import refine
 from equipoise.planning.placing.twins import repair_twins
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
+from tests.support.eplb import eplb
 
 
 @st.composite

@@ -35,6 +35,5 @@ def test_an_interval_is_waited_for_even_where_a_rollback_is_not():
 
 def test_the_wait_is_explained():
     assert setbacks(3).wait(POLICY, now=112.0) == (
-        "the last 3 rollouts came to nothing, 12.0 s ago (refusal 2), and the next is tried 40 s "
-        "after that"
+        "the last 3 rollouts failed, 12.0 s ago (refusal 2); retrying 40 s after that"
     )

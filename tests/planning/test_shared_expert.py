@@ -107,7 +107,7 @@ def test_slots_that_come_to_hold_the_shared_expert_count_as_moves():
 
 def test_ranks_for_the_shared_expert_have_one_slot():
     load = with_shared_expert(skewed_load(3), top_k=8)
-    with pytest.raises(InvalidLayoutError, match="1 slot a rank, not 5"):
+    with pytest.raises(InvalidLayoutError, match="1 slot per rank, not 5"):
         plan_with_shared_ranks(
             load, model=MODEL, topology=ranks(64, slots_per_rank=5), num_shared_ranks=8
         )

@@ -73,9 +73,9 @@ def test_layouts_that_differ_in_shares_alone_are_not_the_same():
     ("shares", "words"),
     [
         ([30_000, WHOLE, 2_767, WHOLE], "layer 0: the shares of expert 0 sum to 32767, not 32768"),
-        ([WHOLE + 1, WHOLE, -1, WHOLE], "slot 0 has a share of 32769, but shares are from 0 to"),
+        ([WHOLE + 1, WHOLE, -1, WHOLE], "slot 0 has a share of 32769, but shares range from 0 to"),
         ([-1, WHOLE, WHOLE + 1, WHOLE], "slot 0 has a share of -1"),
-        ([WHOLE], r"shares are of shape \(1, 1\), slots of \(1, 4\)"),
+        ([WHOLE], r"shares have the shape \(1, 1\), slots \(1, 4\)"),
     ],
 )
 def test_shares_that_do_not_sum_up_make_no_layout(shares, words):

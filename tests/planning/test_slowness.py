@@ -19,7 +19,7 @@ def test_a_rank_slow_in_every_window_is_found_with_its_least_factor():
     (found,) = find_slow(paces, policy=POLICY).values()
     assert found.rank == 2
     assert found.factor == pytest.approx(3.0)
-    assert "3.0 times longer" in found.reason
+    assert "3.0 times as long" in found.reason
 
 
 def test_one_good_window_clears_a_rank():

@@ -28,7 +28,7 @@ class Ranks:
             assignments=np.zeros((1, 1), dtype=np.uint64),
         )
         busy_us = steps * 10_000 if busy_us is None else busy_us
-        self.counters.since_told(rank, steps, busy_us=busy_us, now=self.now)
+        self.counters.steps_since_report(rank, steps, busy_us=busy_us, now=self.now)
         self.counters.accept(load, steps=steps, busy_us=busy_us, has_grown=has_grown, now=self.now)
 
     def run(self, *, seconds=5, ranks=(0, 1), generation=1, has_grown=True):
@@ -123,10 +123,10 @@ def test_counts_that_rise_faster_than_time_are_refused_and_named():
     ranks.now += 10.0
     steps = round(MAX_STEPS_PER_S * (10.0 + MAX_DELAY_S))
     busy_us = round(MAX_BUSY_RATIO * (10.0 + MAX_DELAY_S) * 1e6)
-    with pytest.raises(InvalidReportError, match="rank 1 tells of 700001 steps since") as caught:
+    with pytest.raises(InvalidReportError, match="rank 1 reports 700001 steps in") as caught:
         ranks.tell(1, steps=ranks.steps + steps + 1, busy_us=0)
     assert caught.value.kind == "report_implausible"
-    with pytest.raises(InvalidReportError, match="rank 1 tells of 150 s of computing since"):
+    with pytest.raises(InvalidReportError, match="rank 1 reports 150 s of computing in"):
         ranks.tell(1, steps=ranks.steps, busy_us=busy_us + 10_000_000)
     ranks.tell(1, steps=ranks.steps + steps, busy_us=busy_us)
 

@@ -43,5 +43,5 @@ def test_a_model_has_layers_experts_groups_and_bytes():
 
 
 def test_experts_divide_into_groups():
-    with pytest.raises(ValueError, match="5 experts do not divide into 2 groups"):
+    with pytest.raises(ValueError, match="5 experts do not divide evenly into 2 groups"):
         ModelShape(num_layers=1, num_experts=5, num_groups=2, expert_bytes=1)

@@ -108,7 +108,7 @@ def test_a_small_gain_is_not_worth_moving():
     verdict = verdict_on(window=nearly_even)
     assert not verdict.accepted
     assert "gains too little on the latest window" in verdict.reason
-    assert "the least gain is 0.050" in verdict.reason
+    assert "the minimum gain is 0.050" in verdict.reason
 
 
 def test_a_plan_that_is_worse_on_the_latest_window_is_refused_however_good_on_the_average():
@@ -127,7 +127,7 @@ def test_a_plan_that_is_accepted_says_what_it_costs_and_when_it_pays():
     assert verdict.lost_s == pytest.approx(0.25)
     # A step takes 1000 where it took 1800: 0.444 s saved each second.
     assert verdict.payback_s == pytest.approx(0.25 / (1 - 1000 / 1800))
-    assert "cost 0.25 s of serving and pay after 0.562 s" in verdict.reason
+    assert "cost 0.25 s of serving and pay back after 0.562 s" in verdict.reason
 
 
 def test_a_plan_that_pays_too_late_is_refused_with_its_price():
@@ -135,8 +135,8 @@ def test_a_plan_that_pays_too_late_is_refused_with_its_price():
     verdict = verdict_on(policy=policy)
     assert not verdict.accepted
     assert verdict.reason == (
-        "the plan costs more than it gains: 2 moves of 2.0 MiB together cost 0.25 s of serving "
-        "(1 s of pulling) and pay after 0.562 s, the limit is 0.5 s"
+        "the plan costs more than it gains: 2 moves of 2.0 MiB in total cost 0.25 s of serving "
+        "(1 s of fetching) and pay back after 0.562 s, the limit is 0.5 s"
     )
 
 
@@ -158,7 +158,7 @@ def test_above_the_hysteresis_nothing_moves():
     verdict = verdict_on(policy=policy)
     assert not verdict.accepted
     assert verdict.reason == (
-        "balanced enough: the latest window is at 0.556, nothing moves from 0.500 on"
+        "balanced enough: the latest window is at 0.556, plans are made below 0.500"
     )
     assert verdict_on(policy=dataclasses.replace(POLICY, plan_below=0.6)).accepted
 

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.balance import balancedness, rank_loads
-from equipoise.planning.placing.eplb import eplb
 from equipoise.planning.placing.weighted import WeightedPlacement, needs_weights, place_weighted
+from tests.support.eplb import eplb
 
 
 def loads_of_ranks(placement: WeightedPlacement, load: np.ndarray, num_ranks: int) -> np.ndarray:

@@ -12,11 +12,11 @@ import pytest
 from equipoise.formats.files import read_recording
 from equipoise.planning.balance import balancedness, rank_loads
 from equipoise.planning.placing.bound import upper_bounds
-from equipoise.planning.placing.eplb import eplb
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm, Weighting
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.warm_up import warm_up
+from tests.support.eplb import eplb
 from tests.support.planner_loads import RECORDED, loads_to_measure
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1200)]

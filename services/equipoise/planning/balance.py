@@ -17,27 +17,32 @@ def rank_loads(
     first_slot: Sequence[int] | None = None,
     share_of_slot: ShareTable | None = None,
 ) -> Load:
-    """Load of each rank, [layers, ranks].
+    """Compute the load of each rank, [layers, ranks].
 
-    `expert_of_slot` is int32 [layers, slots], `load` [layers, experts] in any unit. An expert's
-    load splits over its replicas by their shares, `share_of_slot` [layers, slots], or evenly. Slots
-    divide evenly over ranks unless `first_slot`, [ranks + 1], says which each rank owns.
+    The planner's loops over even splits use the compiled `Problem.rank_loads` instead.
+
+    Args:
+        expert_of_slot: int32 [layers, slots].
+        load: [layers, experts] in any unit.
+        num_ranks: the number of ranks.
+        first_slot: [ranks + 1], the first slot of each rank and the end; even if None.
+        share_of_slot: int32 [layers, slots]; None splits experts evenly over their replicas.
     """
     cells = expert_of_slot + np.arange(len(load))[:, None] * load.shape[1]
     if share_of_slot is None:
         replicas = np.bincount(cells.ravel(), minlength=load.size)
-        load_of_slot = np.take(load.ravel() / np.maximum(replicas, 1), cells)
+        slot_load = np.take(load.ravel() / np.maximum(replicas, 1), cells)
     else:
-        load_of_slot = np.take(load, cells) * (share_of_slot / WHOLE)
+        slot_load = np.take(load, cells) * (share_of_slot / WHOLE)
     if first_slot is None:
-        by_rank: Load = load_of_slot.reshape(len(load), num_ranks, -1).sum(axis=2)
-        return by_rank
-    assert len(first_slot) == num_ranks + 1, "a first slot for each rank, and the end"
-    return np.add.reduceat(load_of_slot, first_slot[:-1], axis=1)
+        per_rank: Load = slot_load.reshape(len(load), num_ranks, -1).sum(axis=2)
+        return per_rank
+    assert len(first_slot) == num_ranks + 1, "one first slot per rank, and the end"
+    return np.add.reduceat(slot_load, first_slot[:-1], axis=1)
 
 
 def layout_loads(layout: Layout, load: Load) -> Load:
-    """Load of each rank under a layout and its shares, as `rank_loads` has it."""
+    """Compute the load of each rank under a layout and its shares, [layers, ranks]."""
     return rank_loads(
         layout.expert_of_slot,
         load=load,
@@ -48,7 +53,7 @@ def layout_loads(layout: Layout, load: Load) -> Load:
 
 
 def balancedness_per_layer(rank_load: Load) -> Load:
-    """Mean / max rank load of each layer, [..., layers]; 1.0 for a layer without traffic."""
+    """Compute mean / max rank load per layer, [..., layers]; 1.0 for a layer without traffic."""
     busiest = rank_load.max(axis=-1)
     idle = busiest <= 0
     per_layer: Load = np.where(idle, 1.0, rank_load.mean(axis=-1) / np.where(idle, 1.0, busiest))
@@ -56,13 +61,14 @@ def balancedness_per_layer(rank_load: Load) -> Load:
 
 
 def balancedness(rank_load: Load) -> float:
-    """Mean / max rank load, mean over the layers with traffic; 1.0 is perfect, or no traffic.
+    """Compute mean / max rank load, averaged over the layers with traffic.
 
-    1 / balancedness is about how much longer a step takes than it would with even ranks.
+    1.0 is perfect balance, or no traffic. A step takes about 1 / balancedness times as long as it
+    would with even ranks.
     """
     return mean_if_busy(balancedness_per_layer(rank_load), is_busy=rank_load.max(axis=1) > 0)
 
 
 def mean_if_busy(per_layer: Load, *, is_busy: Bools) -> float:
-    """The mean over the layers with traffic; 1.0 if there is none."""
+    """Average over the layers with traffic; 1.0 if there are none."""
     return float(per_layer[is_busy].mean()) if is_busy.any() else 1.0

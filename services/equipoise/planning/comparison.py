@@ -1,4 +1,4 @@
-"""`compare`: what a change of layout does to the balance of a load. Judges nothing."""
+"""`compare`: how a change of layout affects the balance of a load. Decides nothing."""
 
 from dataclasses import dataclass
 
@@ -7,40 +7,47 @@ import numpy as np
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness_per_layer, layout_loads, mean_if_busy
 from equipoise.planning.layout import Layout
-from equipoise.planning.placing.tally import MOST_SUMMED, sum_each_by_rank
+from equipoise.planning.placing.tally import split_by_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """How balanced a load is `before` and `after`, under two layouts of the same ranks.
-
-    `gain_of_layer`, [layers], is by how much each layer's balancedness grows.
-    """
+    """How balanced one load is under two layouts of the same ranks."""
 
     before: float
+    """Balancedness under the current layout, averaged over the layers with traffic."""
     after: float
+    """Balancedness under the target layout."""
     gain_of_layer: Load
+    """Increase of each layer's balancedness, [layers]."""
 
 
 def compare(current: Layout, target: Layout, *loads: Load) -> tuple[Comparison, ...]:
-    """What each load, [layers, experts] in any unit, gains by going from `current` to `target`."""
-    stacked = np.stack(loads, dtype=np.float64)
-    rank_load = np.stack([_layout_loads(layout, stacked) for layout in (current, target)], axis=1)
-    is_busy = rank_load.max(axis=-1) > 0
+    """Compare two layouts on each load, [layers, experts] in any unit."""
     return tuple(
-        Comparison(
-            before=mean_if_busy(per_layer[0], is_busy=busy[0]),
-            after=mean_if_busy(per_layer[1], is_busy=busy[1]),
-            gain_of_layer=per_layer[1] - per_layer[0],
-        )
-        for per_layer, busy in zip(balancedness_per_layer(rank_load), is_busy, strict=True)
+        _comparison(before, after)
+        for before, after in zip(_loads(current, loads), _loads(target, loads), strict=True)
     )
 
 
-def _layout_loads(layout: Layout, loads: Load) -> Load:
-    """What `layout_loads` gives for each load, [loads, layers, ranks], and mostly sooner."""
-    if layout.share_of_slot is not None or max(layout.slots_of_rank) > MOST_SUMMED:
-        return np.stack([layout_loads(layout, load) for load in loads])
-    first_slot = np.array(layout.first_slot, dtype=np.int64)
-    # Compiled code tells arrays that may be written from those that may not.
-    return sum_each_by_rank(np.array(layout.expert_of_slot), loads, first_slot)
+def _comparison(before: Load, after: Load) -> Comparison:
+    old, new = balancedness_per_layer(before), balancedness_per_layer(after)
+    is_busy = before.max(axis=-1) > 0
+    return Comparison(
+        before=mean_if_busy(old, is_busy=is_busy),
+        after=mean_if_busy(new, is_busy=is_busy),
+        gain_of_layer=new - old,
+    )
+
+
+def _loads(layout: Layout, loads: tuple[Load, ...]) -> list[Load]:
+    """`layout_loads` of each load; even splits take the compiled way, which is faster."""
+    if layout.share_of_slot is not None:
+        return [layout_loads(layout, load) for load in loads]
+    rank_of_slot = np.repeat(np.arange(layout.num_ranks), layout.slots_of_rank)
+    # A writable copy: compiled code would be compiled again for a read-only array.
+    table = np.array(layout.expert_of_slot)
+    return [
+        split_by_rank(table, np.array(load, dtype=np.float64, order="C"), rank_of_slot)
+        for load in loads
+    ]

@@ -1,6 +1,7 @@
-"""`LoadCounters`: what ranks counted, from cumulative reports to differences between them.
+"""`LoadCounters`: turns cumulative load reports into differences.
 
-Refuses what cannot be true of one rank; whether all ranks together can is asked of a window.
+Refuses reports that are implausible for one rank. `WindowLoad.contradiction` checks all ranks
+together.
 """
 
 from collections import deque
@@ -15,11 +16,11 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.load import LoadDelta
 
 MAX_ASSIGNMENTS_PER_STEP = 2**24
-"""More than a slot can receive in a step: 1,024 ranks of 16,384 tokens each, all assigned to it."""
+"""More than a slot can receive in a step: 1,024 ranks x 16,384 tokens."""
 
 
 class Phase(StrEnum):
-    """Prefill and decode load experts differently and want different layouts."""
+    """Phase of inference. Prefill and decode load experts differently and need different layouts."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -30,26 +31,29 @@ class Phase(StrEnum):
 class LoadReport:
     """Cumulative counters of one rank.
 
-    `assignments` is uint64 [layers, slots_per_rank], received per own slot since `generation`
-    began on this `boot_id`. They only grow, so a lost, repeated or late report is harmless.
+    Counters only grow, so a lost, repeated or late report is harmless.
     """
 
     boot_id: str
+    """Identifies the worker process: counters start at zero with each boot."""
     epoch: int
     rank: int
     generation: int
+    """Generation that routed the assignments."""
     phase: Phase
     assignments: AssignmentCounts
+    """uint64 [layers, slots_per_rank]: received per own slot since `generation` began on this
+    boot."""
 
 
 class LoadCounters:
     """Turns the cumulative reports of one epoch into differences.
 
-    State is bounded: of each rank the last boot, and of that its last few generations.
+    State is bounded: the last boot of each rank and its last few generations.
 
-    Counters of generations from `counted_from` on start at zero while this object listens. Older
-    generations began before (the balancer was restarted), so the first report of one is the
-    baseline for the next and adds nothing itself: its assignments came over an unknown time.
+    Counters of generations from `counted_from` on started at zero while this object existed. Older
+    generations began earlier (the balancer was restarted), so the first report of one is only the
+    baseline for the next: its assignments cover an unknown time.
     """
 
     def __init__(self, *, epoch: int, counted_from: int = 1) -> None:
@@ -60,15 +64,18 @@ class LoadCounters:
     def accept(
         self, report: LoadReport, layout: Layout, *, num_steps: int | None = None
     ) -> LoadDelta:
-        """The assignments that a report adds to what its rank reported before.
+        """Compute the assignments that a report adds to the previous one of its rank.
 
-        `layout` is that of the report's generation, or the newest layout there is if the report's
-        generation is not known. `num_steps` is in how many steps they came, None if not known. One
-        that is below what was reported, and of later steps, did not come late: what was known is
-        what was wrong, and it is the baseline for the next.
+        Counters that shrink although steps advanced are not a late report: the previous counters
+        were wrong, and the new ones become the baseline.
+
+        Args:
+            report: the report.
+            layout: the layout of the report's generation, or the newest one if it is unknown.
+            num_steps: steps since the previous report; None if unknown.
 
         Raises:
-            InvalidReportError: the report cannot be used; nothing is remembered of it. Kinds:
+            InvalidReportError: the report cannot be used and is not remembered. Kinds:
                 report_wrong_epoch, report_unknown_rank, report_future_generation,
                 report_old_generation, report_old_boot, report_shape, report_shrinking_counter,
                 report_implausible.
@@ -78,8 +85,8 @@ class LoadCounters:
         if report.boot_id in known.retired_boots:
             raise InvalidReportError(
                 "report_old_boot",
-                f"rank {report.rank} reports for boot {report.boot_id!r}, but boot "
-                f"{known.boot_id!r} has taken its place",
+                f"rank {report.rank} reports for boot {report.boot_id!r}, which boot "
+                f"{known.boot_id!r} has replaced",
             )
         if report.boot_id != known.boot_id:
             known = known.succeeded_by(report.boot_id)
@@ -93,12 +100,12 @@ class LoadCounters:
     ) -> AssignmentCounts:
         previous = self._previous(report, known)
         added = report.assignments - previous
-        # Two generations' counters may tell of the same moment, the later ones then of no step.
+        # Counters of two generations may share a moment; the second report then has no new steps.
         most = (
             _MOST if num_steps is None else min(_MOST, MAX_ASSIGNMENTS_PER_STEP * max(1, num_steps))
         )
         if int(added.max()) <= most:
-            return added  # The usual case.
+            return added  # The common case.
         below = report.assignments < previous
         if below.any() and num_steps is not None and num_steps > 0:
             return np.zeros_like(report.assignments)
@@ -107,13 +114,13 @@ class LoadCounters:
             raise InvalidReportError(
                 "report_shrinking_counter",
                 f"rank {report.rank} counted {int(report.assignments[layer, slot])} assignments in "
-                f"layer {layer}, own slot {slot}, after {int(previous[layer, slot])} before, in "
-                f"generation {report.generation}",
+                f"layer {layer}, own slot {slot} of generation {report.generation}, fewer than the "
+                f"{int(previous[layer, slot])} before",
             )
         layer, slot = (int(index) for index in np.argwhere(added > most)[0])
         raise InvalidReportError(
             "report_implausible",
-            f"rank {report.rank} says that layer {layer}, own slot {slot} received "
+            f"rank {report.rank} reports that layer {layer}, own slot {slot} received "
             f"{int(added[layer, slot])} assignments in {num_steps} steps, more than "
             f"{most}: restart it",
         )
@@ -123,17 +130,17 @@ class LoadCounters:
             raise InvalidReportError(
                 "report_old_generation",
                 f"rank {report.rank} reports for generation {report.generation}, "
-                f"which is not compared any more",
+                f"which has been dropped",
             )
         previous = known.assignments.get((report.generation, report.phase))
         if previous is not None:
             return previous
-        began_unheard = report.generation < self._counted_from
-        return report.assignments if began_unheard else np.zeros_like(report.assignments)
+        began_before = report.generation < self._counted_from
+        return report.assignments if began_before else np.zeros_like(report.assignments)
 
 
 _MOST = 2**63
-"""Above it are differences below zero, of numbers without a sign."""
+"""Unsigned differences above this are negative."""
 
 _GENERATIONS_KEPT = 4
 _BOOTS_KEPT = 4
@@ -168,12 +175,12 @@ def _check(report: LoadReport, layout: Layout, *, epoch: int) -> None:
     if report.epoch != epoch:
         raise InvalidReportError(
             "report_wrong_epoch",
-            f"rank {report.rank} reports for epoch {report.epoch}, but epoch {epoch} is on",
+            f"rank {report.rank} reports for epoch {report.epoch}, the current epoch is {epoch}",
         )
     if not 0 <= report.rank < layout.num_ranks:
         raise InvalidReportError(
             "report_unknown_rank",
-            f"rank {report.rank} reports, but ranks are 0 to {layout.num_ranks - 1}",
+            f"rank {report.rank} is out of range: ranks are 0 to {layout.num_ranks - 1}",
         )
     if report.generation != layout.generation:
         is_future = report.generation > layout.generation

@@ -1,12 +1,12 @@
-"""What can be wrong with input that reaches planning."""
+"""Errors about input that reaches planning."""
 
 
 class InvalidLayoutError(ValueError):
-    """A table of experts that no pool may run; the message names layer, slot or expert."""
+    """A placement that no pool may run; the message names the layer, slot or expert."""
 
 
 class InvalidReportError(ValueError):
-    """A load report that cannot be used; `kind` is short and fixed, the message has the numbers."""
+    """A load report that cannot be used: `kind` is a constant, the message has the details."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

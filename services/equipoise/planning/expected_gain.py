@@ -1,8 +1,8 @@
-"""`judge_gain`: whether a rollout brought what it promised, or the pool goes back.
+"""`judge_gain`: whether a rollout realised its expected gain, or must be rolled back.
 
-Traffic that changed right after a switch must not be blamed on the plan. So the layout that ran
-before is judged by the same windows: the pool goes back only if it fell short of the promise and
-the old layout would have done better on what came.
+A change of traffic right after a switch must not be blamed on the plan. So the previous layout is
+evaluated on the same windows: a rollout is rolled back only if it misses its expected balancedness
+and the previous layout would have done better.
 """
 
 from collections.abc import Sequence
@@ -18,92 +18,90 @@ from equipoise.planning.policy import Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpectedGain:
-    """What a rollout was to bring: from `before`, to which a way back leads, to `generation`.
-
-    Both balancednesses are what the verdict's window makes of a layout. `optimism` is by how much
-    such a computation exceeded what receivers measured under `before` on that window: replicas do
-    not share as evenly as is computed, and the old layout would not have either.
-    """
+    """The gain that a rollout's verdict predicted."""
 
     before: Layout
+    """The previous layout, the target of a rollback."""
     generation: int
+    """The new generation."""
     balancedness_before: float
-    balancedness_promised: float
+    """Computed for the verdict's window under `before`."""
+    balancedness_expected: float
+    """Computed for the verdict's window under the new layout."""
     optimism: float
+    """By how much the computed balancedness under `before` exceeded the measured one: replicas do
+    not share load as evenly as computed."""
 
     @property
     def gain(self) -> float:
-        """Balancedness that was promised to be gained."""
-        return self.balancedness_promised - self.balancedness_before
+        """Expected increase of balancedness."""
+        return self.balancedness_expected - self.balancedness_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ObservedWindow:
-    """A window that was wholly in the new layout.
-
-    `load` is [layers, experts] in assignments, `balancedness` what receivers measured.
-    """
+    """A window that ran entirely under the new layout."""
 
     load: Load
+    """[layers, experts] in assignments."""
     balancedness: float
+    """As measured by the receivers."""
 
 
 class GainOutcome(StrEnum):
-    """What became of a promise."""
+    """Outcome of a rollout's expected gain."""
 
     KEPT = "kept"
-    """It brought what was promised, or so nearly that the policy takes it for that."""
+    """Realised within the tolerance of the policy."""
 
     TRAFFIC_CHANGED = "traffic_changed"
-    """It fell short, but the layout before would not have done better on what came."""
+    """Missed, but the previous layout would not have done better on this traffic."""
 
     ROLLED_BACK = "rolled_back"
-    """It fell short, and the pool goes back."""
+    """Missed, and the pool rolls back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealisedGain:
-    """The judgement, and why.
-
-    `balancedness` is what was measured, mean over the windows; `gain` is by how much that is above
-    what `before` would have had on them.
-    """
+    """The realised gain of a rollout."""
 
     outcome: GainOutcome
     reason: str
     balancedness: float
+    """As measured, averaged over the windows."""
     gain: float
+    """Difference from what the previous layout would have had on these windows."""
 
     @property
     def goes_back(self) -> bool:
-        """Whether the pool returns to the layout before."""
+        """Whether the pool returns to the previous layout."""
         return self.outcome is GainOutcome.ROLLED_BACK
 
 
 def judge_gain(
-    promise: ExpectedGain, witnesses: Sequence[ObservedWindow], *, policy: Policy
+    expected: ExpectedGain, windows: Sequence[ObservedWindow], *, policy: Policy
 ) -> RealisedGain | None:
-    """Judge a rollout by the windows that followed it; None as long as too few had traffic."""
-    heard = [one for one in witnesses if assignments_per_layer(one.load) >= policy.min_assignments]
-    if len(heard) < policy.rollback_windows:
+    """Judge a rollout by the windows after it; None while too few had traffic."""
+    busy = [one for one in windows if assignments_per_layer(one.load) >= policy.min_assignments]
+    if len(busy) < policy.rollback_windows:
         return None
-    heard = heard[: policy.rollback_windows]
-    measured = _mean([one.balancedness for one in heard])
-    old = _mean([balancedness(layout_loads(promise.before, one.load)) for one in heard])
-    old = max(0.0, old - max(0.0, promise.optimism))
-    missing, lost = promise.balancedness_promised - measured, old - measured
+    busy = busy[: policy.rollback_windows]
+    measured = _mean([one.balancedness for one in busy])
+    old = _mean([balancedness(layout_loads(expected.before, one.load)) for one in busy])
+    old = max(0.0, old - max(0.0, expected.optimism))
+    missing, lost = expected.balancedness_expected - measured, old - measured
     tolerance = policy.rollback_tolerance
     facts = (
-        f"generation {promise.generation} promised balancedness "
-        f"{promise.balancedness_promised:.3f} and has {measured:.3f} over "
-        f"{len(heard)} windows, on which generation {promise.before.generation} would "
-        f"have had {old:.3f}"
+        f"generation {expected.generation} was expected to reach balancedness "
+        f"{expected.balancedness_expected:.3f} and reached {measured:.3f} over "
+        f"{len(busy)} windows, where generation {expected.before.generation} would "
+        f"have reached {old:.3f}"
     )
     if missing <= tolerance:
-        outcome, reason = GainOutcome.KEPT, f"kept, as promised: {facts}"
+        outcome, reason = GainOutcome.KEPT, f"kept, as expected: {facts}"
     elif lost <= tolerance:
         outcome = GainOutcome.TRAFFIC_CHANGED
-        reason = f"kept, because traffic changed and not the plan failed: {facts}"
+        reason = f"kept, because traffic changed: {facts}"
     else:
         outcome = GainOutcome.ROLLED_BACK
         reason = f"rolled back, because it is worse by more than {tolerance:.3f}: {facts}"
@@ -113,17 +111,16 @@ def judge_gain(
 def too_soon_again(
     policy: Policy, *, rolled_back_s: float | None, shift_detected: bool, now: float
 ) -> str | None:
-    """Why nothing new is tried yet after a plan that was rolled back; None if it may be.
+    """Return why no new plan is tried yet after a rollback; None if one may be.
 
-    Plans rest on the load, so for the same load the next one would fail alike. Other traffic is
-    another matter.
+    Plans depend on the load, so the next plan for the same load would fail too.
     """
     cooldown_s = policy.rollback_cooldown_s
     if rolled_back_s is None or shift_detected or now - rolled_back_s >= cooldown_s:
         return None
     return (
-        f"a plan for this load was rolled back {now - rolled_back_s:.1f} s ago, and the next is "
-        f"tried after {cooldown_s:g} s or when traffic shifts"
+        f"a plan for this load was rolled back {now - rolled_back_s:.1f} s ago: the next is tried "
+        f"{cooldown_s:g} s after that, or when traffic shifts"
     )
 
 

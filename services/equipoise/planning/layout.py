@@ -1,53 +1,55 @@
-"""`Layout`: which logical expert each physical slot holds, and how much of it each serves.
+"""`Layout`: the logical expert in each physical slot, and the share of its load that it serves.
 
-An invalid one cannot exist.
+An invalid layout cannot be constructed.
 """
 
+import hashlib
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import InitVar, dataclass, field
 from itertools import accumulate
 
 import numpy as np
 
-from equipoise.planning.arrays import ExpertTable, ShareTable, Slots
+from equipoise.planning.arrays import Bools, ExpertTable, ShareTable, Slots
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.shares import even_shares, fault_in_shares
+
+DIGEST_BYTES = 16
+"""BLAKE2b-128."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
     """A pool's placement of experts.
 
-    `expert_of_slot` is int32 [layers, slots]: the logical expert that each physical slot holds.
-    It is made read-only. Slots divide evenly over `num_ranks`, unless `slots_of_rank` says how many
-    each rank has; rank r owns the columns from first_slot[r] to first_slot[r + 1]. `generation`
-    numbers the layouts of a pool from 1; it grows and is never reused.
-
-    `share_of_slot` is int32 [layers, slots]: the part of its expert's load that each slot serves,
-    in parts of `shares.WHOLE`; 0 is allowed, so that a replica may wait in reserve. It is made
-    read-only. None is the even split, and a table that says the same becomes None: equal layouts
-    look equal.
-
     Raises:
         InvalidLayoutError: an expert is missing or out of range in a layer, a rank holds an expert
-            twice although it need not, slots do not divide over ranks, or the shares of an expert
-            do not sum to the whole.
+            twice although it need not, slots do not divide evenly over ranks, or the shares of an
+            expert do not sum to the whole.
     """
 
     generation: int
+    """Numbers the layouts of a pool from 1. It only grows and is never reused."""
     num_experts: int
+    """Logical experts per layer."""
     num_ranks: int
     expert_of_slot: ExpertTable
+    """int32 [layers, slots]: the logical expert in each physical slot. Made read-only."""
     slots_of_rank: tuple[int, ...] = ()
+    """Slots of each rank; empty divides the slots evenly over ranks."""
     share_of_slot: ShareTable | None = None
+    """int32 [layers, slots]: the share of its expert's load that each slot serves, in units of
+    `shares.WHOLE`. 0 is allowed: such a replica is a reserve. Made read-only. None is the even
+    split, and a table equal to it becomes None."""
+    known_digests: InitVar[tuple[bytes, ...] | None] = None
+    """The result of `layer_digests`, if the caller knows it."""
     first_slot: tuple[int, ...] = field(init=False)
-    """The first slot of each rank, and after the last rank the number of slots."""
-    digest_of_layer: tuple[bytes, ...] | None = field(
-        init=False, default=None, repr=False, compare=False
-    )
-    """What `change` found of each layer, kept for the next that asks; None as long as none did."""
+    """First slot of each rank, then the number of slots."""
+    _layer_digests: tuple[bytes, ...] | None = field(init=False, repr=False, default=None)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, known_digests: tuple[bytes, ...] | None) -> None:
+        object.__setattr__(self, "_layer_digests", known_digests)
         table = np.ascontiguousarray(self.expert_of_slot, dtype=np.int32)
         if table is self.expert_of_slot or table.base is not None:
             table = table.copy()
@@ -64,7 +66,7 @@ class Layout:
 
     @property
     def num_layers(self) -> int:
-        """MoE layers, rows of the table."""
+        """Number of MoE layers."""
         return int(self.expert_of_slot.shape[0])
 
     @property
@@ -74,8 +76,8 @@ class Layout:
 
     @property
     def slots_per_rank(self) -> int:
-        """Physical slots per layer on each rank; only of ranks with equally many."""
-        assert len(set(self.slots_of_rank)) == 1, "ask for slots_of_rank"
+        """Physical slots per layer on each rank; all ranks must have equally many."""
+        assert len(set(self.slots_of_rank)) == 1, "ranks differ: use slots_of_rank"
         return self.slots_of_rank[0]
 
     def own_slots(self, rank: int) -> slice:
@@ -83,30 +85,27 @@ class Layout:
         return slice(self.first_slot[rank], self.first_slot[rank + 1])
 
     def replica_counts(self) -> Slots:
-        """Replicas of each logical expert, int32 [layers, experts]; all at least 1."""
+        """Count the replicas of each logical expert, int32 [layers, experts]; at least 1 each."""
         return count_replicas(self.expert_of_slot, num_experts=self.num_experts)
 
     def slots_of_expert(self, *, layer: int, expert: int) -> tuple[int, ...]:
-        """Physical slots of one layer that hold an expert, ascending."""
+        """List the physical slots of one layer that hold an expert, ascending."""
         return tuple(int(slot) for slot in np.flatnonzero(self.expert_of_slot[layer] == expert))
 
     def ranks_of_expert(self, *, layer: int, expert: int) -> tuple[int, ...]:
-        """Ranks that hold an expert in a layer, ascending."""
+        """List the ranks that hold an expert in a layer, ascending."""
         slots = self.slots_of_expert(layer=layer, expert=expert)
         first_slot = self.first_slot
         return tuple(dict.fromkeys(bisect_right(first_slot, slot) - 1 for slot in slots))
 
     def shares(self) -> ShareTable:
-        """The shares of slots, int32 [layers, slots], those of even splits too."""
+        """Return the shares of slots, int32 [layers, slots], also where they are even."""
         if self.share_of_slot is not None:
             return self.share_of_slot
         return even_shares(self.expert_of_slot, num_experts=self.num_experts)
 
     def same_placement(self, other: "Layout") -> bool:
-        """Whether both hold the same experts in the same slots and serve the same shares of them.
-
-        Generations may differ.
-        """
+        """Whether both have the same experts and shares in the same slots, in any generation."""
         return (
             self.slots_of_rank == other.slots_of_rank
             and np.array_equal(self.expert_of_slot, other.expert_of_slot)
@@ -119,8 +118,9 @@ class Layout:
         *,
         generation: int,
         share_of_slot: ShareTable | None = None,
+        known_digests: tuple[bytes, ...] | None = None,
     ) -> "Layout":
-        """A layout of the same pool with another number and other tables; no shares: even ones."""
+        """Return a layout of the same pool with another generation and other tables."""
         return Layout(
             generation=generation,
             num_experts=self.num_experts,
@@ -128,11 +128,48 @@ class Layout:
             expert_of_slot=expert_of_slot,
             slots_of_rank=self.slots_of_rank,
             share_of_slot=share_of_slot,
+            known_digests=known_digests,
         )
+
+    def uneven_layers(self) -> Bools:
+        """Find the layers, [layers], in which an expert is not split evenly."""
+        if self.share_of_slot is None:
+            return np.zeros(self.num_layers, dtype=np.bool_)
+        even = even_shares(self.expert_of_slot, num_experts=self.num_experts)
+        uneven: Bools = (self.share_of_slot != even).any(axis=1)
+        return uneven
+
+    def layer_digests(self) -> tuple[bytes, ...]:
+        """Digest each layer's experts and, where they are uneven, shares. Computed once."""
+        if self._layer_digests is not None:
+            return self._layer_digests
+        found: list[bytes] = []
+        for layer, is_uneven in enumerate(self.uneven_layers().tolist()):
+            shares = self.share_of_slot[layer] if self.share_of_slot is not None else None
+            found.append(layer_digest(self.expert_of_slot[layer], shares if is_uneven else None))
+        object.__setattr__(self, "_layer_digests", tuple(found))
+        return tuple(found)
+
+    def digest(self) -> bytes:
+        """Digest the placement and its shares; generations do not count."""
+        return whole_digest(self.layer_digests())
+
+
+def layer_digest(experts: Slots, shares: Slots | None) -> bytes:
+    """Digest one layer: its experts, int32 [slots], and shares, None if they are even."""
+    told = experts.astype("<i4", copy=False).tobytes()
+    if shares is not None:
+        told += shares.astype("<i4", copy=False).tobytes()
+    return hashlib.blake2b(told, digest_size=DIGEST_BYTES).digest()
+
+
+def whole_digest(of_layers: Iterable[bytes]) -> bytes:
+    """Digest a layout from the digests of its layers."""
+    return hashlib.blake2b(b"".join(of_layers), digest_size=DIGEST_BYTES).digest()
 
 
 def count_replicas(expert_of_slot: ExpertTable, *, num_experts: int) -> Slots:
-    """Slots per logical expert, int32 [layers, experts], of a table with valid ids."""
+    """Count the slots of each logical expert, int32 [layers, experts]; ids must be valid."""
     num_layers = expert_of_slot.shape[0]
     offsets = np.arange(num_layers, dtype=np.int64)[:, None] * num_experts
     counts = np.bincount((expert_of_slot + offsets).ravel(), minlength=num_layers * num_experts)
@@ -142,10 +179,10 @@ def count_replicas(expert_of_slot: ExpertTable, *, num_experts: int) -> Slots:
 def contiguous_layout(
     *, num_layers: int, num_experts: int, num_ranks: int, slots_per_rank: int, generation: int = 1
 ) -> Layout:
-    """The layout a pool starts with when nothing is known of its load.
+    """Return the layout that a pool starts with when its load is unknown.
 
-    Experts lie in order over the ranks and redundant slots repeat experts from the start, dealt so
-    that no rank holds an expert twice while another could.
+    Experts lie in order over the ranks; redundant slots repeat experts from the first. No rank
+    holds an expert twice unless it has more slots than there are experts.
 
     Raises:
         InvalidLayoutError: there are fewer slots than experts.
@@ -156,8 +193,7 @@ def contiguous_layout(
             f"{num_ranks} ranks x {slots_per_rank} slots = {num_slots} slots cannot hold "
             f"{num_experts} experts: give each rank at least {-(-num_experts // num_ranks)} slots"
         )
-    # Column-major dealing would scatter neighbours; a wrapped sequence cut into ranks keeps them
-    # together, and repeats an expert within a rank only if a rank has more slots than experts.
+    # A wrapped sequence keeps neighbouring experts together, which round-robin would scatter.
     row = np.arange(num_slots, dtype=np.int32) % num_experts
     return Layout(
         generation=generation,
@@ -170,9 +206,9 @@ def contiguous_layout(
 def _check_shape(layout: Layout) -> None:
     table = layout.expert_of_slot
     if table.ndim != 2 or table.shape[0] < 1:
-        raise InvalidLayoutError(f"a layout is [layers, slots], not of shape {table.shape}")
+        raise InvalidLayoutError(f"a layout must have the shape [layers, slots], not {table.shape}")
     if layout.generation < 1:
-        raise InvalidLayoutError(f"generations count from 1, not {layout.generation}")
+        raise InvalidLayoutError(f"generation must be at least 1, not {layout.generation}")
     if layout.slots_of_rank:
         if len(layout.slots_of_rank) != layout.num_ranks or min(layout.slots_of_rank) < 1:
             raise InvalidLayoutError(
@@ -181,11 +217,12 @@ def _check_shape(layout: Layout) -> None:
             )
         if sum(layout.slots_of_rank) != table.shape[1]:
             raise InvalidLayoutError(
-                f"slots_of_rank has {sum(layout.slots_of_rank)} slots, the table {table.shape[1]}"
+                f"slots_of_rank sums to {sum(layout.slots_of_rank)} slots, but the table has "
+                f"{table.shape[1]}"
             )
     elif layout.num_ranks < 1 or table.shape[1] % layout.num_ranks or not table.shape[1]:
         raise InvalidLayoutError(
-            f"{table.shape[1]} slots do not divide over {layout.num_ranks} ranks"
+            f"{table.shape[1]} slots do not divide evenly over {layout.num_ranks} ranks"
         )
 
 
@@ -195,7 +232,7 @@ def _check(layout: Layout) -> None:
         layer, slot = (int(index) for index in np.argwhere((table < 0) | (table >= num_experts))[0])
         raise InvalidLayoutError(
             f"layer {layer}, slot {slot} holds expert {int(table[layer, slot])}, "
-            f"but experts are 0 to {num_experts - 1}"
+            f"but experts are numbered 0 to {num_experts - 1}"
         )
     is_held = np.zeros((len(table), num_experts), dtype=np.bool_)
     is_held.ravel()[table + np.arange(len(table))[:, None] * num_experts] = True
@@ -206,11 +243,11 @@ def _check(layout: Layout) -> None:
 
 
 def _check_no_needless_twins(layout: Layout) -> None:
-    """An expert twice on a rank is waste unless a rank has more slots than there are experts."""
+    """Refuse an expert twice on a rank, unless a rank has more slots than there are experts."""
     allowed = -(-max(layout.slots_of_rank) // layout.num_experts)
     num_keys = layout.num_ranks * layout.num_experts
     first_keys = np.arange(0, num_keys, layout.num_experts)
-    if num_keys <= np.iinfo(np.int32).max:  # Narrow numbers are sorted sooner.
+    if num_keys <= np.iinfo(np.int32).max:  # Narrow numbers sort faster.
         first_keys = first_keys.astype(np.int32)
     held = np.repeat(first_keys, layout.slots_of_rank) + layout.expert_of_slot
     held.sort(axis=1)
@@ -219,13 +256,13 @@ def _check_no_needless_twins(layout: Layout) -> None:
         layer, position = (int(index) for index in np.argwhere(twins)[0])
         rank, expert = divmod(int(held[layer, position]), layout.num_experts)
         raise InvalidLayoutError(
-            f"layer {layer}: rank {rank} holds expert {expert} "
-            f"more than {allowed} time(s); a second copy on one rank carries no extra load"
+            f"layer {layer}: rank {rank} holds expert {expert} more than {allowed} time(s): "
+            "another copy on the same rank carries no extra load"
         )
 
 
 def _uneven(layout: Layout, shares: ShareTable) -> ShareTable | None:
-    """The shares, checked and read-only, or None if they are those of even splits."""
+    """Return the shares, checked and read-only; None if they are even."""
     table, num_experts = layout.expert_of_slot, layout.num_experts
     fault = fault_in_shares(shares, table, num_experts=num_experts)
     if fault is not None:

@@ -1,4 +1,4 @@
-"""`propose_layout`: the way to a layout that no planner chose, for example an earlier one."""
+"""`propose_layout`: the waves to a layout that no planner chose, for example an earlier one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,19 +16,18 @@ from equipoise.planning.topology import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayoutProposal:
-    """A chain of changes that ends in the layout wanted, and what it changes.
-
-    `waves` lead from valid layout to valid layout, a generation each; there is none if nothing
-    moves. `moves`
-    counts the slots that change, `bytes` what they cost. Both balancednesses are what the latest
-    window's load makes of a layout; 1.0 where there was no load.
-    """
+    """The waves to a layout, and their cost."""
 
     waves: Sequence[LayoutChange]
+    """Changes from valid layout to valid layout, one generation each; empty if nothing changes."""
     moves: int
+    """Slots that change their expert."""
     bytes: int
+    """Bytes to copy."""
     balancedness_current: float
+    """Of the latest window's load under the current layout; 1.0 without load."""
     balancedness_proposed: float
+    """The same under the target layout."""
 
 
 def propose_layout(
@@ -40,11 +39,11 @@ def propose_layout(
     policy: Policy,
     first_generation: int,
 ) -> LayoutProposal:
-    """Place experts as `target` does, from `current`, in generations from `first_generation` on.
+    """Lead from `current` to the placement of `target`, in generations from `first_generation` on.
 
-    The generation of `target` does not count: numbers are never used again. `window` is the
-    latest load, [layers, experts] in assignments, or None if there is none; it judges
-    nothing, because somebody has judged already.
+    The generation of `target` is ignored, because generations are never reused. `window` is the
+    latest load, [layers, experts] in assignments, or None; it is only reported, because the caller
+    has decided already.
     """
     assert fits(target, current), "layouts of one pool"
     moves = int(np.count_nonzero(current.expert_of_slot != target.expert_of_slot))

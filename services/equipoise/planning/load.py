@@ -1,4 +1,4 @@
-"""Loads: windows of what ranks counted, and the moving averages that decisions rest on."""
+"""Load windows and the moving averages that decisions are based on."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,22 +9,21 @@ from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout
 
 MAX_LAYER_RATIO = 4.0
-"""How much more than another a layer may count: all have the same tokens, but of a step or two."""
+"""Largest ratio of a layer's assignments to the median layer's: all layers see the same tokens, up
+to a step or two."""
 
 MAX_LAYER_SURPLUS = 1000.0
-"""Expert assignments by which a layer may always differ, because so few tell nothing."""
+"""Assignments by which a layer may always differ, because small counts are noisy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadDelta:
-    """What one rank received between two of its reports.
-
-    `slot_load` is [layers, slots_per_rank], of the rank's own slots in `layout`.
-    """
+    """Assignments that one rank received between two of its reports."""
 
     rank: int
     layout: Layout
     slot_load: Load
+    """[layers, slots_per_rank], for the rank's own slots in `layout`."""
 
     @property
     def expert_load(self) -> Load:
@@ -34,7 +33,7 @@ class LoadDelta:
         return expert_load_of(slot_load, self.layout)
 
     def add_to(self, slot_load: Load) -> None:
-        """Count it in a table of all slots, [layers, slots]."""
+        """Add it to a table of all slots, [layers, slots]."""
         first, last = self.layout.first_slot[self.rank : self.rank + 2]
         slot_load[:, first:last] += self.slot_load
 
@@ -42,8 +41,7 @@ class LoadDelta:
 class LoadWindow:
     """Assignments since the last close.
 
-    Those of the newest generation are kept by slot; whose they are is looked up once for all
-    reports.
+    Those of the newest generation are kept by slot and mapped to experts once, on close.
     """
 
     def __init__(
@@ -57,23 +55,23 @@ class LoadWindow:
         self._opened_s = opened_s
 
     def add(self, delta: LoadDelta) -> None:
-        """Count what a rank received."""
+        """Add the assignments that a rank received."""
         layout = delta.layout
         if self._layout is None or layout.generation > self._layout.generation:
-            self._look_up()
+            self._map_to_experts()
             self._layout = layout
             self._slot_load = np.zeros((layout.num_layers, layout.num_slots))
         if layout.generation == self._layout.generation:
             delta.add_to(self._slot_load)
-        elif delta.slot_load.any():  # The last words of a generation before.
+        elif delta.slot_load.any():  # Late reports of an earlier generation.
             self._expert_load += delta.expert_load
             self._rank_load[:, delta.rank] += delta.slot_load.sum(axis=1)
             self._num_generations += 1
 
     def close(self, *, now: float) -> "WindowLoad":
-        """What came since the last close; the next window opens `now`."""
+        """Return the load since the last close; the next window opens `now`."""
         layout, slot_load = self._layout, self._slot_load
-        is_newest_alone = self._look_up() and self._num_generations == 1
+        is_newest_alone = self._map_to_experts() and self._num_generations == 1
         closed = WindowLoad(
             duration_s=max(0.0, now - self._opened_s),
             expert_load=self._expert_load,
@@ -88,8 +86,8 @@ class LoadWindow:
         self._opened_s = now
         return closed
 
-    def _look_up(self) -> bool:
-        """Which experts the slots' load belongs to; False if there are none."""
+    def _map_to_experts(self) -> bool:
+        """Map slot loads to experts and ranks; False if there are none."""
         layout = self._layout
         if layout is None or not self._slot_load.any():
             return False
@@ -101,28 +99,29 @@ class LoadWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WindowLoad:
-    """One closed window: assignments, [layers, experts] by logical and [layers, ranks] as measured.
-
-    `slot_load` is [layers, slots] of `layout`, if nothing else ran; else `layout` is None.
-    """
+    """The assignments of one closed window."""
 
     duration_s: float
     expert_load: Load
+    """By logical expert, [layers, experts]."""
     rank_load: Load
+    """By rank as measured, [layers, ranks]."""
     layout: Layout | None
+    """The layout that ran; None if there were several."""
     slot_load: Load
+    """By slot of `layout`, [layers, slots]."""
 
     @property
     def assignments_per_layer(self) -> float:
-        """Expert assignments per layer, mean over layers."""
+        """Assignments per layer, averaged over the layers."""
         return assignments_per_layer(self.expert_load)
 
     @property
     def contradiction(self) -> str:
-        """Why the counts cannot be true; empty if they can.
+        """Why the counts cannot be correct; empty if they can.
 
-        Every token goes through every layer, and to as many experts of each, so that all layers of
-        a group count alike. A rank that counts wrongly does not do so in all of them.
+        Every token passes every layer and goes to equally many experts of each, so all layers count
+        alike. A rank that counts wrongly does not do so in all of them.
         """
         totals = self.expert_load.sum(axis=1)
         usual = float(np.sort(totals)[(len(totals) - 1) // 2])
@@ -131,8 +130,8 @@ class WindowLoad:
             return ""
         rank = int(self.rank_load[layer].argmax())
         return (
-            f"layer {layer} counted {totals[layer]:.0f} expert assignments, most of them on rank "
-            f"{rank}, where half of the layers have at most {usual:.0f}"
+            f"layer {layer} counted {totals[layer]:.0f} assignments, most of them on rank {rank}, "
+            f"while half of the layers have at most {usual:.0f}"
         )
 
 
@@ -140,31 +139,33 @@ class WindowLoad:
 class LoadAverage:
     """An exponentially decayed average of assignments per second, [layers, experts].
 
-    Its fields are its whole state, so that a store can keep them. Whoever continues one after a
-    restart puts `folded_s` on his own clock: those of two processes do not compare.
+    The fields are its whole state, so a store can keep them. After a restart the caller must rebase
+    `folded_s` onto its own clock.
 
-    An assignment of t seconds ago weighs 2^(-t / half_life_s). Those of a fold are taken to
-    have come evenly since the fold before, so a steady stream gives the same average however its
-    time is cut into folds. The sum is divided by the decayed time, not by its limit, so a young
-    average of a steady stream is already exact.
+    An assignment t seconds old weighs 2^(-t / half_life_s). Those of a fold are assumed to arrive
+    evenly since the fold before, so a steady stream gives the same average however its time is cut
+    into folds. The sum is divided by the decayed time, not by its limit, so the average of a steady
+    stream is exact from the start.
 
-    Beside the mean it keeps the mean square of the folds' rates, and so how much an expert's load
-    varies from fold to fold. A store may leave that out: then the load counts as steady so far.
+    It also keeps the mean square of the folds' rates, which shows how much an expert's load varies
+    between folds. A store may omit it: the load then counts as steady so far.
     """
 
     half_life_s: float
     folded_s: float
     """Time of the last fold."""
     decayed_load: Load
+    """Decayed sum of assignments, [layers, experts]."""
     decayed_duration_s: float
+    """Decayed sum of seconds."""
     decayed_squares: Load | None = None
-    """Of assignments per second, weighted like the time they came in; None if not known."""
+    """Decayed sum of squared rates times seconds, [layers, experts]; None if unknown."""
 
     @classmethod
     def start(
         cls, *, num_layers: int, num_experts: int, half_life_s: float, now: float
     ) -> "LoadAverage":
-        """An average that has seen nothing."""
+        """Return an empty average."""
         return cls(
             half_life_s=half_life_s,
             folded_s=now,
@@ -173,7 +174,7 @@ class LoadAverage:
         )
 
     def fold(self, load: Load, *, now: float) -> "LoadAverage":
-        """The average after `load` [layers, experts] came between the last fold and `now`."""
+        """Return the average after `load`, [layers, experts], arrived since the last fold."""
         elapsed_s = max(0.0, now - self.folded_s)
         kept = 2.0 ** (-elapsed_s / self.half_life_s)
         # The integral of 2^(-t / half_life_s) over the elapsed time: its decayed length.
@@ -189,11 +190,11 @@ class LoadAverage:
         )
 
     def skipped(self, *, now: float) -> "LoadAverage":
-        """The average as it was, although time passed: nobody knows what came in it."""
+        """Return the same average at `now`, for a time in which the load is unknown."""
         return replace(self, folded_s=max(now, self.folded_s))
 
     def restarted(self, load: Load, *, duration_s: float, now: float) -> "LoadAverage":
-        """An average that knows only `load` of the last `duration_s`: what was is forgotten."""
+        """Return an average of `load` in the last `duration_s` only; earlier load is dropped."""
         empty = replace(
             self,
             folded_s=now - duration_s,
@@ -204,15 +205,15 @@ class LoadAverage:
         return empty.fold(load, now=now)
 
     def per_second(self) -> Load:
-        """Assignments per second, [layers, experts]; zeros as long as no time has passed."""
+        """Return assignments per second, [layers, experts]; zeros before time has passed."""
         if self.decayed_duration_s <= 0.0:
             return np.zeros_like(self.decayed_load)
         return self.decayed_load / self.decayed_duration_s
 
     def variance(self) -> Load:
-        """Variance of assignments per second over folds, [layers, experts]; 0 if nothing is known.
+        """Return the variance over folds of assignments per second; 0 if unknown.
 
-        Includes what chance does to a fold, so it never falls to 0 in practice.
+        Includes the sampling noise of a fold, so it does not fall to 0 in practice.
         """
         if self.decayed_duration_s <= 0.0:
             return np.zeros_like(self.decayed_load)
@@ -220,10 +221,9 @@ class LoadAverage:
         return np.maximum(mean_square - self.per_second() ** 2, 0.0)
 
     def at_risk(self, z: float) -> Load:
-        """Assignments per second `z` standard deviations above the mean, [layers, experts].
+        """Return assignments per second `z` standard deviations above the mean.
 
-        What to plan for where a rank must not be overrun when one of its experts is: even ranks of
-        mean load can differ much in how far they swing.
+        For plans that leave room for bursts: ranks of equal mean load may vary very differently.
         """
         return self.per_second() + z * np.sqrt(self.variance())
 
@@ -235,34 +235,32 @@ class LoadAverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """Whether traffic goes elsewhere than it did.
-
-    `distance` is the part of the assignments that go to other experts now, 0 to 1; `noise` the
-    part that chance alone explains.
-    """
+    """Whether traffic shifted to other experts."""
 
     detected: bool
     distance: float
+    """Fraction of the load that goes to other experts than before, 0 to 1."""
     noise: float
+    """Fraction that chance alone explains."""
     reason: str
 
 
 def detect_shift(fast: Load, slow: Load, *, assignments: float, threshold: float) -> Shift:
-    """Compare the recent load with the longer one, both [layers, experts] in any unit.
+    """Compare the recent load with the longer average, both [layers, experts] in any unit.
 
     The distance of a layer is the total variation between its normalised rows p (slow) and
     q (fast), sum |p - q| / 2. If q were n samples of p, then for each expert
-    E|q - p| <= sqrt(p (1 - p) / n), so chance alone makes a distance of at most
-    sum sqrt(p (1 - p) / n) / 2 in the mean, with n = `assignments` per layer
-    behind `fast`. Both are averaged over the layers with traffic in both, and there is a shift if
-    the distance exceeds that noise by more than `threshold`.
+    E|q - p| <= sqrt(p (1 - p) / n), so the mean distance by chance is at most
+    sum sqrt(p (1 - p) / n) / 2, where n is the `assignments` per layer in `fast`. Both are averaged
+    over the layers with traffic in both. It is a shift if the distance exceeds the noise by more
+    than `threshold`.
     """
     both = (fast.sum(axis=1) > 0) & (slow.sum(axis=1) > 0)
     if assignments <= 0 or not both.any():
         return Shift(detected=False, distance=0.0, noise=0.0, reason="no shift: no traffic yet")
     recent = _shares(fast[both])
     usual = _shares(slow[both])
-    # The mixture of both, because experts that `slow` never saw are noisy too.
+    # The mixture of both, because experts new to `slow` are noisy too.
     expected = (recent + usual) / 2
     distance = float(np.abs(recent - usual).sum(axis=1).mean() / 2)
     noise = float(np.sqrt(expected * (1 - expected) / assignments).sum(axis=1).mean() / 2)
@@ -279,7 +277,7 @@ def detect_shift(fast: Load, slow: Load, *, assignments: float, threshold: float
 
 
 def expert_load_of(slot_load: Load, layout: Layout) -> Load:
-    """From [layers, slots] to [layers, experts]."""
+    """Sum the loads of slots, [layers, slots], by expert, [layers, experts]."""
     shape = (layout.num_layers, layout.num_experts)
     cells = layout.expert_of_slot + np.arange(layout.num_layers)[:, None] * layout.num_experts
     load = np.bincount(cells.ravel(), slot_load.ravel(), minlength=math.prod(shape))
@@ -287,7 +285,7 @@ def expert_load_of(slot_load: Load, layout: Layout) -> Load:
 
 
 def assignments_per_layer(load: Load) -> float:
-    """Expert assignments per layer, mean over the layers."""
+    """Average the assignments over the layers."""
     return float(load.sum(axis=1).mean())
 
 

@@ -1,7 +1,6 @@
-"""`next_epoch`: when the ranks of a pool are dealt anew, to whom, and why.
+"""`next_epoch`: when a pool opens a new epoch, with which workers, and why.
 
-Pure: what is known of each worker goes in, a decision in words comes out. It is asked again after
-every word and every tick, so it remembers nothing.
+Stateless: it decides again after every message and every tick from what is known of each worker.
 """
 
 from collections.abc import Sequence
@@ -12,59 +11,59 @@ from equipoise.planning.policy import Policy
 
 
 class MemberState(StrEnum):
-    """What a worker is to its pool now."""
+    """State of a worker in its pool."""
 
     NEW = "new"
-    """Waits for a rank; the present epoch has never had it."""
+    """Waits for a rank; it was never part of the current epoch."""
 
     SURVIVOR = "survivor"
-    """The group of the present epoch is over for it; it waits for a rank in the next."""
+    """Its group of the current epoch is over; it waits for a rank in the next."""
 
     JOINING = "joining"
-    """Has a rank and does not serve yet."""
+    """Has a rank but does not serve yet."""
 
     SERVING = "serving"
     """Has a rank and takes part in steps."""
 
     SLOW = "slow"
-    """Serves, but holds the others up: they are to go on without it if they can."""
+    """Serves, but slows the others down: they should continue without it if they can."""
 
     MISSING = "missing"
     """Has a rank, but left, died, or fell silent."""
 
     STUCK = "stuck"
-    """Was left out, because it did not let go of an epoch that its peers lost, fell silent, or was
-    slow; it is not dealt a rank."""
+    """Was left out because it did not leave a lost epoch, fell silent, or was slow; it gets no
+    rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochCandidate:
-    """One worker: how it stands since when, in words where it is missing.
-
-    `holds` tells that its slots hold experts of an epoch that is over.
-    """
+    """A worker that may take part in the next epoch."""
 
     name: str
     state: MemberState
     since_s: float
+    """When it entered this state."""
     holds: bool = False
+    """Whether its slots hold experts of an epoch that is over."""
     reason: str = ""
+    """Why it is missing or slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochDecision:
-    """The decision. `workers` take part in the next epoch; there is none yet if they are none.
-
-    `reason` says why it opens or what is waited for; empty when nobody wants anything. `left_out`
-    did not let go of the present epoch in time. `is_down` tells that those who are here have too
-    few slots. `bound` names the wait whose bound was reached, if one was.
-    """
+    """Whether a new epoch opens."""
 
     workers: tuple[str, ...] = ()
+    """Workers of the next epoch; empty if none opens yet."""
     reason: str = ""
+    """Why it opens, or what the pool waits for; empty if there is nothing to do."""
     left_out: tuple[str, ...] = ()
+    """Workers of the current epoch that do not take part in the next."""
     is_down: bool = False
+    """Whether the connected workers have too few slots for all experts."""
     bound: str = ""
+    """Name of the wait that timed out, if one did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +97,21 @@ def next_epoch(
     policy: Policy,
     now: float,
 ) -> EpochDecision:
-    """Decide whether ranks are dealt now.
+    """Decide whether a new epoch opens now.
 
-    `num_ranks` is what a pool waits for before it first opens. `unheard` are workers that took part
-    in the latest epoch as far as the store knows and were not heard of since the balancer started.
+    A complete group is interrupted only for new workers and never during a rollout. Workers of a
+    lost group are not waited for longer than `policy.reform_timeout_s`.
 
-    A group that is whole is only broken up for workers that came anew, and not during a rollout. A
-    group that is over is not waited for longer than `policy.reform_timeout_s`.
+    Args:
+        candidates: the known workers.
+        num_ranks: ranks that a pool waits for before it first opens.
+        slots_per_rank: slots of each worker.
+        num_experts: experts that need slots.
+        unheard: workers of the latest stored epoch that have not connected since the balancer
+            started.
+        is_rolling_out: whether a rollout is in progress.
+        policy: the timeouts.
+        now: the clock that `since_s` is on.
     """
     pool = _sorted_out(candidates)
     opening = _without_ranks(
@@ -145,7 +152,7 @@ def _sorted_out(candidates: Sequence[EpochCandidate]) -> _Pool:
 def _without_ranks(
     pool: _Pool, *, num_ranks: int, unheard: frozenset[str], policy: Policy, now: float
 ) -> EpochDecision | None:
-    """Nobody who is here is bound to an epoch: all wait. None if somebody is."""
+    """All connected workers wait for a rank. None if one is still bound to the epoch."""
     if pool.bound:
         return None
     if not pool.free:
@@ -156,18 +163,18 @@ def _without_ranks(
         why = _faults(pool.missing) or holders[0].reason
         return _open(pool, f"the group was lost: {why}")
     if len(pool.free) >= num_ranks:
-        return _open(pool, f"{len(pool.free)} workers are here")
+        return _open(pool, f"{len(pool.free)} workers are connected")
     name, bound_s = (
         ("reform", policy.reform_timeout_s) if holders else ("start", policy.start_timeout_s)
     )
     if waited_s < bound_s:
         return EpochDecision(
-            reason=f"{len(pool.free)} of {num_ranks} workers are here ({_names(pool.free)}): "
+            reason=f"{len(pool.free)} of {num_ranks} workers are connected ({_names(pool.free)}): "
             f"waiting for {num_ranks - len(pool.free)} more, at most {bound_s:g} s"
         )
     return _open(
         pool,
-        f"{len(pool.free)} of {num_ranks} workers came within {bound_s:g} s",
+        f"{len(pool.free)} of {num_ranks} workers connected within {bound_s:g} s",
         bound=name,
     )
 
@@ -181,7 +188,7 @@ def _beside_ranks(
     policy: Policy,
     now: float,
 ) -> EpochDecision:
-    """Some are bound to the present epoch. `least` workers have slots for all experts."""
+    """Some workers are bound to the current epoch. All experts need `least` workers."""
     if pool.survivors:
         return _after_a_loss(pool, least=least, policy=policy, now=now)
     if pool.joining and pool.missing:
@@ -194,20 +201,20 @@ def _beside_ranks(
 
 
 def _after_a_loss(pool: _Pool, *, least: int, policy: Policy, now: float) -> EpochDecision:
-    """The group is over for some: the others will notice, or are left out if they can be spared."""
+    """The group is lost for some: the others will notice, or are left out if not needed."""
     waited_s = now - min(candidate.since_s for candidate in pool.survivors)
     why = _faults(pool.missing) or pool.survivors[0].reason
     if waited_s < policy.reform_timeout_s:
         return EpochDecision(
-            reason=f"the group was lost ({why}): waiting for {_names(pool.bound)} to let go of it, "
+            reason=f"the group was lost ({why}): waiting for {_names(pool.bound)} to leave it, "
             f"at most {policy.reform_timeout_s:g} s"
         )
     reason = (
-        f"the group was lost: {why}; {_names(pool.bound)} did not let go of it within "
+        f"the group was lost: {why}; {_names(pool.bound)} did not leave it within "
         f"{policy.reform_timeout_s:g} s"
     )
     if len(pool.free) < least:
-        return _open(pool, f"{reason} and cannot be spared", bound="reform")
+        return _open(pool, f"{reason}, but all are needed", bound="reform")
     return EpochDecision(
         workers=tuple(candidate.name for candidate in pool.free),
         left_out=tuple(candidate.name for candidate in pool.bound),
@@ -219,36 +226,36 @@ def _after_a_loss(pool: _Pool, *, least: int, policy: Policy, now: float) -> Epo
 def _beside_a_gap(
     pool: _Pool, *, unheard: frozenset[str], policy: Policy, now: float
 ) -> EpochDecision:
-    """A rank is gone and its peers did not say that their group is over.
+    """A rank is gone but its peers have not reported the loss of their group.
 
-    Perhaps only its stream broke, and it comes back; perhaps they are about to notice.
+    Perhaps only its stream broke and it will return; perhaps the peers are about to notice.
     """
     waited_s = now - max(candidate.since_s for candidate in (*pool.new, *pool.missing))
-    unknown = [f"{name} was not heard of yet" for name in sorted(unheard)]
+    unknown = [f"{name} has not connected yet" for name in sorted(unheard)]
     faults = "; ".join(filter(None, (_faults(pool.missing), *unknown)))
     if waited_s < policy.reform_timeout_s:
         return EpochDecision(
-            reason=f"{_names(pool.new)} waits for a rank: {faults}, and the others are given "
+            reason=f"{_names(pool.new)} waits for a rank: {faults}; the others have "
             f"{policy.reform_timeout_s:g} s to notice"
         )
     return _open(pool, f"{_names(pool.new)} joins; {faults}", bound="reform")
 
 
 def _without_slow(pool: _Pool, *, least: int) -> EpochDecision:
-    """The group is whole, but some hold it up: it goes on without them if they can be spared."""
+    """The group is complete, but some workers are slow: continue without them if possible."""
     others = [*pool.new, *pool.serving]
     why = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in pool.slow)
     if len(others) < least:
-        return EpochDecision(reason=f"slow and cannot be spared: {why}")
+        return EpochDecision(reason=f"slow, but needed for all experts to have slots: {why}")
     return EpochDecision(
         workers=tuple(candidate.name for candidate in others),
         left_out=tuple(candidate.name for candidate in pool.slow),
-        reason=f"goes on without who is slow: {why}",
+        reason=f"continues without slow workers: {why}",
     )
 
 
 def _growing(pool: _Pool, *, is_rolling_out: bool, policy: Policy, now: float) -> EpochDecision:
-    """The group is whole; whoever came anew is taken in at a good moment."""
+    """The group is complete; new workers are added at a good moment."""
     if not pool.new:
         return EpochDecision()
     newest_s = max(candidate.since_s for candidate in pool.new)
@@ -257,7 +264,7 @@ def _growing(pool: _Pool, *, is_rolling_out: bool, policy: Policy, now: float) -
     elif is_rolling_out:
         when = "when the rollout is over"
     elif now - newest_s < policy.join_settle_s:
-        when = "in a moment"
+        when = "shortly"
     else:
         return _open(pool, f"{_names(pool.new)} joins")
     return EpochDecision(reason=f"{_names(pool.new)} joins {when}")

@@ -1,4 +1,4 @@
-"""`Move`: one expert copied into one slot, where its bytes come from, and in which waves."""
+"""`Move`: one expert copied into one slot; its sources, and the waves of a change."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ CHECKSUM_BYTES = 16
 """BLAKE2b-128 over an expert's bytes in the order gate, up, down (weights, then scales)."""
 
 NOTHING = -1
-"""What an empty slot holds."""
+"""Marks an empty slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSource:
-    """Pull the expert from a rank that holds it in the current generation."""
+    """Fetch the expert from a rank that holds it in the current generation."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSource:
-    """Read the expert from the checkpoint; always possible, always last."""
+    """Read the expert from the checkpoint; always possible, always the last resort."""
 
 
 Source = RankSource | CheckpointSource
@@ -41,15 +41,13 @@ class Move:
     expert: int
     checksum: bytes
     sources: tuple[Source, ...]
+    """In the order to try them."""
 
 
 def diff(
     current: Layout, target: Layout, *, topology: Topology, checksums: Checksums
 ) -> dict[int, tuple[Move, ...]]:
-    """The moves that turn `current` into `target`, by rank; a rank without moves has none.
-
-    `checksums` is uint8 [layers, experts, 16]. For their sources see `moves_into`.
-    """
+    """Compute the moves from `current` to `target`, by rank; see `moves_into`."""
     assert current.num_ranks == target.num_ranks, "ranks of one epoch"
     return moves_into(current.expert_of_slot, target, topology=topology, checksums=checksums)
 
@@ -57,12 +55,12 @@ def diff(
 def moves_into(
     held: ExpertTable, target: Layout, *, topology: Topology, checksums: Checksums
 ) -> dict[int, tuple[Move, ...]]:
-    """The moves that bring `held`, int32 [layers, slots] or NOTHING, to `target`, by rank.
+    """Compute the moves from `held`, int32 [layers, slots] or NOTHING, to `target`, by rank.
 
-    `checksums` is uint8 [layers, experts, 16]. Sources of a move: the rank itself if it holds the
-    expert in another slot, then ranks of its node, then other ranks, then the checkpoint. Among
-    equally near holders the one that is first choice of the fewest moves so far comes first, so
-    that one holder does not send every copy.
+    `checksums` is uint8 [layers, experts, 16]. The sources of a move are the rank itself if it
+    holds the expert in another slot, then ranks of its node, then other ranks, then the checkpoint.
+    Among equally near holders, the one that is first choice of the fewest moves so far comes first,
+    so that the copies do not all come from one holder.
     """
     assert target.num_ranks == topology.num_ranks, "ranks of one epoch"
     assert held.shape == target.expert_of_slot.shape, "slots of one epoch"
@@ -81,7 +79,7 @@ def moves_into(
         for slot in np.flatnonzero(changed[layer]).tolist():
             expert, rank = experts[slot], rank_of_slot[slot]
             ranks = holders[expert]
-            if len(ranks) > 1:  # Most experts have one holder.
+            if len(ranks) > 1:  # Most experts have only one holder.
                 ranks = _nearest_first(ranks, rank, topology, times_first)
             if ranks:
                 times_first[ranks[0]] += 1
@@ -106,13 +104,12 @@ def waves(
     max_wave_bytes: int,
     gain_of_layer: Load | None = None,
 ) -> LayoutChanges:
-    """Cut a change into steps that lead from valid layout to valid layout, a few layers each.
+    """Cut a change into waves of a few layers each; every layout on the way is valid.
 
-    A wave takes whole layers as long as no rank stages more than `max_wave_bytes`, but at least
-    one. Layers that do not change are in no wave; a change of shares is one, though it stages
-    nothing. The first layers are those that gain most by `gain_of_layer`, [layers] in any unit, or
-    else those with the lowest index. Generations count from that of `target`; the last wave leads
-    to its placement.
+    A wave takes whole layers while no rank stages more than `max_wave_bytes`, but at least one.
+    Layers that do not change are in no wave; a change of shares counts, although it stages nothing.
+    The layers with the highest `gain_of_layer`, [layers] in any unit, come first, else those with
+    the lowest index. Generations count from that of `target`; the last wave leads to its placement.
     """
     moved = current.expert_of_slot != target.expert_of_slot
     is_even = current.share_of_slot is None and target.share_of_slot is None
@@ -126,7 +123,7 @@ def waves(
 
 
 def _holders(held: Slots, layout: Layout, rank_of_slot: list[int]) -> list[list[int]]:
-    """Ranks that hold each expert of a layer."""
+    """List the ranks that hold each expert of a layer."""
     holders: list[list[int]] = [[] for _ in range(layout.num_experts)]
     for rank, expert in zip(rank_of_slot, held.tolist(), strict=True):
         if expert != NOTHING and rank not in holders[expert]:
@@ -141,7 +138,7 @@ def _nearest_first(
 
     def distance(holder: int) -> tuple[bool, bool, int, int]:
         elsewhere = topology.node_of_rank[holder] != node
-        # The distance between ranks breaks ties, so that moves start at different holders.
+        # The distance between ranks breaks ties, so that first choices differ.
         return (
             holder != rank,
             elsewhere,
@@ -153,11 +150,11 @@ def _nearest_first(
 
 
 def _batches(layers: list[int], moves_of_rank: Indices, *, most_moves: int) -> list[list[int]]:
-    """Consecutive layers in which no rank has more than `most_moves`, at least one each."""
+    """Group consecutive layers while no rank has more than `most_moves`, at least one each."""
     in_order = moves_of_rank[layers]
     before = np.zeros((len(layers) + 1, in_order.shape[1]), dtype=np.int64)
     np.cumsum(in_order, axis=0, out=before[1:])
-    # Most often two neighbours are too much already, which is seen for all at once.
+    # Usually two neighbours already exceed the bound; check that for all layers at once.
     joins = (in_order[1:] + in_order[:-1]).max(axis=1, initial=0) <= most_moves
     batches: list[list[int]] = []
     begin = 0

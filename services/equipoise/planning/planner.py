@@ -1,5 +1,6 @@
-"""`plan`: the layout that a load asks for, as close as possible to the one in use."""
+"""`plan`: a balanced layout for a load, as close as possible to the one in use."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,43 +21,54 @@ from equipoise.planning.shares import even_shares
 from equipoise.planning.topology import ModelShape, Topology
 
 LEAST_LAYER_GAIN = 0.002
-"""Balancedness that a layer must gain for its experts to move: below this, averages only jitter."""
+"""Balancedness that a layer must gain for its experts to move: smaller gains are jitter."""
 
 LOCALITY = 0.25
-"""Where `local` stands if nobody turns the dial: on recorded loads of a 256-expert model on 4
-nodes enough for 0.97 or more."""
+"""Locality of `local` unless the caller sets it: on recorded loads of a 256-expert model on 4 nodes
+it is enough for a balancedness of 0.97 or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """A valid placement, what it reaches on the load it is for, and what it costs.
-
-    `expert_of_slot` is int32 [layers, slots] over the slots of `ranks`, the ranks planned for, in
-    ascending order. `share_of_slot`, of the same shape, are their shares, None if all are even.
-    `algorithm` is the one that made it, never `auto`. `balancedness` is the mean over the layers
-    with traffic of `balancedness_of_layer`, [layers]; `bound` is a balancedness that no placement
-    exceeds. `moves` counts slots that change their expert. `off_node_share`
-    is the share of the load that is served off the node that serves most of its expert group; 0
-    where there are fewer groups than nodes, so that nothing has a home.
-
-    An incremental plan also has its `steps`, most gain per move first, of which any prefix is a
-    valid layout and worth having; and the `curve` of what any number of moves buys at best, if
-    experts are split evenly: (moves, balancedness). With shares there are no steps: these fit the
-    whole plan only.
-    """
+    """A valid placement, the balance it reaches on the load it is for, and its cost."""
 
     expert_of_slot: ExpertTable
+    """int32 [layers, slots] over the slots of `ranks`."""
     ranks: tuple[int, ...]
+    """The ranks planned for, ascending."""
     algorithm: Algorithm
+    """The algorithm that made it, never `auto`."""
     balancedness: float
+    """Mean of `balancedness_of_layer` over the layers with traffic."""
     balancedness_of_layer: Load
+    """Mean / max rank load per layer, [layers]."""
     bound: float
+    """A balancedness that no placement exceeds."""
     moves: int
+    """Slots that change their expert."""
     off_node_share: float
+    """Share of the load served off the node that serves most of its expert group; 0 where there are
+    fewer groups than nodes."""
     reason: str
     share_of_slot: ShareTable | None = None
+    """Shares, int32 [layers, slots]; None if all are even."""
     steps: tuple[MoveStep, ...] = ()
+    """Steps of an incremental plan, most gain per move first. Any prefix is a valid layout worth
+    having. Empty if the plan has shares, which fit the whole plan only."""
     curve: tuple[tuple[int, float], ...] = ()
+    """(moves, balancedness) of an incremental plan: the most that any number of moves buys with
+    even splits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Task:
+    """A problem, and the options that only some algorithms know."""
+
+    problem: Problem
+    samples: float | None
+    locality: float
+    max_moves: int | None
+    target: float | None
 
 
 def plan(
@@ -73,59 +85,60 @@ def plan(
     samples: float | None = None,
     weighted: Weighting = Weighting.OFF,
 ) -> Plan:
-    """Place experts so that ranks carry even parts of `load`, [layers, experts] in any unit.
+    """Place experts so that ranks carry even parts of a load.
 
-    A layer keeps its current placement (the contiguous one, if there is none) unless it gains
-    something, so a layer without load never moves and no plan is worse than what is there.
-    `auto` makes both plans and keeps the more balanced; hierarchical wins ties. With a `locality`,
-    a dial from 0 (hierarchical) to 1 (global; see `place_locally`), it is `local`, and with a
-    target for the balancedness or a limit of moves `incremental`: the ones that know these.
+    A layer keeps its current placement unless it gains something, so a layer without load never
+    moves and no plan is worse than the current layout.
 
-    Ranks in `exclude_ranks` get nothing: experts that only they held go to the others. `samples`
-    is how many expert assignments per layer the load rests on; with it, layers whose gain chance
-    explains keep their placement.
-
-    `weighted` says whether an expert's slots may serve unequal shares. If so, layers are first
-    relieved by new shares where their experts lie, which moves nothing, and plans that may put any
-    expert anywhere also try placements made for uneven shares (`place_weighted`). No layer is less
-    balanced than with even splits.
+    Args:
+        load: [layers, experts] in any unit.
+        model: the shape of the model.
+        topology: the ranks and their nodes.
+        current: the layout in use; None for a pool that holds nothing yet.
+        algorithm: `auto` makes a hierarchical and a global plan and keeps the more balanced one,
+            hierarchical on a tie; with a locality it is `local`, with a limit `incremental`.
+        locality: a dial from 0 (hierarchical) to 1 (global), for `local`; see `place_locally`.
+        max_moves: the most moves, for `incremental`.
+        target_balancedness: the balancedness at which `incremental` stops.
+        exclude_ranks: ranks that get no experts; those that only they held go to the others.
+        samples: assignments per layer in the load; with it, layers whose gain chance explains keep
+            their placement.
+        weighted: whether an expert's slots may serve unequal shares. If so, layers are first
+            relieved by new shares where their experts lie, which moves nothing. Plans that may put
+            any expert anywhere also try placements made for uneven shares (`place_weighted`). No
+            layer is less balanced than with even splits.
 
     Raises:
-        InvalidLayoutError: there are fewer slots than experts.
+        InvalidLayoutError: there are fewer slots than experts, or no ranks.
     """
     ranks = tuple(rank for rank in range(topology.num_ranks) if rank not in exclude_ranks)
     if not ranks:
-        raise InvalidLayoutError("no rank is left to plan for: exclude fewer")
-    problem = Problem.of(
-        load, model=model, topology=topology, current=current, ranks=ranks, weighted=weighted
-    )
+        raise InvalidLayoutError("no rank is left to plan for: exclude fewer ranks")
     is_limited = max_moves is not None or target_balancedness is not None
     if algorithm is Algorithm.AUTO and (is_limited or locality is not None):
         algorithm = Algorithm.INCREMENTAL if is_limited else Algorithm.LOCAL
     assert algorithm is Algorithm.INCREMENTAL or not is_limited, "only incremental has limits"
-    assert algorithm is Algorithm.LOCAL or locality is None, "only local has a dial"
-    if algorithm is Algorithm.INCREMENTAL:
-        made = _plan_incrementally(
-            problem, max_moves=max_moves, target=target_balancedness, samples=samples
-        )
-    elif algorithm is Algorithm.GLOBAL:
-        made = _plan_globally(problem, samples=samples)
-    elif (obstacle := problem.obstacle_to_hierarchy()) is not None:
-        made = _plan_globally(problem, samples=samples)
-        made = replace(made, reason=f"{made.reason}; not hierarchical: {obstacle}")
-    elif algorithm is Algorithm.HIERARCHICAL:
-        made = _plan_hierarchically(problem, samples=samples)
-    elif algorithm is Algorithm.LOCAL:
-        dial = LOCALITY if locality is None else locality
-        made = _plan_locally(problem, locality=dial, samples=samples)
-    else:
-        made = _plan_both_ways(problem, samples=samples)
-    return replace(made, ranks=ranks)
+    assert algorithm is Algorithm.LOCAL or locality is None, "only local has a locality"
+    problem = Problem.of(
+        load, model=model, topology=topology, current=current, ranks=ranks, weighted=weighted
+    )
+    task = _Task(
+        problem=problem,
+        samples=samples,
+        locality=LOCALITY if locality is None else locality,
+        max_moves=max_moves,
+        target=target_balancedness,
+    )
+    obstacle = None
+    if algorithm not in {Algorithm.INCREMENTAL, Algorithm.GLOBAL}:
+        obstacle = problem.obstacle_to_hierarchy()
+    made = _METHODS[algorithm if obstacle is None else Algorithm.GLOBAL](task)
+    reason = made.reason if obstacle is None else f"{made.reason}; not hierarchical: {obstacle}"
+    return replace(made, ranks=ranks, reason=reason)
 
 
-def _plan_both_ways(problem: Problem, *, samples: float | None) -> Plan:
-    hierarchical = _plan_hierarchically(problem, samples=samples)
-    other = _plan_globally(problem, samples=samples)
+def _plan_both_ways(task: _Task) -> Plan:
+    hierarchical, other = _plan_hierarchically(task), _plan_globally(task)
     winner, loser = (
         (hierarchical, other)
         if hierarchical.balancedness >= other.balancedness
@@ -134,42 +147,42 @@ def _plan_both_ways(problem: Problem, *, samples: float | None) -> Plan:
     return replace(winner, reason=f"{winner.reason}; {loser.algorithm}: {loser.balancedness:.3f}")
 
 
-def _plan_hierarchically(problem: Problem, *, samples: float | None) -> Plan:
-    table = place_hierarchically(problem)
-    return _adopted(problem, table, Algorithm.HIERARCHICAL, samples=samples)
+def _plan_hierarchically(task: _Task) -> Plan:
+    return _adopted(task, place_hierarchically(task.problem), Algorithm.HIERARCHICAL)
 
 
-def _plan_locally(problem: Problem, *, locality: float, samples: float | None) -> Plan:
-    table = place_locally(problem, locality=locality)
-    made = _adopted(problem, table, Algorithm.LOCAL, samples=samples)
+def _plan_locally(task: _Task) -> Plan:
+    table = place_locally(task.problem, locality=task.locality)
+    made = _adopted(task, table, Algorithm.LOCAL)
     at_home = 1.0 - made.off_node_share
     return replace(made, reason=f"{made.reason}; {at_home:.1%} of the load stays on its home node")
 
 
-def _plan_globally(problem: Problem, *, samples: float | None) -> Plan:
-    return _adopted(problem, place_globally(problem), Algorithm.GLOBAL, samples=samples)
+def _plan_globally(task: _Task) -> Plan:
+    return _adopted(task, place_globally(task.problem), Algorithm.GLOBAL)
 
 
-def _plan_incrementally(
-    problem: Problem, *, max_moves: int | None, target: float | None, samples: float | None
-) -> Plan:
+def _plan_incrementally(task: _Task) -> Plan:
+    problem, target, max_moves = task.problem, task.target, task.max_moves
     held = Placed(problem.held, problem.held_shares)
     before = balancedness(problem.rank_loads(*held))
     if target is not None and before >= target and problem.is_covered.all():
         made = _summary(problem, held, Algorithm.INCREMENTAL)
         return replace(
-            made, reason=f"nothing to move: {before:.3f} is at the target of {target:.3f} already"
+            made, reason=f"nothing to move: {before:.3f} has reached the target of {target:.3f}"
         )
-    kept = _kept(problem, samples=samples)
+    kept = _kept(problem, samples=task.samples)
     standing = problem.balancedness_of_layer(*kept)
     if target is not None and problem.is_covered.all():
         made = _summary(problem, kept, Algorithm.INCREMENTAL)
         if made.balancedness >= target:
-            words = f"incremental: {made.balancedness:.3f} after {before:.3f} by other shares alone"
-            return replace(made, reason=words)
+            return replace(
+                made,
+                reason=f"incremental: {made.balancedness:.3f} after {before:.3f} by shares alone",
+            )
     fresh = place_globally(problem)
-    anew = weigh(problem, fresh, may_chain=True)
-    layers, comparison = _worth_changing(problem, kept, anew, samples=samples)
+    fresh_shared = weigh(problem, fresh, may_chain=True)
+    layers, comparison = _worth_changing(problem, kept, fresh_shared, samples=task.samples)
     better = improve(
         problem,
         layers=layers,
@@ -182,7 +195,9 @@ def _plan_incrementally(
     moved = (better.table != problem.held).any(axis=1)
     placed = mixed(problem, moved, kept, weigh(problem, better.table, may_chain=False))
     if problem.weighted is not Weighting.OFF and max_moves is None:
-        placed = _anew_where_needed(problem, placed, anew, layers=layers, target=target)
+        placed = _from_scratch_where_needed(
+            problem, placed, fresh_shared, layers=layers, target=target
+        )
     made = _summary(problem, placed, Algorithm.INCREMENTAL)
     reason = f"incremental: {made.balancedness:.3f} after {before:.3f} by {made.moves} moves"
     if target is not None and made.balancedness < target:
@@ -191,20 +206,20 @@ def _plan_incrementally(
         made,
         steps=better.steps if placed.shares is None else (),
         curve=better.curve,
-        reason=reason + _share_words(problem, placed) + comparison,
+        reason=reason + _shares_text(problem, placed) + comparison,
     )
 
 
-def _anew_where_needed(
+def _from_scratch_where_needed(
     problem: Problem,
     placed: Placed,
-    anew: Placed,
+    fresh: Placed,
     *,
     layers: Bools,
     target: float | None,
 ) -> Placed:
-    """Placements from scratch in the layers that gain most by them, until the target is reached."""
-    reached, possible = (problem.balancedness_of_layer(*one) for one in (placed, anew))
+    """Replace the layers that gain most by a placement from scratch, up to the target."""
+    reached, possible = (problem.balancedness_of_layer(*one) for one in (placed, fresh))
     gain = np.where(layers & problem.is_busy, possible - reached, 0.0)
     takes = np.zeros_like(problem.is_busy)
     for layer in np.argsort(-gain, kind="stable").tolist():
@@ -212,28 +227,27 @@ def _anew_where_needed(
         if is_enough or gain[layer] <= LEAST_LAYER_GAIN:
             break
         takes[layer], reached[layer] = True, possible[layer]
-    return mixed(problem, takes, placed, anew)
+    return mixed(problem, takes, placed, fresh)
 
 
-def _adopted(
-    problem: Problem, table: ExpertTable, algorithm: Algorithm, *, samples: float | None
-) -> Plan:
-    """The plan that keeps the layers to which `table` gives nothing."""
-    kept = _kept(problem, samples=samples)
-    anew = weigh(problem, table, may_chain=algorithm is Algorithm.GLOBAL)
-    changes, comparison = _worth_changing(problem, kept, anew, samples=samples)
-    placed = mixed(problem, changes, kept, anew)
+def _adopted(task: _Task, table: ExpertTable, algorithm: Algorithm) -> Plan:
+    """Take `table` in the layers that gain by it, and keep the others."""
+    problem = task.problem
+    kept = _kept(problem, samples=task.samples)
+    fresh = weigh(problem, table, may_chain=algorithm is Algorithm.GLOBAL)
+    changes, comparison = _worth_changing(problem, kept, fresh, samples=task.samples)
+    placed = mixed(problem, changes, kept, fresh)
     made = _summary(problem, placed, algorithm)
     changed = int((placed.table != problem.held).any(axis=1).sum())
     return replace(
         made,
         reason=f"{algorithm}: {made.balancedness:.3f} by changing {changed} of {len(table)} layers"
-        f"{_share_words(problem, placed)}{comparison}",
+        f"{_shares_text(problem, placed)}{comparison}",
     )
 
 
 def _kept(problem: Problem, *, samples: float | None) -> Placed:
-    """What is held, with other shares in the layers to which these give something."""
+    """The held placement, with new shares in the layers that gain by them."""
     held = Placed(problem.held, problem.held_shares)
     if problem.weighted is Weighting.OFF and held.shares is None:
         return held
@@ -245,21 +259,21 @@ def _kept(problem: Problem, *, samples: float | None) -> Placed:
 def _worth_changing(
     problem: Problem, one: Placed, other: Placed, *, samples: float | None
 ) -> tuple[Bools, str]:
-    """Layers that gain more than jitter and chance, [layers], and in words why others do not."""
+    """Find layers that gain more than jitter and chance, [layers]; say why others do not."""
     before, after = (problem.balancedness_of_layer(*placed) for placed in (one, other))
-    # A pool that holds nothing yet has nothing to keep for the sake of it.
+    # A pool that holds nothing yet has no placement worth keeping.
     least_gain = 0.0 if problem.is_new else LEAST_LAYER_GAIN
     changes, comparison = after - before > least_gain, ""
     if samples is not None:
-        beyond, words = gains_beyond_chance(problem, 1 / before - 1 / after, samples=samples)
+        beyond, text = gains_beyond_chance(problem, 1 / before - 1 / after, samples=samples)
         num_kept = int((changes & ~beyond).sum())
         if num_kept:
-            comparison = f"; {num_kept} layers keep their placement: {words}"
+            comparison = f"; {num_kept} layers keep their placement: {text}"
         changes &= beyond
     return changes | ~problem.is_covered, comparison
 
 
-def _share_words(problem: Problem, placed: Placed) -> str:
+def _shares_text(problem: Problem, placed: Placed) -> str:
     if placed.shares is None:
         return ""
     even = even_shares(placed.table, num_experts=problem.model.num_experts)
@@ -268,7 +282,7 @@ def _share_words(problem: Problem, placed: Placed) -> str:
 
 
 def _summary(problem: Problem, placed: Placed, algorithm: Algorithm) -> Plan:
-    """A plan with all its numbers, for all ranks of the problem and still without a reason."""
+    """Build a plan with all its figures for all ranks of the problem; the reason is empty."""
     busy, rank_load = problem.is_busy, problem.rank_loads(*placed)
     per_layer = balancedness_per_layer(rank_load)
     bounds = upper_bounds(
@@ -296,3 +310,12 @@ def _off_node_share(problem: Problem, placed: Placed) -> float:
     if num_groups < num_nodes or num_nodes == 1 or total <= 0:
         return 0.0
     return 1.0 - float(problem.load_of_group_on_node(*placed).max(axis=2).sum() / total)
+
+
+_METHODS: dict[Algorithm, Callable[[_Task], Plan]] = {
+    Algorithm.AUTO: _plan_both_ways,
+    Algorithm.HIERARCHICAL: _plan_hierarchically,
+    Algorithm.LOCAL: _plan_locally,
+    Algorithm.GLOBAL: _plan_globally,
+    Algorithm.INCREMENTAL: _plan_incrementally,
+}

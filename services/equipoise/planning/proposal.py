@@ -1,4 +1,4 @@
-"""A plan and its verdict: the heavy part of a tick, a pure function that runs elsewhere."""
+"""`propose`: a plan and its verdict, the expensive part of a decision."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,44 +17,43 @@ from equipoise.planning.verdict import Verdict, judge
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProposalRequest:
-    """All that a proposal rests on, frozen at the tick.
-
-    `average` is float64 [layers, experts] in assignments per second, what the plan is made for;
-    `window` is the same shape in assignments, what the plan is judged on; `balancedness` is what
-    receivers measured in it, None where nobody did. `policy_hash` names the policy in the decision.
-    `first_generation` numbers the first wave of an accepted plan. `now` and `last_switch_s` are
-    seconds; the latter is None when there was no switch yet.
-    """
+    """Everything that a proposal depends on."""
 
     current: Layout
     average: Load
+    """[layers, experts] in assignments per second: the load to plan for."""
     window: Load
+    """[layers, experts] in assignments: the load to judge the plan on."""
     shift: Shift
     model: ModelShape
     topology: Topology
     policy: Policy
     policy_hash: str = ""
+    """Identifies the policy in the decision record."""
     first_generation: int
+    """Generation of the first wave of an accepted plan."""
     now: float
+    """Seconds."""
     last_switch_s: float | None
+    """Seconds; None before the first switch."""
     balancedness: float | None = None
+    """As measured by the receivers in the window; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposal:
-    """What came out: a plan, whether to adopt it and why, and if so the waves that lead there.
-
-    A wave is told by what it changes: hundreds of pools may have dozens of them waiting.
-    """
+    """A plan, its verdict, and the waves of an accepted plan."""
 
     request: ProposalRequest
     plan: Plan
     verdict: Verdict
     waves: Sequence[LayoutChange]
+    """Empty if the plan was refused. Changes instead of layouts, because hundreds of pools may have
+    dozens of waves pending."""
 
 
 def propose(request: ProposalRequest) -> Proposal:
-    """Plan for the average, judge on the window."""
+    """Plan for the average load and judge the plan on the latest window."""
     policy = request.policy
     is_local = policy.algorithm is Algorithm.LOCAL
     is_incremental = policy.algorithm is Algorithm.INCREMENTAL

@@ -1,6 +1,6 @@
-"""Realised shares: whether slots serve the part of their expert's load that the layout says.
+"""Realised shares: whether slots serve the planned share of their expert's load.
 
-What workers do with a layout is not taken on trust: their counters tell it, window by window.
+Workers are not trusted to follow a layout: their counters show it, window by window.
 """
 
 from dataclasses import dataclass
@@ -12,32 +12,38 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.shares import WHOLE
 
 MIN_ASSIGNMENTS = 256.0
-"""Assignments that an expert must have in a window: shares of fewer say nothing."""
+"""Assignments that an expert needs in a window: with fewer, shares are mostly noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealisedShares:
-    """One window of one generation, over experts with several replicas and enough assignments.
+    """Realised and planned shares in one window of one generation.
 
-    `layer`, `slot` and `expert` are where the realised share is farthest from the planned one, both
-    from 0 to 1, among `assignments` of that expert. `misplaced` is the part of all these experts'
-    assignments that other slots served than planned. `uneven_layers` counts layers whose shares
-    are not even.
+    Covers experts with several replicas and at least `MIN_ASSIGNMENTS`.
     """
 
     generation: int
+    """Generation that ran."""
     layer: int
+    """MoE layer of the slot whose realised share is farthest from its planned one."""
     slot: int
+    """That slot."""
     expert: int
+    """The expert in that slot."""
     planned: float
+    """Its planned share, 0 to 1."""
     realised: float
+    """Its realised share, 0 to 1."""
     assignments: float
+    """Assignments to that expert in the window: the sample size."""
     misplaced: float
+    """Fraction of all covered assignments that a slot other than planned served."""
     uneven_layers: int
+    """Layers whose planned shares are not even."""
 
 
 def realised_shares(slot_load: Load, layout: Layout) -> RealisedShares | None:
-    """Compare `slot_load`, [layers, slots], with the shares of a layout."""
+    """Compare `slot_load`, [layers, slots], with a layout's shares; None without enough load."""
     table, shares = layout.expert_of_slot, layout.share_of_slot
     keys = table + np.arange(layout.num_layers)[:, None] * layout.num_experts
     of_expert = np.bincount(keys.ravel(), weights=slot_load.ravel())[keys]
@@ -58,12 +64,5 @@ def realised_shares(slot_load: Load, layout: Layout) -> RealisedShares | None:
         realised=float(realised[layer, slot]),
         assignments=float(of_expert[layer, slot]),
         misplaced=float((off * of_expert)[counts].sum() / 2 / slot_load[counts].sum()),
-        uneven_layers=_num_uneven_layers(layout),
+        uneven_layers=int(layout.uneven_layers().sum()),
     )
-
-
-def _num_uneven_layers(layout: Layout) -> int:
-    if layout.share_of_slot is None:
-        return 0
-    even = layout.with_placement(layout.expert_of_slot, generation=layout.generation).shares()
-    return int((layout.share_of_slot != even).any(axis=1).sum())

@@ -1,4 +1,4 @@
-"""`reconcile`: what a balancer that comes back does with a pool that went on without it."""
+"""`reconcile`: how a restarted balancer resumes a pool that kept running without it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,16 +10,15 @@ from equipoise.planning.rollout import Commands, PersistCommitted, Rollout, Send
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reconciliation:
-    """What is true of a pool, and what to do.
-
-    `generation` is the one that ranks run, or None if they contradict each other: then only a new
-    epoch helps. A generation that is neither the committed nor the proposed one is taken from the
-    ranks, which have its layout. `rollout`, if there is one, goes on from where it was.
-    """
+    """The state of a pool, and what to do."""
 
     generation: int | None
+    """The generation that the ranks run; None if they contradict each other and need a new epoch.
+    If it is neither the committed nor the proposed one, its layout comes from the ranks."""
     rollout: Rollout | None
+    """The rollout to resume, if any."""
     commands: Commands
+    """What to do, in order."""
     reason: str
 
 
@@ -32,11 +31,16 @@ def reconcile(
     policy: Policy,
     now: float,
 ) -> Reconciliation:
-    """Compare what all ranks report with what the store holds; the ranks are right.
+    """Compare what all ranks report with what the store holds; the ranks prevail.
 
-    `generations_of_ranks` has the generation that each rank runs, `staged_of_ranks` the one that it
-    has staged and not switched to, 0 or absent for none. `proposed` is the store's proposed layout,
-    if it is newer than `committed`.
+    Args:
+        generations_of_ranks: the generation that each rank runs.
+        staged_of_ranks: the generation that each rank has staged but not switched to; 0 or absent
+            for none.
+        proposed: the proposed layout in the store; ignored unless it is newer than `committed`.
+        committed: the committed layout in the store.
+        policy: the timeouts of a resumed rollout.
+        now: the current time in seconds.
     """
     running = set(generations_of_ranks.values())
     assert set(generations_of_ranks) == set(range(committed.num_ranks)), "all ranks have reported"
@@ -54,14 +58,14 @@ def reconcile(
             rollout=None,
             commands=(),
             reason=f"all ranks run generation {generation}, which the store does not have "
-            f"(it has {committed.generation}); taken over from the ranks",
+            f"(it has {committed.generation}): taken from the ranks",
         )
     listed = ", ".join(f"rank {rank} {gen}" for rank, gen in sorted(generations_of_ranks.items()))
     return Reconciliation(
         generation=None,
         rollout=None,
         commands=(),
-        reason=f"ranks run different generations ({listed}); the pool needs a new epoch",
+        reason=f"ranks run different generations ({listed}): the pool needs a new epoch",
     )
 
 
@@ -72,17 +76,17 @@ def _switching(
     policy: Policy,
     now: float,
 ) -> Reconciliation:
-    """Some rank runs the proposed generation, so by agreement all do or are about to say so."""
+    """A rank runs the proposed generation, so by agreement all ranks switched with it."""
     all_ranks = frozenset(range(committed.num_ranks))
     switched = frozenset(
         rank for rank, running in generations_of_ranks.items() if running == proposed.generation
     )
     has_all = switched == all_ranks
     reason = (
-        f"all ranks run generation {proposed.generation}, which was not committed yet"
+        f"all ranks run generation {proposed.generation}, which is not committed yet"
         if has_all
         else f"ranks {sorted(switched)} run generation {proposed.generation}; "
-        f"the others switched with them and will say so"
+        f"the others switched with them and will report it"
     )
     rollout = Rollout(
         base=committed,
@@ -108,10 +112,10 @@ def _before_a_switch(
     policy: Policy,
     now: float,
 ) -> Reconciliation:
-    """All ranks run the committed generation; what they staged goes on if it is whole.
+    """All ranks run the committed generation; a completely staged one resumes.
 
-    What is not whole is aborted, as a rollout: a rank may have staged it after its report, and then
-    the switch crosses the abort.
+    Otherwise it is aborted, as a rollout: a rank may have staged it after its report, so the switch
+    may cross the abort.
     """
     staged = {rank: generation for rank, generation in staged_of_ranks.items() if generation}
     all_ranks = frozenset(range(committed.num_ranks))
@@ -130,14 +134,17 @@ def _before_a_switch(
         return Reconciliation(
             generation=committed.generation, rollout=rollout, commands=(), reason=reason
         )
-    given_up = set(staged.values()) | ({proposed.generation} if proposed is not None else set())
-    why = "the balancer was restarted before all ranks had staged it"
-    dropped = ", ".join(str(generation) for generation in sorted(given_up))
+    dropped_generations = set(staged.values()) | (
+        {proposed.generation} if proposed is not None else set()
+    )
+    why = "the balancer restarted before all ranks had staged it"
+    dropped = ", ".join(str(generation) for generation in sorted(dropped_generations))
     return Reconciliation(
         generation=committed.generation,
         rollout=_aborted(committed, proposed, policy, now, why) if proposed is not None else None,
         commands=tuple(
-            SendAbort(generation=generation, reason=why) for generation in sorted(given_up)
+            SendAbort(generation=generation, reason=why)
+            for generation in sorted(dropped_generations)
         ),
         reason=f"all ranks run generation {committed.generation}, the committed one"
         + (f"; {dropped} is dropped: {why}" if dropped else ""),

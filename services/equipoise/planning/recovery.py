@@ -1,7 +1,7 @@
-"""`recover`: the layout that a new epoch starts in, near to what its workers hold.
+"""`recover`: the initial layout of a new epoch, close to what its workers hold.
 
-It covers all experts with as few copies as possible, because serving waits for it. Better balance
-is left to the rollouts that follow, during which tokens flow.
+It covers all experts with as few copies as possible, because serving waits for it. The rollouts
+that follow improve the balance while requests are served.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,18 @@ def recover(
     committed: Layout | None,
     generation: int,
 ) -> Layout:
-    """The layout for an epoch's ranks; the committed one itself if it can stay.
+    """Return the layout for an epoch's ranks; the committed one itself if it can stay.
 
-    `held` says by rank what its slots hold, int32 [layers, slots of the rank], None for a worker
-    that holds nothing. `load` is float64 [layers, experts] in any unit. An expert that nobody
-    holds, the heaviest first, takes an empty slot or that of a replica; slots that are empty then
-    take replicas of the experts that are heaviest per replica. `generation` numbers a new layout.
+    Each expert that no rank holds, the heaviest first, takes an empty slot or that of a replica.
+    Remaining empty slots take replicas of the experts with the most load per replica.
+
+    Args:
+        held: what the slots of each rank hold, int32 [layers, slots of the rank]; None if nothing.
+        load: float64 [layers, experts] in any unit.
+        model: the shape of the model.
+        topology: the ranks of the epoch.
+        committed: the committed layout, if there is one.
+        generation: the generation of a new layout.
 
     Raises:
         InvalidLayoutError: there are fewer slots than experts.
@@ -67,9 +73,9 @@ def recovery_moves(
     topology: Topology,
     checksums: Checksums,
 ) -> Mapping[int, tuple[Move, ...]]:
-    """The copies that bring each rank from what it holds to `target`, nearest holders first.
+    """Compute the copies from what each rank holds to `target`, nearest holders first.
 
-    Sources are ranks of the new epoch, with what they hold before it. `checksums` is uint8
+    Sources are ranks of the new epoch with their present contents. `checksums` is uint8
     [layers, experts, 16].
     """
     before = np.full_like(target.expert_of_slot, NOTHING)
@@ -81,7 +87,7 @@ def recovery_moves(
 
 
 def _from_nothing(load: Load, *, model: ModelShape, topology: Topology) -> ExpertTable:
-    """A placement for workers that hold nothing; without a load, the one pools start with."""
+    """Place experts on workers that hold nothing; without load, as pools start."""
     if not load.any() and topology.has_equal_slots:
         return contiguous_layout(
             num_layers=model.num_layers,
@@ -98,7 +104,7 @@ def _side_by_side(
     committed: ExpertTable | None,
     model: ModelShape,
 ) -> ExpertTable:
-    """What ranks hold, in rank order; who holds nothing gets its part of a layout that fits."""
+    """Join what ranks hold; a rank that holds nothing takes its part of the committed layout."""
     table = np.full((model.num_layers, topology.num_slots), NOTHING, dtype=np.int32)
     first_slot = topology.first_slot
     allowed = -(-max(topology.slots_of_rank) // model.num_experts)
@@ -112,7 +118,7 @@ def _side_by_side(
 
 
 def _without_twins(own: ExpertTable, *, allowed: int) -> ExpertTable:
-    """A needless copy on a rank, as of one that was lost while it was filled, is an empty slot."""
+    """Treat needless copies on a rank, left by an interrupted epoch, as empty slots."""
     order = np.argsort(own, axis=1, kind="stable")
     ordered = np.take_along_axis(own, order, axis=1)
     is_twin = np.zeros(own.shape, dtype=bool)
@@ -122,7 +128,7 @@ def _without_twins(own: ExpertTable, *, allowed: int) -> ExpertTable:
 
 
 def _fill(slots: Slots, load: Load, topology: Topology) -> None:
-    """Put an expert into every empty slot of a layer, the emptiest rank first."""
+    """Put an expert into every empty slot of a layer, starting with the emptiest rank."""
     num_experts, first_slot = len(load), topology.first_slot
     replicas = np.bincount(slots[slots != NOTHING], minlength=num_experts)
     while (slots == NOTHING).any():
@@ -135,7 +141,7 @@ def _fill(slots: Slots, load: Load, topology: Topology) -> None:
         own = slots[first_slot[rank] : first_slot[rank + 1]]
         here = np.bincount(own[own != NOTHING], minlength=num_experts)
         per_replica = np.where(replicas == 0, np.inf, load / np.maximum(replicas, 1))
-        # Experts that are least often here come first, then those nobody has, then the heaviest.
+        # Fewest copies on this rank first, then experts without a replica, then the heaviest.
         expert = int(np.lexsort((replicas, -load, -per_replica, here))[0])
         own[int(np.flatnonzero(own == NOTHING)[0])] = expert
         replicas[expert] += 1

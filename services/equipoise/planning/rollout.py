@@ -1,12 +1,12 @@
 """`Rollout`: one generation on its way to every rank, as a table of states and events.
 
-Pure: an event goes in, the next rollout and the commands for the balancer's hands come out.
+Pure: an event goes in; the next rollout and the commands to carry out come out.
 
     planned -> staging -> staged -> switched -> active        before a switch -> aborted
 
-Ranks switch by agreement in their own step header, without the balancer. So one rank's word that it
-switched proves that all ranks had staged and that all switch at that step: it overrules whatever
-the balancer believed, even that it had aborted.
+Ranks switch by agreement in their own step header, without the balancer. So the first
+`RankSwitched` proves that all ranks had staged and that all switch at that step. It overrides what
+the balancer assumed, even an abort: once one rank has switched, the rollout commits.
 """
 
 from collections.abc import Callable
@@ -19,37 +19,37 @@ from equipoise.planning.policy import Policy
 
 
 class State(StrEnum):
-    """How far a generation has come."""
+    """State of a rollout."""
 
     PLANNED = "planned"
-    """Being persisted; no rank has heard of it."""
+    """Being persisted; no rank knows of it."""
 
     STAGING = "staging"
-    """Ranks copy experts into staging memory."""
+    """Ranks fetch experts into staging memory."""
 
     STAGED = "staged"
-    """Every rank holds verified bytes; the ranks agree on the step of the switch."""
+    """Every rank has staged verified bytes; the ranks agree on the step of the switch."""
 
     SWITCHED = "switched"
     """Ranks run it; it is being persisted as the committed layout."""
 
     ACTIVE = "active"
-    """Ranks run it and the store knows. The end."""
+    """Ranks run it and it is committed. Final."""
 
     ABORTED = "aborted"
-    """Given up, with a reason. The end, unless a rank says that it had switched already."""
+    """Aborted, with a reason. Final, unless a rank reports that it had already switched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Persisted:
-    """The store holds what the last persist command asked for."""
+    """The store completed the last persist command."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStaged:
-    """A rank holds verified bytes for every slot it changes."""
+    """A rank has staged verified bytes for every slot it changes."""
 
     rank: int
     generation: int
@@ -57,7 +57,7 @@ class RankStaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRefused:
-    """A rank cannot stage a generation and keeps what it has."""
+    """A rank cannot stage a generation and keeps its current layout."""
 
     rank: int
     generation: int
@@ -66,17 +66,19 @@ class RankRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSwitched:
-    """A rank uses a generation since `step`; the switch itself took `stall_us` microseconds."""
+    """A rank switched to a generation."""
 
     rank: int
     generation: int
     step: int
+    """First step of the new generation."""
     stall_us: int
+    """Duration of the switch, microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLost:
-    """A rank is gone, or silent for too long."""
+    """A rank disconnected or was silent for too long."""
 
     rank: int
     reason: str
@@ -84,7 +86,7 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineCheck:
-    """Time passed; bounds are looked at."""
+    """Time passed: check the timeouts."""
 
 
 Event = Persisted | RankStaged | RankRefused | RankSwitched | RankLost | DeadlineCheck
@@ -99,7 +101,7 @@ class PersistProposed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendStage:
-    """Ask every rank to stage the layout on top of `base_generation`."""
+    """Tell every rank to stage the layout on top of `base_generation`."""
 
     layout: Layout
     base_generation: int
@@ -114,7 +116,7 @@ class PersistCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAbort:
-    """Ask every rank to drop what it staged of a generation, unless it switched already."""
+    """Tell every rank to drop what it staged of a generation, unless it already switched."""
 
     generation: int
     reason: str
@@ -126,11 +128,7 @@ Commands = tuple[Command, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One generation on its way from `base` to `target`.
-
-    `switch_step` is the step at which ranks say they switched, None before. `reason` says in words
-    why the rollout is where it is. `worst_stall_us` is the longest switch of a rank so far.
-    """
+    """One generation on its way from `base` to `target`."""
 
     base: Layout
     target: Layout
@@ -138,17 +136,21 @@ class Rollout:
     policy: Policy
     state: State
     entered_s: float
+    """When it entered `state`."""
     staged_ranks: frozenset[int] = frozenset()
     switched_ranks: frozenset[int] = frozenset()
     switch_step: int | None = None
+    """Step at which ranks switched; None before."""
     worst_stall_us: int = 0
+    """Longest switch of a rank so far, microseconds."""
     reason: str
+    """Why it is in `state`."""
 
     @classmethod
     def begin(
         cls, *, base: Layout, target: Layout, num_ranks: int, policy: Policy, now: float
     ) -> tuple["Rollout", Commands]:
-        """A rollout in `planned`, whose layout is to be persisted before anything else."""
+        """Begin a rollout in `planned`; its layout is persisted before anything else."""
         assert target.generation > base.generation, "generations grow and are never reused"
         rollout = cls(
             base=base,
@@ -163,16 +165,16 @@ class Rollout:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is expected; a rank's late word can still revive an abort."""
+        """Whether it has ended; a late `RankSwitched` can still revive an aborted one."""
         return self.state in {State.ACTIVE, State.ABORTED}
 
     @property
     def is_faulted(self) -> bool:
-        """Whether ranks contradict each other about the switch, which no rollout can mend."""
+        """Whether ranks contradict each other about the switch, which no rollout can resolve."""
         return self.state is State.ABORTED and bool(self.switched_ranks)
 
     def step(self, event: Event, *, now: float) -> tuple["Rollout", Commands]:
-        """The rollout after an event, and what to do about it, in order."""
+        """Return the rollout after an event, and the commands to carry out in order."""
         generation = getattr(event, "generation", self.target.generation)
         if generation != self.target.generation:
             return self, ()
@@ -222,7 +224,7 @@ def _planned_too_long(
     bound_s = rollout.policy.stage_timeout_s
     if now - rollout.entered_s < bound_s:
         return rollout, ()
-    reason = f"its turn did not come, or the store did not persist it, within {bound_s:g} s"
+    reason = f"it did not get its turn, or the store did not persist it, within {bound_s:g} s"
     return _enter(rollout, State.ABORTED, now, reason), ()
 
 
@@ -248,13 +250,13 @@ def _staged_too_long(
 
 
 def _commit_again(rollout: Rollout, _event: DeadlineCheck, now: float) -> tuple[Rollout, Commands]:
-    """What ranks run cannot be taken back, so a store that is late is asked again."""
+    """Retry the commit: ranks already run the layout, so it cannot be undone."""
     bound_s = rollout.policy.switch_timeout_s
     if now - rollout.entered_s < bound_s:
         return rollout, ()
     reason = (
         f"generation {rollout.target.generation} is in use, but the store did not confirm it "
-        f"within {bound_s:g} s; asked again"
+        f"within {bound_s:g} s; retrying"
     )
     return _enter(rollout, State.SWITCHED, now, reason), (PersistCommitted(layout=rollout.target),)
 
@@ -279,7 +281,7 @@ def _note_switched(rollout: Rollout, event: RankSwitched, now: float) -> tuple[R
         return noted, ()
     if len(noted.switched_ranks) == noted.num_ranks:
         return _commit(noted, now, f"all ranks switched at step {event.step}")
-    if rollout.state is not State.STAGED:  # Its word proves that all ranks had staged.
+    if rollout.state is not State.STAGED:  # This proves that all ranks had staged.
         noted = replace(noted, staged_ranks=frozenset(range(noted.num_ranks)))
         return _await_switch(noted, now), ()
     return noted, ()
@@ -296,7 +298,9 @@ def _commit_done(rollout: Rollout, _event: Persisted, now: float) -> tuple[Rollo
 def _abort_unless_switched(rollout: Rollout, cause: str, now: float) -> tuple[Rollout, Commands]:
     generation = rollout.target.generation
     if rollout.switched_ranks:
-        reason = f"{cause}; but {_names(rollout.switched_ranks)} switched, and ranks do so together"
+        reason = (
+            f"{cause}; but {_names(rollout.switched_ranks)} switched, and ranks switch together"
+        )
         return _commit(rollout, now, reason)
     aborted = _enter(rollout, State.ABORTED, now, cause)
     return aborted, (SendAbort(generation=generation, reason=cause),)
@@ -307,9 +311,7 @@ def _commit(rollout: Rollout, now: float, reason: str) -> tuple[Rollout, Command
 
 
 def _await_switch(rollout: Rollout, now: float) -> Rollout:
-    return _enter(
-        rollout, State.STAGED, now, "all ranks have staged; they switch at their next step"
-    )
+    return _enter(rollout, State.STAGED, now, "all ranks have staged and switch at their next step")
 
 
 def _enter(rollout: Rollout, state: State, now: float, reason: str) -> Rollout:
@@ -365,4 +367,4 @@ TABLE: dict[tuple[State, type[Event]], _Handler] = {
     (State.ABORTED, RankLost): _ignore,
     (State.ABORTED, DeadlineCheck): _ignore,
 }
-"""What every event does in every state; those that do nothing are listed too."""
+"""The handler of every event in every state, including those that do nothing."""

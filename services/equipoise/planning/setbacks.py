@@ -1,7 +1,7 @@
-"""`Setbacks`: rollouts in a row that ranks did not carry out, and when the next may be tried.
+"""`Setbacks`: exponential backoff after consecutive failed rollouts.
 
-A rank refuses for a reason that the next plan mostly meets again: no memory, bytes that no source
-has right. Tried at every window, a pool would pull the same experts for ever and use none of them.
+A rank usually refuses for a reason that the next plan meets again: no memory, or bytes that no
+source has intact. Without backoff, a pool would fetch the same experts at every window.
 """
 
 from dataclasses import dataclass
@@ -13,21 +13,23 @@ _MOST_DOUBLINGS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setbacks:
-    """How many there were in a row, when the last one was, and why; none at first."""
+    """Consecutive failed rollouts."""
 
     count: int = 0
     latest_s: float = 0.0
+    """When the last one failed."""
     reason: str = ""
+    """Why the last one failed."""
 
     def one_more(self, reason: str, *, now: float) -> "Setbacks":
-        """Another rollout came to nothing, for a reason in words."""
+        """Count another failed rollout."""
         return Setbacks(count=self.count + 1, latest_s=now, reason=reason)
 
     def wait(self, policy: Policy, *, now: float) -> str | None:
-        """Why nothing is rolled out yet; None if it may be.
+        """Return why the next rollout must wait; None if it need not.
 
-        The first wait is a planning interval, each further one twice as long, and none is longer
-        than the one after a rollback (or than an interval, where that is longer still).
+        The first backoff is one planning interval, and each further one twice as long, up to the
+        cooldown after a rollback or one interval, whichever is longer.
         """
         if not self.count:
             return None
@@ -37,6 +39,6 @@ class Setbacks:
             return None
         which = "rollout" if self.count == 1 else f"{self.count} rollouts"
         return (
-            f"the last {which} came to nothing, {now - self.latest_s:.1f} s ago ({self.reason}), "
-            f"and the next is tried {wait_s:g} s after that"
+            f"the last {which} failed, {now - self.latest_s:.1f} s ago ({self.reason}); "
+            f"retrying {wait_s:g} s after that"
         )

@@ -1,8 +1,8 @@
-"""The shared expert as one routed more: counted, planned with the others, or on ranks of its own.
+"""The shared expert as one more routed expert: planned with the others, or on dedicated ranks.
 
-Source of the idea: the decode unit of the DeepSeek-V3 technical report, section 3.4.2, in which 320
-GPUs hold one expert each, and 64 of them replicas of hot experts and of the shared one, which each
-token chooses besides its routed ones.
+Source of the idea: the decode unit of the DeepSeek-V3 technical report, section 3.4.2. There 320
+GPUs hold one expert each; 64 of them hold replicas of hot experts and of the shared expert, which
+every token uses in addition to its routed ones.
 """
 
 from dataclasses import replace
@@ -23,16 +23,16 @@ from equipoise.planning.topology import ModelShape, Topology
 def with_shared_expert(load: Load, *, top_k: int) -> Load:
     """Append the shared expert's load, [..., layers, experts] to [..., layers, experts + 1].
 
-    `load` counts routed assignments, `top_k` for each token; the shared expert has one a token.
+    `load` counts routed assignments, `top_k` per token; the shared expert has one per token.
     """
-    assert top_k >= 1, "a token chooses an expert at least"
+    assert top_k >= 1, "every token has at least one routed expert"
     return np.concatenate([load, load.sum(axis=-1, keepdims=True) / top_k], axis=-1)
 
 
 def shape_with_shared_expert(model: ModelShape) -> ModelShape:
-    """The model with one expert more, which belongs to no group, so that there is one group only.
+    """Return the model with one more expert and a single group.
 
-    The shared expert is taken to be as large as a routed one: then any slot can hold it.
+    The shared expert is assumed to be as large as a routed one, so that any slot can hold it.
     """
     return replace(model, num_experts=model.num_experts + 1, num_groups=1)
 
@@ -48,23 +48,22 @@ def plan_with_shared_ranks(
     exclude_ranks: frozenset[int] = frozenset(),
     samples: float | None = None,
 ) -> Plan:
-    """Plan with the last `num_shared_ranks` ranks for the shared expert, and for nothing else.
+    """Plan with the last `num_shared_ranks` ranks for the shared expert only.
 
-    For pools whose slots are of two kinds, so that a plan may not choose how many replicas the
-    shared expert has; where it may, `plan` does at least as well. `load` is [layers, experts] and
-    `model` of the same experts, the shared one last; ranks have one slot each. The arguments are
-    otherwise those of `plan`.
+    For pools with a fixed number of replicas of the shared expert; if a plan may choose it, `plan`
+    does at least as well. `load` is [layers, experts] with the shared expert last, `model` has the
+    same experts, and ranks have one slot each. The other arguments are those of `plan`.
 
     Raises:
         InvalidLayoutError: ranks have more than one slot, or too few are left for routed experts.
     """
     if topology.slots_per_rank != 1:
         raise InvalidLayoutError(
-            f"ranks for the shared expert alone need pools of 1 slot a rank, not "
+            f"dedicated ranks for the shared expert need 1 slot per rank, not "
             f"{topology.slots_per_rank}: let the plan choose its replicas"
         )
     live = [rank for rank in range(topology.num_ranks) if rank not in exclude_ranks]
-    assert 1 <= num_shared_ranks < len(live), "ranks for both"
+    assert 1 <= num_shared_ranks < len(live), "both kinds of experts need ranks"
     shared = model.num_experts - 1
     of_routed = plan(
         load[:, :shared],
@@ -96,7 +95,7 @@ def plan_with_shared_ranks(
 
 
 def _routed_only(layout: Layout, shared: int) -> Layout:
-    """What is in use without the shared expert: its slots count as if they held another."""
+    """Return the layout without the shared expert: its slots count as holding expert 0."""
     table = layout.expert_of_slot
     return Layout(
         generation=layout.generation,

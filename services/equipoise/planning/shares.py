@@ -1,7 +1,7 @@
-"""Shares: which part of its expert's load each slot serves, in whole numbers.
+"""Shares: the fraction of its expert's load that each slot serves, as whole numbers.
 
-A share counts 1/32768ths, so that shares are equal or not, sum up exactly and survive every file.
-`None` instead of a table stands for even splits. What shares a load asks for is not decided here.
+A share counts 1/32768ths, so shares compare and sum exactly and survive every file format. `None`
+instead of a table stands for even splits.
 """
 
 import numpy as np
@@ -11,11 +11,11 @@ from equipoise.planning.arrays import ExpertTable, Indices, Load, ShareTable
 """Shares of slots, [layers, slots]; those of an expert sum to WHOLE."""
 
 WHOLE = 1 << 15
-"""All of an expert's load. What fits two bytes a slot is far finer than loads are known."""
+"""All of an expert's load. Two bytes per slot are far more precise than loads are known."""
 
 
 def even_shares(expert_of_slot: ExpertTable, *, num_experts: int) -> ShareTable:
-    """The even split as a table: as near to 1/n each as whole numbers go, [layers, slots]."""
+    """Return the even split as a table, [layers, slots]: as close to 1/n as whole numbers allow."""
     order, place, count = _by_expert(expert_of_slot, num_experts)
     ends = (place + 1) * WHOLE // count
     begins = place * WHOLE // count
@@ -23,9 +23,9 @@ def even_shares(expert_of_slot: ExpertTable, *, num_experts: int) -> ShareTable:
 
 
 def whole_shares(parts: Load, expert_of_slot: ExpertTable, *, num_experts: int) -> ShareTable:
-    """Parts from 0 to 1, [layers, slots], as shares that sum up exactly.
+    """Convert fractions from 0 to 1, [layers, slots], to shares that sum exactly.
 
-    Ends of an expert's parts are rounded rather than the parts, so none is off by more than one.
+    Rounds the cumulative sums of an expert's fractions, so no share is off by more than one.
     """
     order, place, count = _by_expert(expert_of_slot, num_experts)
     running = np.cumsum(parts.ravel()[order])
@@ -40,15 +40,15 @@ def whole_shares(parts: Load, expert_of_slot: ExpertTable, *, num_experts: int) 
 def fault_in_shares(
     shares: ShareTable, expert_of_slot: ExpertTable, *, num_experts: int
 ) -> str | None:
-    """What is wrong with a table of shares, in words, or None."""
+    """Describe what is wrong with a table of shares; None if it is valid."""
     if shares.shape != expert_of_slot.shape:
-        return f"shares are of shape {shares.shape}, slots of {expert_of_slot.shape}"
+        return f"shares have the shape {shares.shape}, slots {expert_of_slot.shape}"
     outside = (shares < 0) | (shares > WHOLE)
     if outside.any():
         layer, slot = (int(index) for index in np.argwhere(outside)[0])
         return (
             f"layer {layer}, slot {slot} has a share of {int(shares[layer, slot])}, "
-            f"but shares are from 0 to {WHOLE}"
+            f"but shares range from 0 to {WHOLE}"
         )
     keys = expert_of_slot + np.arange(len(shares))[:, None] * num_experts
     sums = np.bincount(
@@ -65,7 +65,7 @@ def fault_in_shares(
 
 
 def _by_expert(expert_of_slot: ExpertTable, num_experts: int) -> tuple[Indices, Indices, Indices]:
-    """All slots by layer, expert and slot; the place of each among its expert's, and how many."""
+    """Sort slots by layer, expert and slot; also index and count among the expert's slots."""
     num_layers = len(expert_of_slot)
     keys = (expert_of_slot + np.arange(num_layers)[:, None] * num_experts).ravel()
     order = np.argsort(keys, kind="stable")

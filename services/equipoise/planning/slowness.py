@@ -1,9 +1,9 @@
-"""`find_slow`: which ranks compute slower than their peers, and not only more.
+"""`find_slow`: which ranks compute slower than their peers, beyond what their load explains.
 
-Ranks step together, so all their steps are equally long, and the slow one is seen by what the
-others wait for it. Each tells how long it was busy itself: its steps without the time it waited in
-exchanges. A busy rank may be overloaded, which is the planner's to mend; so what its load explains
-is taken off before it is called slow.
+Ranks step together, so all steps take equally long and the slow rank shows by how long the others
+wait for it. Each rank reports its computing time: its steps without the time spent waiting in
+exchanges. A rank may also be overloaded, which the planner fixes, so the part explained by its load
+is removed first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,36 +16,36 @@ from equipoise.planning.arrays import Load
 from equipoise.planning.policy import Policy
 
 MIN_STEPS = 10
-"""Steps that a window must have had, for medians of it to mean anything."""
+"""Steps that a window needs for meaningful medians."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankPace:
-    """One window of a pool, by rank.
-
-    `busy_us` is float64 [ranks], computing time a step, `load` [ranks] the assignments received.
-    `steps` are those of the rank that told of fewest.
-    """
+    """Computing time of the ranks of a pool in one window."""
 
     busy_us: Load
+    """[ranks]: computing time per step, microseconds."""
     load: Load
+    """[ranks]: assignments received."""
     steps: int
+    """Fewest steps that a rank reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRank:
-    """A rank that was slow in every window that counts, by the least of its factors."""
+    """A rank that was slow in every considered window."""
 
     rank: int
     factor: float
+    """Smallest of its slowdowns."""
     reason: str
 
 
 def slowdowns(pace: RankPace) -> Load | None:
-    """How many times longer than the median rank each computes, [ranks], load taken off.
+    """Return how many times as long as the median rank each computes, corrected for load.
 
-    A rank with twice the median load may take up to twice as long. The lower median is compared
-    with, so that of two ranks the faster is the measure. None if the window says nothing.
+    A rank with twice the median load may take up to twice as long. Uses the lower median, so that
+    of two ranks the faster one is the reference. None if the window has too few steps.
     """
     if pace.steps < MIN_STEPS or (pace.busy_us <= 0).any():
         return None
@@ -56,12 +56,12 @@ def slowdowns(pace: RankPace) -> Load | None:
 
 
 def find_slow(paces: Sequence[RankPace], *, policy: Policy) -> Mapping[int, SlowRank]:
-    """Ranks that were slow in each of the latest `policy.slow_worker_windows` windows.
+    """Find ranks that were slow in each of the latest `policy.slow_worker_windows` windows.
 
-    `paces` are of one epoch, oldest first; those that say nothing are passed over.
+    `paces` are those of one epoch, oldest first; windows with too few steps are skipped.
     """
-    told = (factors for pace in reversed(paces) if (factors := slowdowns(pace)) is not None)
-    latest = list(islice(told, policy.slow_worker_windows))
+    known = (factors for pace in reversed(paces) if (factors := slowdowns(pace)) is not None)
+    latest = list(islice(known, policy.slow_worker_windows))
     if len(latest) < policy.slow_worker_windows:
         return {}
     least = np.min(latest, axis=0)
@@ -69,8 +69,8 @@ def find_slow(paces: Sequence[RankPace], *, policy: Policy) -> Mapping[int, Slow
         int(rank): SlowRank(
             rank=int(rank),
             factor=float(least[rank]),
-            reason=f"rank {rank} computes {least[rank]:.1f} times longer for a step than the "
-            f"median rank, in {len(latest)} windows in a row",
+            reason=f"rank {rank} takes {least[rank]:.1f} times as long to compute a step as the "
+            f"median rank, in {len(latest)} consecutive windows",
         )
         for rank in np.flatnonzero(least >= policy.slow_worker_factor)
     }

@@ -1,4 +1,4 @@
-"""Where slots are: ranks, their nodes, and the shape of the model spread over them."""
+"""Ranks, their nodes and slots, and the shape of the model."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """How many tables, counters and bytes a model has. All workers of a pool agree on it.
-
-    Layers are counted from 0 over MoE layers only. `expert_bytes` are the bytes of one expert's
-    weights and scales in one layer: the price of a move.
-    """
+    """The shape of a model, equal on all workers of a pool."""
 
     num_layers: int
+    """MoE layers; only these are counted, from 0."""
     num_experts: int
+    """Logical experts per layer."""
     num_groups: int
+    """Expert groups of group-limited routing; 1 if there are none."""
     expert_bytes: int
+    """Bytes of one expert's weights and scales in one layer: the cost of a move."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_experts", "num_groups", "expert_bytes"):
@@ -24,7 +24,7 @@ class ModelShape:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.num_experts % self.num_groups:
             raise ValueError(
-                f"{self.num_experts} experts do not divide into {self.num_groups} groups"
+                f"{self.num_experts} experts do not divide evenly into {self.num_groups} groups"
             )
 
 
@@ -32,15 +32,15 @@ class ModelShape:
 class Topology:
     """Ranks of an epoch, in rank order, and the node each runs on.
 
-    `node_of_rank` holds node names; ranks of one node are close to each other. Every rank has
-    `slots_per_rank` physical slots in each layer, or, where memory differs, its own number in
-    `slots_of_rank`, of which `slots_per_rank` is the largest. Slots are numbered rank by rank:
-    rank r owns the slots from first_slot[r] to first_slot[r + 1].
+    Slots are numbered rank by rank: rank r owns slots first_slot[r] to first_slot[r + 1] - 1.
     """
 
     node_of_rank: tuple[str, ...]
+    """Node names; ranks of one node have fast links to each other."""
     slots_per_rank: int
+    """Physical slots of every rank per layer, or the largest of `slots_of_rank`."""
     slots_of_rank: tuple[int, ...] = ()
+    """Physical slots of each rank, if they differ."""
 
     def __post_init__(self) -> None:
         if not self.node_of_rank:
@@ -62,7 +62,7 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the epoch."""
+        """Number of ranks."""
         return len(self.node_of_rank)
 
     @property
@@ -72,7 +72,7 @@ class Topology:
 
     @property
     def first_slot(self) -> tuple[int, ...]:
-        """The first slot of each rank, and after the last rank the number of slots."""
+        """First slot of each rank, then the number of slots."""
         return tuple(accumulate(self.slots_of_rank, initial=0))
 
     @property
@@ -82,17 +82,17 @@ class Topology:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Node names in the order in which ranks first name them."""
+        """Node names in order of their first rank."""
         return tuple(dict.fromkeys(self.node_of_rank))
 
     def rank_of_slot(self, slot: int) -> int:
-        """The rank that owns a physical slot."""
+        """Return the rank that owns a physical slot."""
         if self.has_equal_slots:
             return slot // self.slots_per_rank
         return bisect_right(self.first_slot, slot) - 1
 
     def only(self, ranks: tuple[int, ...]) -> "Topology":
-        """The same ranks without the others, in the order given."""
+        """Return a topology of some ranks, in the given order."""
         slots_of_rank = tuple(self.slots_of_rank[rank] for rank in ranks)
         return Topology(
             node_of_rank=tuple(self.node_of_rank[rank] for rank in ranks),

@@ -1,4 +1,4 @@
-"""`judge`: whether a plan is worth its moves. Every verdict carries its reason in words."""
+"""`judge`: whether a plan is worth its moves. Every verdict states its reason."""
 
 import math
 from dataclasses import dataclass
@@ -15,26 +15,26 @@ from equipoise.planning.topology import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Yes or no to a plan, and why.
-
-    Both balancednesses are what the latest window's load makes of a layout. `moves` counts the
-    slots that change their expert, over all layers, `reshared` those that keep it and serve another
-    share of it; `bytes` is what the moves cost, and `pull_s` the seconds in which
-    the rank with most of them pulls its own. `lost_s` estimates the seconds of serving that this
-    and the switches take away, `payback_s` after how many seconds the gain has earned them back;
-    infinite if there is no gain.
-    """
+    """Whether a plan is accepted, and why."""
 
     accepted: bool
     reason: str
     balancedness_current: float
+    """Of the latest window's load under the current layout."""
     balancedness_proposed: float
+    """Of the latest window's load under the plan."""
     moves: int
+    """Slots that change their expert, over all layers."""
     bytes: int
+    """Bytes of the moves."""
     pull_s: float
+    """Seconds that the rank with the most moves spends fetching."""
     lost_s: float
+    """Estimated seconds of serving lost to fetching and switches."""
     payback_s: float
+    """Seconds until the gain has recovered `lost_s`; infinite without a gain."""
     reshared: int = 0
+    """Slots that keep their expert but serve another share."""
 
 
 def judge(
@@ -51,13 +51,24 @@ def judge(
     last_switch_s: float | None,
     shift: Shift,
 ) -> Verdict:
-    """Weigh what `target`, a plan's layout, gains on the latest window against what it costs.
+    """Weigh the gain of a plan on the latest window against its cost.
 
-    Both layouts are compared on the load that the plan was made for, `on_average`, and
-    `on_window`: on the load of the latest window, which `window` has, [layers, experts].
-    A plan follows the average; the window is the newer witness,
-    so a plan that is worse on it is refused however good it looks on the average. What a plan saves
-    is estimated as if the experts of the busiest rank were the whole of a step: the best case.
+    A plan is made for the average load. The window is more recent, so a plan that is worse on it is
+    refused however good it is on the average. The saving is estimated as if the experts of the
+    busiest rank were the whole step: the best case.
+
+    Args:
+        current: the layout in use.
+        target: the layout of the plan.
+        on_average: both layouts compared on the load that the plan was made for.
+        on_window: both layouts compared on the latest window.
+        algorithm: the algorithm that made the plan.
+        window: the load of the latest window, [layers, experts].
+        model: the shape of the model.
+        policy: thresholds and costs.
+        now: the current time in seconds.
+        last_switch_s: the time of the last switch; None if there was none.
+        shift: whether traffic shifted.
     """
     before, after = on_window.before, on_window.after
     cost = _cost(current, target, model=model, policy=policy, speedup=1.0 - before / after)
@@ -73,9 +84,9 @@ def judge(
     shares = f" and other shares in {cost.reshared} slots" if cost.reshared else ""
     accepted = (
         f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
-        f"{after:.3f} (on the average from {on_average.before:.3f} to {on_average.after:.3f}) for "
-        f"{cost.moves} moves of {cost.bytes / 2**20:.1f} MiB together{shares}, which cost "
-        f"{cost.lost_s:.3g} s of serving and pay after {cost.payback_s:.3g} s; {shift.reason}"
+        f"{after:.3f} (on the average from {on_average.before:.3f} to {on_average.after:.3f}) with "
+        f"{cost.moves} moves of {cost.bytes / 2**20:.1f} MiB in total{shares}, which cost "
+        f"{cost.lost_s:.3g} s of serving and pay back after {cost.payback_s:.3g} s; {shift.reason}"
     )
     return Verdict(
         accepted=refusal is None,
@@ -104,14 +115,14 @@ class _Cost:
 def _cost(
     current: Layout, target: Layout, *, model: ModelShape, policy: Policy, speedup: float
 ) -> _Cost:
-    """What a plan costs; `speedup` is the part of a step's time that it saves.
+    """Estimate the cost of a plan; `speedup` is the fraction of a step's time that it saves.
 
-    Ranks pull at the same time, so the one with most moves says how long. Its bytes also say how
-    many generations they come in, because a generation stages a limited number; shares alone take
-    one that stages nothing.
+    Ranks fetch in parallel, so the rank with the most moves sets the duration. Its bytes also set
+    the number of generations, because each stages a limited number of bytes. New shares alone need
+    one generation that stages nothing.
     """
     moved = target.expert_of_slot != current.expert_of_slot
-    # Even shares follow from the experts' replicas: no word is needed for them.
+    # Even shares follow from the replicas and are not sent.
     is_uneven = target.share_of_slot is not None or current.share_of_slot is not None
     reshared = int(((target.shares() != current.shares()) & ~moved).sum()) if is_uneven else 0
     moves_of_rank = np.add.reduceat(moved.sum(axis=0), current.first_slot[:-1])
@@ -132,7 +143,7 @@ def _cost(
 
 
 def _paused(policy: Policy) -> str | None:
-    return "the policy says pause: nothing is moved" if policy.pause else None
+    return "the policy pauses rebalancing" if policy.pause else None
 
 
 def _too_few_assignments(window: Load, policy: Policy) -> str | None:
@@ -161,14 +172,14 @@ def _balanced_enough(before: float, policy: Policy) -> str | None:
         return None
     return (
         f"balanced enough: the latest window is at {before:.3f}, "
-        f"nothing moves from {policy.plan_below:.3f} on"
+        f"plans are made below {policy.plan_below:.3f}"
     )
 
 
 def _nothing_to_change(cost: _Cost, before: float) -> str | None:
     if cost.moves or cost.reshared:
         return None
-    return f"nothing to move: no better layout was found than the current one, at {before:.3f}"
+    return f"nothing to move: found no better layout than the current one, at {before:.3f}"
 
 
 def _gains_too_little(before: float, after: float, policy: Policy) -> str | None:
@@ -180,7 +191,7 @@ def _gains_too_little(before: float, after: float, policy: Policy) -> str | None
     if after - before < policy.min_gain:
         return (
             f"the plan gains too little on the latest window: balancedness would go from "
-            f"{before:.3f} to {after:.3f}, the least gain is {policy.min_gain:.3f}"
+            f"{before:.3f} to {after:.3f}, the minimum gain is {policy.min_gain:.3f}"
         )
     return None
 
@@ -190,6 +201,6 @@ def _never_pays(cost: _Cost, policy: Policy) -> str | None:
         return None
     return (
         f"the plan costs more than it gains: {cost.moves} moves of {cost.bytes / 2**20:.1f} MiB "
-        f"together cost {cost.lost_s:.3g} s of serving ({cost.pull_s:.3g} s of pulling) and pay "
-        f"after {cost.payback_s:.3g} s, the limit is {policy.payback_s:g} s"
+        f"in total cost {cost.lost_s:.3g} s of serving ({cost.pull_s:.3g} s of fetching) and pay "
+        f"back after {cost.payback_s:.3g} s, the limit is {policy.payback_s:g} s"
     )

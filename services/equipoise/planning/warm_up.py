@@ -1,6 +1,6 @@
-"""`warm_up`: have the planner compiled before anybody waits for a plan.
+"""`warm_up`: compile the planner before the first plan is needed.
 
-Run as a program, `python -m equipoise.planning.warm_up`, it fills the cache for later processes.
+Run as `python -m equipoise.planning.warm_up`, it fills the cache for later processes.
 """
 
 from functools import partial
@@ -16,11 +16,10 @@ from equipoise.planning.topology import ModelShape, Topology
 
 
 def warm_up() -> None:
-    """Make and compare a tiny plan in every way there is, so that all compiled functions are there.
+    """Make and compare tiny plans with every algorithm, so that all functions are compiled.
 
-    Takes tens of seconds where no earlier process left its machine code (see
-    `equipoise.planning.placing.compiled`), else about a second. May run in a thread beside other
-    work: it yields to others while the compiler's own machine code works.
+    Takes tens of seconds without a cache (see `equipoise.planning.placing.compiled`), else about a
+    second. May run in a thread: the compiler releases the GIL while it runs native code.
     """
     model = ModelShape(num_layers=1, num_experts=8, num_groups=4, expert_bytes=1)
     topology = Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=3)

@@ -152,7 +152,9 @@ class PoolLoads:
                 f"rank {load.rank} reports for generation {load.generation}, which was another "
                 f"epoch's: it had {layout.num_ranks} ranks, this one has {self._num_ranks}",
             )
-        num_steps = self._steps.since_told(load.rank, stats.steps, busy_us=stats.busy_us, now=now)
+        num_steps = self._steps.steps_since_report(
+            load.rank, stats.steps, busy_us=stats.busy_us, now=now
+        )
         delta = self._counters.accept(load, layout, num_steps=num_steps)
         self._window.add(delta)
         self._steps.accept(

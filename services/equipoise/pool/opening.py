@@ -1,4 +1,4 @@
-"""EpochDecision epochs: from who is here to who is which rank, in which layout, told to everybody.
+"""Opening epochs: from who is here to who is which rank, in which layout, told to everybody.
 
 When that is, `planning/membership.py` decides; which layout, `planning/recovery.py`. Nothing is
 told before the store has it.

@@ -30,7 +30,7 @@ def watch_rollout(pool: Pool, proposal: Proposal) -> None:
         before=before,
         generation=proposal.waves[-1].generation,
         balancedness_before=balancedness_before,
-        balancedness_promised=verdict.balancedness_proposed,
+        balancedness_expected=verdict.balancedness_proposed,
         optimism=optimism,
     )
     pool.watched = WatchedRollout(promise=promise)

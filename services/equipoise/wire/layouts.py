@@ -3,9 +3,9 @@
 import numpy as np
 
 from equipoise.planning.arrays import Checksums
-from equipoise.planning.change import DIGEST_BYTES, LayoutChange
+from equipoise.planning.change import LayoutChange
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import DIGEST_BYTES, Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks

@@ -298,7 +298,7 @@ def _promise_status(
         before_generation=promise.before.generation,
         judged_unix_s=judged_s,
         outcome="open",
-        balancedness_promised=promise.balancedness_promised,
+        balancedness_promised=promise.balancedness_expected,
         gain_promised=promise.gain,
     )
     if realised is not None:

@@ -1,4 +1,4 @@
-"""How balanced a layer can be at all: what is left to gain, and what no placement will."""
+"""An upper bound on the balancedness of any placement."""
 
 import numpy as np
 
@@ -7,12 +7,12 @@ from equipoise.planning.placing.compiled import compiled, part
 
 
 def upper_bounds(load: Load, *, num_slots: int, num_ranks: int) -> Load:
-    """A balancedness that no placement exceeds, however experts are split; [layers], 1.0 if idle.
+    """Bound the balancedness of any placement, however experts are split; [layers], 1.0 if idle.
 
-    `load` is [layers, experts]. With a busiest rank of M, expert e needs at least ceil(load_e / M)
-    replicas, each on another rank, and together they need slots. The least M for which they fit is
-    a lower bound of the busiest rank; so is the mean. Which replicas meet on a rank is left out,
-    so with few slots per rank the truth is lower.
+    `load` is [layers, experts]. If the busiest rank carries M, expert e needs at least
+    ceil(load_e / M) replicas on different ranks, and all of them need slots. The smallest M for
+    which they fit is a lower bound of the busiest rank; so is the mean. The bound ignores which
+    replicas share a rank, so it is loose with few slots per rank.
     """
     return _upper_bounds(np.ascontiguousarray(load, dtype=np.float64), num_slots, num_ranks)
 
@@ -39,7 +39,7 @@ def _upper_bounds(load: Weights, num_slots: int, num_ranks: int) -> Weights:
 def _fits(load: Weights, busiest: float, num_slots: int, num_ranks: int) -> bool:
     needed = 0
     for expert in range(len(load)):
-        # A little less than the quotient: rounding must not ask for a replica too many.
+        # Slightly less than the quotient: rounding must not add a replica.
         replicas = int(np.ceil(load[expert] / busiest - 1e-9))
         if replicas > num_ranks:
             return False

@@ -1,4 +1,4 @@
-"""Gives every expert a slot after ranks were lost, at the price of replicas that can be spared."""
+"""Gives every expert a slot after ranks were lost, by overwriting spare replicas."""
 
 import numpy as np
 
@@ -7,11 +7,11 @@ from equipoise.planning.placing.problem import Problem
 
 
 def cover(problem: Problem) -> ExpertTable:
-    """The placement in use with every expert in it; int32 [layers, slots].
+    """Return the placement in use with every expert in it, int32 [layers, slots].
 
-    Layers that cover all experts stay as they are. In others each missing expert, the heaviest
+    Layers that hold all experts stay as they are. In others each missing expert, the heaviest
     first, overwrites the replica of another expert on the rank that ends up least loaded. There
-    are at least as many slots as experts, so there is always one.
+    are at least as many slots as experts, so such a replica always exists.
     """
     table = problem.held.copy()
     for layer in np.flatnonzero(~problem.is_covered).tolist():

@@ -1,10 +1,10 @@
 """The published expert-parallel load balancer: replicate hot experts, pack replicas on ranks.
 
 Source of the idea: DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB),
-described in its README and in the DeepSeek-V3 technical report, section 3.4. Written anew from the
-description, as compiled loops with heaps in place of its scans. Its plans are those of the
-published program (recorded in the tests), twins on one rank included: repairing them is the
-planner's work, and so is making them better.
+described in its README and in the DeepSeek-V3 technical report, section 3.4. Written from the
+description, as compiled loops with heaps instead of scans. Its placements equal those of the
+published program (recorded in the tests), including an expert twice on one rank; the planner
+repairs and improves them.
 """
 
 import numpy as np
@@ -13,35 +13,10 @@ from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
 
 
-def eplb(
-    load: Load,
-    *,
-    num_slots: int,
-    num_groups: int,
-    num_nodes: int,
-    num_ranks: int,
-    hierarchical: bool,
-) -> ExpertTable:
-    """Place experts on slots so that ranks carry even loads; int32 [layers, slots].
-
-    The published algorithm whole, to measure by: the planner takes its steps apart.
-
-    `load` is [layers, experts] in any unit. Hierarchical placement gives each node whole expert
-    groups, replicates within the node, then packs the node's replicas on its ranks. Global
-    placement does the same with one group and one node.
-    """
-    if not hierarchical:
-        num_groups = num_nodes = 1
-    groups = deal_groups(load, num_groups=num_groups, num_nodes=num_nodes)
-    slots_of_rank = np.full(num_ranks, num_slots // num_ranks, dtype=np.int64)
-    assert num_slots % num_ranks == 0, "slots divide over ranks"
-    return place(load, groups=groups, num_nodes=num_nodes, slots_of_rank=slots_of_rank)
-
-
 def deal_groups(load: Load, *, num_groups: int, num_nodes: int) -> Indices:
-    """Step 1: give each node equally many groups of even load; int64 [layers, groups], by node.
+    """Step 1: assign each node equally many groups of even load; int64 [layers, groups], by node.
 
-    `load` is [layers, experts]; group g holds the experts from g * experts / groups on.
+    `load` is [layers, experts]; group g starts at expert g * experts / groups.
     """
     num_layers, num_experts = load.shape
     assert num_experts % num_groups == 0, "experts divide into groups"
@@ -54,9 +29,9 @@ def deal_groups(load: Load, *, num_groups: int, num_nodes: int) -> Indices:
 def place(load: Load, *, groups: Indices, num_nodes: int, slots_of_rank: Indices) -> ExpertTable:
     """Steps 2 and 3: replicate within each node, then pack its ranks; int32 [layers, slots].
 
-    `groups` is [layers, groups], node by node, as `deal_groups` gives them. `slots_of_rank` is
-    int64 [ranks]; nodes have equally many ranks in a row and equally many slots together. Ranks
-    with unequal slots are an extension: the published program knows equal ones only.
+    `groups` is [layers, groups], node by node, as `deal_groups` returns them. `slots_of_rank` is
+    int64 [ranks]; nodes have equally many consecutive ranks and equally many slots in total. Ranks
+    with unequal slots are an extension: the published program requires equal ones.
     """
     num_layers, num_experts = load.shape
     num_groups = groups.shape[1]
@@ -78,11 +53,10 @@ def place(load: Load, *, groups: Indices, num_nodes: int, slots_of_rank: Indices
 
 
 def _roughly_heaviest_first(weight: Weights) -> Indices:
-    """Where the heaviest of each row is, then the next one; those that hardly differ in any order.
+    """Sort each row heaviest first; nearly equal weights may come in any order.
 
-    All rows at once, as numbers made of the high bits of a weight and its index, which NumPy sorts
-    many times faster than a loop can: such numbers are in the order of the weights, if none is
-    negative.
+    Sorts integers made of the high bits of a weight and its index, which NumPy does many times
+    faster than an argsort. They order like the weights, which must not be negative.
     """
     num_items = weight.shape[-1]
     low_bits = (1 << (num_items - 1).bit_length()) - 1
@@ -98,9 +72,9 @@ def _roughly_heaviest_first(weight: Weights) -> Indices:
 def _place_layers(
     load_of_node: Weights, experts_of_node: Indices, heaviest_first: Indices, slots_of_rank: Indices
 ) -> Slots:
-    """Slots of ranks are [nodes, ranks of the node], all others [layers, nodes, experts].
+    """Replicate and pack; `slots_of_rank` is [nodes, ranks of the node], others as named above.
 
-    `heaviest_first` need not be exact, and is made so.
+    `heaviest_first` may be approximate; it is corrected in place.
     """
     num_layers, num_nodes, _ = experts_of_node.shape
     num_slots = slots_of_rank[0].sum()
@@ -108,7 +82,7 @@ def _place_layers(
     for layer in range(num_layers):
         for node in range(num_nodes):
             load, order = load_of_node[layer, node], heaviest_first[layer, node]
-            _settle(load, order)
+            _correct(load, order)
             of_slot, share, num_replicas = _replicate(load, order, num_slots)
             packed = _pack(share, _with_replicas(order, share, num_replicas), slots_of_rank[node])
             for position in range(num_slots):
@@ -126,8 +100,8 @@ def _pack_rows(weight: Weights, room: Indices) -> Indices:
 
 
 @part
-def _settle(weight: Weights, order: Indices) -> None:
-    """Make an order that is nearly right right: heaviest first, of equals the first first."""
+def _correct(weight: Weights, order: Indices) -> None:
+    """Correct an almost sorted order: heaviest first, ties by index (insertion sort)."""
     for place in range(1, len(order)):
         item, hole = order[place], place
         while hole > 0 and _goes_before(weight, item, order[hole - 1]):
@@ -145,16 +119,17 @@ def _goes_before(weight: Weights, item: int, other: int) -> bool:
 def _replicate(
     load: Weights, heaviest_first: Indices, num_slots: int
 ) -> tuple[Indices, Weights, Indices]:
-    """Give every spare slot to the expert whose replicas carry most.
+    """Give every redundant slot to the expert with the most load per replica.
 
-    Returns experts [slots], each once in order and then the extra replicas as they were given; what
-    each of these replicas carries, [slots]; and how many each expert has, [experts].
+    Returns:
+        experts [slots], each once in order, then the extra replicas in the order they were added;
+        the load of each of these replicas, [slots]; and the replicas of each expert, [experts].
     """
     num_experts = len(load)
     of_slot = np.empty(num_slots, dtype=np.int64)
     num_replicas = np.ones(num_experts, dtype=np.int64)
     expert_at = heaviest_first.copy()
-    key = -load[expert_at]  # A heap: it is in order.
+    key = -load[expert_at]  # Sorted, so already a heap.
     of_slot[:num_experts] = np.arange(num_experts)
     for slot in range(num_experts, num_slots):
         hottest = expert_at[0]
@@ -167,9 +142,9 @@ def _replicate(
 
 @part
 def _with_replicas(order: Indices, share: Weights, num_replicas: Indices) -> Indices:
-    """Slots, heaviest share first, where `order` has the experts by their whole load; [slots].
+    """Sort slots by share, heaviest first, [slots]; `order` has the experts by their whole load.
 
-    Experts with a slot alone keep their order. Only the others are sorted, and merged with them.
+    Experts with one slot keep their order. Only the others are sorted, then merged in.
     """
     num_experts, num_slots = len(order), len(share)
     divided = np.empty(num_slots, dtype=np.int64)
@@ -198,13 +173,13 @@ def _with_replicas(order: Indices, share: Weights, num_replicas: Indices) -> Ind
 
 @part
 def _pack(weight: Weights, heaviest_first: Indices, room: Indices) -> Indices:
-    """Deal items, heaviest first, each into the lightest pack with room.
+    """Put items, heaviest first, into the lightest pack with room.
 
-    `weight` is [items], `room` [packs] says how many items each takes. Returns the items pack by
-    pack, [items].
+    `weight` is [items]; `room`, [packs], is the number of items each pack takes. Returns the items
+    pack by pack, [items].
     """
     num_items, num_packs = len(weight), len(room)
-    if room.max() == 1:  # Nothing to balance: the order is kept.
+    if room.max() == 1:  # Nothing to balance: keep the order.
         return np.arange(num_items)
     packed = np.empty(num_items, dtype=np.int64)
     position = np.zeros(num_packs, dtype=np.int64)
@@ -228,7 +203,7 @@ def _pack(weight: Weights, heaviest_first: Indices, room: Indices) -> Indices:
 
 @part
 def _sift_down(key: Weights, index: Indices, start: int, size: int) -> None:
-    """Restore a heap of (key, index), least first, after its entry at `start` grew."""
+    """Restore a min-heap of (key, index) after its entry at `start` grew."""
     if start >= size:
         return
     moving_key, moving_index = key[start], index[start]

@@ -1,4 +1,4 @@
-"""A placement from scratch: the published greedy, then what makes it valid, better, and near."""
+"""Placements from scratch: the published greedy, made valid, refined, and matched to the ranks."""
 
 import numpy as np
 
@@ -10,14 +10,14 @@ from equipoise.planning.placing.stay import align, relabel
 from equipoise.planning.placing.twins import repair_twins
 
 SEPARATION_TOLERANCE = 2e-3
-"""Load of the busiest rank, over the least found, that replicas on different nodes may cost."""
+"""Relative increase of the busiest rank that placing replicas on different nodes may cost."""
 
 
 def place_globally(problem: Problem) -> ExpertTable:
-    """Any expert on any rank; int32 [layers, slots].
+    """Place any expert on any rank; int32 [layers, slots].
 
-    Replicas of an expert lie on different nodes, so that one node takes none with it, in each
-    layer where that makes the busiest rank not much busier.
+    In each layer, replicas of an expert lie on different nodes, so that the loss of one node does
+    not take them all, unless that makes the busiest rank much busier.
     """
     groups = np.zeros((len(problem.load), 1), dtype=np.int64)
     greedy = _greedy(problem, groups=groups, num_nodes=1)
@@ -25,9 +25,9 @@ def place_globally(problem: Problem) -> ExpertTable:
 
 
 def stay_near(problem: Problem, table: ExpertTable) -> ExpertTable:
-    """The same sets of experts, given to ranks so that few experts move; int32 [layers, slots].
+    """Assign the same sets of experts to ranks so that few experts move; int32 [layers, slots].
 
-    Whole nodes change places, or none: others would bring replicas of an expert together again.
+    Only whole nodes change places: otherwise replicas of an expert could share a node again.
     """
     if problem.has_equal_nodes or problem.num_nodes == 1:
         return _near(problem, table, num_nodes=problem.num_nodes)
@@ -35,16 +35,16 @@ def stay_near(problem: Problem, table: ExpertTable) -> ExpertTable:
 
 
 def place_hierarchically(problem: Problem) -> ExpertTable:
-    """Each expert group on one node; int32 [layers, slots].
+    """Place each expert group on one node; int32 [layers, slots].
 
-    The greedy deals groups to nodes; where a swap of groups would relieve the busiest node, the
-    better deal is tried too, and each layer takes the better of both.
+    The greedy assigns groups to nodes. If swapping groups relieves the busiest node, that
+    assignment is tried too, and each layer takes the better of both.
     """
     num_groups, num_nodes = problem.model.num_groups, problem.num_nodes
-    dealt = deal_groups(problem.load, num_groups=num_groups, num_nodes=num_nodes)
-    table = _place_by_node(problem, groups=dealt)
-    swapped = _relieve_nodes(problem, dealt)
-    if np.array_equal(swapped, dealt):
+    assigned = deal_groups(problem.load, num_groups=num_groups, num_nodes=num_nodes)
+    table = _place_by_node(problem, groups=assigned)
+    swapped = _relieve_nodes(problem, assigned)
+    if np.array_equal(swapped, assigned):
         return table
     other = _place_by_node(problem, groups=swapped)
     better = problem.balancedness_of_layer(other) > problem.balancedness_of_layer(table)
@@ -62,7 +62,7 @@ def _place_by_node(problem: Problem, *, groups: Indices) -> ExpertTable:
 
 
 def _refined_apart(problem: Problem, greedy: ExpertTable) -> ExpertTable:
-    """Refined with replicas on different nodes, or without regard to nodes where that costs."""
+    """Refine with replicas on different nodes, or regardless of nodes where that costs balance."""
     mean = problem.load.sum(axis=1) / problem.topology.num_ranks
     of_ranks = {
         "first_slot": problem.first_slot,
@@ -82,7 +82,7 @@ def _refined_apart(problem: Problem, greedy: ExpertTable) -> ExpertTable:
 
 
 def _greedy(problem: Problem, *, groups: Indices, num_nodes: int) -> ExpertTable:
-    """The published placement, made valid."""
+    """The published placement without needless twins."""
     slots_of_rank = np.diff(problem.first_slot)
     table = place(problem.load, groups=groups, num_nodes=num_nodes, slots_of_rank=slots_of_rank)
     return repair_twins(
@@ -95,7 +95,7 @@ def _greedy(problem: Problem, *, groups: Indices, num_nodes: int) -> ExpertTable
 
 
 def _near(problem: Problem, table: ExpertTable, *, num_nodes: int) -> ExpertTable:
-    """Rename nodes, ranks and slots so that few experts move."""
+    """Permute nodes, ranks and slots so that few experts move."""
     if problem.is_new:
         return table
     first_slot = problem.first_slot
@@ -103,12 +103,12 @@ def _near(problem: Problem, table: ExpertTable, *, num_nodes: int) -> ExpertTabl
     return align(table, problem.held, first_slot=first_slot)
 
 
-def _relieve_nodes(problem: Problem, dealt: Indices) -> Indices:
-    """Swap groups between nodes as experts between ranks; int64 [layers, groups]."""
-    num_layers, num_groups = dealt.shape
+def _relieve_nodes(problem: Problem, assigned: Indices) -> Indices:
+    """Swap groups between nodes to relieve the busiest one; int64 [layers, groups]."""
+    num_layers, num_groups = assigned.shape
     group_load = problem.load.reshape(num_layers, num_groups, -1).sum(axis=2)
     swapped = refine(
-        dealt.astype(np.int32),
+        assigned.astype(np.int32),
         load=group_load,
         first_slot=np.arange(problem.num_nodes + 1) * (num_groups // problem.num_nodes),
         block_of_rank=np.zeros(problem.num_nodes, dtype=np.int64),

@@ -1,8 +1,7 @@
-"""Which of many paths to follow, and how far, so that few moves buy much balance.
+"""Choose among many improvement paths, and how far to follow each, for the most balance per move.
 
-A `LayerPath` is one way to improve one layer, change by change. Over all layers the steepest
-segments of the concave hulls go first: the Lagrangian solution of a knapsack whose items come in
-order.
+A `LayerPath` is one way to improve one layer, change by change. Over all layers, the steepest
+segments of the concave hulls go first: the Lagrangian solution of a knapsack with ordered items.
 """
 
 from collections.abc import Sequence
@@ -16,24 +15,22 @@ from equipoise.planning.arrays import Indices, Load
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerPath:
-    """Changes of one layer in order, and what is spent and reached before and after each.
-
-    `changes` is int64 [changes, 2 x slots]: pairs of a slot and the expert that it takes, in order,
-    or of -1. `moves`, int64 [changes + 1], counts the slots that differ from the start;
-    `balancedness` is [changes + 1].
-    """
+    """Ordered changes of one layer, with moves and balancedness before and after each."""
 
     changes: Indices
+    """int64 [changes, 2 x slots]: pairs of a slot and its new expert, padded with -1."""
     moves: Indices
+    """int64 [changes + 1]: slots that differ from the start."""
     balancedness: Load
+    """[changes + 1]."""
 
     def changed(self, begin: int, end: int) -> Indices:
-        """The slots and experts of the changes from `begin` to `end`, in order; [slots, 2]."""
+        """List the slots and experts of the changes from `begin` to `end`, in order; [slots, 2]."""
         pairs = self.changes[begin:end].reshape(-1, 2)
         return pairs[pairs[:, 0] >= 0]
 
     def point(self, num_changes: int, *, path: int = 0) -> "Point":
-        """Where so many changes lead."""
+        """Return the point after `num_changes` changes."""
         return Point(
             path=path,
             num_changes=num_changes,
@@ -44,21 +41,23 @@ class LayerPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A place on a path: how many of its changes are made, the moves and the balancedness."""
+    """A point on a path."""
 
     path: int
+    """Index of the path among those of its layer."""
     num_changes: int
+    """Changes of the path made so far."""
     moves: int
     balancedness: float
 
 
 Hull = list[Point]
-"""Points of growing moves and balancedness with falling slopes; the first is the start."""
+"""Points with increasing moves and balancedness and decreasing slopes; the first is the start."""
 
 
 def hull_of(paths: Sequence[LayerPath]) -> Hull:
-    """The best of all paths of one layer, as a concave hull from their common start."""
-    # The start counts once. Most points are below one of fewer moves and never become `Point`s.
+    """Combine all paths of one layer into a concave hull from their common start."""
+    # The start counts once. Most points lie below one with fewer moves and never become `Point`s.
     first = [min(index, 1) for index in range(len(paths))]
     moves, reached, counts = (
         np.concatenate(parts)
@@ -86,7 +85,7 @@ def hull_of(paths: Sequence[LayerPath]) -> Hull:
 
 
 def hull_along(path: LayerPath, *, num_changes: int) -> Hull:
-    """The places on one path worth a stop on the way to a point of its layer's hull."""
+    """Select the points of one path worth a step on the way to a point of its layer's hull."""
     end = path.point(num_changes)
     is_below = (path.moves < end.moves) & (path.balancedness < end.balancedness)
     before = np.flatnonzero(is_below[:num_changes])
@@ -102,11 +101,14 @@ def take_steepest(
     target: float | None,
     max_moves: int | None,
 ) -> tuple[list[Point], list[tuple[int, float]]]:
-    """Go up the hulls of all layers, most gain per move first; the point where each ends.
+    """Climb the hulls of all layers, most gain per move first.
 
-    Stops when the mean balancedness, `start` at first, over `num_busy` layers reaches `target`;
-    leaves out what does not fit into `max_moves`. Also returns the whole curve, as if there were
-    neither: moves and the mean balancedness that they buy.
+    Stops when the mean balancedness over `num_busy` layers, initially `start`, reaches `target`;
+    skips segments that do not fit into `max_moves`.
+
+    Returns:
+        the point where each layer ends, and the whole curve without either limit: (moves, mean
+        balancedness).
     """
     taken = [hull[0] for hull in hulls]
     is_closed = [False] * len(hulls)
@@ -141,14 +143,14 @@ def slope(before: Point, after: Point) -> float:
 
 
 def _growing(counts: Indices, moves: Indices) -> Indices:
-    """Leave out places that need no fewer moves than a later one: it overtakes them."""
+    """Drop points that need at least as many moves as a later one."""
     needed = moves[counts]
     fewest_after = np.minimum.accumulate(np.append(needed[1:], np.iinfo(np.int64).max)[::-1])[::-1]
     return counts[needed < fewest_after]
 
 
 def _concave(points: Sequence[Point]) -> Hull:
-    """The upper hull of points in the order of their moves."""
+    """Compute the upper hull of points ordered by moves."""
     hull: Hull = []
     for point in points:
         if hull and (point.balancedness <= hull[-1].balancedness or point.moves <= hull[-1].moves):

@@ -1,4 +1,4 @@
-"""`improve`: the fewest moves from the placement in use to a target, or the most for a budget."""
+"""`improve`: the fewest moves to a target balancedness, or the most balance for a move budget."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,40 +15,41 @@ from equipoise.planning.placing.relieve import relieve
 from equipoise.planning.placing.search_state import SearchSpace
 
 THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.15, 1.3)
-"""Loads, over the least that a layer's busiest rank can have, above which paths relieve ranks."""
+"""Relief thresholds of paths, in multiples of the lowest possible load of the busiest rank."""
 
 TARGET_THRESHOLDS = (0.25, 0.5, 0.8, 1.1, 1.5, 2.2, 3.5)
-"""The same on the way to a target, in units of the excess that the target leaves: layers that gain
-easily go beyond it, others stop before."""
+"""Relief thresholds on the way to a target, in multiples of the excess that the target leaves:
+layers that gain easily exceed the target, others stop short of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MoveStep:
-    """Slots of one layer that change together, and what that is worth.
+    """Slots of one layer that change together, and the gain.
 
-    `slots`, int64, and `experts`, int32, are [changes]; `moves` is how many slots more differ from
-    the placement in use; `gain` is in balancedness, mean over the layers with traffic. Steps of
-    one layer keep their order; the layout after any step is valid.
+    Steps of one layer keep their order. The layout after any step is valid.
     """
 
     layer: int
     slots: Indices
+    """[changes]: the slots that change."""
     experts: Slots
+    """[changes]: their new experts."""
     moves: int
+    """Increase in the number of slots that differ from the placement in use."""
     gain: float
+    """Increase of balancedness, averaged over the layers with traffic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Improvement:
-    """A placement, int32 [layers, slots], and the steps to it, most gain per move first.
-
-    Steps that bring back experts without any replica come before all others. `curve` has what any
-    number of moves buys at best: (moves, balancedness), both growing.
-    """
+    """A placement and the steps to it."""
 
     table: ExpertTable
+    """int32 [layers, slots]."""
     steps: tuple[MoveStep, ...]
+    """Steps that restore experts without a replica, then the others, most gain per move first."""
     curve: tuple[tuple[int, float], ...]
+    """(moves, balancedness): the most balance for any number of moves, both increasing."""
 
 
 def improve(
@@ -61,14 +62,20 @@ def improve(
     target: float | None = None,
     max_moves: int | None = None,
 ) -> Improvement:
-    """Improve the placement in use in the given `layers`, bool [layers].
+    """Improve the placement in use.
 
-    Stops as soon as the mean balancedness over layers with traffic reaches `target`, leaves out
-    what does not fit into `max_moves` (moves that bring back lost experts always do), and with
-    neither goes as far as it can. `fresh` is a placement from scratch, int32 [layers, slots]: the
-    way out for layers where it is more balanced by `least_gain` than what small steps reach.
-    `standing`, [layers], is what covered layers reach with the shares they may have: steps split
-    evenly, so those that start in a layer with shares must come out above that.
+    Without a target or a move budget, improves as far as possible.
+
+    Args:
+        problem: the load and the placement in use.
+        layers: the layers to improve, bool [layers].
+        fresh: a placement from scratch, int32 [layers, slots], for layers where it is more
+            balanced by `least_gain` than small steps can reach.
+        standing: balancedness of covered layers with their shares, [layers]. Steps split experts
+            evenly, so those of a layer with shares must exceed it.
+        least_gain: see `fresh`.
+        target: stop when the mean balancedness over layers with traffic reaches it.
+        max_moves: the move budget; moves that restore lost experts always fit.
     """
     start = cover(problem)
     busy = problem.is_busy
@@ -99,7 +106,7 @@ def improve(
 def _paths(
     problem: Problem, start: ExpertTable, layer: int, *, reached: float, target: float | None
 ) -> list[LayerPath]:
-    """Paths that relieve ranks above several thresholds; the common start is the first point."""
+    """Build one path per threshold; the common start is the first point."""
     load, num_ranks = problem.load[layer], problem.topology.num_ranks
     mean = float(load.sum()) / num_ranks
     bound = upper_bounds(load[None], num_slots=start.shape[1], num_ranks=num_ranks)[0]
@@ -107,7 +114,7 @@ def _paths(
     if target is not None and target < bound:
         left = bound / target - 1.0
         thresholds = tuple(1.0 + left * part for part in TARGET_THRESHOLDS)
-    ground = SearchSpace(
+    space = SearchSpace(
         problem.first_slot,
         problem.rank_of_slot,
         problem.node_of_rank,
@@ -117,7 +124,7 @@ def _paths(
     )
     paths = []
     for threshold in thresholds:
-        made = relieve(start[layer], load, ground, threshold * mean / bound, np.inf)
+        made = relieve(start[layer], load, space, threshold * mean / bound, np.inf)
         balancedness = mean / made.busiest
         balancedness[0] = reached
         paths.append(LayerPath(changes=made.steps, moves=made.moves, balancedness=balancedness))
@@ -168,7 +175,7 @@ def _improvement(
 
 
 def _restoring(problem: Problem, start: ExpertTable) -> Iterator[MoveStep]:
-    """What brings back experts without a replica; worth any price."""
+    """Yield the steps that restore experts without a replica, at any price."""
     for layer in np.flatnonzero(~problem.is_covered).tolist():
         changed = np.flatnonzero(problem.held[layer] != start[layer])
         yield MoveStep(
@@ -183,7 +190,7 @@ def _restoring(problem: Problem, start: ExpertTable) -> Iterator[MoveStep]:
 def _steps(
     layer: int, slots: Slots, path: LayerPath, end: Point, num_busy: int
 ) -> Iterator[MoveStep]:
-    """The stops worth making on the way to `end`."""
+    """Yield the steps worth making on the way to `end`."""
     hull = hull_along(path, num_changes=end.num_changes)
     for before, after in pairwise(hull):
         reached = slots.copy()

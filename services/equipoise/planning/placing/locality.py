@@ -1,8 +1,8 @@
-"""`place_locally`: between hierarchical and global, as far as a dial says.
+"""`place_locally`: a placement between hierarchical and global.
 
-From the hierarchical placement, in which every expert is served on the home node of its group, the
-steps that take most load off the busiest ranks for the least load that leaves its home: redundant
-slots come to host experts of other nodes, and a few experts change nodes altogether.
+Starts from the hierarchical placement, which serves every expert on the home node of its group, and
+takes the steps that relieve the busiest ranks most for the least load leaving its home: redundant
+slots host experts of other nodes, and a few experts change nodes altogether.
 """
 
 import numpy as np
@@ -16,24 +16,24 @@ from equipoise.planning.placing.relieve import relieve
 from equipoise.planning.placing.search_state import Path, SearchSpace
 
 THRESHOLDS = (1.0, 1.01, 1.07)
-"""Loads, over the least that a layer's busiest rank can have, above which ranks are relieved."""
+"""Relief thresholds, in multiples of the lowest possible load of a layer's busiest rank."""
 
 EVEN_ENOUGH = 1.001
-"""A busiest rank this near to the least possible one needs no other path."""
+"""A busiest rank within this multiple of the lowest possible one needs no further path."""
 
 COST_OF_MOVE = 0.01
-"""What a changed slot costs, where the mean rank load leaving its home costs 1: locality is what
-the dial is about, and of two ways that keep it the one with fewer changes is taken."""
+"""Cost of a changed slot, relative to the mean rank load leaving its home. Small: locality comes
+first, and between equally local ways the one with fewer changes is taken."""
 
 
 def place_locally(problem: Problem, *, locality: float) -> ExpertTable:
     """Serve most load on its home node; int32 [layers, slots].
 
-    `locality` goes from 0, hierarchical, to 1, global. Between them at most locality x (1 - 1 /
-    nodes) of each layer's load is served off its home node: 1 - 1 / nodes is what placing without
-    regard to nodes comes to in the mean. The hierarchy must be possible.
+    `locality` ranges from 0 (hierarchical) to 1 (global). In between, at most
+    locality x (1 - 1 / nodes) of each layer's load is served off its home node; 1 - 1 / nodes is
+    the mean of placements that ignore nodes. A hierarchical placement must be possible.
     """
-    assert 0.0 <= locality <= 1.0, "a share"
+    assert 0.0 <= locality <= 1.0, "a fraction"
     assert problem.obstacle_to_hierarchy() is None, "groups have home nodes"
     if locality == 1.0:
         return place_globally(problem)
@@ -51,7 +51,7 @@ def place_locally(problem: Problem, *, locality: float) -> ExpertTable:
 
 
 def _homes(problem: Problem, table: ExpertTable) -> Indices:
-    """The node of each expert under a hierarchical placement, [layers, experts]."""
+    """Find the node of each expert under a hierarchical placement, [layers, experts]."""
     homes = np.empty(problem.load.shape, dtype=np.int64)
     node_of_slot = np.broadcast_to(problem.node_of_rank[problem.rank_of_slot], table.shape)
     np.put_along_axis(homes, table.astype(np.int64), node_of_slot, axis=1)
@@ -61,11 +61,11 @@ def _homes(problem: Problem, table: ExpertTable) -> Indices:
 def _best_within(
     problem: Problem, start: Slots, layer: int, home_of_expert: Indices, may_leave: float
 ) -> Slots:
-    """The most balanced placement of one layer on any path that keeps enough load at home."""
+    """Find the most balanced placement of one layer that keeps enough load at home."""
     load, num_ranks = problem.load[layer], problem.topology.num_ranks
     bound = upper_bounds(load[None], num_slots=len(start), num_ranks=num_ranks)[0]
     least_busiest = float(load.sum()) / num_ranks / bound
-    ground = SearchSpace(
+    space = SearchSpace(
         problem.first_slot,
         problem.rank_of_slot,
         problem.node_of_rank,
@@ -75,7 +75,7 @@ def _best_within(
     )
     best, busiest = start, np.inf
     for threshold in THRESHOLDS:
-        path = relieve(start, load, ground, threshold * least_busiest, may_leave)
+        path = relieve(start, load, space, threshold * least_busiest, may_leave)
         end = int(path.busiest.argmin())
         if path.busiest[end] < busiest:
             best, busiest = _after(start, path, end), float(path.busiest[end])
@@ -99,7 +99,7 @@ def _refined_within(
     home_of_expert: Indices,
     may_leave: Weights,
 ) -> ExpertTable:
-    """Even out ranks within each node, where that does not make too much load leave its home."""
+    """Refine within each node, in layers where not too much load leaves its home by that."""
     refined = refine(
         table,
         load=problem.load,

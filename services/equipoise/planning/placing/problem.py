@@ -1,4 +1,4 @@
-"""`Problem`: what every way of placing experts is given, checked once and in arrays."""
+"""`Problem`: the input of every placement algorithm, checked once and in arrays."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,14 +6,13 @@ from functools import cached_property
 import numpy as np
 
 from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, ShareTable
-from equipoise.planning.balance import balancedness_per_layer
+from equipoise.planning.balance import balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 from equipoise.planning.placing.tally import (
     count_replicas_of,
     split_by_group_and_node,
     split_by_rank,
-    sum_slots_by_rank,
 )
 from equipoise.planning.policy import Weighting
 from equipoise.planning.shares import WHOLE
@@ -22,32 +21,31 @@ from equipoise.planning.topology import ModelShape, Topology
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """A load to spread over the ranks of a topology, and what those ranks hold now.
-
-    `load` is float64 [layers, experts] in any unit; `held` is int32 [layers, slots], which need
-    not cover every expert: ranks may have been lost.
+    """A load to spread over the ranks of a topology, and the experts those ranks hold now.
 
     Raises:
         InvalidLayoutError: there are fewer slots than experts.
     """
 
     load: Load
+    """float64 [layers, experts] in any unit."""
     model: ModelShape
     topology: Topology
     held: ExpertTable
+    """int32 [layers, slots]; experts may be missing, because ranks may have been lost."""
     held_shares: ShareTable | None = None
-    """The shares of what is held, int32 [layers, slots]; None: even splits."""
+    """Shares of the held placement, int32 [layers, slots]; None for even splits."""
     is_new: bool = False
-    """Whether the ranks hold nothing yet, so that any placement is as near as any other."""
+    """Whether the ranks hold nothing yet, so that no placement costs moves."""
     weighted: Weighting = Weighting.OFF
-    """Whether the shares of an expert's slots may differ."""
+    """Whether the slots of an expert may serve unequal shares."""
 
     def __post_init__(self) -> None:
         model, topology = self.model, self.topology
         assert self.load.shape == (model.num_layers, model.num_experts), "a load per expert"
         if topology.num_slots < model.num_experts:
             raise InvalidLayoutError(
-                f"{topology.num_ranks} ranks with {topology.num_slots} slots together cannot hold "
+                f"{topology.num_ranks} ranks with {topology.num_slots} slots in total cannot hold "
                 f"{model.num_experts} experts: give each rank at least "
                 f"{-(-model.num_experts // topology.num_ranks)} slots"
             )
@@ -64,11 +62,11 @@ class Problem:
         ranks: tuple[int, ...],
         weighted: Weighting = Weighting.OFF,
     ) -> "Problem":
-        """The problem for some `ranks` of a topology.
+        """Build the problem for some `ranks` of a topology.
 
-        Without a current layout they hold what a pool starts with: experts in order, and once
-        more from the first on in the redundant slots. Shares are even again where ranks are left
-        out: who served the rest is gone.
+        Without a current layout, ranks hold what a pool starts with: experts in order, repeated
+        from the first in the redundant slots. Shares become even if a rank is left out, because
+        the slots that served the rest are gone.
         """
         live = topology.only(ranks)
         shares = None
@@ -94,27 +92,27 @@ class Problem:
 
     @cached_property
     def first_slot(self) -> Indices:
-        """The first slot of each rank, and after the last rank the number of slots; [ranks + 1]."""
+        """First slot of each rank, then the number of slots; [ranks + 1]."""
         return np.array(self.topology.first_slot, dtype=np.int64)
 
     @cached_property
     def rank_of_slot(self) -> Indices:
-        """The rank that owns each slot, [slots]."""
+        """Rank that owns each slot, [slots]."""
         return np.repeat(np.arange(self.topology.num_ranks), self.topology.slots_of_rank)
 
     @cached_property
     def node_of_rank(self) -> Indices:
-        """Nodes counted from 0 in the order in which ranks name them, [ranks]."""
+        """Node of each rank, [ranks]; nodes are numbered from 0 in order of their first rank."""
         number = {node: index for index, node in enumerate(self.topology.nodes)}
         return np.array([number[node] for node in self.topology.node_of_rank], dtype=np.int64)
 
     @cached_property
     def num_nodes(self) -> int:
-        """Nodes that the ranks run on."""
+        """Number of nodes."""
         return len(self.topology.nodes)
 
     def replicas(self, table: ExpertTable) -> Indices:
-        """Replicas of each expert under a placement, [layers, experts]."""
+        """Count the replicas of each expert under a placement, [layers, experts]."""
         return count_replicas_of(table, self.model.num_experts)
 
     @cached_property
@@ -130,47 +128,53 @@ class Problem:
         return busy
 
     def rank_loads(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
-        """What each rank carries under a placement, [layers, ranks]."""
+        """Compute the load of each rank under a placement, [layers, ranks]."""
         if shares is None:
             return split_by_rank(table, self.load, self.rank_of_slot)
-        return sum_slots_by_rank(self.load_of_slot(table, shares), self.first_slot)
+        return rank_loads(
+            table,
+            load=self.load,
+            num_ranks=self.topology.num_ranks,
+            first_slot=self.topology.first_slot,
+            share_of_slot=shares,
+        )
 
     def balancedness_of_layer(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
-        """Mean / max rank load under a placement, [layers]."""
+        """Compute mean / max rank load under a placement, [layers]."""
         return balancedness_per_layer(self.rank_loads(table, shares))
 
-    def load_of_slot(self, table: ExpertTable, shares: ShareTable) -> Load:
-        """What each slot serves, [layers, slots]."""
+    def slot_load(self, table: ExpertTable, shares: ShareTable) -> Load:
+        """Compute the load of each slot, [layers, slots]."""
         served: Load = np.take_along_axis(self.load, table, axis=1) * (shares / WHOLE)
         return served
 
     def load_of_group_on_node(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
-        """How much of each expert group's load each node serves, [layers, groups, nodes]."""
+        """Compute each node's part of each expert group's load, [layers, groups, nodes]."""
         node_of_slot = self.node_of_rank[self.rank_of_slot]
         if shares is not None:
             size = self.model.num_experts // self.model.num_groups
             served = np.zeros((len(table), self.model.num_groups, self.num_nodes))
             places = (np.arange(len(table))[:, None], table // size, node_of_slot)
-            np.add.at(served, places, self.load_of_slot(table, shares))
+            np.add.at(served, places, self.slot_load(table, shares))
             return served
         return split_by_group_and_node(table, self.load, node_of_slot, self.model.num_groups)
 
     @property
     def has_equal_nodes(self) -> bool:
-        """Whether nodes have equally many ranks in a row, and all ranks equally many slots."""
+        """Whether nodes have equally many consecutive ranks, and all ranks equally many slots."""
         nodes, node_of_rank = self.topology.nodes, self.topology.node_of_rank
         ranks_per_node = len(node_of_rank) // len(nodes)
         contiguous = tuple(node for node in nodes for _ in range(ranks_per_node))
         return node_of_rank == contiguous and self.topology.has_equal_slots
 
     def obstacle_to_hierarchy(self) -> str | None:
-        """Why groups cannot be given to nodes, or None if they can."""
+        """Return why expert groups cannot be assigned to nodes; None if they can."""
         model, topology = self.model, self.topology
         nodes = topology.nodes
         if model.num_groups % len(nodes):
-            return f"{model.num_groups} groups do not divide over {len(nodes)} nodes"
+            return f"{model.num_groups} groups do not divide evenly over {len(nodes)} nodes"
         if not self.has_equal_nodes:
-            return "nodes do not have equally many ranks in a row, with equally many slots"
+            return "nodes do not all have equally many consecutive ranks with equally many slots"
         experts_per_node = model.num_experts // len(nodes)
         if topology.slots_per_rank > experts_per_node:
             return f"a rank has more slots than the {experts_per_node} experts of a node"

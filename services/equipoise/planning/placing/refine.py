@@ -1,10 +1,10 @@
 """`refine`: local search after the greedy, until the busiest rank cannot be relieved.
 
-A layer's step time is that of its busiest rank, so only that rank is worth a step: first the swap
-of one of its slots with a slot of another rank that leaves the busier of the two least loaded, and
-where no swap helps, one replica more of one of its experts in place of a replica that another
-expert can spare. Each step lowers a rank that was the maximum and makes no new one, so no result
-is worse than the input, and the search ends.
+A layer's step time is that of its busiest rank, so every step relieves that rank: first by the swap
+with a slot of another rank that leaves the busier of the two least loaded; if no swap helps, by one
+more replica of one of its experts in place of a spare replica of another expert. Each step lowers
+the maximum without creating a new one, so no result is worse than the input, and the search ends.
+Moves are free here; `relieve` is the search for placements in use.
 """
 
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
 
 TOLERANCE = 5e-5
-"""A rank this little above the mean of the ranks it may exchange with is as good as even."""
+"""A rank within this fraction of the mean of its block counts as even."""
 
 WORK_PER_SLOT = 100
-"""Pairs of slots that are compared at most, per slot: about twice what 288 slots need."""
+"""Bound on the compared pairs of slots, per slot: about twice what 288 slots need."""
 
 MOST_WORK = 400_000
-"""Pairs that a layer compares at most: with thousands of slots the greedy leaves little to gain."""
+"""Bound on the compared pairs per layer: with thousands of slots little is left to gain."""
 
 
 def refine(
@@ -32,15 +32,17 @@ def refine(
     block_of_rank: Indices,
     node_of_rank: Indices | None = None,
 ) -> ExpertTable:
-    """Lower each layer's busiest rank as far as it goes; int32 [layers, slots].
+    """Lower each layer's busiest rank as far as possible; int32 [layers, slots].
 
-    `table` is int32 [layers, slots] without needless twins, `load` [layers, experts]. `first_slot`
-    is int64 [ranks + 1]: rank r owns the slots from first_slot[r] to first_slot[r + 1].
-    `block_of_rank` is int64 [ranks]: experts never leave their block (a node, or all ranks). The
-    number of pairs that are compared is bounded, so time is at most linear in slots.
+    The number of compared pairs is bounded, so time is at most linear in slots.
 
-    With `node_of_rank`, int64 [ranks], replicas of an expert are first put on different nodes, as
-    far as swaps can, and stay there; then a result can be worse than the input.
+    Args:
+        table: int32 [layers, slots] without needless twins.
+        load: [layers, experts].
+        first_slot: int64 [ranks + 1]; rank r owns slots first_slot[r] to first_slot[r + 1] - 1.
+        block_of_rank: int64 [ranks]; experts never leave their block (a node, or all ranks).
+        node_of_rank: int64 [ranks]. If given, replicas of an expert are first swapped to different
+            nodes where possible and stay there; the result can then be worse than the input.
     """
     refined = np.array(table, dtype=np.int32, order="C")
     nodes = np.zeros_like(block_of_rank) if node_of_rank is None else node_of_rank
@@ -55,7 +57,7 @@ def refine(
 
 
 class _Search(NamedTuple):
-    """One layer during the search; arrays, changed in place."""
+    """One layer during the search; arrays, updated in place."""
 
     slots: Slots
     load: Weights
@@ -71,7 +73,7 @@ class _Search(NamedTuple):
     num_on_node: Indices
     """Replicas of each expert on each node, [experts, nodes]."""
     most_on_node: Indices
-    """Replicas of each expert that a node holds at most if they are dealt evenly, [experts]."""
+    """Most replicas of each expert per node if they are spread evenly, [experts]."""
 
 
 @compiled
@@ -113,9 +115,9 @@ def _refine_layers(
 
 @part
 def _separate(layer: _Search, work: int) -> int:
-    """Swap replicas off nodes that hold too many of their expert; how many pairs were compared.
+    """Swap replicas off nodes that hold too many of their expert; returns the compared pairs.
 
-    Of the slots that may come in exchange, the one that leaves the busier rank least loaded does.
+    Takes the partner slot that leaves the busier rank least loaded.
     """
     slots, carried, rank_of_slot = layer.slots, layer.carried, layer.rank_of_slot
     spent = 0
@@ -145,7 +147,7 @@ def _separate(layer: _Search, work: int) -> int:
 
 @part
 def _may_join(layer: _Search, expert: int, here: int, there: int) -> bool:
-    """Whether a replica may go from one rank to another without meeting its like."""
+    """Whether a replica may go from one rank to another without joining its twin."""
     from_node, to_node = layer.node_of_rank[here], layer.node_of_rank[there]
     if from_node != to_node and layer.num_on_node[expert, to_node] >= layer.most_on_node[expert]:
         return False
@@ -194,7 +196,7 @@ def _refine(layer: _Search, work: int) -> None:
 
 @part
 def _recount(layer: _Search, expert: int, node: int, by: int) -> None:
-    """Note that an expert has `by` more replicas, on one node."""
+    """Add `by` replicas of an expert on one node."""
     num_nodes = layer.num_on_node.shape[1]
     layer.num_on_node[expert, node] += by
     layer.num_replicas[expert] += by
@@ -211,7 +213,7 @@ def _weigh_ranks(layer: _Search) -> None:
 
 @part
 def _enough(layer: _Search) -> Weights:
-    """The load at which a rank of each block needs no relief, [blocks]."""
+    """Compute the load up to which a rank of each block needs no relief, [blocks]."""
     num_blocks = layer.block_of_rank.max() + 1
     total, num_ranks = np.zeros(num_blocks), np.zeros(num_blocks)
     for rank in range(len(layer.carried)):
@@ -223,10 +225,10 @@ def _enough(layer: _Search) -> Weights:
 
 @part
 def _best_swap(layer: _Search, busiest: int) -> tuple[int, int, int]:
-    """The busiest rank's slot and another's to swap, or -1; and how many pairs were compared.
+    """Find a slot of the busiest rank and one of another to swap, or -1; and the compared pairs.
 
-    A swap with a rank leaves at least the mean of both, so once a good one is found, few ranks
-    are worth a look; the least loaded one gives the first.
+    A swap leaves at least the mean of both ranks, so a good first swap, with the least loaded
+    rank, rules out most others.
     """
     slots, carried, first_slot = layer.slots, layer.carried, layer.first_slot
     own, other, spent = -1, -1, len(carried)
@@ -260,7 +262,7 @@ def _best_swap(layer: _Search, busiest: int) -> tuple[int, int, int]:
 
 @part
 def _lightest_beside(layer: _Search, busiest: int) -> int:
-    """The least loaded other rank of the busiest one's block, or -1."""
+    """Find the least loaded other rank of the busiest one's block, or -1."""
     lightest = -1
     for rank in range(len(layer.carried)):
         if (
@@ -274,10 +276,10 @@ def _lightest_beside(layer: _Search, busiest: int) -> int:
 
 @part
 def _best_replica(layer: _Search, busiest: int) -> tuple[int, int, int]:
-    """An expert of the busiest rank and the slot for one more replica, or -1; and pairs compared.
+    """Find an expert of the busiest rank and a slot for one more replica, or -1; and the pairs.
 
-    The slot must hold an expert with replicas to spare. Then the other replicas of that expert
-    carry more, those of the first one less, and the slot's rank something else.
+    The slot must hold an expert with a spare replica. The other replicas of that expert then carry
+    more, and those of the first expert less.
     """
     slots, carried, first_slot = layer.slots, layer.carried, layer.first_slot
     most = carried[busiest]
@@ -314,9 +316,9 @@ def _best_replica(layer: _Search, busiest: int) -> tuple[int, int, int]:
 
 @part
 def _best_relief(layer: _Search, busiest: int) -> tuple[int, int, int]:
-    """A replica for the busiest rank to give up and the expert to take, or -1; and pairs compared.
+    """Find a replica for the busiest rank to give up and its new expert, or -1; and the pairs.
 
-    An expert with many replicas need not be on a rank that also has one nobody else can help with.
+    An expert with many replicas need not be on a rank that also has an expert without replicas.
     """
     slots, carried = layer.slots, layer.carried
     best = carried[busiest] * (1.0 - 1e-9)
@@ -346,7 +348,7 @@ def _best_relief(layer: _Search, busiest: int) -> tuple[int, int, int]:
 
 @part
 def _may_arise(layer: _Search, expert: int, rank: int) -> bool:
-    """Whether one replica more of an expert may be on a rank."""
+    """Whether one more replica of an expert may be on a rank."""
     num_nodes = layer.num_on_node.shape[1]
     most_on_node = (layer.num_replicas[expert] + num_nodes) // num_nodes
     return layer.num_on_node[expert, layer.node_of_rank[rank]] < most_on_node and not _holds(
@@ -356,7 +358,7 @@ def _may_arise(layer: _Search, expert: int, rank: int) -> bool:
 
 @part
 def _busiest_holders(layer: _Search, besides: int) -> tuple[Indices, Indices]:
-    """The most and the next loaded rank that hold each expert, besides one; [experts], or -1."""
+    """Find the two most loaded ranks that hold each expert, except one; [experts], or -1."""
     carried = layer.carried
     first = np.full(len(layer.load), -1)
     second = np.full(len(layer.load), -1)

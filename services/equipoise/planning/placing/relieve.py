@@ -1,11 +1,15 @@
-"""`relieve`: from a placement in use, the cheapest steps that take load off overloaded ranks.
+"""`relieve`: the cheapest steps that take load off overloaded ranks of a placement in use.
 
-One layer at a time. Load above a threshold is excess; each step is the one action that removes most
-excess per cost: overwrite a slot whose expert has another replica by one more replica of an expert
-that needs it (one move), or swap two slots of different ranks (two moves). How low the threshold
-should be depends on how far one wants to go, so callers try several and keep the best.
+One layer at a time. Load above a threshold is excess. Each step is the action that removes the most
+excess per cost: overwrite a slot whose expert has another replica with one more replica of an
+expert that needs it (one move), or swap two slots of different ranks (two moves). The best
+threshold depends on the goal, so callers try several and keep the best path.
 
-What moves cost is the caller's choice: copies, load that leaves its home node, or both.
+The caller chooses what costs: moves, load that leaves its home node, or both.
+
+`refine` tries the same two actions but is another search: it lowers the maximum at any number of
+moves, where this one weighs the excess of all ranks against a price per move. Their loops share no
+code, because the price decides here which candidates can be skipped.
 """
 
 import numpy as np
@@ -22,31 +26,30 @@ from equipoise.planning.placing.search_state import (
 )
 
 MAX_STEPS_PER_SLOT = 2
-"""A path visits a slot twice at most in the mean; real ones end long before."""
-
+"""Bound on the length of a path: two steps per slot. Real paths end long before."""
 
 MOST_RANKS = 32
-"""RankTotals with most load, and as many with least, among which a step looks for a swap."""
+"""A step looks for a swap between this many of the busiest and of the least loaded ranks."""
 
 MOST_PAIRS = 1 << 17
-"""Pairs of ranks whose best swap is remembered; those of 362 ranks fit."""
+"""Pairs of ranks whose best swap is cached; enough for all pairs of 362 ranks."""
 
 FROM_AFAR = 1.02
-"""What a move costs, over one from a rank of the same node, if no rank there held the expert at the
-start: little, so that near sources decide between moves that gain about alike (half of the moves
-then have one on recorded loads, a quarter otherwise, and they are about as many)."""
+"""Cost of a move from another node, relative to one within the node. Slightly above 1, so that a
+near source decides between moves of about equal gain: on recorded loads half of the moves then have
+one, a quarter otherwise, and the number of moves stays about the same."""
 
 
 @compiled
 def relieve(
-    start: Slots, load: Weights, ground: SearchSpace, threshold: float, max_off_home: float
+    start: Slots, load: Weights, space: SearchSpace, threshold: float, max_off_home: float
 ) -> Path:
-    """Take load above `threshold` off the ranks of one layer, as long as a step helps.
+    """Take load above `threshold` off the ranks of one layer until no step helps.
 
-    `start` is int32 [slots] and covers every expert; `load` is [experts]. The path ends before a
-    step after which more load than `max_off_home` would be served off its home node.
+    `start` is int32 [slots] and holds every expert; `load` is [experts]. The path ends before a
+    step that would raise the load served off its home node above `max_off_home`.
     """
-    layer = _start(start, load, ground)
+    layer = _start(start, load, space)
     slots, ranks = layer.slots, layer.ranks
     max_steps = MAX_STEPS_PER_SLOT * len(start)
     steps = np.full((max_steps, 4), -1)
@@ -75,16 +78,16 @@ def relieve(
 
 
 @part
-def _start(start: Slots, load: Weights, ground: SearchSpace) -> SearchState:
-    num_experts, num_ranks = len(load), len(ground.node_of_rank)
+def _start(start: Slots, load: Weights, space: SearchSpace) -> SearchState:
+    num_experts, num_ranks = len(load), len(space.node_of_rank)
     num_pairs = min(num_ranks * num_ranks, MOST_PAIRS)
     layer = SearchState(
         start,
         start.copy(),
         np.zeros(len(start)),
         np.zeros((num_experts, num_ranks), dtype=np.int16),
-        np.zeros((num_experts, ground.node_of_rank.max() + 1), dtype=np.bool_),
-        ground,
+        np.zeros((num_experts, space.node_of_rank.max() + 1), dtype=np.bool_),
+        space,
         ExpertTotals(
             load,
             np.zeros(num_experts, dtype=np.int64),
@@ -111,8 +114,8 @@ def _start(start: Slots, load: Weights, ground: SearchSpace) -> SearchState:
         ),
     )
     for slot in range(len(start)):
-        expert, rank = start[slot], ground.rank_of_slot[slot]
-        layer.is_near[expert, ground.node_of_rank[rank]] = True
+        expert, rank = start[slot], space.rank_of_slot[slot]
+        layer.is_near[expert, space.node_of_rank[rank]] = True
         layer.num_held[expert, rank] += 1
     _split(layer, np.arange(num_experts))
     _weigh(layer, np.arange(num_experts), 0)
@@ -121,8 +124,8 @@ def _start(start: Slots, load: Weights, ground: SearchSpace) -> SearchState:
 
 @part
 def _take(layer: SearchState, step: Indices, now: int) -> None:
-    """Make one or two changes, and bring up to date what depends on them."""
-    slots, num_held, rank_of_slot = layer.slots, layer.num_held, layer.ground.rank_of_slot
+    """Apply one or two changes and update all totals."""
+    slots, num_held, rank_of_slot = layer.slots, layer.num_held, layer.space.rank_of_slot
     concerned = np.array([slots[step[0]], step[1]])
     for half in range(0, 4, 2):
         slot = step[half]
@@ -136,9 +139,9 @@ def _take(layer: SearchState, step: Indices, now: int) -> None:
 
 @part
 def _split(layer: SearchState, concerned: Indices) -> None:
-    """Count replicas of some experts, and spread their load over them."""
-    num_held, node_of_rank = layer.num_held, layer.ground.node_of_rank
-    load, home_of_expert = layer.experts.load, layer.ground.home_of_expert
+    """Recompute replicas and shares of some experts."""
+    num_held, node_of_rank = layer.num_held, layer.space.node_of_rank
+    load, home_of_expert = layer.experts.load, layer.space.home_of_expert
     experts = layer.experts
     for expert in concerned:
         count, off_home = 0, 0
@@ -154,9 +157,9 @@ def _split(layer: SearchState, concerned: Indices) -> None:
 
 @part
 def _weigh(layer: SearchState, concerned: Indices, now: int) -> None:
-    """Weigh the ranks that hold some experts."""
+    """Recompute the totals of the ranks that hold any of some experts."""
     slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
-    share, ranks, first_slot = layer.experts.share, layer.ranks, layer.ground.first_slot
+    share, ranks, first_slot = layer.experts.share, layer.ranks, layer.space.first_slot
     num_held = layer.num_held
     for rank in range(len(first_slot) - 1):
         is_concerned = False
@@ -192,24 +195,24 @@ def _excess(load: float, threshold: float) -> float:
 
 @part
 def _best_copy(layer: SearchState, threshold: float) -> tuple[float, int, int]:
-    """The slot to overwrite and the expert to put there, and the excess removed per cost.
+    """Find the slot to overwrite and its new expert; returns the excess removed per cost first.
 
-    Whether a rank that holds both experts gains or loses is counted as if they met on different
-    ranks; excess is convex, so a step never removes less than that. ExpertTotals are tried in the
-    order of the excess that a replica more of them removes elsewhere, until that is too little;
-    among those that remove none, the lightest disturbs least, and heavier ones remove no more.
+    A rank that holds both experts is counted as if they were on different ranks; excess is convex,
+    so a step never removes less than computed. Experts are tried in the order of the excess that
+    one more replica removes elsewhere, until that is too little. Among those that remove none, the
+    lightest adds least, and heavier ones remove no more.
     """
     slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
     num_held, is_near, carried = layer.num_held, layer.is_near, layer.ranks.carried
-    rank_of_slot, node_of_rank = layer.ground.rank_of_slot, layer.ground.node_of_rank
+    rank_of_slot, node_of_rank = layer.space.rank_of_slot, layer.space.node_of_rank
     num_replicas, neediest_first = layer.experts.num_replicas, layer.experts.neediest_first
     share_of_more, share_of_fewer = layer.experts.share_of_more, layer.experts.share_of_fewer
     falls, rises = _effects_of_one_replica(layer, threshold)
     _sort(neediest_first, falls, share_of_more)
-    least, move = 1e-9 * threshold, layer.ground.cost_of_move
-    per_leaving = layer.ground.cost_of_leaving / threshold
+    least, move = 1e-9 * threshold, layer.space.cost_of_move
+    per_leaving = layer.space.cost_of_leaving / threshold
     share, num_off_home = layer.experts.share, layer.experts.num_off_home
-    home_of_expert = layer.ground.home_of_expert
+    home_of_expert = layer.space.home_of_expert
     best, chosen_slot, chosen = 0.0, -1, -1
     for slot in range(len(slots)):
         spared, rank = slots[slot], rank_of_slot[slot]
@@ -250,8 +253,8 @@ def _best_copy(layer: SearchState, threshold: float) -> tuple[float, int, int]:
 
 @part
 def _effects_of_one_replica(layer: SearchState, threshold: float) -> tuple[Weights, Weights]:
-    """Excess that one replica more of each expert removes, and one less adds; [experts]."""
-    slots, share_of_slot, first_slot = layer.slots, layer.share_of_slot, layer.ground.first_slot
+    """Compute the excess that one more replica of each expert removes, and one less adds."""
+    slots, share_of_slot, first_slot = layer.slots, layer.share_of_slot, layer.space.first_slot
     carried, num_replicas = layer.ranks.carried, layer.experts.num_replicas
     share_of_more, share_of_fewer = layer.experts.share_of_more, layer.experts.share_of_fewer
     falls, rises = np.zeros(len(num_replicas)), np.zeros(len(num_replicas))
@@ -270,7 +273,7 @@ def _effects_of_one_replica(layer: SearchState, threshold: float) -> tuple[Weigh
 
 @part
 def _sort(order: Indices, most: Weights, least: Weights) -> None:
-    """By `most`, falling, then `least`, then the index; the order before leaves little to do."""
+    """Sort by `most` descending, `least`, then index: an insertion sort of almost sorted input."""
     for end in range(1, len(order)):
         moved, place = order[end], end
         while place > 0:
@@ -290,20 +293,20 @@ def _sort(order: Indices, most: Weights, least: Weights) -> None:
 def _best_swap(
     layer: SearchState, threshold: float, best: float, now: int
 ) -> tuple[float, int, int]:
-    """Two slots whose swap removes more excess per cost than `best`, and how much; or -1.
+    """Find two slots whose swap removes more excess per cost than `best`, or -1.
 
-    A swap takes no more off a rank than its excess, what the other has room for, or the largest
-    share of one less the smallest of the other. Where that is enough, the slots of the two are
-    looked at, unless neither rank has been weighed again since they were.
+    A swap takes no more off a rank than its excess, the room of the other, or the largest share of
+    one minus the smallest of the other. Only if that could beat `best` are the slots compared,
+    unless the cached result for the pair is still valid.
     """
     slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
-    num_held, is_near, first_slot = layer.num_held, layer.is_near, layer.ground.first_slot
-    node_of_rank, home_of_expert = layer.ground.node_of_rank, layer.ground.home_of_expert
+    num_held, is_near, first_slot = layer.num_held, layer.is_near, layer.space.first_slot
+    node_of_rank, home_of_expert = layer.space.node_of_rank, layer.space.home_of_expert
     carried, heaviest, lightest = layer.ranks.carried, layer.ranks.heaviest, layer.ranks.lightest
     num_changed, weighed_at = layer.ranks.num_changed, layer.ranks.weighed_at
     known, found_at, gains = layer.swaps.pair, layer.swaps.found_at, layer.swaps.gain
     owns, others, order = layer.swaps.own, layer.swaps.other, layer.ranks.busiest_first
-    per_leaving, move = layer.ground.cost_of_leaving / threshold, layer.ground.cost_of_move
+    per_leaving, move = layer.space.cost_of_leaving / threshold, layer.space.cost_of_move
     least, own, other = 1e-9 * threshold, -1, -1
     _sort(order, carried, carried)
     for busy in order[:MOST_RANKS]:
@@ -351,14 +354,14 @@ def _best_swap(
 
 @part
 def _price(start: int, now: int, then: int, is_near: bool) -> float:
-    """Moves more if a slot takes another expert: -1, 0, 1 or, from another node, a little more."""
+    """Change in moves if a slot takes another expert: -1, 0, 1, or slightly above from afar."""
     moves = (0.0 if then == start else 1.0) - (0.0 if now == start else 1.0)
     return moves if is_near or then == start else moves + (FROM_AFAR - 1.0)
 
 
 @part
 def _leaving(home: int, here: int, there: int) -> int:
-    """Replicas more off their home if one goes from one node to another: -1, 0 or 1."""
+    """Change in replicas off home if one goes from one node to another: -1, 0 or 1."""
     return _is_off_home(home, there) - _is_off_home(home, here)
 
 

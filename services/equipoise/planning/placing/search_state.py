@@ -1,7 +1,7 @@
-"""What `relieve` works on: a layer's slots, experts and ranks, in arrays that compiled code takes.
+"""The state of `relieve`: a layer's slots, experts and ranks, as arrays for compiled code.
 
-Only types. Compiled code builds on their fields and is not compiled again when this file changes
-alone: whoever changes a field changes `relieve` with it.
+Types only. Numba does not recompile `relieve` when only this file changes: change a field here
+together with `relieve.py`.
 """
 
 from typing import NamedTuple
@@ -15,53 +15,52 @@ Counts = npt.NDArray[np.int16]
 
 
 class SearchSpace(NamedTuple):
-    """Where a layer's slots are, and what a step costs.
-
-    `first_slot` is int64 [ranks + 1], `rank_of_slot` int64 [slots], `node_of_rank` int64 [ranks].
-    `home_of_expert`, int64 [experts], is the node that should serve each expert. A step costs
-    `cost_of_move` for each slot that differs from the start afterwards and did not before, a little
-    more if its expert has to come from another node, and `cost_of_leaving` for each mean rank load
-    that it takes off its home node.
-    """
+    """Where a layer's slots are, and the cost of a step."""
 
     first_slot: Indices
+    """[ranks + 1]."""
     rank_of_slot: Indices
+    """[slots]."""
     node_of_rank: Indices
+    """[ranks]."""
     home_of_expert: Indices
+    """[experts]: the node that should serve each expert."""
     cost_of_move: float
+    """Cost per slot that newly differs from the start; slightly more if the expert comes from
+    another node."""
     cost_of_leaving: float
+    """Cost per mean rank load that a step takes off its home node."""
 
 
 class Path(NamedTuple):
-    """Steps from the start on, and what has been reached and spent before and after each.
-
-    `steps` is int64 [steps, 4]: a slot and its new expert, and another slot and its new expert, or
-    -1 twice. `busiest` is the busiest rank's load, `moves` the number of slots that differ from
-    the start, `off_home` the load served off its home node; each is [steps + 1].
-    """
+    """Steps from the start, with the state before and after each."""
 
     steps: Indices
+    """[steps, 4]: a slot and its new expert, then another slot and its new expert, or -1 twice."""
     busiest: Weights
+    """[steps + 1]: load of the busiest rank."""
     moves: Indices
+    """[steps + 1]: slots that differ from the start."""
     off_home: Weights
+    """[steps + 1]: load served off its home node."""
 
 
 class ExpertTotals(NamedTuple):
-    """What is known of each expert, [experts], changed in place by `relieve`."""
+    """State of each expert, [experts]; `relieve` updates it in place."""
 
     load: Weights
     num_replicas: Indices
     num_off_home: Indices
     share: Weights
-    """Load of one replica; `share_of_more` if there were one more, `share_of_fewer` one less."""
+    """Load per replica; `share_of_more` with one more replica, `share_of_fewer` with one less."""
     share_of_more: Weights
     share_of_fewer: Weights
     neediest_first: Indices
-    """The experts in the order in which they were tried last."""
+    """The experts in the order of the last attempt."""
 
 
 class RankTotals(NamedTuple):
-    """What is known of each rank, [ranks], changed in place by `relieve`."""
+    """State of each rank, [ranks]; `relieve` updates it in place."""
 
     carried: Weights
     heaviest: Weights
@@ -70,27 +69,30 @@ class RankTotals(NamedTuple):
     num_changed: Indices
     """Slots that differ from the start."""
     weighed_at: Indices
-    """The step at which each rank was weighed last."""
+    """The step at which each rank's totals were last computed."""
     busiest_first: Indices
-    """The ranks in the order in which they were tried last."""
+    """The ranks in the order of the last attempt."""
 
 
 class Swaps(NamedTuple):
-    """The best swaps found between two ranks each, by a hash of the pair.
+    """A cache of the best swap between two ranks, by a hash of the pair.
 
-    One holds as long as neither rank is weighed again. `gain` is the excess that it removes per
-    cost; where the slots in `own` and `other` are -1, no swap of the pair removes more than that.
+    An entry is valid until the totals of either rank change.
     """
 
     pair: Indices
     found_at: Indices
+    """The step at which the entry was computed."""
     gain: Weights
+    """Excess that the swap removes per cost; if there is none, an upper bound of that."""
     own: Indices
+    """Slot of the busier rank, or -1 if no swap exceeds `gain`."""
     other: Indices
+    """Slot of the other rank, or -1."""
 
 
 class SearchState(NamedTuple):
-    """One layer on its way; arrays, changed in place."""
+    """One layer during the search; arrays, updated in place."""
 
     start: Slots
     slots: Slots
@@ -99,7 +101,7 @@ class SearchState(NamedTuple):
     """Replicas of each expert on each rank, [experts, ranks]."""
     is_near: Bools
     """Whether a rank of each node held each expert at the start, [experts, nodes]."""
-    ground: SearchSpace
+    space: SearchSpace
     experts: ExpertTotals
     ranks: RankTotals
     swaps: Swaps

@@ -1,9 +1,9 @@
-"""`split`: the shares that suit a load best where experts lie already. Nothing moves.
+"""`split`: the best shares for a load without moving experts.
 
-One expert at a time, what it brings is poured over the ranks that hold it as water over a floor of
-what they carry besides, until nothing flows any more. Each pour lowers the sum of squares of the
-ranks' loads and never raises the highest one; where it ends, no split has a lower highest load,
-because a sum of squares over flows has no local minimum but its global one.
+Water filling: one expert at a time, its load is spread over the ranks that hold it so that they end
+level, until nothing changes any more. Each step lowers the sum of squares of the rank loads and
+never raises the highest one. The end state has the lowest possible maximum, because a sum of
+squares over flows is convex.
 """
 
 import numpy as np
@@ -12,21 +12,22 @@ from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
 
 MAX_SWEEPS = 64
-"""Rounds over all experts of a layer. Most layers are level after a dozen; in long chains of ranks
-that share experts in pairs, load spreads slowly and what is left to gain is little."""
+"""Rounds over all experts of a layer. Most layers are level after a dozen. In long chains of ranks
+that share experts in pairs load spreads slowly, and little is left to gain."""
 
 TOLERANCE = 1e-4
-"""Of the mean load of a rank: less than that is not worth another round."""
+"""Fraction of the mean rank load below which another round is not worthwhile."""
 
 
 def split(
     table: ExpertTable, *, load: Load, rank_of_slot: Indices, first: Weights | None = None
 ) -> Weights:
-    """The part of its expert's load that each slot should serve, [layers, slots], 0 to 1.
+    """Compute the fraction of its expert's load that each slot should serve, [layers, slots].
 
     `table` is int32 [layers, slots], `load` [layers, experts] in any unit, `rank_of_slot` int64
-    [slots], ascending. Starts from the parts in `first`, [layers, slots], or from even ones, and is
-    never less balanced than those. Of an expert twice on a rank, the second slot serves nothing.
+    [slots], ascending. Starts from the fractions in `first`, [layers, slots], or from even ones,
+    and the result is never less balanced. If a rank holds an expert twice, the second slot serves
+    nothing.
     """
     parts = np.zeros(table.shape) if first is None else first.copy()
     _split_layers(
@@ -43,7 +44,7 @@ def split(
 def _split_layers(
     table: Slots, load: Weights, rank_of_slot: Indices, starts_even: bool, parts: Weights
 ) -> None:
-    """Fill `parts`, or level what is in it."""
+    """Fill `parts`, or improve its values."""
     num_ranks = rank_of_slot[-1] + 1
     for layer in range(len(table)):
         slots, first = _slots_by_expert(table[layer], load.shape[1])
@@ -68,7 +69,7 @@ def _split_layers(
 
 @part
 def _slots_by_expert(row: Slots, num_experts: int) -> tuple[Indices, Indices]:
-    """Slots in ascending order by expert; those of expert e lie from first[e] to first[e + 1]."""
+    """Sort slots by expert; those of expert e lie from first[e] to first[e + 1]."""
     first = np.zeros(num_experts + 1, dtype=np.int64)
     for expert in row:
         first[expert + 1] += 1
@@ -85,7 +86,7 @@ def _slots_by_expert(row: Slots, num_experts: int) -> tuple[Indices, Indices]:
 def _pour(
     load: float, own: Indices, rank_of_slot: Indices, carried: Weights, parts: Weights
 ) -> float:
-    """Divide one expert's load over its slots anew; how much went elsewhere at most."""
+    """Redistribute one expert's load over its slots; returns the largest change of a slot."""
     floor = np.empty(len(own))
     for place in range(len(own)):
         rank = rank_of_slot[own[place]]

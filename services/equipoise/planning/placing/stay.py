@@ -1,7 +1,7 @@
-"""Keeps experts where they are: a placement is renamed so that few slots change.
+"""Permutes a placement so that few experts move.
 
-Ranks are alike, so which rank gets which set of experts is free, and so is the order of slots on
-a rank. Neither changes the balance; both change how many bytes move.
+Ranks are interchangeable, and so are the slots of a rank. Neither permutation changes the balance;
+both change the bytes to move.
 """
 
 from typing import NamedTuple
@@ -15,16 +15,18 @@ from equipoise.planning.placing.compiled import compiled, part
 def relabel(
     table: ExpertTable, held: ExpertTable, *, first_slot: Indices, num_nodes: int = 1
 ) -> ExpertTable:
-    """Give each rank the set of experts that is most like what it holds; int32 [layers, slots].
+    """Assign each rank the set of experts most similar to what it holds; int32 [layers, slots].
 
-    `table` and `held` are int32 [layers, slots], wanted and in use; `first_slot` is int64
-    [ranks + 1]: rank r owns the slots from first_slot[r] to first_slot[r + 1]. Only ranks with
-    equally many slots exchange theirs. With nodes (equally many ranks in a row), sets are first
-    given to nodes as a whole, and then to ranks within them, so that what shares a node goes on
-    sharing one.
+    Greedy by experts in common: at least half of the best assignment, and more than 95 % of it on
+    recorded loads of a 256-expert model.
 
-    Greedy by most experts in common: at least half of the best assignment, and more than 95 % of
-    it on recorded loads of a 256-expert model.
+    Args:
+        table: the wanted placement, int32 [layers, slots].
+        held: the placement in use, int32 [layers, slots].
+        first_slot: int64 [ranks + 1]; rank r owns slots first_slot[r] to first_slot[r + 1] - 1.
+            Only ranks with equally many slots exchange their sets.
+        num_nodes: nodes of equally many consecutive ranks. Sets are first assigned to whole nodes,
+            then to ranks within them, so that experts that share a node keep sharing one.
     """
     placed = np.array(table, dtype=np.int32, order="C")
     in_use = np.ascontiguousarray(held, dtype=np.int32)
@@ -40,7 +42,7 @@ def relabel(
 
 
 def align(table: ExpertTable, held: ExpertTable, *, first_slot: Indices) -> ExpertTable:
-    """Order each rank's slots so that an expert that stays on its rank stays in its slot."""
+    """Order each rank's slots so that experts that stay on their rank stay in their slot."""
     aligned = np.array(table, dtype=np.int32, order="C")
     in_use = np.ascontiguousarray(held, dtype=np.int32)
     num_experts = 1 + max(int(aligned.max()), int(in_use.max()))
@@ -49,17 +51,17 @@ def align(table: ExpertTable, held: ExpertTable, *, first_slot: Indices) -> Expe
 
 
 class _Chain(NamedTuple):
-    """The slots of each expert one after the other: -1 after the last one, and if there is none."""
+    """Linked lists of the slots of each expert; -1 ends a list."""
 
     first: Indices
     length: Indices
     next: Indices
-    """The former two by expert, this one by slot."""
+    """[slots]; the others are [experts]."""
 
 
 @compiled
 def _match_layers(table: Slots, held: Slots, bounds: Indices, num_experts: int) -> None:
-    """Permute the blocks of slots between `bounds` of each layer to be like those of `held`."""
+    """Permute the blocks of slots between `bounds` of each layer to match those of `held`."""
     chain = _chain(num_experts, table.shape[1])
     block_of_slot = np.empty(table.shape[1], dtype=np.int64)
     for block in range(len(bounds) - 1):
@@ -78,18 +80,17 @@ def _match_layers(table: Slots, held: Slots, bounds: Indices, num_experts: int) 
 
 @part
 def _match(held: Slots, bounds: Indices, chain: _Chain, block_of_slot: Indices) -> Indices:
-    """Which block each place gets, most experts in common first, [blocks].
+    """Choose the block of each place, most experts in common first, [blocks].
 
-    `chain` has the slots that each expert takes in the blocks. Goes down from a whole block in
-    common to nothing, places and blocks in order. A place is looked at again only when its last
-    best block is gone, so time goes with the slots and with the replicas of an expert, not with
-    the square of the blocks.
+    `chain` has the slots of each expert in the blocks. Goes down from a whole block in common to
+    nothing, places and blocks in order. A place is revisited only when its best block is taken, so
+    time grows with the slots and the replicas per expert, not with the square of the blocks.
     """
     num_blocks = len(bounds) - 1
     first, blocks, in_common_with = _experts_in_common(held, bounds, chain, block_of_slot)
     block_of_place = np.full(num_blocks, -1)
     size_of_free = bounds[1:] - bounds[:-1]  # 0 once a block is taken.
-    most = size_of_free.copy()  # What each place can have in common at most.
+    most = size_of_free.copy()  # Upper bound on the experts in common, per place.
     for in_common in range(most.max(), -1, -1):
         for place in range(num_blocks):
             if most[place] != in_common or block_of_place[place] >= 0:
@@ -98,16 +99,16 @@ def _match(held: Slots, bounds: Indices, chain: _Chain, block_of_slot: Indices) 
             best, block = -1, -1
             for entry in range(first[place], first[place + 1]):
                 other = blocks[entry]
-                # The more in common the better, then the lower its number.
+                # Most in common first, then the lowest number.
                 score = (in_common_with[entry] + 1) * num_blocks - other
                 if size_of_free[other] == size and score > best:
                     best, block = score, other
             most[place] = (best + block) // num_blocks - 1 if block >= 0 else 0
-            if block < 0:  # The first that is free has nothing in common, like all others.
+            if block < 0:  # No free block has anything in common: take the first.
                 block = 0
                 while size_of_free[block] != size:
                     block += 1
-            if most[place] >= in_common:  # More, where both hold twins.
+            if most[place] >= in_common:  # More, if both hold twins.
                 block_of_place[place] = block
                 size_of_free[block] = 0
     return block_of_place
@@ -117,7 +118,7 @@ def _match(held: Slots, bounds: Indices, chain: _Chain, block_of_slot: Indices) 
 def _experts_in_common(
     held: Slots, bounds: Indices, chain: _Chain, block_of_slot: Indices
 ) -> tuple[Indices, Indices, Indices]:
-    """Blocks that share experts with each place, and how many.
+    """Find the blocks that share experts with each place, and how many experts.
 
     Those of place p lie from first[p] to first[p + 1].
     """
@@ -138,7 +139,7 @@ def _experts_in_common(
                 common[blocks[end]] += 1
                 source = chain.next[source]
                 end += 1
-        # Each block once, with all that is in common. What is left is overwritten by the next.
+        # Keep each block once, with its total; the next place overwrites the remaining entries.
         entry = first[place]
         for pair in range(entry, end):
             block = blocks[pair]
@@ -170,7 +171,7 @@ def _align_layers(table: Slots, held: Slots, first_slot: Indices, num_experts: i
                     is_taken[source] = True
                     table[layer, slot] = expert
             _unlink(chain, wanted, begin, end)
-            # What is new fills the slots that are left, in order.
+            # New experts fill the remaining slots, in order.
             newcomer = begin
             for slot in range(begin, end):
                 if stays[slot]:
@@ -192,7 +193,7 @@ def _chain(num_experts: int, num_slots: int) -> _Chain:
 
 @part
 def _link(chain: _Chain, slots: Slots, begin: int, end: int) -> None:
-    """Chain the slots from `begin` to `end` by what they hold, ascending."""
+    """Link the slots from `begin` to `end` by their expert, ascending."""
     for slot in range(end - 1, begin - 1, -1):
         expert = slots[slot]
         chain.next[slot] = chain.first[expert]

@@ -1,4 +1,4 @@
-"""Repairs placements that hold an expert twice on one rank, which carries no extra load."""
+"""Repairs placements with an expert twice on one rank, where the copy carries no extra load."""
 
 import numpy as np
 
@@ -14,13 +14,18 @@ def repair_twins(
     num_nodes: int = 1,
     slots_of_rank: Indices | None = None,
 ) -> ExpertTable:
-    """Swap every needless twin away at least cost; int32 [layers, slots].
+    """Swap every needless twin away at the lowest cost; int32 [layers, slots].
 
-    `load` is [layers, experts]. A twin changes places with a slot of another rank such that the
-    busier of the two ranks carries least. An expert that every rank has already gives its twin's
-    slot to the expert whose replicas carry most. Each step removes a twin and makes none, so it
-    ends. With several nodes each expert has to live on one of them, and goes on living there.
-    Slots divide evenly over ranks unless `slots_of_rank`, int64 [ranks], says otherwise.
+    A twin changes places with the slot of another rank that leaves the busier of the two ranks
+    least loaded. If every rank has the expert already, the twin's slot goes to the expert with the
+    most load per replica. Each step removes a twin and creates none, so the repair ends.
+
+    Args:
+        table: int32 [layers, slots].
+        load: [layers, experts].
+        num_ranks: the number of ranks.
+        num_nodes: if above 1, each expert must be on one node only, and stays there.
+        slots_of_rank: int64 [ranks]; None divides the slots evenly.
     """
     repaired = np.array(table, dtype=np.int32, order="C")
     if slots_of_rank is None:
@@ -37,7 +42,7 @@ def repair_twins(
 
 @compiled
 def _repair_layers(table: Slots, load: Weights, first_slot: Indices, allowed: int) -> None:
-    """Repair the ranks of one node, which own the slots from first_slot[0] to first_slot[-1]."""
+    """Repair the ranks of one node, which own the slots first_slot[0] to first_slot[-1] - 1."""
     num_copies = np.zeros(load.shape[1], dtype=np.int64)
     for layer in range(len(table)):
         for rank in range(len(first_slot) - 1):
@@ -52,9 +57,9 @@ def _repair_layers(table: Slots, load: Weights, first_slot: Indices, allowed: in
 def _find_twin(
     slots: Slots, first_slot: Indices, rank: int, allowed: int, num_copies: Indices
 ) -> int:
-    """The first slot of a rank whose expert has too many copies there, or -1.
+    """Find the first slot of a rank whose expert has too many copies there, or -1.
 
-    `num_copies`, [experts], is zero before and after.
+    `num_copies`, [experts], is scratch space, zero before and after.
     """
     begin, end = first_slot[rank], first_slot[rank + 1]
     most, found = 0, -1
@@ -72,7 +77,7 @@ def _find_twin(
 
 @part
 def _remove_twin(slots: Slots, load: Weights, first_slot: Indices, own: int, allowed: int) -> None:
-    """Give the twin in slot `own` to another rank, or its slot to another expert."""
+    """Move the twin in slot `own` to another rank, or give its slot to another expert."""
     rank = int(np.searchsorted(first_slot, own, side="right")) - 1
     twin = slots[own]
     num_replicas = np.zeros(len(load), dtype=np.int64)
@@ -89,7 +94,7 @@ def _remove_twin(slots: Slots, load: Weights, first_slot: Indices, own: int, all
             expert = slots[slot]
             brings = share[expert] - share[twin]
             busier = max(mine + brings, theirs - brings)
-            # A slot may come here if its expert has room here, or is itself a twin where it is.
+            # The other expert must have room here, or be a twin itself where it is.
             if busier < best and (
                 _count(slots, first_slot, rank, expert) < allowed
                 or _count(slots, first_slot, other, expert) > allowed

@@ -1,7 +1,7 @@
-"""`weigh`: uneven shares for a placement, or a placement made for them, where that relieves ranks.
+"""`weigh`: uneven shares for a placement, or a placement made for them, if that relieves ranks.
 
-Owns the choice between even and uneven, layer by layer. Shares are judged as the whole numbers that
-a layout carries, not as the fractions they come from.
+Chooses between even and uneven shares layer by layer. Shares are judged as the whole numbers of a
+layout, not as the fractions they come from.
 """
 
 from typing import NamedTuple
@@ -17,21 +17,21 @@ from equipoise.planning.policy import Weighting
 from equipoise.planning.shares import even_shares, whole_shares
 
 LEAST_GAIN = 0.002
-"""Balancedness that `auto` wants from the shares of a layer: less is within the jitter of loads."""
+"""Balancedness that the shares of a layer must gain for `auto`: smaller gains are jitter."""
 
 
 class Placed(NamedTuple):
-    """Experts of slots and their shares, both int32 [layers, slots]; no shares: even ones."""
+    """Experts and shares of slots, both int32 [layers, slots]; None stands for even shares."""
 
     table: ExpertTable
     shares: ShareTable | None = None
 
 
 def weigh(problem: Problem, table: ExpertTable, *, may_chain: bool) -> Placed:
-    """The placement with shares where they help, or chains where those help more.
+    """Give layers shares where they help, or chains of ranks where those help more.
 
     Never less balanced than `table` with even splits. With `may_chain`, layers may also be placed
-    anew for uneven shares, in chains of ranks; see `place_weighted`.
+    from scratch for uneven shares; see `place_weighted`.
     """
     even = Placed(table)
     if problem.weighted is Weighting.OFF:
@@ -56,13 +56,13 @@ def weigh(problem: Problem, table: ExpertTable, *, may_chain: bool) -> Placed:
 
 
 def better(problem: Problem, one: Placed, other: Placed) -> Placed:
-    """The other placement in layers where it is more balanced."""
+    """Take the other placement in layers where it is more balanced."""
     of_one, of_other = (problem.balancedness_of_layer(*placed) for placed in (one, other))
     return mixed(problem, of_other > of_one, one, other)
 
 
 def mixed(problem: Problem, takes_other: Bools, one: Placed, other: Placed) -> Placed:
-    """The other placement in the layers that take it, bool [layers], and one in the rest."""
+    """Take the other placement in the layers of `takes_other`, bool [layers], else the one."""
     rows = takes_other[:, None]
     table = np.where(rows, other.table, one.table)
     if one.shares is None and other.shares is None:
@@ -74,7 +74,7 @@ def mixed(problem: Problem, takes_other: Bools, one: Placed, other: Placed) -> P
 
 
 def _shares_for(problem: Problem, table: ExpertTable, layers: Bools) -> ShareTable:
-    """The best shares in some layers, even ones in the others."""
+    """Compute the best shares in some layers; even ones in the others."""
     num_experts = problem.model.num_experts
     shares = even_shares(table, num_experts=num_experts)
     parts = split(table[layers], load=problem.load[layers], rank_of_slot=problem.rank_of_slot)
@@ -83,7 +83,7 @@ def _shares_for(problem: Problem, table: ExpertTable, layers: Bools) -> ShareTab
 
 
 def _chained(problem: Problem) -> Placed:
-    """Chains of ranks, those of a chain on different nodes, near to what the ranks hold."""
+    """Place in chains of ranks on different nodes, close to what the ranks hold."""
     topology = problem.topology
     made = place_weighted(problem.load, num_slots=topology.num_slots, num_ranks=topology.num_ranks)
     shares = whole_shares(
@@ -97,7 +97,7 @@ def _chained(problem: Problem) -> Placed:
 
 
 def _place_in_chains(problem: Problem) -> Indices:
-    """Which place in the row of all chains each rank takes, [ranks]: neighbours share no node."""
+    """Order ranks along the chains, [ranks], so that neighbours are on different nodes."""
     node = problem.node_of_rank
     by_node = np.argsort(node, kind="stable")
     first_of_node = np.searchsorted(node[by_node], np.arange(problem.num_nodes))
@@ -111,9 +111,9 @@ def _place_in_chains(problem: Problem) -> Indices:
 def _carried(
     before: ExpertTable, shares: ShareTable, after: ExpertTable, *, size: int
 ) -> ShareTable:
-    """Shares of a table whose ranks, and slots within ranks, changed places; [layers, slots].
+    """Permute shares like the ranks and slots of a table; [layers, slots].
 
-    Ranks of `size` slots each keep their experts, so sorted by these both tables are the same.
+    Ranks of `size` slots keep their experts, so sorting by experts makes both tables equal.
     """
     shape = (len(before), -1, size)
     old, new = (

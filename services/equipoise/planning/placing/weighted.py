@@ -1,12 +1,12 @@
-"""Weighted replicas: which ranks share an expert, and how much of it each serves, found together.
+"""Weighted replicas: placement and shares found together.
 
-With few redundant slots an even split wastes them: the second replica of an expert takes half of it
-wherever it is, though one rank may have room for more. Here ranks form *chains*. Along a chain each
-rank is filled to the same load, and the expert that overflows goes on in the next rank, by the
+With few redundant slots an even split wastes them: the second replica of an expert takes half of
+its load wherever it is, even if one rank has room for more. Here ranks form *chains*. Each rank of
+a chain is filled to the same load, and the expert that overflows continues on the next rank: the
 wrap-around rule of McNaughton (1959, "Scheduling with deadlines and loss functions"). A chain of r
 ranks with S slots each needs r - 1 replicas and holds r * (S - 1) + 1 experts, and all its ranks
-carry the same. What is left to decide is which experts share a chain, so that the chains' means
-are alike.
+carry the same load. What remains is to choose the experts of each chain so that the chains' means
+are equal.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,21 @@ from equipoise.planning.placing.compiled import compiled
 
 TWO_SLOTS = 2
 TOLERANCE = 1e-9
-"""Of the mean load of a rank: below it, one load is as good as another."""
+"""Fraction of the mean rank load below which two loads count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightedPlacement:
-    """Experts of slots, int32 [layers, slots], and the share of its expert that each serves."""
+    """Experts and shares of slots."""
 
     expert_of_slot: ExpertTable
+    """int32 [layers, slots]."""
     share_of_slot: Weights
+    """[layers, slots]: the fraction of its expert's load; those of an expert sum to 1."""
 
 
 def needs_weights(*, num_slots: int, num_experts: int, num_ranks: int) -> bool:
-    """Whether chains apply: with a redundant slot for every rank, all would be one chain."""
+    """Whether chains apply; with a redundant slot for every rank there would be one chain only."""
     redundant = num_slots - num_experts
     return 0 < redundant < num_ranks and num_slots // num_ranks >= TWO_SLOTS
 
@@ -38,8 +40,8 @@ def needs_weights(*, num_slots: int, num_experts: int, num_ranks: int) -> bool:
 def place_weighted(load: Load, *, num_slots: int, num_ranks: int) -> WeightedPlacement:
     """Place experts and their shares for `load`, [layers, experts] in any unit.
 
-    The most loaded chain decides: experts are exchanged with it, one by one, and ranks moved to it
-    or from it, as long as that lowers the larger mean of the two chains (steepest descent).
+    Steepest descent on the most loaded chain: experts are exchanged with it one by one, and ranks
+    moved to or from it, while that lowers the larger mean of the two chains.
     """
     num_layers, num_experts = load.shape
     assert needs_weights(num_slots=num_slots, num_experts=num_experts, num_ranks=num_ranks)
@@ -47,7 +49,7 @@ def place_weighted(load: Load, *, num_slots: int, num_ranks: int) -> WeightedPla
     share_of_slot = np.empty((num_layers, num_slots), np.float64)
     for layer in range(num_layers):
         total = load[layer].sum()
-        # An idle layer is placed like one whose experts are all alike.
+        # An idle layer is placed as if all experts had the same load.
         weights = load[layer] * num_ranks / total if total > 0 else np.ones(num_experts)
         _place_layer(
             np.ascontiguousarray(weights, np.float64),
@@ -65,7 +67,7 @@ def _place_layer(
     expert_of_slot: Slots,
     share_of_slot: Weights,
 ) -> None:
-    """Fill one layer's rows of the tables; `weights` sum to the number of ranks."""
+    """Fill one layer of the tables; `weights` sum to the number of ranks."""
     num_experts, num_slots = weights.size, expert_of_slot.size
     slots_per_rank = num_slots // num_ranks
     num_chains = num_ranks - (num_slots - num_experts)
@@ -85,11 +87,10 @@ def _place_layer(
 def _begin(
     weights: Weights, heaviest_first: Indices, slots_per_rank: int, num_ranks: int, num_chains: int
 ) -> tuple[Indices, Weights, Indices]:
-    """Chains to improve on: the chain of each expert, and each chain's load and ranks.
+    """Build the initial chains: the chain of each expert, and each chain's load and ranks.
 
-    The hottest experts head a chain each. The ranks beyond one per chain go to whichever head has
-    most load per rank. The other experts follow, heaviest first, to where most room is left for
-    each place.
+    The hottest experts head one chain each. Further ranks go to the head with the most load per
+    rank. The other experts follow, heaviest first, to the chain with the most room per free slot.
     """
     chain_of = np.empty(weights.size, np.int64)
     loads = weights[heaviest_first[:num_chains]]
@@ -115,7 +116,7 @@ def _begin(
 def _improve(
     weights: Weights, chain_of: Indices, loads: Weights, ranks: Indices, is_rank_movable: bool
 ) -> bool:
-    """Make the one change that lowers the most loaded chain most; False if none does."""
+    """Apply the change that lowers the most loaded chain most; False if there is none."""
     worst = int(np.argmax(loads / ranks))
     least = loads[worst] / ranks[worst] - TOLERANCE
     mean, expert, partner = _best_swap(weights, chain_of, loads, ranks, worst)
@@ -139,7 +140,7 @@ def _improve(
 def _best_swap(
     weights: Weights, chain_of: Indices, loads: Weights, ranks: Indices, worst: int
 ) -> tuple[float, int, int]:
-    """The larger mean of two chains after the best swap of an expert of the worst one."""
+    """Find the best swap with the worst chain; returns the larger mean of both after it first."""
     best, best_expert, best_partner = np.inf, -1, -1
     for expert in np.nonzero(chain_of == worst)[0]:
         for partner in range(weights.size):
@@ -158,9 +159,9 @@ def _best_swap(
 def _best_move(
     weights: Weights, chain_of: Indices, loads: Weights, ranks: Indices, worst: int
 ) -> tuple[float, int, int]:
-    """The same for the best move of an expert and a rank to the worst chain or away from it.
+    """Find the best move of an expert and a rank to or from the worst chain, likewise.
 
-    Only with two slots a rank: there one expert is what a rank brings along.
+    Only with two slots per rank, where a rank brings exactly one expert.
     """
     best, best_expert, best_receiver = np.inf, -1, -1
     for expert in range(weights.size):
@@ -194,10 +195,10 @@ def _wrap(
     expert_of_slot: Slots,
     share_of_slot: Weights,
 ) -> None:
-    """Fill a chain's ranks one after the other to their mean; `members` are heaviest first.
+    """Fill a chain's ranks one by one to their mean; `members` are heaviest first.
 
-    It always works out: what is left for the remaining ranks is their mean each, so the heaviest
-    that wait, with what is carried, fill one rank at least.
+    Always succeeds: the remaining load is the mean of each remaining rank, so the heaviest waiting
+    experts, with the part carried over, fill at least one rank.
     """
     num_ranks = expert_of_slot.size // slots_per_rank
     mean = weights[members].sum() / num_ranks
@@ -221,7 +222,7 @@ def _wrap(
             share_of_slot[slot + 1 + place] = _part(served, weights[expert])
         left -= taken
         carried, rest = goes_on, excess
-    # Without load there is nothing to split by.
+    # Experts without load are split evenly.
     for slot in range(expert_of_slot.size):
         if weights[expert_of_slot[slot]] == 0:
             share_of_slot[slot] = 1.0 / (expert_of_slot == expert_of_slot[slot]).sum()
@@ -229,12 +230,12 @@ def _wrap(
 
 @compiled
 def _choose(weights: Weights, waiting: Indices, taken: int, need: float) -> int:
-    """Bring experts that fill a rank to the end of `waiting`; say which of them may overflow it.
+    """Move experts that fill a rank to the end of `waiting`; returns the one that may overflow.
 
-    The lightest are taken, and as long as they are too light the first of them gives its place to
-    the lightest one that is heavy enough, or else to the heaviest. Then the overflow is less than
-    what the last exchange brought, so that the expert it brought can carry it on. -1: none was
-    exchanged, and the overflow is less than what was carried here.
+    Starts with the lightest. While they are too light, the first of them is exchanged for the
+    lightest one that is heavy enough, or else the heaviest. The overflow is then less than the last
+    exchange added, so that expert can continue on the next rank. Returns -1 if none was exchanged:
+    the overflow is then less than the part carried here.
     """
     first = waiting.size - taken
     filled = weights[waiting[first:]].sum()
