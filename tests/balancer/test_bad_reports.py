@@ -65,7 +65,9 @@ def test_a_rank_that_counts_what_no_slot_can_receive_is_refused_and_named(
     lie = liar.report()
     counters = lie.load.assignments.copy()
     counters[1, 4] += np.uint64(assignments)
-    with pytest.raises(InvalidReportError, match="rank 3 says that layer 1, own slot 4") as caught:
+    with pytest.raises(
+        InvalidReportError, match="rank 3 reports that layer 1, own slot 4"
+    ) as caught:
         bench.say(liar, replace(lie, load=replace(lie.load, assignments=counters)))
     assert caught.value.kind == "report_implausible"
     bench.run_traffic(skewed(1), seconds=1)

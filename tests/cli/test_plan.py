@@ -309,7 +309,7 @@ def test_without_a_shared_expert_nothing_is_said_of_one():
             ["--shared-expert", "--shared-ranks", "2", "--max-moves", "1"],
             "cannot be combined with --max-moves",
         ),
-        (["--shared-expert", "--slots", "80", "--shared-ranks", "2"], "1 slot a rank"),
+        (["--shared-expert", "--slots", "80", "--shared-ranks", "2"], "1 slot per rank"),
         (["--slots-of-rank", "1x40", "--slots", "40"], "cannot be combined with --slots"),
         (["--slots-of-rank", "1x39"], "must list 40 ranks"),
         (["--slots-of-rank", "1x39,0"], "must list 40 ranks"),

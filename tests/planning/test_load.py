@@ -65,8 +65,8 @@ def test_layers_of_a_window_count_alike_or_it_is_a_contradiction():
     window.add(delta([[100, 100], [100, 90_000]], rank=1))
     window.add(delta([[300, 500], [300, 600]], rank=0))
     assert window.close(now=12.0).contradiction == (
-        "layer 1 counted 91000 assignments, most of them on rank 1, while half of the layers have at "
-        "most 1000"
+        "layer 1 counted 91000 assignments, most of them on rank 1, while half of the layers "
+        "have at most 1000"
     )
 
 

@@ -67,7 +67,7 @@ def _check(placement: Placement) -> None:
         row, slot = (int(index) for index in np.argwhere(outside)[0])
         raise FormatError(
             f"layer {placement.layer_ids[row]}, slot {slot} holds expert {int(table[row, slot])}, "
-            f"but experts are 0 to {num_experts - 1}"
+            f"but experts are numbered 0 to {num_experts - 1}"
         )
     if num_experts > table.shape[1]:
         row, slot = divmod(int(table.argmax()), table.shape[1])
@@ -82,4 +82,6 @@ def _check(placement: Placement) -> None:
     if placement.num_ranks is not None and (
         placement.num_ranks < 1 or table.shape[1] % placement.num_ranks
     ):
-        raise FormatError(f"{table.shape[1]} slots do not divide over {placement.num_ranks} ranks")
+        raise FormatError(
+            f"{table.shape[1]} slots do not divide evenly over {placement.num_ranks} ranks"
+        )

@@ -20,7 +20,7 @@ MAX_ASSIGNMENTS_PER_STEP = 2**24
 
 
 class Phase(StrEnum):
-    """Phase of inference. Prefill and decode load experts differently and need different layouts."""
+    """Phase of inference; prefill and decode load experts differently."""
 
     PREFILL = "prefill"
     DECODE = "decode"
