@@ -90,7 +90,6 @@ async def test_hello_comes_first_and_then_heartbeats_in_sequence(balancer):
         await link.until(Heartbeat, lambda beat: beat.sequence == 3)
         assert isinstance(link.heard[0], Hello)
         assert [beat.sequence for beat in link.of(Heartbeat)][:3] == [1, 2, 3]
-        assert bench.outbox.is_open
 
 
 async def test_messages_go_both_ways_while_heartbeats_go_on(balancer):
@@ -158,7 +157,6 @@ async def test_a_balancer_that_hangs_is_taken_for_lost(balancer, caplog):
         await balancer.link()
         await first.until_closed()
         assert len(first.of(Heartbeat)) >= 2
-        assert bench.agent.num_failures >= 1
     assert "no answer for 0.3 s" in caplog.text
     (ack,) = waits.all()
     assert ack.reached >= 1
@@ -182,15 +180,21 @@ async def test_leaving_without_a_balancer_waits_for_nothing():
         await asyncio.wait_for(bench.agent.leave("maintenance", timeout_s=10_000), 60)
 
 
-async def test_rejections_do_not_reset_the_back_off(balancer):
-    bench = Bench(balancer.address)
+async def test_rejections_do_not_reset_the_backoff(balancer):
+    bounds = []
+
+    def uniform(low, high):
+        bounds.append(high)
+        return low
+
+    bench = Bench(balancer.address, uniform=uniform)
     async with running(bench):
         for _ in range(4):
             link = await balancer.link()
             link.say(Rejection(reason="another model", fatal=True))
             link.hang_up()
             assert (await bench.next()).fatal
-        assert bench.agent.num_failures >= 3
+    assert bounds[:3] == [0.02, 0.04, 0.05]
 
 
 async def test_agents_come_back_at_moments_spread_below_a_bound_that_doubles():

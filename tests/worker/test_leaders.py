@@ -110,7 +110,6 @@ async def test_without_a_leader_the_balancers_are_asked_in_turn_until_there_is_o
                 link.hang_up()
         link = await balancer.link()
         await link.until(Heartbeat, lambda beat: beat.sequence == 2)
-        assert bench.agent.num_failures == 0
         assert bench.received.empty(), "no rejection for the worker to stop at"
 
 

@@ -218,7 +218,7 @@ async def test_an_abort_drops_what_waits_and_what_is_under_way(bench, random_lay
     bench.slow.asked.clear()
     bench.stager.stage(stage_to(bench.running, random_layout(3)))
     await asyncio.to_thread(bench.slow.asked.wait, 60)
-    preparing = bench.stager._preparation.task
+    preparing = bench.stager._task
     bench.stager.abort(Abort(epoch=1, generation=3, reason="a rank refused"))
     bench.slow.may_give.set()
     await asyncio.wait([preparing], timeout=60)

@@ -92,20 +92,16 @@ class Outbox:
         """Drop what is left; the next Hello reports the state."""
         self._queue = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a stream takes messages."""
-        return self._queue is not None
-
-    def send(self, message: WorkerMessage) -> None:
-        """Send a message if a stream is open; otherwise the next Hello reports the state."""
+    def send(self, message: WorkerMessage) -> bool:
+        """Send a message; returns False without a stream, whose Hello then reports the state."""
         if self._queue is None:
-            return
+            return False
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
             # The balancer stopped reading; the liveness check is about to close the stream.
             _log.warning("the balancer does not read: a %s is dropped", type(message).__name__)
+        return True
 
 
 class Agent:
@@ -156,11 +152,6 @@ class Agent:
         self._leaving = False
         self._ended = asyncio.Event()
 
-    @property
-    def num_failures(self) -> int:
-        """Consecutive attempts without a balancer that accepted this worker."""
-        return self._num_failures
-
     async def run(self) -> None:
         """Connect and reconnect, until cancelled or `leave` is called."""
         while not self._leaving:
@@ -187,9 +178,8 @@ class Agent:
         Waits at most `timeout_s` for the balancer to close the stream.
         """
         self._leaving = True
-        if not self._outbox.is_open:
+        if not self._outbox.send(Leaving(reason=reason)):
             return
-        self._outbox.send(Leaving(reason=reason))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()

@@ -16,10 +16,9 @@ from statistics import median
 import torch
 from torch.distributed import DistError
 
-from equipoise.planning.arrays import Checksums
 from equipoise.telemetry.histogram import Histogram
 from equipoise.wire.inference import Blame
-from equipoise.wire.messages import RankStats
+from equipoise.wire.messages import RankStats, Switched
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup, collective_failed
@@ -49,20 +48,6 @@ _MEDIAN_STEPS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Switch:
-    """A switch as this rank saw it."""
-
-    generation: int
-    checksums: Checksums
-    """Of all own slots after the switch, uint8 [layers, slots_per_rank, 16]."""
-    step: int
-    """First step in the new generation."""
-    stall_us: int
-    median_step_us: int
-    """Of the steps before the switch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
     """A step's published result, and the epoch and generation it ran in."""
 
@@ -70,7 +55,7 @@ class StepResult:
     step: int
     generation: int
     emissions: tuple[Emission, ...]
-    switch: Switch | None
+    switch: Switched | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -257,7 +242,7 @@ class Engine:
             leaving=int(leaving),
         )
 
-    def _publish_result(self, emissions: tuple[Emission, ...], switch: Switch | None) -> None:
+    def _publish_result(self, emissions: tuple[Emission, ...], switch: Switched | None) -> None:
         if emissions or switch:
             self._publish(
                 StepResult(
@@ -285,7 +270,7 @@ class Engine:
         if idle:
             self._wake.wait(idle_wait_s(self._num_idle_turns))
 
-    def _switch(self, staged: StagedGeneration) -> Switch:
+    def _switch(self, staged: StagedGeneration) -> Switched:
         """Use a staged generation from the coming step on; serving stalls while this runs."""
         began = time.perf_counter()
         self._held.switch(staged)
@@ -296,7 +281,9 @@ class Engine:
             # Whatever is staged by now starts from the generation that has just ended.
             self._staged = None
             self._loads = loads
-            return Switch(
+            return Switched(
+                epoch=self._group.epoch,
+                rank=self._group.rank,
                 generation=staged.generation,
                 checksums=staged.contents.checksums,
                 step=self._num_steps + 1,

@@ -11,6 +11,7 @@ import threading
 from equipoise.telemetry.loading import Loading
 from equipoise.telemetry.logs import about
 from equipoise.wire.messages import GroupLost, JoinEpoch, Wait
+from equipoise.worker.epoch_state import EpochState
 from equipoise.worker.errors import GroupError, StepTimeoutError, TransferError, WorkerError
 from equipoise.worker.joining import EpochGroup, Slots, join
 from equipoise.worker.parts import WorkerParts
@@ -25,21 +26,23 @@ class Epochs:
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
         self._slots = Slots(parts, loading=Loading(log_format=parts.settings.log_format))
-        self._epoch = 0
+        self._state = EpochState()
         self._next: asyncio.Queue[JoinEpoch] = asyncio.Queue()
         self._given_up = threading.Event()
         self._outage: asyncio.TimerHandle | None = None
         self._ended = False
-        self._staged_generation = 0
         self.rank: Rank | None = None
         """This worker's rank; None unless it serves."""
-        self.lost: GroupLost | None = None
-        """Sent when the last group was lost; None again once the worker serves."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether this worker ever received a JoinEpoch."""
-        return self._epoch > 0
+        """Whether this worker ever took up an epoch."""
+        return self._state.has_begun
+
+    @property
+    def lost(self) -> GroupLost | None:
+        """Reports the latest group that was lost; None once the worker serves again."""
+        return self._state.lost
 
     def join(self, join_epoch: JoinEpoch) -> None:
         """Become a rank of an epoch; the newest epoch wins, and a repetition changes nothing."""
@@ -47,12 +50,11 @@ class Epochs:
         if rank is not None and rank.is_for(join_epoch):
             # Answered again, because the stream may have broken before the balancer received it.
             self._send_serving(rank)
-        elif join_epoch.epoch <= self._epoch:
-            _log.info("ignored epoch %d: it was taken up before", join_epoch.epoch)
-        else:
-            self._epoch = join_epoch.epoch
+        elif self._state.take_up(join_epoch):
             self._next.put_nowait(join_epoch)
             self._leave()
+        else:
+            _log.info("ignored epoch %d: this or a later one was taken up", join_epoch.epoch)
 
     async def run(self) -> None:
         """Serve one epoch after another until cancelled or ended.
@@ -62,7 +64,7 @@ class Epochs:
         """
         while not self._ended:
             join_epoch = await self._next.get()
-            if join_epoch.epoch == self._epoch:
+            if self._state.is_newest(join_epoch):
                 await self._run_epoch(join_epoch)
 
     def end(self) -> None:
@@ -97,7 +99,8 @@ class Epochs:
 
     async def _serve(self, joined: EpochGroup) -> None:
         rank = Rank(joined, self._parts)
-        self.rank, self.lost = rank, None
+        self.rank = rank
+        self._state.serve()
         if self._given_up.is_set():
             rank.leave()
         self._parts.transfer.open(joined.held, epoch=joined.join_epoch.epoch)
@@ -110,7 +113,7 @@ class Epochs:
         try:
             await rank.run()
         finally:
-            self._staged_generation = max(self._staged_generation, rank.engine.staged_generation)
+            self._state.use(max(rank.engine.generation, rank.engine.staged_generation))
             self.rank = None
             self._parts.timings.num_corrupted += rank.num_corrupted
 
@@ -124,16 +127,12 @@ class Epochs:
         if self._ended:
             return
         held = self._slots.held
-        running = 0 if held is None else held.contents.layout.generation
-        self.lost = GroupLost(
-            epoch=join_epoch.epoch,
-            reason=reason,
-            expert_of_slot=None if held is None else held.expert_of_slot,
-            generation=max(join_epoch.layout.generation, running, self._staged_generation),
+        lost = self._state.lose(
+            join_epoch, reason, expert_of_slot=None if held is None else held.expert_of_slot
         )
         _log.warning("epoch %d ended: %s", join_epoch.epoch, reason)
-        if self._epoch == join_epoch.epoch:
-            self._parts.send(self.lost)
+        if self._state.is_newest(join_epoch):
+            self._parts.send(lost)
         if self._outage is None or self._outage.cancelled():
             loop = asyncio.get_running_loop()
             timeout_s = self._parts.settings.outage_timeout_s

@@ -22,7 +22,6 @@ from equipoise.worker.errors import GroupError
 from equipoise.worker.group import RankGroup, first_line, meet
 from equipoise.worker.held import HeldExperts, SlotIndex
 from equipoise.worker.parts import WorkerParts
-from equipoise.worker.transfer import ExpertPuller
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.fp8.slot_exchange import SlotExchange
 
@@ -143,14 +142,7 @@ class Slots:
     async def _pull(self, moves: list[Move], join_epoch: JoinEpoch) -> tuple[Tensor, ...]:
         if not moves:
             return ()
-        puller = ExpertPuller(
-            join_epoch,
-            held=self.held,
-            read_checkpoint=self._core.checkpoint.read_expert,
-            expert_bytes=self._core.shape.expert_bytes,
-            credentials=self._parts.credentials,
-            waits=self._parts.waits,
-        )
+        puller = self._parts.puller(join_epoch, held=self.held)
         try:
             return (await puller.pull(moves)).payloads
         finally:

@@ -1,18 +1,20 @@
 """`WorkerParts`: what one worker process has, whatever its rank."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.messages import WorkerMessage
+from equipoise.wire.messages import JoinEpoch, WorkerMessage
 from equipoise.worker.core import ModelCore
 from equipoise.worker.health import WorkerHealth
+from equipoise.worker.held import HeldExperts
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
-from equipoise.worker.transfer import ExpertTransferService
+from equipoise.worker.transfer import ExpertPuller, ExpertTransferService
 from equipoise.worker.waits import Waits
 
 
@@ -29,8 +31,22 @@ class WorkerParts:
     transfer: ExpertTransferService
     health: WorkerHealth
     credentials: Credentials
-    send: Callable[[WorkerMessage], None]
+    send: Callable[[WorkerMessage], object]
     """Sends a message to the balancer, or drops it if no stream is open."""
     waits: Waits
     timings: Timings
     spans: RankSpans
+
+    def puller(
+        self, join_epoch: JoinEpoch, *, held: HeldExperts | None, bytes_per_s: float = math.inf
+    ) -> ExpertPuller:
+        """Return a puller of experts from the peers of an epoch."""
+        return ExpertPuller(
+            join_epoch,
+            held=held,
+            read_checkpoint=self.core.checkpoint.read_expert,
+            expert_bytes=self.core.shape.expert_bytes,
+            credentials=self.credentials,
+            waits=self.waits,
+            bytes_per_s=bytes_per_s,
+        )

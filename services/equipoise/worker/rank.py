@@ -11,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from equipoise.telemetry.logs import about
 from equipoise.wire.messages import Heartbeat, JoinEpoch, RunningState, Serving, Switched
 from equipoise.worker.core import ModelCore, single_threaded
-from equipoise.worker.engine import Engine, StepResult, Switch
+from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.held import placement_of
 from equipoise.worker.joining import EpochGroup
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.reporter import Reporter
 from equipoise.worker.stager import Stager
-from equipoise.worker.transfer import ExpertPuller
 from equipoise_model.device import use
 from equipoise_model.dispatch import ExpertParallel
 
@@ -50,15 +49,8 @@ class Rank:
             step_s=parts.timings.step_s,
             drafter=core.drafter(settings),
         )
-        self._puller = ExpertPuller(
-            join_epoch,
-            held=self.held,
-            read_checkpoint=core.checkpoint.read_expert,
-            expert_bytes=core.shape.expert_bytes,
-            bytes_per_s=settings.pull_mib_per_s * 2**20,
-            credentials=parts.credentials,
-            waits=parts.waits,
-        )
+        bytes_per_s = settings.pull_mib_per_s * 2**20
+        self._puller = parts.puller(join_epoch, held=self.held, bytes_per_s=bytes_per_s)
         self.stager = Stager(
             engine=self.engine,
             held=self.held,
@@ -158,27 +150,18 @@ class Rank:
         if result.switch is not None:
             self._report_switch(result.switch)
 
-    def _report_switch(self, switch: Switch) -> None:
-        epoch, rank = self.join_epoch.epoch, self.join_epoch.rank
-        self.last_switch = Switched(
-            epoch=epoch,
-            rank=rank,
-            generation=switch.generation,
-            step=switch.step,
-            stall_us=switch.stall_us,
-            median_step_us=switch.median_step_us,
-            checksums=switch.checksums,
-        )
+    def _report_switch(self, switch: Switched) -> None:
+        self.last_switch = switch
         self._parts.timings.stall_s.observe(switch.stall_us / 1e6)
-        self._parts.send(self.last_switch)
-        self._parts.spans.switched(self.last_switch)
+        self._parts.send(switch)
+        self._parts.spans.switched(switch)
         _log.info(
             "generation %d runs from step %d; the switch took %d us, a step takes %d us",
             switch.generation,
             switch.step,
             switch.stall_us,
             switch.median_step_us,
-            extra=about(epoch=epoch, rank=rank, generation=switch.generation),
+            extra=about(epoch=switch.epoch, rank=switch.rank, generation=switch.generation),
         )
 
 

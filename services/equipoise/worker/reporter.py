@@ -27,7 +27,7 @@ class Reporter:
         *,
         engine: Engine,
         boot_id: str,
-        send: Callable[[Report], None],
+        send: Callable[[Report], object],
         waits: Waits,
     ) -> None:
         self._epoch = join_epoch.epoch

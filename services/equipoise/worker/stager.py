@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from equipoise.planning.layout import Layout
 from equipoise.wire.messages import Abort, Refused, Stage, Staged
@@ -23,23 +22,6 @@ from equipoise_model.experts import PayloadError
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Preparation:
-    """A generation that is being prepared or is staged."""
-
-    layout: Layout
-    task: asyncio.Task[None]
-
-    @property
-    def generation(self) -> int:
-        """The generation's number."""
-        return self.layout.generation
-
-    def is_for(self, layout: Layout) -> bool:
-        """Whether this prepares the same layout, not just the same number."""
-        return self.layout.same_placement(layout) and self.generation == layout.generation
-
-
 class Stager:
     """Stages generations for one rank of an epoch; used from the event loop only."""
 
@@ -50,7 +32,7 @@ class Stager:
         held: HeldExperts,
         puller: ExpertPuller,
         epoch: int,
-        send: Callable[[Staged | Refused], None],
+        send: Callable[[Staged | Refused], object],
         spans: RankSpans,
     ) -> None:
         self._engine = engine
@@ -59,7 +41,9 @@ class Stager:
         self._epoch = epoch
         self._send = send
         self._spans = spans
-        self._preparation: _Preparation | None = None
+        # The layout that is being prepared or is staged, and the task that prepares it.
+        self._layout: Layout | None = None
+        self._task: asyncio.Task[None] | None = None
         self._staged: Staged | None = None
 
     def stage(self, stage: Stage) -> None:
@@ -68,26 +52,25 @@ class Stager:
         A repeated Stage is answered again; any other replaces the previous one. The number alone
         identifies nothing: a balancer that lost its store may use it again.
         """
-        current = self._preparation
-        if current and current.is_for(stage.layout):
-            if self._staged is not None and self.staged_generation == current.generation:
+        if self._is_current(stage.layout):
+            if self._staged is not None and self.staged_generation == stage.layout.generation:
                 self._send(self._staged)
                 return
-            if not current.task.done():
+            if self._task is not None and not self._task.done():
                 return
         self._discard()
-        task = asyncio.create_task(self._prepare_and_answer(stage))
-        self._preparation = _Preparation(layout=stage.layout, task=task)
+        self._layout = stage.layout
+        self._task = asyncio.create_task(self._prepare_and_answer(stage))
 
     def abort(self, abort: Abort) -> None:
         """Drop a generation that is being prepared or staged, unless already switched to."""
-        current = self._preparation
-        if abort.epoch == self._epoch and current and current.generation == abort.generation:
+        layout = self._layout
+        if abort.epoch == self._epoch and layout and layout.generation == abort.generation:
             self._discard()
 
     def drop_unfinished(self) -> None:
         """Drop a generation that is not staged yet, so that a Hello that omits it stays true."""
-        if self._preparation is not None and not self.staged_generation:
+        if not self.staged_generation:
             self._discard()
 
     @property
@@ -97,16 +80,26 @@ class Stager:
 
     async def close(self) -> None:
         """Stop preparing."""
-        current = self._preparation
+        task = self._task
         self._discard()
-        if current:
-            await asyncio.wait([current.task])
+        if task is not None:
+            await asyncio.wait([task])
+
+    def _is_current(self, layout: Layout) -> bool:
+        """Whether this layout is being prepared or staged: the same table, not just its number."""
+        current = self._layout
+        return (
+            current is not None
+            and current.generation == layout.generation
+            and current.same_placement(layout)
+        )
 
     def _discard(self) -> None:
-        if self._preparation is not None:
-            self._preparation.task.cancel()
-            self._engine.drop(self._preparation.generation)
-        self._preparation, self._staged = None, None
+        if self._task is not None:
+            self._task.cancel()
+        if self._layout is not None:
+            self._engine.drop(self._layout.generation)
+        self._layout, self._task, self._staged = None, None, None
 
     async def _prepare_and_answer(self, stage: Stage) -> None:
         generation = stage.layout.generation

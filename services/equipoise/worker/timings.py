@@ -4,12 +4,11 @@ The engine's thread writes `step_s`, the event loop the others: each histogram h
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from equipoise.telemetry.histogram import SHORT_S, Histogram
 
-
-def _short() -> Histogram:
-    return Histogram(SHORT_S)
+_short = partial(Histogram, SHORT_S)
 
 
 @dataclass(slots=True, kw_only=True)
