@@ -71,10 +71,17 @@ test: test-packages test-fleets  ## Run every test
 test-packages: $(STAMP) $(KERNELS) redis helm  ## Run the tests of all packages in parallel (ARGS=tests/planning)
 	$(BIN)/python -m pytest -m 'not benchmark and not e2e' -n $$(( $$(nproc) + 1 )) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Two fleets at a time: the processes of one start while those of the other wait. Collects only files that start fleets.
+# Two fleets at a time: the processes of one start while those of the other wait. Fleets whose pauses are measured run alone.
+# Only files that start fleets are collected.
 test-fleets: $(STAMP) redis  ## Run the tests that start whole fleets of processes
-	$(BIN)/python -m pytest -m 'e2e and not benchmark' -n 2 --dist loadfile --no-loadscope-reorder \
-	  $(or $(ARGS),$$(grep -rl --include='test_*.py' 'pytest.mark.e2e' tests | sort))
+ifdef ARGS
+	$(BIN)/python -m pytest -m 'e2e and not benchmark' -o timeout=900 $(ARGS)
+else
+	$(BIN)/python -m pytest -m 'e2e and not benchmark and not alone' -o timeout=900 -n 2 --dist loadfile --no-loadscope-reorder \
+	  $$(grep -rl --include='test_*.py' 'pytest.mark.e2e' tests | sort)
+	$(BIN)/python -m pytest -m 'alone and not benchmark' -o timeout=900 \
+	  $$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests | sort)
+endif
 
 test-cluster: $(STAMP)  ## Install, use, upgrade and uninstall the chart on a mini cluster (about 5 minutes)
 	@tests/cluster/run $(ARGS)

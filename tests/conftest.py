@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +22,25 @@ def children_get_default_signals():
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+LONGEST_FILES = (
+    "chaos/test_chaos.py",
+    "e2e/test_main_job.py",
+    "e2e/test_restarts.py",
+    "kernels/fp8/test_codegen.py",
+    "model/fp8/test_ranks.py",
+    "worker/test_two_ranks.py",
+    "balancer/test_planner_processes.py",
+    "model/test_expert_parallel.py",
+    "kernels/fp8/test_all_to_all_processes.py",
+    "kernels/fp8/test_bench.py",
+    "model/test_checkpoint_memory.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Start with the longest files, so that no worker is left alone with one at the end."""
+    folder = Path(__file__).parent
+    place = {folder / name: number for number, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))

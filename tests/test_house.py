@@ -53,6 +53,14 @@ def test_every_make_target_explains_itself():
     assert sorted(phony) == sorted(explained)
 
 
+def test_the_files_that_run_first_exist():
+    tests = ROOT / "tests"
+    source = (tests / "conftest.py").read_text()
+    names = re.findall(r'^    "(.+/test_.+[.]py)",$', source, re.MULTILINE)
+    assert names
+    assert [name for name in names if not (tests / name).exists()] == []
+
+
 def test_torch_is_pinned_exactly_where_it_is_named():
     assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
     assert '"torch==2.13.0"' in (ROOT / "pyproject.toml").read_text()

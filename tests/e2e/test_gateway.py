@@ -28,7 +28,7 @@ from equipoise_model.train.data import heldout_prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
-BOUND_S = 90.0
+BOUND_S = 200.0
 
 
 @pytest.fixture(scope="module")

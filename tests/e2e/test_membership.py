@@ -14,7 +14,7 @@ import pytest_asyncio
 from equipoise_api.v1 import status_pb2
 from tests.support.real_pool import check_tokens, pool_of, under_load, undisturbed_tokens
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
 
 RESUME_S = 10.0
 """What the project promises: tokens flow again this long after a rank was lost."""

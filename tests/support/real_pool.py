@@ -15,8 +15,8 @@ from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_pb2, worker_pb2
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.generate import greedy
 
-BOUND_S = 100.0
-NUM_TOKENS = 48
+BOUND_S = 200.0
+NUM_TOKENS = 32
 NICENESS = 5
 """Added to ours for ranks that serve: they compute at all times, and leave cores to what starts."""
 
