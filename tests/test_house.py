@@ -1,5 +1,6 @@
-"""The house itself: what a stranger's two commands and the control plane's image rely on."""
+"""The repository itself: its commands, its documents, and what the control plane's image needs."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -18,9 +19,9 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import pkgutil, importlib
 import equipoise.cli.main, equipoise.cli.live.status
-ROOMS = "planning wire policy formats telemetry trust pool balancer gateway".split()
-for room in map(importlib.import_module, (f"equipoise.{name}" for name in ROOMS)):
-    for module in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
+PACKAGES = "planning wire policy formats telemetry trust pool balancer gateway".split()
+for package in map(importlib.import_module, (f"equipoise.{name}" for name in PACKAGES)):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 assert "torch" not in sys.modules
@@ -89,6 +90,7 @@ _FOLDERS = [
     *(ROOT / "model" / "equipoise_model" / name for name in ("", "checkpoints/tiny")),
     *(ROOT / "kernels" / "equipoise_kernels" / name for name in ("", "fp8")),
     ROOT / "model",
+    ROOT / "kernels",
 ]
 """Folders that paths in a document may start from, besides the document's own."""
 
@@ -105,10 +107,39 @@ def test_files_that_the_documents_name_exist():
     assert not missing
 
 
-def test_every_room_has_its_line_in_the_architecture():
+def _names(path):
+    """What a file defines: functions, classes, constants, and `Class.method`."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{one.name}" for one in node.body if hasattr(one, "name")}
+    return names
+
+
+def test_functions_that_the_architecture_names_exist():
+    """Pairs of a file and a name in it, `file.py:name`; see "The life of a load report"."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    pairs = re.findall(r"`([a-z_0-9/]+[.]py):([A-Za-z_.]+)`", page)
+    assert len(pairs) > 30
+    missing = [
+        f"{file}:{name}"
+        for file, name in pairs
+        if not any(
+            (folder / file).exists() and name in _names(folder / file) for folder in _FOLDERS
+        )
+    ]
+    assert not missing
+
+
+def test_every_package_has_its_line_in_the_architecture():
     table = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = {path.parent.name for path in (ROOT / "services" / "equipoise").glob("*/__init__.py")}
-    assert {room for room in rooms if f"| `services/equipoise/{room}/` |" not in table} == set()
+    inits = (ROOT / "services" / "equipoise").glob("*/__init__.py")
+    packages = {path.parent.name for path in inits}
+    assert {name for name in packages if f"| `services/equipoise/{name}/` |" not in table} == set()
 
 
 def test_every_page_of_the_documents_is_linked_from_another():
