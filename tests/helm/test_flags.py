@@ -63,7 +63,7 @@ def test_every_flag_of_the_chart_is_an_option_of_the_program(values, options):
 
 
 def _variables(container):
-    """Variables by which the program is told what options else tell it."""
+    """Environment variables that replace options."""
     names = {one["name"] for one in container["env"]}
     return {name for name in names if name.startswith(("EQUIPOISE_", "OTEL_"))}
 

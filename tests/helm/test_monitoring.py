@@ -84,8 +84,8 @@ def test_the_operations_guide_covers_every_alert_and_every_metric():
     alerts = re.findall(r"^\| `(Equipoise\w+)` \|", operations, re.MULTILINE)
     assert sorted(alerts) == sorted(rule["alert"] for rule in RULES)
     section = operations.partition("\n## Metrics\n")[2].partition("\n## ")[0]
-    told = re.findall(r"^\| (`equipoise_.*?) \|", section, re.MULTILINE)
-    named = [name for names in told for name in re.findall(r"`(equipoise_\w+)`", names)]
+    listed = re.findall(r"^\| (`equipoise_.*?) \|", section, re.MULTILINE)
+    named = [name for names in listed for name in re.findall(r"`(equipoise_\w+)`", names)]
     known = re.findall(r"^\| `(equipoise_\w+)` \|", metrics, re.MULTILINE)
     assert sorted(named) == sorted(known)
 

@@ -54,8 +54,8 @@ def test_helm_lint_reports_only_the_missing_icon():
         [helm(), "lint", "--strict", CHART], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = re.findall(r"^\[\w+\] .*", done.stdout, re.MULTILINE)
-    assert told == ["[INFO] Chart.yaml: icon is recommended"]
+    lines = re.findall(r"^\[\w+\] .*", done.stdout, re.MULTILINE)
+    assert lines == ["[INFO] Chart.yaml: icon is recommended"]
 
 
 @pytest.mark.parametrize("values", [{}, FULL, LEADER_WORKER_SET], ids=["", "full", "lws"])

@@ -61,11 +61,11 @@ def test_a_pool_with_a_slash_in_its_name_keeps_it():
 
 def test_the_names_that_are_verified_are_in_the_certificates(objects, certificates):
     for pod in POD_OF.values():
-        told = environment(objects, pod)
-        assert told["EQUIPOISE_TLS_BALANCER_NAME"] in certificates["balancer"]["dnsNames"]
+        variables = environment(objects, pod)
+        assert variables["EQUIPOISE_TLS_BALANCER_NAME"] in certificates["balancer"]["dnsNames"]
     for component in ("worker", "gateway"):
-        told = environment(objects, POD_OF[component])
-        assert told["EQUIPOISE_TLS_WORKER_NAME"] in certificates["worker"]["dnsNames"]
+        variables = environment(objects, POD_OF[component])
+        assert variables["EQUIPOISE_TLS_WORKER_NAME"] in certificates["worker"]["dnsNames"]
 
 
 def test_a_pod_mounts_its_own_certificate_and_only_the_tokens_it_needs(objects, certificates):
@@ -86,22 +86,22 @@ def test_a_pod_mounts_its_own_certificate_and_only_the_tokens_it_needs(objects, 
 
 
 def test_commands_in_a_balancer_send_the_readers_token_if_there_is_one(objects):
-    told = environment(objects, POD_OF["balancer"])
+    variables = environment(objects, POD_OF["balancer"])
     spec = pod_specs(objects)[POD_OF["balancer"]]
     mounts = {one["name"]: one["mountPath"] for one in spec["containers"][0]["volumeMounts"]}
     (reader,) = [one["secret"] for one in spec["volumes"] if one["name"] == "reader"]
     (item,) = reader["items"]
     assert reader["optional"]
     assert (reader["secretName"], item["key"]) == ("tokens", "reader")
-    assert told["EQUIPOISE_TOKEN_FILE"] == f"{mounts['reader']}/{item['path']}"
+    assert variables["EQUIPOISE_TOKEN_FILE"] == f"{mounts['reader']}/{item['path']}"
 
 
 def test_no_pod_uses_plain_text_with_tls(objects):
     for name, container in containers(objects).items():
         if not name.endswith("/compiled-planner"):
-            told = {one["name"]: one.get("value") for one in container["env"]}
-            assert "EQUIPOISE_INSECURE" not in told, name
-            assert told["EQUIPOISE_TLS_CA"] == "/etc/equipoise/tls/ca.crt", name
+            variables = {one["name"]: one.get("value") for one in container["env"]}
+            assert "EQUIPOISE_INSECURE" not in variables, name
+            assert variables["EQUIPOISE_TLS_CA"] == "/etc/equipoise/tls/ca.crt", name
         assert "--insecure" not in container.get("args", []), name
 
 
@@ -145,14 +145,14 @@ def test_workers_verify_the_name_of_another_releases_balancer():
             "balancer": {"enabled": False, "externalAddress": "eq-balancer.other.svc:7070"},
         }
     )
-    told = environment(objects, POD_OF["worker"])
-    assert told["EQUIPOISE_TLS_BALANCER_NAME"] == "eq-balancer.other.svc"
+    variables = environment(objects, POD_OF["worker"])
+    assert variables["EQUIPOISE_TLS_BALANCER_NAME"] == "eq-balancer.other.svc"
     kinds = [one["metadata"]["name"] for one in objects if one["kind"] == "Certificate"]
     assert kinds == ["eq-equipoise-gateway", "eq-equipoise-worker"]
 
 
 def test_spans_go_to_the_configured_endpoint(objects):
     for component in ("balancer", "worker"):
-        told = environment(objects, POD_OF[component])
-        assert told["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://otel.observability.svc:4317"
+        variables = environment(objects, POD_OF[component])
+        assert variables["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://otel.observability.svc:4317"
     assert "OTEL" not in str(render({}))

@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def lines():
-    """Collects lines; says what a loading tells that takes a second for each MiB of ten."""
+    """Runs a loading of ten MiB that takes a second per MiB; returns its lines."""
     said = []
 
     def run(**options):
@@ -29,9 +29,9 @@ def lines():
             clock=lambda: next(now),
             **options,
         )
-        with loading.of("experts") as told:
+        with loading.of("experts") as progress:
             for done in range(1, 11):
-                told(done * MIB, 10 * MIB)
+                progress(done * MIB, 10 * MIB)
         return said
 
     return run
@@ -51,8 +51,8 @@ def test_a_terminal_shows_a_bar_that_disappears(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     terminal, said = Terminal(), []
     loading = Loading(stream=terminal, say=lambda *line: said.append(line))
-    with loading.of("dense weights") as told:
-        told(4 * MIB, 16 * MIB)
+    with loading.of("dense weights") as progress:
+        progress(4 * MIB, 16 * MIB)
     shown = terminal.getvalue()
     assert "loading dense weights" in shown
     assert "25%" in shown
@@ -66,9 +66,9 @@ def test_a_terminal_shows_no_bar_with_json_logs(monkeypatch, caplog):
     terminal = Terminal()
     with (
         caplog.at_level(logging.INFO),
-        Loading(log_format=LogFormat.JSON, stream=terminal).of("experts") as told,
+        Loading(log_format=LogFormat.JSON, stream=terminal).of("experts") as progress,
     ):
-        told(3 * MIB, 3 * MIB)
+        progress(3 * MIB, 3 * MIB)
     assert terminal.getvalue() == ""
     (record,) = caplog.records
     assert record.getMessage().startswith("loaded experts: 3.0 MiB in ")

@@ -15,12 +15,12 @@ def test_a_collector_receives_a_span_and_its_child_from_another_process(monkeypa
     with Collector() as collector:
         with tracing(collector.endpoint, service="balancer") as tracer:
             parent = tracer.start_span("wave")
-            told = traceparent_of(parent)
+            traceparent = traceparent_of(parent)
             failed(parent, "it was aborted")
             parent.end()
         monkeypatch.setenv("OTEL_SERVICE_NAME", "worker of ours")
         with tracing(collector.endpoint, service="worker") as tracer:
-            tracer.start_span("rank stage", context=parent_of(told)).end()
+            tracer.start_span("rank stage", context=parent_of(traceparent)).end()
         wave, stage = collector.until(lambda spans: len(spans) == 2)
     assert (wave.name, wave.service, wave.fault) == ("wave", "balancer", "it was aborted")
     assert (stage.name, stage.service, stage.fault) == ("rank stage", "worker of ours", "")

@@ -19,9 +19,9 @@ def test_each_rank_gets_its_own_rank_and_moves_with_the_shared_part(good):
     encoder = Encoder()
     for rank in (1, 0):
         seated = replace(good.join_epoch, rank=rank, moves=good.stage.moves[:rank])
-        told = pb.ConnectResponse.FromString(encoder.encode(seated)).join_epoch
-        assert (told.rank, len(told.moves)) == (rank, rank)
-        assert len(told.peers) == 2
+        message = pb.ConnectResponse.FromString(encoder.encode(seated)).join_epoch
+        assert (message.rank, len(message.moves)) == (rank, rank)
+        assert len(message.peers) == 2
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_corrupt_message_is_refused_or_valid(good, seed):
             continue
         outcomes["accepted"] += 1
         if isinstance(value, Hello):
-            # It may be another pool's, but never one that nobody could allocate tables for.
+            # It may be for another pool, but its tables must fit into memory.
             num_slots = value.num_ranks * value.slots_per_rank
             assert value.model.num_experts <= num_slots <= 2**20 // value.model.num_layers
         else:

@@ -274,8 +274,8 @@ def test_an_expert_that_no_slot_can_hold_is_refused(good, expert):
 
 
 def test_reasons_are_truncated_and_have_no_control_characters(good):
-    told = Leaving(reason="\x1b[31mred\n" + "x" * 5000)
-    reason = good.received_by_balancer(to_balancer(told)).reason
+    leaving = Leaving(reason="\x1b[31mred\n" + "x" * 5000)
+    reason = good.received_by_balancer(to_balancer(leaving)).reason
     assert reason.startswith("[31mred xxx")
     assert reason.isprintable()
     assert len(reason) == 1000
