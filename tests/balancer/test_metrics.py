@@ -20,6 +20,7 @@ from equipoise.pool.records import PoolMemory
 from equipoise.pool.refusals import MAX_KINDS
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.histogram import Histogram
+from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Wait, WorkerBound
 from tests.support.scrapes import documented, ours, scrape, value_of
 
@@ -109,6 +110,7 @@ async def test_balancers_that_elect_tell_the_waits_of_it(tmp_path, policy):
     seen = []
     async with serving(
         store,
+        credentials=Credentials(),
         listen="127.0.0.1:0",
         policies=PolicyBook(policy),
         stop_grace_s=0.0,
@@ -144,6 +146,7 @@ async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
     seen = []
     async with serving(
         store,
+        credentials=Credentials(),
         listen="127.0.0.1:0",
         policies=bench.policies,
         stop_grace_s=0.0,
@@ -167,6 +170,7 @@ async def test_a_metrics_port_that_is_taken_is_said_in_one_line(tmp_path, policy
     def balancer(metrics_listen):
         return serving(
             store,
+            credentials=Credentials(),
             listen="127.0.0.1:0",
             policies=PolicyBook(policy),
             stop_grace_s=0.0,

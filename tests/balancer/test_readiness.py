@@ -11,6 +11,7 @@ from equipoise.balancer.server import READY, serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
+from equipoise.trust.credentials import Credentials
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.messages import JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2_grpc
@@ -59,6 +60,7 @@ async def test_until_the_planner_is_compiled_workers_are_asked_to_wait(store, wo
     async with (
         serving(
             store,
+            credentials=Credentials(),
             listen="127.0.0.1:0",
             policies=PolicyBook(Policy()),
             stop_grace_s=0.0,
@@ -94,6 +96,7 @@ async def test_a_balancer_without_a_good_policy_does_not_guess_one(store, tmp_pa
     async with (
         serving(
             store,
+            credentials=Credentials(),
             listen="127.0.0.1:0",
             policies=PolicyBook(Policy(), needs_file=True),
             stop_grace_s=0.0,

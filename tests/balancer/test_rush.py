@@ -8,6 +8,7 @@ from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
+from equipoise.trust.credentials import Credentials
 from equipoise_api.v1 import worker_link_pb2
 from tests.support.grpc_streams import GrpcConnection
 
@@ -21,7 +22,11 @@ async def port(tmp_path):
     """Where a balancer listens."""
     store = SqliteStore(tmp_path / "state.sqlite")
     async with serving(
-        store, listen="127.0.0.1:0", policies=PolicyBook(Policy()), stop_grace_s=0.0
+        store,
+        credentials=Credentials(),
+        listen="127.0.0.1:0",
+        policies=PolicyBook(Policy()),
+        stop_grace_s=0.0,
     ) as port:
         yield port
     await store.close()

@@ -21,6 +21,7 @@ from equipoise.balancer.store.store import StoreError, StoreFault
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
+from equipoise.trust.credentials import Credentials
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.messages import JoinEpoch
 from equipoise_api.v1 import worker_link_pb2_grpc
@@ -207,7 +208,11 @@ async def test_an_archive_changes_only_when_the_store_does(store):
 async def test_a_worker_that_heard_of_a_higher_term_raises_ours(store, worker_of, hello_of):
     worker = worker_of(hello_of(num_ranks=1, slots_per_rank=32))
     arrangement = serving(
-        store, listen="127.0.0.1:0", policies=PolicyBook(Policy()), stop_grace_s=1.0
+        store,
+        credentials=Credentials(),
+        listen="127.0.0.1:0",
+        policies=PolicyBook(Policy()),
+        stop_grace_s=1.0,
     )
     async with arrangement as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         hello = replace(worker.hello, highest_term=50)

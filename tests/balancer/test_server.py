@@ -11,6 +11,7 @@ from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.policy.book import PolicyBook
+from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Stage
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from tests.support.balancer_links import POLICY, WAIT_S, is_serving, reporting, served, until
@@ -60,7 +61,13 @@ async def test_reflection_lists_the_services(channel):
 async def test_a_used_port_is_one_clear_sentence(address, tmp_path):
     store = SqliteStore(tmp_path / "other.sqlite")
     with pytest.raises(BalancerError, match=f"cannot listen on {address}"):
-        async with serving(store, listen=address, policies=PolicyBook(POLICY), stop_grace_s=1.0):
+        async with serving(
+            store,
+            credentials=Credentials(),
+            listen=address,
+            policies=PolicyBook(POLICY),
+            stop_grace_s=1.0,
+        ):
             pass
     await store.close()
 
@@ -69,7 +76,11 @@ async def test_stopping_lets_go_of_workers_and_watchers_at_once(tmp_path, bench)
     store = SqliteStore(tmp_path / "stopped.sqlite")
     # A grace that no test would survive waiting for.
     balancer = serving(
-        store, listen="127.0.0.1:0", policies=PolicyBook(POLICY), stop_grace_s=3600.0
+        store,
+        credentials=Credentials(),
+        listen="127.0.0.1:0",
+        policies=PolicyBook(POLICY),
+        stop_grace_s=3600.0,
     )
     port = await balancer.__aenter__()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

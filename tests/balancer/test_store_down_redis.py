@@ -10,6 +10,7 @@ from equipoise.balancer.server import serving
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
+from equipoise.trust.credentials import Credentials
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from tests.support.agent_ranks import WAIT_S, ranks_of, staged_by_all, switch, traffic
 
@@ -46,7 +47,11 @@ async def balancer_on(url, *, store_down):
     try:
         async with (
             serving(
-                store, listen="127.0.0.1:0", policies=PolicyBook(policy), stop_grace_s=0.0
+                store,
+                credentials=Credentials(),
+                listen="127.0.0.1:0",
+                policies=PolicyBook(policy),
+                stop_grace_s=0.0,
             ) as port,
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):

@@ -250,7 +250,11 @@ async def test_a_port_for_other_machines_is_not_opened_in_plain_text(tmp_path):
     store = SqliteStore(tmp_path / "state.sqlite")
     with pytest.raises(TrustError, match="other machines can reach"):
         async with serving(
-            store, listen="0.0.0.0:0", policies=PolicyBook(POLICY), stop_grace_s=1.0
+            store,
+            credentials=Credentials(),
+            listen="0.0.0.0:0",
+            policies=PolicyBook(POLICY),
+            stop_grace_s=1.0,
         ):
             pass
     await store.close()

@@ -12,6 +12,7 @@ from equipoise.gateway.attempt import Bounds, TokenRequest
 from equipoise.gateway.ranks import Ranks, ToldRank
 from equipoise.gateway.relay import Relay, RelayPolicy
 from equipoise.gateway.routing import Standing
+from equipoise.trust.credentials import Credentials
 from equipoise.wire.inference import Blame
 from equipoise_api.v1 import worker_pb2 as pb
 from tests.support.scripted_ranks import (
@@ -374,6 +375,7 @@ async def test_any_mix_of_faults_leaves_right_tokens_and_even_books(fleet, seed)
             queue_s=BOUND_S,
             max_attempts=30,
         ),
+        credentials=Credentials(),
     )
 
     async def one(prompt, max_tokens):

@@ -10,6 +10,7 @@ from equipoise.gateway import watch
 from equipoise.gateway.ranks import Ranks
 from equipoise.gateway.routing import Standing
 from equipoise.gateway.watch import follow, told_ranks
+from equipoise.trust.credentials import Credentials
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
 from tests.support.scripted_ranks import BOUND_S
@@ -72,7 +73,9 @@ class Heard(Ranks):
 @asynccontextmanager
 async def following(*balancers):
     ranks = Heard()
-    task = asyncio.create_task(follow(balancers, pool="default", ranks=ranks))
+    task = asyncio.create_task(
+        follow(balancers, pool="default", ranks=ranks, credentials=Credentials())
+    )
     try:
         yield ranks
     finally:

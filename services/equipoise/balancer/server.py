@@ -100,7 +100,7 @@ async def serving(
     listen: str,
     policies: PolicyBook,
     stop_grace_s: float,
-    credentials: Credentials | None = None,
+    credentials: Credentials,
     tokens: str = "",
     advertise: str = "",
     metrics_listen: str = "",
@@ -120,7 +120,7 @@ async def serving(
     Among balancers that share `register` one leads at a time, which the others know by `advertise`
     (host:port, that of `listen` if empty). Without a register this one leads. When the block
     begins it is clear whether it does, unless it is not ready then. Callers prove who they are as
-    `credentials` (plain text on loopback if None) and the file `tokens` ask. Metrics are told at
+    `credentials` and the file `tokens` ask. Metrics are told at
     `metrics_listen`, if that is given; `metrics_heard` is told the host:port. So is the page for
     people: `web_listen` and `web_heard`; both may be at one address.
 
@@ -137,7 +137,6 @@ async def serving(
         StoreError: the store cannot be read.
     """
     clock = steady_clock()
-    credentials = credentials or Credentials()
     guard = Guard(credentials.tls, tokens=tokens, rights=_RIGHTS)
     server = grpc.aio.server(
         options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS

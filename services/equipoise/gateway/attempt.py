@@ -124,7 +124,7 @@ async def attempt(
     vocab_size: int,
     bounds: Bounds,
     accepted: Callable[[], None],
-    credentials: Credentials | None = None,
+    credentials: Credentials,
 ) -> AsyncGenerator[Made, None]:
     """Tokens of a request as one rank makes them, up to and with its finish.
 
@@ -136,7 +136,6 @@ async def attempt(
         RankLostError: it broke, is silent, or says what cannot be.
         InvalidRequestError: it cannot serve such a request at all; its own words.
     """
-    credentials = credentials or Credentials()
     call = stub.Generate(request.message(), metadata=credentials.metadata())
     try:
         await _until_accepted(call, bounds.accept_s)

@@ -59,14 +59,14 @@ class Relay:
         *,
         vocab_size: int,
         policy: RelayPolicy,
+        credentials: Credentials,
         tally: RequestTally | None = None,
-        credentials: Credentials | None = None,
     ) -> None:
         self._ranks = ranks
         self._tally = tally or RequestTally()
         self._vocab_size = vocab_size
         self._policy = policy
-        self._credentials = credentials or Credentials()
+        self._credentials = credentials
         self._channels: dict[tuple[str, int], _SharedChannel] = {}
 
     def stream(self, request: TokenRequest) -> AsyncGenerator[Made, None]:

@@ -47,10 +47,9 @@ async def follow(
     *,
     pool: str,
     ranks: Ranks,
-    credentials: Credentials | None = None,
+    credentials: Credentials,
 ) -> None:
     """Keep `ranks` told, until cancelled; the addresses (host:port) are asked in turn."""
-    credentials = credentials or Credentials()
     num_failures, said = 0, ""
     for address in itertools.cycle(balancers):
         try:
