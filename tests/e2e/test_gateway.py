@@ -1,6 +1,6 @@
 """The gateway with real processes: a balancer, two workers of the tiny model, and HTTP clients.
 
-One fleet serves all tests but the benchmarks, in their order: the last two take it apart.
+All tests but the benchmarks share one fleet, in order: the last two tests break it.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ BOUND_S = 200.0
 
 @pytest.fixture(scope="module")
 def answers():
-    """Prompts of text, and what a model that nobody balances answers to them."""
+    """Text prompts, and an unbalanced model's answers to them."""
     texts = heldout_prompts("code", num_prompts=6, seed=5)
     prompts = prompts_of("code", texts, max_tokens=(24, 48), seed=5)
     return ReferenceModel.load(packaged_checkpoint()).answer(prompts)
 
 
 class Service:
-    """Processes that serve, one client of theirs, and what the balancer tells."""
+    """The serving processes, one client, and the balancer's status."""
 
     def __init__(self, fleet, feed, client):
         self.fleet, self.feed, self.client = fleet, feed, client
@@ -48,7 +48,7 @@ class Service:
         self.changed = asyncio.Condition()
 
     async def begun(self, num_streams):
-        """Wait until so many streams more have their first token."""
+        """Wait until this many more streams have their first token."""
         wanted = self.num_begun + num_streams
         async with asyncio.timeout(BOUND_S), self.changed:
             await self.changed.wait_for(lambda: self.num_begun >= wanted)
@@ -120,7 +120,7 @@ async def serving(tmp_path, *options, num_ranks=2):
 
 
 async def _unless_one_ends(fleet, wait):
-    """Wait, but no longer than all processes live."""
+    """Wait, and fail if a process exits."""
     waiting, watching = asyncio.ensure_future(wait), asyncio.create_task(fleet.watch())
     done, pending = await asyncio.wait({waiting, watching}, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
@@ -144,7 +144,7 @@ async def test_tokens_over_http_are_the_reference_models(service, answers):
     streams = await asyncio.gather(*(service.streamed(prompt) for prompt in answers))
     assert wholes == list(answers.values())
     assert streams == list(answers.values())
-    # Both ranks had their part of the work.
+    # Both ranks served requests.
     status = await service.feed.until(
         lambda status: all(rank.tokens_generated for rank in status.ranks), timeout_s=BOUND_S
     )
@@ -166,7 +166,7 @@ async def test_many_streams_at_once_make_five_times_the_tokens_of_one_at_a_time(
         assert not made.failures
         return made.output_tokens_per_s
 
-    # In turns, so that a machine's other work weighs on both.
+    # In turns, so that other load on the machine affects both.
     alone, together = [], []
     async with serving(tmp_path) as service:
         for _ in range(3):
@@ -179,10 +179,10 @@ async def test_many_streams_at_once_make_five_times_the_tokens_of_one_at_a_time(
 
 @pytest.mark.benchmark
 @pytest.mark.timeout(600)
-async def test_a_beginning_that_was_read_before_brings_the_first_token_five_times_as_early(
+async def test_a_cached_prefix_cuts_the_time_to_first_token_to_a_fifth(
     tmp_path,
 ):
-    """Prompts of 1,000 tokens and a question behind them, the beginning shared or not, in turns."""
+    """Prompts of 1,000 tokens and a question, with and without a shared prefix, in turns."""
     texts = heldout_prompts("code", num_prompts=40, seed=3)
     beginning = b"".join(texts).decode("ascii", "ignore")[:1000]
     assert len(beginning) == 1000
@@ -225,9 +225,9 @@ async def test_a_client_that_hangs_up_frees_the_row_on_the_worker(service, answe
     async with service.client.stream("POST", "/v1/completions", json=body) as response:
         await anext(response.aiter_lines())
     await asyncio.gather(*(service.whole(prompt) for prompt in answers))
-    # Whatever was answered since the workers started.
+    # Everything answered since the workers started.
     answered = service.num_tokens
-    # A report that has the later requests' tokens is of a time behind the hang-up.
+    # A report with the later requests' tokens was made after the disconnect.
     status = await service.feed.until(
         lambda status: (
             sum(rank.tokens_generated for rank in status.ranks) >= answered
@@ -238,7 +238,7 @@ async def test_a_client_that_hangs_up_frees_the_row_on_the_worker(service, answe
     assert sum(rank.tokens_generated for rank in status.ranks) < answered + 250
 
 
-async def test_a_killed_worker_is_not_seen_in_any_stream(service, answers):
+async def test_no_stream_notices_a_killed_worker(service, answers):
     begun = asyncio.create_task(service.begun(len(answers)))
     streams = [asyncio.create_task(service.streamed(prompt)) for prompt in answers]
     await begun
@@ -247,7 +247,7 @@ async def test_a_killed_worker_is_not_seen_in_any_stream(service, answers):
     assert await service.streamed(next(iter(answers))) == next(iter(answers.values()))
 
 
-async def test_serving_goes_on_without_the_balancer_and_ends_with_the_gateway(service, answers):
+async def test_serving_continues_without_the_balancer_and_ends_with_the_gateway(service, answers):
     prompt, expected = next(iter(answers.items()))
     assert await service.streamed(prompt) == expected
     await service.fleet.stop("balancer", with_signal=signal.SIGKILL)

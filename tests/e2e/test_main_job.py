@@ -1,4 +1,4 @@
-"""The main job with real processes: a balancer, workers, traffic that shifts, and every way out."""
+"""The main job with real processes: a balancer, workers, shifting traffic, and all shutdowns."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ EQUIPOISE = (sys.executable, "-m", "equipoise.cli.main")
 
 @contextmanager
 def demo(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A demo of two ranks as a process of its own; killed in the end if it still runs."""
+    """A demo of two ranks in its own process; killed at the end if it still runs."""
     command = [*EQUIPOISE, "demo", "--plain", "--listen", free_address("127.0.0.1:0")]
     small = ["--workers", "2", "--slots-per-rank", "20", "--prompts-per-domain", "2"]
     with subprocess.Popen(
@@ -44,7 +44,7 @@ def demo(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
-    """What the process prints up to a line with these words; pytest's timeout is the bound."""
+    """The process's output up to a line with this text; pytest's timeout bounds it."""
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -54,7 +54,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 
 def one_line_of(*arguments: str) -> str:
-    """The one line on stderr of a command that must fail at once."""
+    """The single line on stderr of a command that must fail at once."""
     done = subprocess.run(
         [*EQUIPOISE, *arguments], capture_output=True, text=True, timeout=BOUND_S, check=False
     )
@@ -126,9 +126,9 @@ def test_no_step_runs_in_two_generations(figures):
     assert figures["steps_of_two_generations"] == 0
 
 
-def test_balance_is_lost_by_a_shift_and_comes_back_by_a_rollout(figures):
+def test_a_rollout_restores_the_balance_that_a_shift_destroys(figures):
     (shift,) = figures["shifts"]
-    # Windows of 2.5 s still hold some of the traffic before; the demo's own hold less of it.
+    # Windows of 2.5 s still contain earlier traffic; the demo's own contain less of it.
     assert shift["max_over_mean_after"] >= 1.2 > shift["max_over_mean_before"]
     assert shift["max_over_mean_recovered"] < shift["max_over_mean_after"]
     assert shift["max_over_mean_recovered"] <= 1.2
@@ -137,7 +137,7 @@ def test_balance_is_lost_by_a_shift_and_comes_back_by_a_rollout(figures):
     assert figures["balancedness_recovered"] > figures["balancedness_after_shift"]
 
 
-def test_a_plan_and_what_all_ranks_did_about_it_are_one_trace(figures, collector):
+def test_a_plan_and_its_rollout_on_all_ranks_are_one_trace(figures, collector):
     assert figures["rollouts"] > 0
     spans = collector.spans
     roots = {span.id: span for span in spans if span.name == "rebalance" and not span.fault}
@@ -161,7 +161,7 @@ def test_a_plan_and_what_all_ranks_did_about_it_are_one_trace(figures, collector
         assert wave.ended_ns <= root.ended_ns
 
 
-def test_the_figures_have_the_keys_that_others_read(figures):
+def test_the_figures_have_the_documented_keys(figures):
     assert set(figures) >= {
         "balancedness_before_shift",
         "balancedness_after_shift",
@@ -183,7 +183,7 @@ def test_the_figures_have_the_keys_that_others_read(figures):
 
 
 @pytest.mark.parametrize("moment", ["the balancer serves", "ranks on 2 nodes serve"])
-def test_an_interrupt_at_any_moment_ends_everything_cleanly(moment):
+def test_an_interrupt_at_any_moment_shuts_everything_down_cleanly(moment):
     with demo() as process:
         read_until(process, moment)
         family = psutil.Process(process.pid).children(recursive=True)
@@ -206,7 +206,7 @@ def test_nothing_outlives_a_demo_that_is_killed():
     assert not alive
 
 
-async def test_workers_serve_on_without_a_balancer_and_come_back_to_it(tmp_path):
+async def test_workers_keep_serving_without_a_balancer_and_reconnect_to_it(tmp_path):
     address = free_address("127.0.0.1:0")
     balancer = [
         "balancer", f"--listen={address}", f"--store={tmp_path / 'state.sqlite'}", "--interval-s=1",
@@ -238,12 +238,12 @@ async def test_workers_serve_on_without_a_balancer_and_come_back_to_it(tmp_path)
     assert [rank.worker for rank in after.ranks] == [rank.worker for rank in before.ranks]
 
 
-def test_a_missing_checkpoint_is_one_line(tmp_path):
+def test_a_missing_checkpoint_is_reported_in_one_line(tmp_path):
     line = one_line_of("worker", "--checkpoint", str(tmp_path / "nowhere"))
     assert "nowhere" in line
 
 
-def test_a_used_port_is_one_line(tmp_path):
+def test_a_port_in_use_is_reported_in_one_line(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -252,6 +252,6 @@ def test_a_used_port_is_one_line(tmp_path):
     assert address in line
 
 
-def test_an_unreachable_balancer_is_one_line():
+def test_an_unreachable_balancer_is_reported_in_one_line():
     address = free_address("127.0.0.1:0")
     assert address in one_line_of("status", "--address", address)

@@ -17,7 +17,7 @@ from tests.support.real_pool import check_tokens, pool_of, under_load, undisturb
 pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
 
 RESUME_S = 10.0
-"""What the project promises: tokens flow again this long after a rank was lost."""
+"""The promised bound: tokens resume this long after a rank was lost."""
 
 NUM_RANKS = 4
 
@@ -47,7 +47,7 @@ async def before(pool):
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 @pytest.mark.parametrize("lost_rank", [0, 2], ids=["rendezvous", "another"])
-async def test_tokens_flow_again_soon_after_a_rank_is_lost_and_none_changes(
+async def test_tokens_resume_soon_after_a_rank_is_lost_and_none_changes(
     pool, before, undisturbed, fault, lost_rank, record_property
 ):
     victim = before.ranks[lost_rank]
@@ -85,7 +85,7 @@ async def test_tokens_flow_again_soon_after_a_rank_is_lost_and_none_changes(
     check_tokens(traffic, undisturbed)
 
 
-async def test_a_pool_grows_beyond_what_it_began_with_and_one_that_is_asked_to_stop_hands_over(
+async def test_a_pool_grows_beyond_its_first_size_and_a_stopping_rank_hands_over(
     pool, before, undisturbed
 ):
     async with under_load(before) as traffic:

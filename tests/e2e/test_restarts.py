@@ -1,4 +1,4 @@
-"""The balancer dies in every state of a rollout, or the whole fleet at once: what outlives it."""
+"""The balancer dies in every state of a rollout, or the whole fleet at once: what survives."""
 
 import asyncio
 import signal
@@ -28,9 +28,9 @@ async def asking(pool, stub):
 
 
 async def pin(pool, layout):
-    """Have the pool go to a placement, as soon as somebody leads who can be told.
+    """Pin the pool to a placement, as soon as a balancer leads.
 
-    The balancer may die before it has said that it will.
+    The balancer may die before it answers.
     """
     request = admin_pb2.PinRequest(reason="to be rolled out", layout=layout)
     async with asyncio.timeout(BOUND_S), asking(pool, admin_pb2_grpc.AdminStub) as admin:
@@ -46,7 +46,7 @@ async def pin(pool, layout):
 
 
 async def average(pool):
-    """The slow moving average, a number for every expert of every layer."""
+    """The slow moving average, by layer and expert."""
     async with asking(pool, status_pb2_grpc.StatusStub) as status:
         loads = await status.GetLoads(
             status_pb2.GetLoadsRequest(), timeout=BOUND_S, wait_for_ready=True
@@ -63,7 +63,7 @@ async def death(pool):
 
 
 def mirrored(layout):
-    """What the ranks hold, the other way round: every slot of every rank changes."""
+    """The reversed placement: every slot of every rank changes."""
     other = type(layout)()
     other.CopyFrom(layout)
     for name, kind in (("expert_of_slot", "<i4"), ("share_of_slot", "<u2")):
@@ -114,11 +114,13 @@ async def test_a_restarted_fleet_keeps_its_layout_and_its_averages(pool, doom):
         await admin.Resume(admin_pb2.ResumeRequest(reason="compared"), timeout=BOUND_S)
 
 
-async def test_whoever_follows_a_balancer_that_died_in_any_state_of_a_rollout_ends_it(pool, doom):
+async def test_a_balancer_that_died_in_any_state_of_a_rollout_is_succeeded_by_one_that_ends_it(
+    pool, doom
+):
     undisturbed = undisturbed_tokens()
     first = await pool.serving(*NAMES)
     async with under_load(first) as traffic:
-        # From here on only what is pinned is rolled out: the balancer dies of nothing else.
+        # From here on only the pinned layout is rolled out, so the balancer dies of nothing else.
         await pin(pool, await pool.layout())
         pinned = await pool.until(
             lambda status: status.hold.at_pin and not status.HasField("rollout")
@@ -130,7 +132,7 @@ async def test_whoever_follows_a_balancer_that_died_in_any_state_of_a_rollout_en
             await pin(pool, wanted)
             await death(pool)
             doom.write_text("")
-            await traffic.until_finished(1)  # Nobody waits for a balancer.
+            await traffic.until_finished(1)  # Requests do not wait for a balancer.
             await pool.start_balancer(program=program_of(doom))
             after = await pool.until(
                 lambda status: (
@@ -154,7 +156,7 @@ async def test_no_token_is_late_because_the_balancer_died(tmp_path):
     ):
         await traffic.until_finished(24)
         ratios = []
-        # In turns, so that a machine's other work weighs on both.
+        # In turns, so that other load on the machine affects both.
         for _ in range(3):
             led_s = await late_gap_s(traffic)
             await pool.fleet.stop("balancer", with_signal=signal.SIGKILL)
@@ -166,7 +168,7 @@ async def test_no_token_is_late_because_the_balancer_died(tmp_path):
 
 
 async def late_gap_s(traffic):
-    """Seconds between two tokens, of all clients, that one in a hundred exceeds from now on."""
+    """The 99th percentile of seconds between two tokens, over all clients, from now on."""
     begin = len(traffic.times)
     await traffic.until_finished(24)
     return float(np.percentile(np.diff(traffic.times[begin:]), 99))

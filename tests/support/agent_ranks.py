@@ -1,4 +1,4 @@
-"""Scripted workers behind real agents, for balancers that are real too."""
+"""Scripted workers with real agents, for real balancers."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -42,7 +42,7 @@ class RecordingHandler:
 
 
 class News:
-    """Tells whoever waits that some rank heard something."""
+    """Notifies waiting tests that a rank received something."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
@@ -58,7 +58,7 @@ class News:
 
 
 class Rank:
-    """A scripted worker with the real agent, which obeys what it is told and keeps count."""
+    """A scripted worker with a real agent, which obeys its messages and records them."""
 
     def __init__(self, worker, addresses, news) -> None:
         self.worker = worker
@@ -116,7 +116,7 @@ async def ranks_of(bench, addresses):
 
 @asynccontextmanager
 async def traffic(ranks, load):
-    """Skewed tokens and reports, ten times a second, whoever listens."""
+    """Skewed traffic and reports, ten times a second."""
 
     async def report():
         while True:

@@ -1,4 +1,4 @@
-"""The engine of a rank, and a client that collects what it publishes."""
+"""A single rank's engine, and a client that collects what it publishes."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ PROMPTS = [tuple(int(t) for t in np.random.default_rng(n).integers(0, 64, n)) fo
 
 
 class Client:
-    """Collects what an engine publishes, and acts behind every step on the engine's thread."""
+    """Collects what an engine publishes, and acts after every step on the engine's thread."""
 
     def __init__(self, then=lambda engine, result: None):
         self.tokens = {}

@@ -1,4 +1,4 @@
-"""What a worker's classes are built from, in a test that is about only one of them."""
+"""Builders for a worker's classes, with defaults for what a test is not about."""
 
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import JoinEpoch, Peer
@@ -12,7 +12,7 @@ from equipoise.worker.waits import Waits
 
 
 def join_epoch_of(*addresses, epoch=1, rank=0, layout=None, **changes):
-    """A JoinEpoch whose peers have these addresses, in rank order, and are called worker-RANK."""
+    """A JoinEpoch whose peers have these addresses, in rank order, and names worker-RANK."""
     peers = tuple(
         Peer(rank=number, address=address, node="n", worker=f"worker-{number}")
         for number, address in enumerate(addresses)

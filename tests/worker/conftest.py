@@ -1,4 +1,4 @@
-"""A small random model on disk, ways to ask what it should say, and a balancer by script."""
+"""A small random model on disk, its expected tokens, and a scripted balancer."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,7 @@ BOUND_S = 60.0
 
 @pytest.fixture(scope="session")
 def checkpoint_path(tmp_path_factory):
-    """A checkpoint whose logits are far enough apart to make lively tokens."""
+    """A checkpoint whose logits differ enough for varied tokens."""
     torch.manual_seed(7)
     model = Transformer(CONFIG).requires_grad_(requires_grad=False)
     for tensor in model.state_dict().values():
@@ -46,7 +46,7 @@ def checkpoint(checkpoint_path):
 
 @pytest.fixture(scope="session")
 def solo(checkpoint):
-    """The tokens that a prompt gets when it is served alone, with every expert in its own slot."""
+    """The tokens of a prompt served alone, with every expert in its own slot."""
     model = Transformer(CONFIG, row_block=16)
     checkpoint.load_dense(model)
     identity = np.tile(np.arange(CONFIG.n_routed_experts), (CONFIG.num_moe_layers, 1))
@@ -79,7 +79,7 @@ def settings(checkpoint_path):
 
 @pytest.fixture
 def random_layout():
-    """Layouts of 8 experts in random slots, each present, no needless twin on a rank."""
+    """Layouts of 8 experts in random slots, without needless replicas on a rank."""
 
     def build(generation, *, num_ranks=1, slots_per_rank=12, seed=None):
         draw = np.random.default_rng(generation if seed is None else seed)
@@ -98,7 +98,7 @@ def random_layout():
 
 
 def _random_row(draw, *, num_ranks, slots_per_rank):
-    """Experts dealt like cards: whole decks first, so that every one is there."""
+    """Experts drawn like cards: whole decks first, so that every expert is present."""
     num_experts = CONFIG.n_routed_experts
     if num_ranks == 1:
         decks = [draw.permutation(num_experts) for _ in range(-(-slots_per_rank // num_experts))]
@@ -114,7 +114,7 @@ def _random_row(draw, *, num_ranks, slots_per_rank):
 
 @pytest.fixture
 def rank_of_one(settings, random_layout):
-    """A loaded core that holds a layout on the only rank of a pool."""
+    """A loaded core and its held experts, for the only rank of a pool."""
 
     def build(**changes):
         core = ModelCore.load(settings(**changes))
@@ -127,7 +127,7 @@ def rank_of_one(settings, random_layout):
 
 @pytest.fixture
 def staged_from_checkpoint():
-    """A generation that is ready for a rank alone, whatever it runs."""
+    """A generation staged for a single rank, whatever it runs."""
 
     def build(core, running, layout):
         slots = [(layer, slot) for layer, slot in np.ndindex(layout.expert_of_slot.shape)]
@@ -205,7 +205,7 @@ class Link:
         return [message for message in self.heard if isinstance(message, kind)]
 
     async def until(self, kind, where=lambda _: True):
-        """The first message of a kind that fulfils a condition, now or later."""
+        """The first message of a kind that meets a condition; waits for it."""
         async with asyncio.timeout(BOUND_S), self.changed:
             while True:
                 for message in self.of(kind):
@@ -219,7 +219,7 @@ class Link:
 
 
 class ScriptedBalancer(worker_link_pb2_grpc.WorkerLinkServicer):
-    """Real gRPC, no mind of its own: the test says every word but acknowledgements."""
+    """A balancer over real gRPC that sends only acknowledgements and what the test says."""
 
     def __init__(self):
         self.links = asyncio.Queue()
@@ -241,7 +241,7 @@ class ScriptedBalancer(worker_link_pb2_grpc.WorkerLinkServicer):
         await self.server.stop(None)
 
     async def link(self):
-        """The next stream that a worker opens, its Hello heard."""
+        """The next stream that a worker opens, with its Hello received."""
         return await asyncio.wait_for(self.links.get(), BOUND_S)
 
     async def Connect(self, requests, context):  # noqa: N802 - named by the contract
@@ -263,7 +263,7 @@ class ScriptedBalancer(worker_link_pb2_grpc.WorkerLinkServicer):
                 async with link.changed:
                     link.heard.append(message)
                     link.changed.notify_all()
-                # One that is due goes with a report.
+                # A heartbeat that is due is part of a report.
                 beat = message.heartbeat if isinstance(message, Report) else message
                 if isinstance(beat, Heartbeat) and self.acknowledges:
                     link.say(HeartbeatAck(sequence=beat.sequence))
@@ -284,7 +284,7 @@ async def balancer():
 
 @pytest.fixture
 def join_epoch():
-    """What the balancer answers when all these workers have said hello, in rank order."""
+    """A JoinEpoch for the workers of these Hellos, in rank order."""
 
     def build(hellos, layout, *, rank=0, **changes):
         peers = tuple(

@@ -1,4 +1,4 @@
-"""The agent keeps a stream, notices when it is dead, and never hammers or gives up."""
+"""The agent keeps a stream open, notices a dead one, backs off, and never gives up."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -44,7 +44,7 @@ REPORT = Report(
 )
 
 
-class Bench(RecordingHandler):
+class Rig(RecordingHandler):
     """An agent whose worker does nothing but record what it receives."""
 
     def __init__(self, *addresses, **changes):
@@ -74,8 +74,8 @@ class Bench(RecordingHandler):
 
 
 @asynccontextmanager
-async def running(bench):
-    task = asyncio.create_task(bench.agent.run())
+async def running(rig):
+    task = asyncio.create_task(rig.agent.run())
     try:
         yield task
     finally:
@@ -84,8 +84,8 @@ async def running(bench):
 
 
 async def test_hello_comes_first_and_then_heartbeats_in_sequence(balancer):
-    bench = Bench(balancer.address)
-    async with running(bench):
+    rig = Rig(balancer.address)
+    async with running(rig):
         link = await balancer.link()
         await link.until(Heartbeat, lambda beat: beat.sequence == 3)
         assert isinstance(link.heard[0], Hello)
@@ -93,43 +93,43 @@ async def test_hello_comes_first_and_then_heartbeats_in_sequence(balancer):
 
 
 async def test_messages_go_both_ways_while_heartbeats_go_on(balancer):
-    bench = Bench(balancer.address)
+    rig = Rig(balancer.address)
     abort = Abort(epoch=1, generation=2, reason="why not")
-    async with running(bench):
+    async with running(rig):
         link = await balancer.link()
         link.say(abort)
-        assert await bench.next() == abort
+        assert await rig.next() == abort
         for _ in range(100):
-            bench.outbox.send(REFUSED)
+            rig.outbox.send(REFUSED)
         await link.until(Heartbeat, lambda beat: beat.sequence == 2)
         assert await link.until(Refused, lambda _: len(link.of(Refused)) == 100) == REFUSED
 
 
-async def test_a_report_takes_the_heartbeat_along(balancer):
-    bench = Bench(balancer.address, heartbeat_interval_s=60.0)
-    async with running(bench):
+async def test_a_report_carries_the_heartbeat(balancer):
+    rig = Rig(balancer.address, heartbeat_interval_s=60.0)
+    async with running(rig):
         link = await balancer.link()
         for _ in range(2):
-            bench.outbox.send(REPORT)
+            rig.outbox.send(REPORT)
         await link.until(Report, lambda report: report.heartbeat.sequence == 2)
         assert not link.of(Heartbeat)
 
 
-async def test_a_stream_that_ends_is_opened_again_with_a_new_hello(balancer):
-    bench = Bench(balancer.address)
-    async with running(bench):
+async def test_a_stream_that_ends_is_reopened_with_a_new_hello(balancer):
+    rig = Rig(balancer.address)
+    async with running(rig):
         for number in range(1, 6):
             link = await balancer.link()
             assert link.hello.boot_id == f"boot-{number}"
             link.hang_up()
 
 
-async def test_a_balancer_that_vanishes_and_returns_is_found_again_and_each_change_said_once(
+async def test_a_balancer_that_goes_away_and_returns_is_found_and_each_change_is_logged_once(
     balancer, caplog
 ):
     caplog.set_level("INFO")
-    bench = Bench(balancer.address)
-    async with running(bench):
+    rig = Rig(balancer.address)
+    async with running(rig):
         link = await balancer.link()
         await link.until(Heartbeat, lambda beat: beat.sequence == 3)
         await balancer.stop()
@@ -147,12 +147,12 @@ async def _restarted(balancer):
     return await balancer.link()
 
 
-async def test_a_balancer_that_hangs_is_taken_for_lost(balancer, caplog):
+async def test_a_hung_balancer_is_considered_lost(balancer, caplog):
     caplog.set_level("INFO")
     balancer.acknowledges = False
     waits = Waits({Wait.ACK: 0.3})
-    bench = Bench(balancer.address, ack_timeout_s=0.3, waits=waits)
-    async with running(bench):
+    rig = Rig(balancer.address, ack_timeout_s=0.3, waits=waits)
+    async with running(rig):
         first = await balancer.link()
         await balancer.link()
         await first.until_closed()
@@ -163,21 +163,21 @@ async def test_a_balancer_that_hangs_is_taken_for_lost(balancer, caplog):
     assert ack.latest == f"gave up on the balancer at {balancer.address}"
 
 
-async def test_a_stop_is_announced_as_the_last_word(balancer):
-    bench = Bench(balancer.address)
-    async with running(bench) as task:
+async def test_a_graceful_shutdown_is_announced_in_the_last_message(balancer):
+    rig = Rig(balancer.address)
+    async with running(rig) as task:
         link = await balancer.link()
         await link.until(Heartbeat)
-        await bench.agent.leave("maintenance", timeout_s=60)
+        await rig.agent.leave("maintenance", timeout_s=60)
         await asyncio.wait_for(task, 60)
     assert link.heard[-1] == Leaving(reason="maintenance")
-    assert bench.num_hellos == 1
+    assert rig.num_hellos == 1
 
 
 async def test_leaving_without_a_balancer_waits_for_nothing():
-    bench = Bench("127.0.0.1:1")
-    async with running(bench):
-        await asyncio.wait_for(bench.agent.leave("maintenance", timeout_s=10_000), 60)
+    rig = Rig("127.0.0.1:1")
+    async with running(rig):
+        await asyncio.wait_for(rig.agent.leave("maintenance", timeout_s=10_000), 60)
 
 
 async def test_rejections_do_not_reset_the_backoff(balancer):
@@ -187,41 +187,41 @@ async def test_rejections_do_not_reset_the_backoff(balancer):
         bounds.append(high)
         return low
 
-    bench = Bench(balancer.address, uniform=uniform)
-    async with running(bench):
+    rig = Rig(balancer.address, uniform=uniform)
+    async with running(rig):
         for _ in range(4):
             link = await balancer.link()
             link.say(Rejection(reason="another model", fatal=True))
             link.hang_up()
-            assert (await bench.next()).fatal
+            assert (await rig.next()).fatal
     assert bounds[:3] == [0.02, 0.04, 0.05]
 
 
-async def test_agents_come_back_at_moments_spread_below_a_bound_that_doubles():
+async def test_reconnects_are_spread_below_a_bound_that_doubles():
     drawn = []
 
     def uniform(low, high):
         drawn.append((low, high))
         return low
 
-    bench = Bench("127.0.0.1:1", backoff_s=0.2, max_backoff_s=1.0, uniform=uniform)
-    async with running(bench):
+    rig = Rig("127.0.0.1:1", backoff_s=0.2, max_backoff_s=1.0, uniform=uniform)
+    async with running(rig):
         async with asyncio.timeout(60):
             while len(drawn) < 5:  # noqa: ASYNC110 - attempts fail at once
                 await asyncio.sleep(0.01)
     assert drawn[:5] == [(0, 0.4), (0, 0.8), (0, 1.0), (0, 1.0), (0, 1.0)]
 
 
-async def test_what_is_said_without_a_stream_is_not_kept(balancer):
-    bench = Bench(balancer.address)
-    bench.outbox.send(REFUSED)
-    async with running(bench):
+async def test_messages_sent_without_a_stream_are_dropped(balancer):
+    rig = Rig(balancer.address)
+    rig.outbox.send(REFUSED)
+    async with running(rig):
         link = await balancer.link()
         await link.until(Heartbeat)
     assert link.of(Refused) == []
 
 
-async def test_a_message_that_makes_no_sense_is_dropped_and_the_stream_goes_on(
+async def test_an_invalid_message_is_dropped_and_the_stream_continues(
     balancer, caplog, monkeypatch
 ):
     from equipoise_api.v1 import worker_link_pb2
@@ -232,12 +232,12 @@ async def test_a_message_that_makes_no_sense_is_dropped_and_the_stream_goes_on(
         lambda message: worker_link_pb2.ConnectResponse(),
     )
     balancer.acknowledges = False
-    bench = Bench(balancer.address)
-    async with running(bench):
+    rig = Rig(balancer.address)
+    async with running(rig):
         link = await balancer.link()
         link.say("nonsense")
         await link.until(Heartbeat, lambda beat: beat.sequence == 4)
         assert balancer.links.empty()
-    assert bench.received.empty()
-    assert not bench.dropped.empty()
+    assert rig.received.empty()
+    assert not rig.dropped.empty()
     assert "dropped an invalid message" in caplog.text

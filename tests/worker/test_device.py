@@ -1,5 +1,7 @@
-"""An engine on a device beside the host: proved on a pretended one, which a GPU would be stricter
-about in nothing that these programs do."""
+"""An engine on a device other than the host, tested on a pretended device.
+
+It is as strict as a GPU about everything that these programs do.
+"""
 
 from types import SimpleNamespace
 
@@ -45,7 +47,7 @@ SAMPLINGS = (
 
 
 def tokens_and_loads(core, held, staged, settings):
-    """Tokens of three requests, with a switch of layouts among them, and the loads counted."""
+    """The tokens of three requests, with a switch among them, and the loads."""
     switches, tokens, finished = [], {}, []
 
     def publish(result):
@@ -77,7 +79,7 @@ def tokens_and_loads(core, held, staged, settings):
 
 
 def built(core, held, stage):
-    """What a stager makes of a stage whose experts were pulled."""
+    """The generation that a stager builds from pulled experts."""
     stager = Stager(
         engine=None, held=held, puller=None, epoch=1, send=lambda message: None, spans=None
     )
@@ -88,7 +90,7 @@ def built(core, held, stage):
 
 @pytest.fixture
 def served(rank_of_one, stage_to, random_layout, settings):
-    """The same of the small model, with settings that keyword arguments change."""
+    """Tokens and loads of the small model; keyword arguments change settings."""
 
     def serve(**changes):
         core, held = rank_of_one(**changes)
@@ -108,7 +110,7 @@ def served_in_fp8(tmp_path, settings, staged_from_checkpoint, monkeypatch):
             tensor.normal_(std=0.2)
     save(model, tmp_path / "fp8", fp8=Fp8Config())
     use_backends(monkeypatch, "reference")
-    # Without a GPU a captured step is the same work on the same memory, done again.
+    # Without a GPU, a captured step repeats the same work on the same memory.
     monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda work: work)
 
     def serve(device):
@@ -140,7 +142,7 @@ def served_in_fp8(tmp_path, settings, staged_from_checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1])
-def test_an_engine_alone_says_the_same_on_a_device(settings, num_drafts):
+def test_a_single_engine_makes_the_same_tokens_on_a_device(settings, num_drafts):
     def tokens(device):
         made = []
 
@@ -151,7 +153,7 @@ def test_an_engine_alone_says_the_same_on_a_device(settings, num_drafts):
 
         chosen = settings(device=device)
         if num_drafts:
-            # The tiny model that comes with the package has a module to draft with.
+            # The packaged tiny model has a module to draft with.
             chosen = WorkerSettings(device=device, batch_invariant=False, speculate=num_drafts)
         engine = engine_alone(chosen, publish=publish)
         engine.submit(Request(key=1, prompt=PROMPTS[1], max_tokens=6))
@@ -163,14 +165,14 @@ def test_an_engine_alone_says_the_same_on_a_device(settings, num_drafts):
         assert tokens("cuda") == expected
 
 
-def test_a_rank_in_fp8_captures_its_steps_on_a_device_and_says_the_same(served_in_fp8):
+def test_an_fp8_rank_captures_its_steps_on_a_device_and_makes_the_same_tokens(served_in_fp8):
     expected, held = served_in_fp8("cpu")
     with pretended_device():
         assert served_in_fp8("cuda") == (expected, held)
     assert [held.index(one) for one in held] == [0, 1, 2, 3, 1]
 
 
-def test_a_worker_that_cannot_have_fp8_says_why(settings):
+def test_a_worker_without_fp8_support_reports_the_reason(settings):
     with pytest.raises(WorkerError, match="weights: FP8 cannot be had: batch-invariant mode"):
         ModelCore.load(settings(weights="fp8"))
     with pytest.raises(WorkerError, match="FP8 cannot be had: hidden_size is 64, no multiple"):
@@ -178,11 +180,13 @@ def test_a_worker_that_cannot_have_fp8_says_why(settings):
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_a_rank_on_a_device_copies_at_the_edges_only_and_says_the_same(served, batch_invariant):
+def test_a_rank_on_a_device_copies_only_inputs_and_outputs_and_makes_the_same_tokens(
+    served, batch_invariant
+):
     expected = served(device="cpu", batch_invariant=batch_invariant)
     with pretended_device() as streams:
         assert served(device="cuda", batch_invariant=batch_invariant) == expected
-    # Staged beside the computation, which waits for it at the switch and not before.
+    # Staged on a stream of its own, which the computation waits for only at the switch.
     assert streams.log[:2] == [
         ("stream 1", "waits for", "computing"),
         ("stream 1", "reaches", "its event"),
@@ -190,7 +194,7 @@ def test_a_rank_on_a_device_copies_at_the_edges_only_and_says_the_same(served, b
     assert set(streams.log[2:]) == {("computing", "waits for", "stream 1")}
 
 
-def test_the_pretended_device_is_as_strict_as_a_true_one():
+def test_the_pretended_device_is_as_strict_as_a_real_one():
     with pretended_device():
         there, here = torch.ones(3, device=CUDA), torch.ones(3)
         assert isinstance(there + there, OnDevice)
@@ -200,7 +204,7 @@ def test_the_pretended_device_is_as_strict_as_a_true_one():
         assert (there.cpu() + here).tolist() == [2, 2, 2]
 
 
-def test_a_device_is_chosen_by_name_by_number_or_by_what_there_is():
+def test_a_device_is_chosen_by_name_by_number_or_by_availability():
     assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
     for wanted in ("cuda", "cuda:0"):
         with pytest.raises(DeviceError, match="this process sees 0 CUDA"):

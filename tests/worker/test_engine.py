@@ -1,4 +1,4 @@
-"""The step loop of a rank alone: the tokens of a solo run, whatever happens meanwhile."""
+"""The step loop of a single rank makes the tokens of a solo run, whatever else happens."""
 
 import threading
 
@@ -40,7 +40,7 @@ def test_requests_that_are_paused_for_want_of_blocks_lose_nothing(rank_of_one, s
     assert (stats.cache_tokens, stats.cache_tokens_used) == (96, 0)
 
 
-def test_a_request_that_begins_like_a_past_one_finds_its_latents_after_a_switch_too(
+def test_prefix_caching_works_across_a_switch(
     rank_of_one, staged_from_checkpoint, random_layout, solo
 ):
     core, held = rank_of_one()
@@ -91,7 +91,7 @@ def test_cancelled_requests_free_their_rows_for_others(rank_of_one, solo):
     assert all(len(client.tokens.get(key, [])) <= 3 for key in range(4))
 
 
-def test_a_full_line_is_an_error_for_who_asks(rank_of_one):
+def test_a_full_queue_is_an_error_for_the_caller(rank_of_one):
     engine = engine_of(*rank_of_one(), Client(), max_queued=1)
     for key in range(5):
         engine.submit(request(key))
@@ -99,7 +99,7 @@ def test_a_full_line_is_an_error_for_who_asks(rank_of_one):
         engine.submit(request(5))
 
 
-def test_counters_have_every_choice_of_every_token_once(
+def test_counters_have_every_assignment_of_every_token_once(
     rank_of_one, staged_from_checkpoint, random_layout
 ):
     core, held = rank_of_one()
@@ -158,7 +158,7 @@ def test_an_idle_rank_looks_for_work_less_often_with_time():
         (RuntimeError("shapes differ"), StepError, "step 1 .*: shapes differ"),
     ],
 )
-def test_a_device_that_fails_late_in_a_step_is_the_groups_or_the_ranks_end(
+def test_a_device_error_late_in_a_step_ends_the_group_or_the_rank(
     rank_of_one, monkeypatch, fault, ends_with, words
 ):
     client = Client()

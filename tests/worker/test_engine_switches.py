@@ -1,4 +1,4 @@
-"""What ranks agree on before a step: when they switch to a generation, which changes no token."""
+"""Ranks agree before a step when to switch, and switching changes no token."""
 
 import pytest
 
@@ -76,7 +76,7 @@ def test_an_idle_rank_switches_too(rank_of_one, staged_from_checkpoint, random_l
     assert payload.equal(core.checkpoint.read_expert(1, expert))
 
 
-def test_an_offer_from_a_generation_that_is_gone_is_not_taken(
+def test_an_offer_from_a_past_generation_is_rejected(
     rank_of_one, staged_from_checkpoint, random_layout
 ):
     core, held = rank_of_one()
@@ -102,7 +102,7 @@ def test_a_dropped_generation_is_not_switched_to(
 
 
 class TwoRanks(RankGroup):
-    """This rank's headers, and those that a script makes of them for a second rank."""
+    """Exchanges this rank's header with a second rank's, which a script derives from it."""
 
     def __init__(self, script):
         super().__init__(epoch=1, rank=0, names=("a", "b"))
@@ -112,7 +112,7 @@ class TwoRanks(RankGroup):
         return (header, self.script(header))
 
 
-def test_a_generation_dropped_behind_the_deciding_header_is_switched_to_all_the_same(
+def test_a_generation_dropped_after_the_deciding_header_is_still_switched_to(
     rank_of_one, staged_from_checkpoint, random_layout
 ):
     core, held = rank_of_one()

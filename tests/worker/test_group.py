@@ -1,4 +1,4 @@
-"""Ranks meet, exchange headers, and say why when they cannot."""
+"""Ranks meet and exchange headers, or report why they cannot."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ def header(rank):
 
 @pytest.fixture
 def rendezvous():
-    """An address at which ranks can meet."""
+    """The address of a rendezvous."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     hosted = Rendezvous(listener)
@@ -48,7 +48,7 @@ def form(address, **changes):
 
 
 def peer(address, behaviour, said, epoch):
-    """Rank 1 of two: takes one step, then dies, hangs, or closes in order."""
+    """Rank 1 of two: takes one step, then dies, hangs, or closes gracefully."""
     group = form(address, rank=1, epoch=epoch)
     group.exchange(header(1))
     if behaviour == "hang":
@@ -57,7 +57,7 @@ def peer(address, behaviour, said, epoch):
 
 
 def arrive_and_vanish(address, *, rank, epoch):
-    """A rank that is there when the others meet, and not when they form."""
+    """A rank that arrives at the rendezvous and is gone when the others form."""
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     dist.PrefixStore(f"epoch-{epoch}", store).set(f"arrived/{rank}", "")
@@ -80,7 +80,7 @@ def rank_0_of_two(address, behaviour, **changes):
         assert process.exitcode == 0
 
 
-def test_a_rank_alone_hears_itself(rendezvous):
+def test_a_single_rank_exchanges_headers_with_itself(rendezvous):
     group = form(rendezvous, num_ranks=1)
     assert group.exchange(header(0)) == (header(0),)
     assert group.process_group is None
@@ -95,7 +95,7 @@ def test_headers_come_in_rank_order_and_a_lost_peer_is_a_clear_error(rendezvous)
         assert not isinstance(failed.value, StepTimeoutError)
 
 
-def test_a_process_forms_one_group_after_another_at_the_same_place(rendezvous):
+def test_a_process_forms_one_group_after_another_at_the_same_address(rendezvous):
     for epoch in (1, 2, 3):
         met = []
         with rank_0_of_two(rendezvous, "close", epoch=epoch, on_met=lambda: met.append(1)) as group:  # noqa: B023
@@ -118,7 +118,7 @@ def test_a_hanging_peer_is_an_error_within_the_timeout(rendezvous):
             group.exchange(header(0))
 
 
-def test_what_ranks_tell_each_other_is_heard_before_they_form(rendezvous):
+def test_ranks_check_all_announcements_before_they_form(rendezvous):
     heard = []
     with rank_0_of_two(rendezvous, "close", announcement="torch", check=heard.append) as group:
         assert heard == [("torch", "")]
@@ -139,7 +139,7 @@ def test_ranks_that_do_not_agree_do_not_form(rendezvous):
     assert not met
 
 
-def test_ranks_that_never_meet_say_where_they_waited(rendezvous):
+def test_ranks_that_never_meet_report_where_they_waited(rendezvous):
     met = []
     with pytest.raises(GroupError, match=f"epoch 1 did not meet at {rendezvous} within 1 s"):
         form(rendezvous, meet_timeout_s=1, on_met=lambda: met.append(1))
@@ -147,7 +147,7 @@ def test_ranks_that_never_meet_say_where_they_waited(rendezvous):
 
 
 @pytest.mark.parametrize("way_out", ["bound", "given_up", "bound, its name gone"])
-def test_a_host_that_hangs_is_waited_for_no_longer_than_the_bound(way_out, monkeypatch):
+def test_waiting_for_a_hung_host_is_bounded(way_out, monkeypatch):
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
     process = context.Process(target=host, args=(told,), daemon=True)
@@ -199,14 +199,14 @@ def test_rows_on_a_gpu_travel_by_nccl_and_headers_always_by_gloo():
     assert backend(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
 
 
-def test_exchanges_on_gpus_wait_within_the_timeout_unless_somebody_wants_otherwise():
+def test_nccl_collectives_block_up_to_the_timeout_unless_configured_otherwise():
     for asked, got in ({}, "1"), ({"TORCH_NCCL_BLOCKING_WAIT": "0"}, "0"):
         environment = dict(asked)
         bound_nccl(environment)
         assert environment == {"TORCH_NCCL_BLOCKING_WAIT": got}
 
 
-def test_what_torch_says_is_cut_to_what_people_need():
+def test_torch_errors_are_shortened_to_their_message():
     said = RuntimeError(
         "[/somewhere/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41. "
         "This is typically caused by a remote worker crashing.\nframe #0: native"

@@ -20,7 +20,7 @@ def header(**changes):
     return StepHeader(**(fields | changes))
 
 
-def test_a_header_survives_the_wire():
+def test_a_header_survives_packing():
     assert unpack(list(pack(header(staged_generation=9)))) == header(staged_generation=9)
 
 
@@ -40,7 +40,7 @@ def test_an_abort_and_a_new_stage_in_flight_do_not_switch_to_the_dropped_generat
     assert agreed_generation((header(staged_generation=5), header(staged_generation=6))) is None
 
 
-def test_ranks_that_stand_at_the_same_step_go_on():
+def test_ranks_at_the_same_step_continue():
     check_group((header(num_tokens=0), header(num_tokens=9)), names=("a", "b"))
 
 
@@ -50,14 +50,14 @@ def test_a_leaving_rank_is_named():
 
 
 @pytest.mark.parametrize("field", ["epoch", "step", "generation"])
-def test_ranks_that_disagree_stop_and_say_about_what(field):
+def test_ranks_that_disagree_stop_and_name_the_field(field):
     with pytest.raises(GroupError, match=rf"{field} \(a: .*, b: 99\)"):
         check_group((header(), header(**{field: 99})), names=("a", "b"))
 
 
 @st.composite
 def rounds(draw):
-    """Per round and rank: what happens before its header, and between header and decision."""
+    """By round and rank: events before the header, and between header and decision."""
     happening = st.one_of(
         st.none(),
         st.tuples(st.just("stage"), st.integers(2, 6)),
@@ -74,7 +74,7 @@ def rounds(draw):
 
 
 class Rank:
-    """What the engine does with staged generations, without an engine."""
+    """The engine's handling of staged generations, without an engine."""
 
     def __init__(self):
         self.generation, self.staged = 1, None

@@ -1,4 +1,4 @@
-"""How slots are filled: by a worker that begins, and when ranks form anew."""
+"""How slots are filled: at a worker's start, and when ranks re-form."""
 
 import threading
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ def slots_of(core, settings, *, say=lambda *_: None):
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-async def test_an_epoch_that_changes_every_slot_waits_on_the_host_where_a_device_has_no_room(
+async def test_an_epoch_that_changes_every_slot_is_staged_on_the_host_if_the_device_has_no_room(
     settings, random_layout, join_epoch, monkeypatch, has_room
 ):
     chosen = settings()
@@ -47,7 +47,7 @@ def _no_room(_payloads):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-async def test_experts_are_read_into_their_slots_one_by_one_and_it_is_told(
+async def test_experts_are_read_into_their_slots_one_by_one_with_progress(
     settings, random_layout, join_epoch, monkeypatch
 ):
     chosen = settings()

@@ -1,4 +1,4 @@
-"""A worker among several balancers follows the one that leads, and obeys no other."""
+"""A worker with several balancers follows the leader and obeys no other."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -50,7 +50,7 @@ HELLO = Hello(
 )
 
 
-class Bench(RecordingHandler):
+class Rig(RecordingHandler):
     """An agent whose worker records what it receives and what is dropped."""
 
     def __init__(self, *addresses):
@@ -68,10 +68,10 @@ class Bench(RecordingHandler):
 
 @asynccontextmanager
 async def running(*addresses):
-    bench = Bench(*addresses)
-    task = asyncio.create_task(bench.agent.run())
+    rig = Rig(*addresses)
+    task = asyncio.create_task(rig.agent.run())
     try:
-        yield bench
+        yield rig
     finally:
         task.cancel()
         await asyncio.wait([task], timeout=BOUND_S)
@@ -89,20 +89,20 @@ async def other_balancer(balancer):
     await scripted.stop()
 
 
-async def test_a_follower_sends_the_worker_on_to_the_leader(balancer, other_balancer):
-    async with running(balancer.address) as bench:
+async def test_a_follower_redirects_the_worker_to_the_leader(balancer, other_balancer):
+    async with running(balancer.address) as rig:
         link = await balancer.link()
         link.say(replace(NO_LEADER, leader_address=other_balancer.address))
         link.hang_up()
         link = await other_balancer.link()
         link.say(Abort(epoch=1, generation=2, reason="why not", term=3))
-        assert (await soon(bench.received.get())).generation == 2
+        assert (await soon(rig.received.get())).generation == 2
 
 
-async def test_without_a_leader_the_balancers_are_asked_in_turn_until_there_is_one(
+async def test_without_a_leader_balancers_are_tried_in_turn_until_one_leads(
     balancer, other_balancer
 ):
-    async with running(balancer.address, other_balancer.address) as bench:
+    async with running(balancer.address, other_balancer.address) as rig:
         for _ in range(3):
             for follower in (balancer, other_balancer):
                 link = await follower.link()
@@ -110,17 +110,17 @@ async def test_without_a_leader_the_balancers_are_asked_in_turn_until_there_is_o
                 link.hang_up()
         link = await balancer.link()
         await link.until(Heartbeat, lambda beat: beat.sequence == 2)
-        assert bench.received.empty(), "no rejection for the worker to stop at"
+        assert rig.received.empty(), "no rejection for the worker to stop at"
 
 
-async def test_a_balancer_that_is_gone_is_followed_by_the_next(balancer, other_balancer):
+async def test_after_a_dead_balancer_the_next_one_is_tried(balancer, other_balancer):
     async with running(balancer.address, other_balancer.address):
         await (await balancer.link()).until(Heartbeat)
         await balancer.stop()
         await (await other_balancer.link()).until(Heartbeat)
 
 
-async def test_a_hint_that_leads_nowhere_is_forgotten(balancer):
+async def test_a_redirect_to_a_dead_address_is_forgotten(balancer):
     async with running(balancer.address):
         link = await balancer.link()
         link.say(replace(NO_LEADER, leader_address="127.0.0.1:1"))
@@ -128,25 +128,25 @@ async def test_a_hint_that_leads_nowhere_is_forgotten(balancer):
         await (await balancer.link()).until(Heartbeat)
 
 
-async def test_what_a_succeeded_balancer_still_pushes_is_refused(balancer, other_balancer):
-    async with running(balancer.address, other_balancer.address) as bench:
+async def test_messages_of_a_former_leader_are_dropped(balancer, other_balancer):
+    async with running(balancer.address, other_balancer.address) as rig:
         link = await balancer.link()
         assert link.hello.highest_term == 0
         link.say(stage_of(2, term=5))
-        assert (await soon(bench.received.get())).term == 5
+        assert (await soon(rig.received.get())).term == 5
         link.hang_up()
         old = await other_balancer.link()
         assert old.hello.highest_term == 5
         for stale in (stage_of(3, term=4), Abort(epoch=1, generation=2, reason="x", term=0)):
             old.say(stale)
-            reason = await soon(bench.dropped.get())
+            reason = await soon(rig.dropped.get())
             assert reason == f"its term {stale.term} has ended, the current term is 5"
         old.say(stage_of(3, term=5))
-        assert (await soon(bench.received.get())).layout.generation == 3
-        assert bench.received.empty()
+        assert (await soon(rig.received.get())).layout.generation == 3
+        assert rig.received.empty()
 
 
-def test_several_balancers_are_given_with_commas(tmp_path):
+def test_several_balancers_are_separated_by_commas(tmp_path):
     given = "127.0.0.1:7070,localhost:7071"
     assert WorkerSettings(balancer=given, checkpoint=tmp_path).balancer == given
 

@@ -1,4 +1,4 @@
-"""A whole worker in this process, its balancer by script: start, serve, switch, reconnect, stop."""
+"""A whole worker in this process with a scripted balancer: from its start to its shutdown."""
 
 import asyncio
 import dataclasses
@@ -36,7 +36,7 @@ from equipoise_model.experts import checksum
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
-class Bench:
+class Rig:
     def __init__(self, worker, stop, task):
         self.worker, self.stop, self.task = worker, stop, task
 
@@ -47,7 +47,7 @@ async def running(settings):
     worker = Worker(settings, core=ModelCore.load(settings), location=await find_location(settings))
     task = asyncio.create_task(worker.run(stop))
     try:
-        yield Bench(worker, stop, task)
+        yield Rig(worker, stop, task)
     finally:
         stop.set()
         await asyncio.wait([task], timeout=60)
@@ -80,7 +80,7 @@ async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
     balancer, settings, join_epoch, random_layout, solo, checkpoint
 ):
     layout = random_layout(5)
-    async with running(settings(balancer=balancer.address, worker="w-7", pool="blue")) as bench:
+    async with running(settings(balancer=balancer.address, worker="w-7", pool="blue")) as rig:
         link = await balancer.link()
         hello = link.hello
         assert (hello.worker, hello.pool, hello.node) == ("w-7", "blue", "node-0")
@@ -100,18 +100,18 @@ async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
         for layer, slot in np.ndindex(layout.expert_of_slot.shape):
             payload = checkpoint.read_expert(layer, int(layout.expert_of_slot[layer, slot]))
             assert serving.checksums[layer, slot].tobytes() == checksum(payload)
-        assert await generate(bench.worker.address, 20) == solo(PROMPT, 20)
+        assert await generate(rig.worker.address, 20) == solo(PROMPT, 20)
         assert await health_of(hello.address) == health_pb2.HealthCheckResponse.SERVING
         assert (await link.until(Heartbeat, lambda beat: beat.epoch == 1)).generation == 5
 
 
-async def test_loads_are_reported_for_this_generation_and_finally_for_the_one_before(
+async def test_loads_are_reported_for_this_generation_and_a_last_time_for_the_previous_one(
     balancer, settings, join_epoch, random_layout, stage_to
 ):
     first, second = random_layout(1), random_layout(2)
-    async with running(settings(balancer=balancer.address)) as bench:
+    async with running(settings(balancer=balancer.address)) as rig:
         link, _ = await join(balancer, join_epoch, first)
-        await generate(bench.worker.address, 4)
+        await generate(rig.worker.address, 4)
         tokens = len(PROMPT) + 4 - 1
         report = await link.until(
             Report, lambda report: report.load.assignments.sum() == tokens * 2 * first.num_layers
@@ -125,9 +125,9 @@ async def test_loads_are_reported_for_this_generation_and_finally_for_the_one_be
 
         link.say(stage_to(first, second))
         await link.until(Switched)
-        await generate(bench.worker.address, 3)
+        await generate(rig.worker.address, 3)
         await link.until(Report, lambda report: report.load.generation == 2)
-        # The final one comes right before the first of the next generation, and not for ever.
+        # The final report precedes the first of the next generation, and is not sent forever.
         told = link.of(Report)
         first_new = next(n for n, one in enumerate(told) if one.load.generation == 2)
         old = told[first_new - 1]
@@ -139,9 +139,9 @@ async def test_a_stage_leads_to_staged_and_switched_and_no_token_changes(
     balancer, settings, join_epoch, random_layout, stage_to, solo, checkpoint
 ):
     layouts = [random_layout(generation) for generation in range(1, 7)]
-    async with running(settings(balancer=balancer.address)) as bench:
+    async with running(settings(balancer=balancer.address)) as rig:
         link, _ = await join(balancer, join_epoch, layouts[0])
-        generating = asyncio.create_task(generate(bench.worker.address, 80))
+        generating = asyncio.create_task(generate(rig.worker.address, 80))
         for running_layout, layout in pairwise(layouts):
             link.say(stage_to(running_layout, layout))
             staged = await link.until(Staged, lambda said: said.generation == layout.generation)  # noqa: B023
@@ -154,21 +154,21 @@ async def test_a_stage_leads_to_staged_and_switched_and_no_token_changes(
             expected = checksum(checkpoint.read_expert(0, expert))
             assert switched.checksums[0, 3].tobytes() == expected
         assert await generating == solo(PROMPT, 80)
-        log = dict(bench.worker.rank.engine.step_log)
+        log = dict(rig.worker.rank.engine.step_log)
         for switched in link.of(Switched):
             assert log.get(switched.step, switched.generation) == switched.generation
 
 
-async def test_serving_goes_on_without_the_balancer_and_what_runs_is_told_on_return(
+async def test_serving_continues_without_the_balancer_and_the_state_is_reported_on_reconnect(
     balancer, settings, join_epoch, random_layout, stage_to, solo
 ):
     first, second = random_layout(1), random_layout(2)
-    async with running(settings(balancer=balancer.address)) as bench:
+    async with running(settings(balancer=balancer.address)) as rig:
         link, _ = await join(balancer, join_epoch, first)
         link.say(stage_to(first, second))
         switched = await link.until(Switched)
         await balancer.stop()
-        assert await generate(bench.worker.address, 20) == solo(PROMPT, 20)
+        assert await generate(rig.worker.address, 20) == solo(PROMPT, 20)
         await balancer.start()
         link = await balancer.link()
         state = link.hello.running
@@ -179,33 +179,33 @@ async def test_serving_goes_on_without_the_balancer_and_what_runs_is_told_on_ret
         link.say(join_epoch([link.hello], second))
         assert (await link.until(Serving)).generation == 2
         assert (await link.until(Switched)).step == switched.step
-        assert await generate(bench.worker.address, 5) == solo(PROMPT, 5)
+        assert await generate(rig.worker.address, 5) == solo(PROMPT, 5)
 
 
-async def test_a_later_epoch_is_taken_up_and_open_requests_go_on(
+async def test_a_later_epoch_is_taken_up_and_open_requests_continue(
     balancer, settings, join_epoch, random_layout, solo
 ):
-    async with running(settings(balancer=balancer.address)) as bench:
+    async with running(settings(balancer=balancer.address)) as rig:
         link, _ = await join(balancer, join_epoch, random_layout(1))
-        generating = asyncio.create_task(generate(bench.worker.address, 80))
+        generating = asyncio.create_task(generate(rig.worker.address, 80))
         for epoch in (2, 3, 4):
             link.say(join_epoch([link.hello], random_layout(epoch), epoch=epoch))
             serving = await link.until(Serving, lambda said: said.epoch == epoch)  # noqa: B023
             expert = int(random_layout(epoch).expert_of_slot[0, 3])
-            expected = checksum(bench.worker.rank.held.read(layer=0, expert=expert))
+            expected = checksum(rig.worker.rank.held.read(layer=0, expert=expert))
             assert serving.checksums[0, 3].tobytes() == expected
         link.say(join_epoch([link.hello], random_layout(2), epoch=2))
         link.say(Rejection(reason="you are not welcome any more", fatal=True))
         assert await generating == solo(PROMPT, 80)
-        assert bench.worker.rank.state().epoch == 4
-        assert not bench.task.done()
+        assert rig.worker.rank.state().epoch == 4
+        assert not rig.task.done()
 
 
-async def test_a_worker_that_meets_nobody_says_so_and_takes_up_the_next_epoch(
+async def test_a_worker_that_meets_no_rank_reports_it_and_takes_up_the_next_epoch(
     balancer, settings, join_epoch, random_layout, solo
 ):
     chosen = settings(balancer=balancer.address, num_ranks=2, slots_per_rank=8)
-    async with running(chosen) as bench:
+    async with running(chosen) as rig:
         link = await balancer.link()
         two = random_layout(1, num_ranks=2, slots_per_rank=8)
         other = dataclasses.replace(link.hello, worker="absent")
@@ -219,18 +219,18 @@ async def test_a_worker_that_meets_nobody_says_so_and_takes_up_the_next_epoch(
         assert link.hello.group_lost.reason == lost.reason
         link.say(join_epoch([link.hello], random_layout(2, slots_per_rank=8), epoch=2))
         await link.until(Serving)
-        assert await generate(bench.worker.address, 5) == solo(PROMPT, 5)
+        assert await generate(rig.worker.address, 5) == solo(PROMPT, 5)
 
 
-async def test_requests_are_told_why_when_no_group_forms_in_time(
+async def test_requests_end_with_the_reason_if_no_group_forms_in_time(
     balancer, settings, join_epoch, random_layout
 ):
     chosen = settings(
         balancer=balancer.address, num_ranks=2, slots_per_rank=8, outage_timeout_s=0.3
     )
-    async with running(chosen) as bench:
+    async with running(chosen) as rig:
         link, _ = await join(balancer, join_epoch, random_layout(1, slots_per_rank=8))
-        async with grpc.aio.insecure_channel(bench.worker.address) as channel:
+        async with grpc.aio.insecure_channel(rig.worker.address) as channel:
             call = worker_pb2_grpc.InferenceStub(channel).Generate(
                 pb.GenerateRequest(prompt=PROMPT, max_tokens=80), timeout=60
             )
@@ -242,42 +242,42 @@ async def test_requests_are_told_why_when_no_group_forms_in_time(
             with pytest.raises(grpc.aio.AioRpcError, match=r"did not re-form .* within 0\.3 s"):
                 await _read_to_end(call)
         with pytest.raises(grpc.aio.AioRpcError, match="did not re-form"):
-            await generate(bench.worker.address, 5)
+            await generate(rig.worker.address, 5)
         link.say(join_epoch([link.hello], random_layout(3, slots_per_rank=8), epoch=3))
         await link.until(Serving, lambda said: said.epoch == 3)
-        assert len(await generate(bench.worker.address, 5)) == 5
+        assert len(await generate(rig.worker.address, 5)) == 5
 
 
 async def test_a_worker_that_stops_first_finishes_the_requests_it_has(
     balancer, settings, join_epoch, random_layout, solo
 ):
     chosen = settings(balancer=balancer.address, worker="w-7", drain_timeout_s=60.0)
-    async with running(chosen) as bench:
+    async with running(chosen) as rig:
         link, _ = await join(balancer, join_epoch, random_layout(1))
-        async with grpc.aio.insecure_channel(bench.worker.address) as channel:
+        async with grpc.aio.insecure_channel(rig.worker.address) as channel:
             call = worker_pb2_grpc.InferenceStub(channel).Generate(
                 pb.GenerateRequest(prompt=PROMPT, max_tokens=80), timeout=60
             )
             tokens = list((await call.read()).tokens)
-            bench.stop.set()
-            # The balancer hears it while the requests go on.
+            rig.stop.set()
+            # The balancer is notified while the requests continue.
             await link.until(Heartbeat, lambda beat: beat.draining)
             with pytest.raises(grpc.aio.AioRpcError, match="w-7 was asked to stop"):
-                await generate(bench.worker.address, 5)
+                await generate(rig.worker.address, 5)
             while (response := await call.read()) is not grpc.aio.EOF:
                 tokens += response.tokens
         assert tokens == solo(PROMPT, 80)
 
 
 async def test_a_fatal_rejection_at_the_start_ends_the_worker_with_the_reason(balancer, settings):
-    async with running(settings(balancer=balancer.address, worker="w-7")) as bench:
+    async with running(settings(balancer=balancer.address, worker="w-7")) as rig:
         link = await balancer.link()
         link.say(Rejection(reason="this pool serves another model", fatal=True))
         with pytest.raises(RejectedError, match="rejects w-7: this pool serves another model"):
-            await asyncio.wait_for(asyncio.shield(bench.task), 60)
+            await asyncio.wait_for(asyncio.shield(rig.task), 60)
 
 
-async def test_a_stage_that_makes_no_sense_is_refused_with_the_reason(
+async def test_an_invalid_stage_is_refused_with_the_reason(
     balancer, settings, join_epoch, random_layout, stage_to
 ):
     other = random_layout(2, slots_per_rank=10)
@@ -289,21 +289,21 @@ async def test_a_stage_that_makes_no_sense_is_refused_with_the_reason(
         assert "10" in refused.reason
 
 
-async def test_a_stop_ends_requests_with_a_reason_and_says_so_and_goodbye(
+async def test_a_shutdown_ends_requests_with_the_reason_and_announces_itself(
     balancer, settings, join_epoch, random_layout
 ):
     chosen = settings(balancer=balancer.address, worker="w-7", drain_timeout_s=0.01)
-    async with running(chosen) as bench:
+    async with running(chosen) as rig:
         link, _ = await join(balancer, join_epoch, random_layout(1))
-        async with grpc.aio.insecure_channel(bench.worker.address) as channel:
+        async with grpc.aio.insecure_channel(rig.worker.address) as channel:
             call = worker_pb2_grpc.InferenceStub(channel).Generate(
                 pb.GenerateRequest(prompt=PROMPT, max_tokens=80), timeout=60
             )
             assert (await call.read()).tokens
-            bench.stop.set()
+            rig.stop.set()
             with pytest.raises(grpc.aio.AioRpcError, match="w-7 was asked to stop"):
                 await _read_to_end(call)
-        await asyncio.wait_for(bench.task, 60)
+        await asyncio.wait_for(rig.task, 60)
         assert link.heard[-1] == Leaving(reason="w-7 was asked to stop")
         (drain,) = (bound for bound in link.heard[-2].stats.bounds if bound.name == Wait.DRAIN)
         assert (drain.bound_s, drain.reached) == (0.01, 1)
@@ -315,23 +315,23 @@ async def _read_to_end(call):
         pass
 
 
-async def test_a_stop_while_waiting_for_a_balancer_or_for_other_ranks_is_quick(
+async def test_a_shutdown_while_waiting_for_a_balancer_or_other_ranks_is_quick(
     balancer, settings, join_epoch, random_layout
 ):
     async with running(settings(balancer="127.0.0.1:1")):
         pass
     alone = settings(balancer=balancer.address, num_ranks=2, slots_per_rank=6)
-    async with running(alone) as bench:
+    async with running(alone) as rig:
         link = await balancer.link()
         layout = random_layout(1, num_ranks=2, slots_per_rank=6)
         link.say(join_epoch([link.hello, link.hello], layout))
         await link.until(Heartbeat)
-        bench.stop.set()
-        await asyncio.wait_for(bench.task, 30)
+        rig.stop.set()
+        await asyncio.wait_for(rig.task, 30)
     assert isinstance(link.heard[-1], Leaving)
 
 
-async def test_a_taken_port_and_a_missing_checkpoint_are_said_in_a_line(settings, tmp_path):
+async def test_a_port_in_use_and_a_missing_checkpoint_are_one_line_errors(settings, tmp_path):
     with pytest.raises(WorkerError, match=r"config\.json"):
         await serve(settings(checkpoint=tmp_path), stop=asyncio.Event())
     with pytest.raises(WorkerError, match="context_length 300 is more than the model's 256"):
@@ -344,7 +344,7 @@ async def test_a_taken_port_and_a_missing_checkpoint_are_said_in_a_line(settings
     await taken.stop(None)
 
 
-def test_a_machine_that_cannot_compute_batch_invariantly_says_so_before_it_serves(
+def test_a_machine_that_cannot_compute_batch_invariantly_fails_before_serving(
     settings, monkeypatch
 ):
     def verify_rows(model, cache):

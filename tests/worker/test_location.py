@@ -1,4 +1,4 @@
-"""Where a worker runs: from its settings, or from the labels of the cluster's Node."""
+"""A worker's location comes from its settings or from the labels of its Node."""
 
 import http.server
 import json
@@ -35,13 +35,13 @@ async def test_a_machine_without_the_label_is_a_node_of_its_own(cluster):
     assert location == Location(node="m1", host="m1", zone="zone-b")
 
 
-async def test_what_is_given_wins_over_labels(cluster):
+async def test_settings_take_precedence_over_labels(cluster):
     cluster.nodes["m1"] = {CLIQUE: "a1b2.7", ZONE: "zone-b"}
     settings = WorkerSettings(host="m1", node="mine", node_label=CLIQUE, zone_label=ZONE)
     assert (await find_location(settings, account=cluster.account)).node == "mine"
 
 
-async def test_a_cluster_that_refuses_is_named_with_the_remedy(cluster):
+async def test_a_cluster_that_denies_access_is_an_error_with_the_remedy(cluster):
     with pytest.raises(WorkerError, match=r"does not show node m2 \(404 .*may the service account"):
         await find_location(asking("m2"), account=cluster.account)
     (cluster.account / "token").write_text("stale")
@@ -49,7 +49,7 @@ async def test_a_cluster_that_refuses_is_named_with_the_remedy(cluster):
         await find_location(asking("m1"), account=cluster.account)
 
 
-async def test_a_cluster_that_is_away_keeps_no_worker_from_serving(cluster, caplog):
+async def test_an_unreachable_cluster_does_not_keep_a_worker_from_serving(cluster, caplog):
     cluster.close()
     assert await find_location(asking("m1"), account=cluster.account) == Location(
         node="m1", host="m1", zone=""

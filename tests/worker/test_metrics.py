@@ -1,4 +1,4 @@
-"""A worker's metrics: what a running one tells is what docs/metrics.md says."""
+"""A worker exports the metrics that docs/metrics.md lists."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,7 +25,7 @@ def collector(rank=None):
     return WorkerCollector(rank=lambda: rank, parts=parts), scheduler
 
 
-async def test_a_worker_tells_what_the_docs_say_and_nothing_else():
+async def test_a_worker_exports_exactly_the_documented_metrics():
     told, _ = collector()
     async with metrics_at("127.0.0.1:0", told) as address:
         families = await scrape(address)
@@ -40,7 +40,7 @@ async def test_a_worker_tells_what_the_docs_say_and_nothing_else():
     assert {sample.labels["bound"] for sample in family.samples} == set(bounds)
 
 
-def test_blocks_of_the_cache_in_use_are_a_part_of_all():
+def test_cache_usage_is_a_fraction_of_all_blocks():
     told, scheduler = collector()
     scheduler.submit(Request(key=1, prompt=(1, 2), max_tokens=3))
     scheduler.plan()

@@ -1,4 +1,4 @@
-"""From a layout's shares through the model's dispatch to the counters that workers report."""
+"""A layout's shares reach the counters that workers report, through the model's dispatch."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def layout_with(shares):
 
 
 def uneven_shares():
-    """Of the two slots of an expert, the second serves three times as much."""
+    """Shares by which the second of an expert's two slots serves three times as much."""
     table = layout_with(None).expert_of_slot
     shares = even_shares(table, num_experts=8)
     for row, experts in zip(shares, table, strict=True):
@@ -48,7 +48,7 @@ def uneven_shares():
 
 
 def served(layout, *, num_steps=60, num_rows=64):
-    """Rows that each slot received of tokens that choose experts at random; [layers, slots]."""
+    """Rows per slot for tokens that choose experts at random; [layers, slots]."""
     ep = ExpertParallel.local(CONFIG, placement_of(layout))
     layers = [
         ExpertSlots(CONFIG.hidden_size, CONFIG.moe_intermediate_size, num_slots=12, row_block=None)
@@ -76,7 +76,7 @@ def test_slots_serve_the_shares_of_the_layout_within_chance():
         assert told.uneven_layers == uneven_layers
 
 
-def test_a_worker_that_ignores_shares_is_found_out():
+def test_a_worker_that_ignores_shares_is_detected():
     layout = layout_with(uneven_shares())
     told = realised_shares(served(layout_with(None)), layout)
     assert abs(told.realised - told.planned) > 0.2

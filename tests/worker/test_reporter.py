@@ -1,4 +1,4 @@
-"""What a rank tells about its load."""
+"""What a rank reports about its load."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def told(reports):
     return [report.load.generation for report in reports]
 
 
-def test_a_report_says_whose_counters_of_which_generation_they_are():
+def test_a_report_names_its_boot_rank_and_generation():
     [report] = reporter().build(progress(7))
     assert report.stats == replace(STATS, bounds=(WorkerBound(name="step", bound_s=4.0),))
     load = report.load
@@ -56,7 +56,7 @@ def test_a_report_says_whose_counters_of_which_generation_they_are():
     np.testing.assert_array_equal(load.assignments, np.full((2, 3), 7))
 
 
-def test_final_counters_are_told_a_few_times_before_those_that_grow_and_then_no_more():
+def test_final_counters_are_sent_a_few_times_before_the_current_ones():
     one = reporter()
     assert told(one.build(progress(1))) == [1]
     for _ in range(FINAL_REPORTS):

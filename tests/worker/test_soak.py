@@ -1,4 +1,4 @@
-"""Sixty-four streams at once: nothing leaks, and nobody gets another's tokens."""
+"""Sixty-four concurrent streams: nothing leaks, and no stream gets another's tokens."""
 
 import gc
 import itertools
@@ -29,9 +29,9 @@ SAMPLING = [
 
 
 def asked(place, *, key, max_tokens):
-    """The request of a place in the list, which is longer than the streams are many.
+    """Request number `place` of a list that is longer than the number of streams.
 
-    Every other one begins like some others, so that they share blocks.
+    Every other request shares a prefix with some others, and therefore blocks.
     """
     rng = np.random.default_rng(place)
     shared = np.random.default_rng(place % 8).integers(0, 64, 32 * (place % 2))
@@ -45,7 +45,7 @@ def asked(place, *, key, max_tokens):
 
 
 class Streams:
-    """Closed-loop clients of an engine: as one of their requests ends, the next begins."""
+    """Closed-loop clients of an engine: when a request ends, the next one starts."""
 
     def __init__(self, settings, *, max_tokens):
         self._max_tokens = max_tokens
@@ -85,7 +85,7 @@ class Streams:
 
 @contextmanager
 def serving(settings, *, max_tokens):
-    """Streams of an engine that steps meanwhile."""
+    """Streams of a running engine."""
     streams = Streams(settings, max_tokens=max_tokens)
     stepping = threading.Thread(target=streams.engine.run)
     stepping.start()
@@ -98,9 +98,9 @@ def serving(settings, *, max_tokens):
 
 
 def soak(streams, *, num_places, for_s=0.0, num_turns=1):
-    """Serve each alone, then all again and again; every answer must be the one it got alone.
+    """Serve each request alone, then all of them repeatedly, and compare every answer.
 
-    Ends with the turn that has both, the seconds and the turns.
+    Ends after at least `for_s` seconds and `num_turns` turns; returns the memory after each turn.
     """
     streams.serve(range(num_places), at_a_time=1)
     alone = {place: answers[0] for place, answers in streams.results.items()}
@@ -123,7 +123,7 @@ def soak(streams, *, num_places, for_s=0.0, num_turns=1):
     return sizes
 
 
-def test_streams_get_what_they_get_alone_and_leave_nothing_behind(settings):
+def test_streams_get_the_same_tokens_as_alone_and_leak_nothing(settings):
     chosen = settings(
         max_requests=NUM_STREAMS, max_queued_requests=0, max_step_tokens=2 * NUM_STREAMS
     )
@@ -134,8 +134,8 @@ def test_streams_get_what_they_get_alone_and_leave_nothing_behind(settings):
 
 @pytest.mark.benchmark
 @pytest.mark.timeout(1800)
-def test_ten_minutes_of_streams_leave_nothing_behind():
-    """The tiny model that guesses a token ahead, in a cache too small for all streams."""
+def test_ten_minutes_of_streams_leak_nothing():
+    """The tiny model drafting one token, with a cache too small for all streams."""
     chosen = WorkerSettings(
         max_requests=NUM_STREAMS,
         max_queued_requests=0,
@@ -149,7 +149,7 @@ def test_ten_minutes_of_streams_leave_nothing_behind():
         sizes = soak(streams, num_places=NUM_PLACES, for_s=600)
         stats = streams.engine.progress().stats
     mib = [size / 2**20 for size in sizes]
-    # The first turns warm allocators up; from there on it is flat.
+    # The first turns warm up the allocators; afterwards memory is flat.
     settled = len(sizes) // 10
     print(
         f"{len(sizes)} turns of {NUM_PLACES} requests: {stats.tokens_generated} tokens, "

@@ -1,4 +1,4 @@
-"""Guessing by the committed checkpoint's own module: fewer steps, and not a token different."""
+"""Speculative decoding with the committed checkpoint: fewer steps, and the same tokens."""
 
 import time
 from statistics import median
@@ -27,7 +27,7 @@ NUM_TOKENS = 40
 
 @pytest.fixture(scope="module")
 def core():
-    """The committed checkpoint, ready to guess, with every expert in its own slot."""
+    """The committed checkpoint, ready to draft, with every expert in its own slot."""
     core = ModelCore.load(WorkerSettings(speculate=1, max_requests=32, context_length=128))
     experts = range(core.shape.num_experts)
     core.checkpoint.load_slots(core.model, [experts] * core.shape.num_layers)
@@ -35,7 +35,7 @@ def core():
 
 
 def run(core, *, num_drafts, sampling, prompts=CODE, max_drafting=None, lengths=None):
-    """The tokens of every prompt, steps of generation, and the rank's counters."""
+    """Every prompt's tokens, the number of steps, and the rank's counters."""
     layout = contiguous_layout(
         num_layers=core.shape.num_layers,
         num_experts=core.shape.num_experts,
@@ -85,7 +85,7 @@ def greedy(_key):
     return SamplingParams(temperature=0)
 
 
-def test_greedy_code_comes_in_fewer_steps_and_the_same_tokens(core):
+def test_drafts_give_the_same_greedy_tokens_in_fewer_steps(core):
     plain, num_plain_steps, _ = run(core, num_drafts=0, sampling=greedy)
     tokens, num_steps, progress = run(core, num_drafts=1, sampling=greedy)
     stats = progress.stats
@@ -98,8 +98,8 @@ def test_greedy_code_comes_in_fewer_steps_and_the_same_tokens(core):
     assert num_plain_steps >= 1.3 * num_steps
 
 
-def test_sampled_tokens_are_the_same_too_with_penalties_and_seeds(core):
-    """And drafts are load when the model verifies them, true or not; what guesses them is none."""
+def test_drafts_do_not_change_sampled_tokens_with_penalties_and_seeds(core):
+    """Verified drafts count as load, accepted or not; drafting itself does not."""
 
     def sampling(key):
         return SamplingParams(
@@ -116,7 +116,7 @@ def test_sampled_tokens_are_the_same_too_with_penalties_and_seeds(core):
     assert load.rows_LS.sum(axis=1).tolist() == [verified * top_k] * core.shape.num_layers
 
 
-def test_guessing_begins_when_few_enough_requests_are_left(core):
+def test_drafting_starts_once_few_enough_requests_are_active(core):
     def lengths(key):
         return (6, 12, NUM_TOKENS, NUM_TOKENS)[key]
 
@@ -125,15 +125,15 @@ def test_guessing_begins_when_few_enough_requests_are_left(core):
     stats = progress.stats
     assert tokens == plain
     assert [len(made) for made in tokens.values()] == [6, 12, NUM_TOKENS, NUM_TOKENS]
-    # Steps before were not guessed behind, and the module knows nothing of their tokens.
+    # Earlier steps were not drafted from, so the module has not seen their tokens.
     assert 10 < stats.drafts <= 2 * (NUM_TOKENS - 12)
     assert stats.drafts_accepted >= 0.5 * stats.drafts
 
 
 @pytest.mark.benchmark
 @pytest.mark.timeout(900)
-def test_guessing_pays_for_few_streams_and_costs_nothing_for_many(core):
-    """Tokens per second of CPU time, which other processes leave alone, in turns."""
+def test_drafting_pays_off_for_few_streams_and_costs_nothing_for_many(core):
+    """Tokens per second of CPU time, which other processes do not affect, in turns."""
 
     def tokens_per_s(num_streams, **options):
         prompts = [CODE[key % len(CODE)] + " " * (key // len(CODE)) for key in range(num_streams)]
@@ -162,6 +162,6 @@ def test_guessing_pays_for_few_streams_and_costs_nothing_for_many(core):
     assert ratios[32] >= 0.95
 
 
-def test_more_guesses_than_modules_are_refused():
+def test_more_drafts_than_modules_are_rejected():
     with pytest.raises(WorkerError, match="speculate 2 is more than the checkpoint's 1 "):
         ModelCore.load(WorkerSettings(speculate=2))

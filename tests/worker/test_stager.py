@@ -1,4 +1,4 @@
-"""A Stage becomes a generation that waits, or is refused with what would help."""
+"""A Stage becomes a staged generation, or is refused with the remedy."""
 
 import asyncio
 import dataclasses
@@ -23,7 +23,7 @@ from tests.support.worker_parts import join_epoch_of, puller_of
 
 
 class Engine:
-    """Takes offers as the engine does, and switches when the test says so."""
+    """Takes offers as the engine does, and switches when the test calls `switch`."""
 
     def __init__(self, held):
         self.held = held
@@ -53,7 +53,7 @@ class Engine:
 
 
 class SlowCheckpoint:
-    """Gives nothing before it is told to."""
+    """Returns nothing until the test allows it."""
 
     def __init__(self, checkpoint):
         self.checkpoint = checkpoint
@@ -66,8 +66,8 @@ class SlowCheckpoint:
         return self.checkpoint.read_expert(layer, expert)
 
 
-class Bench:
-    """An stager of a rank alone, with everything around it in reach."""
+class Rig:
+    """The stager of a single rank, with its collaborators."""
 
     def __init__(self, core, held):
         self.core, self.held = core, held
@@ -96,8 +96,8 @@ class Bench:
 
 
 @pytest_asyncio.fixture
-async def bench(rank_of_one):
-    one = Bench(*rank_of_one())
+async def rig(rank_of_one):
+    one = Rig(*rank_of_one())
     one.slow.may_give.set()
     yield one
     one.slow.may_give.set()
@@ -106,39 +106,39 @@ async def bench(rank_of_one):
 
 
 async def test_a_staged_generation_has_its_bytes_checksums_and_tables(
-    bench, random_layout, stage_to, checkpoint
+    rig, random_layout, stage_to, checkpoint
 ):
     layout = random_layout(2)
-    stage = stage_to(bench.running, layout)
-    bench.stager.stage(stage)
-    answer = await bench.answer()
+    stage = stage_to(rig.running, layout)
+    rig.stager.stage(stage)
+    answer = await rig.answer()
     assert isinstance(answer, Staged)
     assert (answer.epoch, answer.rank, answer.generation) == (1, 0, 2)
-    assert answer.checkpoint_bytes == len(stage.moves) * bench.core.shape.expert_bytes
+    assert answer.checkpoint_bytes == len(stage.moves) * rig.core.shape.expert_bytes
     assert answer.peer_bytes == 0
     assert answer.duration_us > 0
-    assert bench.running.generation == 1
-    bench.engine.switch()
-    contents = bench.held.contents
+    assert rig.running.generation == 1
+    rig.engine.switch()
+    contents = rig.held.contents
     assert contents.layout is layout
     for layer, slot in np.ndindex(layout.expert_of_slot.shape):
         expected = checkpoint.read_expert(layer, int(layout.expert_of_slot[layer, slot]))
-        assert bench.core.slots[layer].read(slot).equal(expected)
+        assert rig.core.slots[layer].read(slot).equal(expected)
         assert contents.checksums[layer, slot].tobytes() == checksum(expected)
 
 
 TRACEPARENT = f"00-{1:032x}-{2:016x}-01"
 
 
-async def test_a_stage_is_a_span_below_the_balancers_that_says_what_came_of_it(
-    bench, random_layout, stage_to
+async def test_a_stage_is_a_child_span_of_the_rollout_with_its_outcome(
+    rig, random_layout, stage_to
 ):
-    stage = dataclasses.replace(stage_to(bench.running, random_layout(2)), traceparent=TRACEPARENT)
-    bench.stager.stage(stage)
-    await bench.answer()
-    bench.stager.stage(dataclasses.replace(stage, layout=random_layout(3), base_generation=2))
-    assert isinstance(await bench.answer(), Refused)
-    good, refused = bench.spans.get_finished_spans()
+    stage = dataclasses.replace(stage_to(rig.running, random_layout(2)), traceparent=TRACEPARENT)
+    rig.stager.stage(stage)
+    await rig.answer()
+    rig.stager.stage(dataclasses.replace(stage, layout=random_layout(3), base_generation=2))
+    assert isinstance(await rig.answer(), Refused)
+    good, refused = rig.spans.get_finished_spans()
     for span in (good, refused):
         assert (span.context.trace_id, span.parent.span_id) == (1, 2)
     assert good.status.is_ok
@@ -146,134 +146,136 @@ async def test_a_stage_is_a_span_below_the_balancers_that_says_what_came_of_it(
     assert "plan from there" in refused.status.description
 
 
-async def test_a_stage_without_moves_is_staged_at_once(bench, stage_to):
-    same = dataclasses.replace(bench.running, generation=2)
-    bench.stager.stage(stage_to(bench.running, same))
-    answer = await bench.answer()
+async def test_a_stage_without_moves_is_staged_at_once(rig, stage_to):
+    same = dataclasses.replace(rig.running, generation=2)
+    rig.stager.stage(stage_to(rig.running, same))
+    answer = await rig.answer()
     assert isinstance(answer, Staged)
-    assert bench.engine.staged_generation == 2
+    assert rig.engine.staged_generation == 2
 
 
-async def test_other_shares_are_a_generation_that_pulls_nothing(bench, stage_to):
-    shares = bench.running.shares().copy()
-    (expert, *_) = np.flatnonzero(bench.running.replica_counts()[0] > 1)
-    replicas = np.flatnonzero(bench.running.expert_of_slot[0] == expert)
+async def test_a_generation_that_changes_only_shares_pulls_nothing(rig, stage_to):
+    shares = rig.running.shares().copy()
+    (expert, *_) = np.flatnonzero(rig.running.replica_counts()[0] > 1)
+    replicas = np.flatnonzero(rig.running.expert_of_slot[0] == expert)
     shares[0, replicas] = 0
     shares[0, replicas[-1]] = WHOLE
-    other = dataclasses.replace(bench.running, generation=2, share_of_slot=shares)
-    bench.stager.stage(stage_to(bench.running, other))
-    answer = await bench.answer()
+    other = dataclasses.replace(rig.running, generation=2, share_of_slot=shares)
+    rig.stager.stage(stage_to(rig.running, other))
+    answer = await rig.answer()
     assert isinstance(answer, Staged)
     assert (answer.peer_bytes, answer.checkpoint_bytes) == (0, 0)
-    assert bench.engine.staged.placement.share_ends is not None
-    bench.engine.switch()
-    assert bench.running.same_placement(other)
+    assert rig.engine.staged.placement.share_ends is not None
+    rig.engine.switch()
+    assert rig.running.same_placement(other)
 
 
-async def test_a_repeated_stage_is_answered_again_and_pulls_nothing(bench, random_layout, stage_to):
-    stage = stage_to(bench.running, random_layout(2))
-    bench.stager.stage(stage)
-    first = await bench.answer()
-    bench.slow.asked.clear()
-    bench.stager.stage(stage)
-    assert await bench.answer() is first
-    assert not bench.slow.asked.is_set()
+async def test_a_repeated_stage_is_answered_again_and_pulls_nothing(rig, random_layout, stage_to):
+    stage = stage_to(rig.running, random_layout(2))
+    rig.stager.stage(stage)
+    first = await rig.answer()
+    rig.slow.asked.clear()
+    rig.stager.stage(stage)
+    assert await rig.answer() is first
+    assert not rig.slow.asked.is_set()
 
 
-async def test_a_repeated_stage_under_way_is_answered_once(bench, random_layout, stage_to):
-    bench.slow.may_give.clear()
-    stage = stage_to(bench.running, random_layout(2))
-    bench.stager.stage(stage)
-    await asyncio.to_thread(bench.slow.asked.wait, 60)
-    bench.stager.stage(stage)
-    bench.slow.may_give.set()
-    assert isinstance(await bench.answer(), Staged)
-    await bench.stager.close()
-    assert bench.answers.empty()
+async def test_a_stage_repeated_while_preparing_is_answered_once(rig, random_layout, stage_to):
+    rig.slow.may_give.clear()
+    stage = stage_to(rig.running, random_layout(2))
+    rig.stager.stage(stage)
+    await asyncio.to_thread(rig.slow.asked.wait, 60)
+    rig.stager.stage(stage)
+    rig.slow.may_give.set()
+    assert isinstance(await rig.answer(), Staged)
+    await rig.stager.close()
+    assert rig.answers.empty()
 
 
-async def test_the_last_stage_counts(bench, random_layout, stage_to):
-    bench.slow.may_give.clear()
-    bench.stager.stage(stage_to(bench.running, random_layout(2)))
-    await asyncio.to_thread(bench.slow.asked.wait, 60)
-    bench.stager.stage(stage_to(bench.running, random_layout(3)))
-    bench.slow.may_give.set()
-    assert (await bench.answer()).generation == 3
-    assert bench.engine.staged_generation == 3
-    bench.stager.stage(stage_to(bench.running, random_layout(4)))
-    assert bench.engine.staged_generation == 0
-    assert (await bench.answer()).generation == 4
+async def test_the_latest_stage_wins(rig, random_layout, stage_to):
+    rig.slow.may_give.clear()
+    rig.stager.stage(stage_to(rig.running, random_layout(2)))
+    await asyncio.to_thread(rig.slow.asked.wait, 60)
+    rig.stager.stage(stage_to(rig.running, random_layout(3)))
+    rig.slow.may_give.set()
+    assert (await rig.answer()).generation == 3
+    assert rig.engine.staged_generation == 3
+    rig.stager.stage(stage_to(rig.running, random_layout(4)))
+    assert rig.engine.staged_generation == 0
+    assert (await rig.answer()).generation == 4
 
 
-async def test_an_abort_drops_what_waits_and_what_is_under_way(bench, random_layout, stage_to):
-    bench.stager.stage(stage_to(bench.running, random_layout(2)))
-    await bench.answer()
-    bench.stager.abort(Abort(epoch=1, generation=9, reason="another one"))
-    bench.stager.abort(Abort(epoch=9, generation=2, reason="another epoch"))
-    assert bench.engine.staged_generation == 2
-    bench.stager.abort(Abort(epoch=1, generation=2, reason="a rank refused"))
-    assert bench.engine.staged_generation == 0
+async def test_an_abort_drops_a_staged_generation_and_one_being_prepared(
+    rig, random_layout, stage_to
+):
+    rig.stager.stage(stage_to(rig.running, random_layout(2)))
+    await rig.answer()
+    rig.stager.abort(Abort(epoch=1, generation=9, reason="another one"))
+    rig.stager.abort(Abort(epoch=9, generation=2, reason="another epoch"))
+    assert rig.engine.staged_generation == 2
+    rig.stager.abort(Abort(epoch=1, generation=2, reason="a rank refused"))
+    assert rig.engine.staged_generation == 0
 
-    bench.slow.may_give.clear()
-    bench.slow.asked.clear()
-    bench.stager.stage(stage_to(bench.running, random_layout(3)))
-    await asyncio.to_thread(bench.slow.asked.wait, 60)
-    preparing = bench.stager._task
-    bench.stager.abort(Abort(epoch=1, generation=3, reason="a rank refused"))
-    bench.slow.may_give.set()
+    rig.slow.may_give.clear()
+    rig.slow.asked.clear()
+    rig.stager.stage(stage_to(rig.running, random_layout(3)))
+    await asyncio.to_thread(rig.slow.asked.wait, 60)
+    preparing = rig.stager._task
+    rig.stager.abort(Abort(epoch=1, generation=3, reason="a rank refused"))
+    rig.slow.may_give.set()
     await asyncio.wait([preparing], timeout=60)
     assert preparing.cancelled()
-    assert bench.engine.staged_generation == 0
-    assert bench.answers.empty()
+    assert rig.engine.staged_generation == 0
+    assert rig.answers.empty()
 
 
-async def test_an_abort_behind_the_switch_changes_nothing(bench, random_layout, stage_to):
-    bench.stager.stage(stage_to(bench.running, random_layout(2)))
-    await bench.answer()
-    bench.engine.switch()
-    bench.stager.abort(Abort(epoch=1, generation=2, reason="too late"))
-    assert bench.running.generation == 2
+async def test_an_abort_after_the_switch_changes_nothing(rig, random_layout, stage_to):
+    rig.stager.stage(stage_to(rig.running, random_layout(2)))
+    await rig.answer()
+    rig.engine.switch()
+    rig.stager.abort(Abort(epoch=1, generation=2, reason="too late"))
+    assert rig.running.generation == 2
 
 
 async def test_staging_that_a_switch_overtakes_is_refused(
-    bench, random_layout, stage_to, staged_from_checkpoint
+    rig, random_layout, stage_to, staged_from_checkpoint
 ):
-    bench.slow.may_give.clear()
-    bench.stager.stage(stage_to(bench.running, random_layout(3)))
-    await asyncio.to_thread(bench.slow.asked.wait, 60)
-    bench.held.switch(staged_from_checkpoint(bench.core, bench.running, random_layout(2)))
-    bench.slow.may_give.set()
-    answer = await bench.answer()
+    rig.slow.may_give.clear()
+    rig.stager.stage(stage_to(rig.running, random_layout(3)))
+    await asyncio.to_thread(rig.slow.asked.wait, 60)
+    rig.held.switch(staged_from_checkpoint(rig.core, rig.running, random_layout(2)))
+    rig.slow.may_give.set()
+    answer = await rig.answer()
     assert isinstance(answer, Refused)
     assert "switched from generation 1 to 2 in the meantime" in answer.reason
-    assert bench.engine.staged_generation == 0
+    assert rig.engine.staged_generation == 0
 
 
-async def test_staging_that_takes_too_long_refuses_by_itself(bench, random_layout, stage_to):
-    bench.slow.may_give.clear()
-    bench.stager.stage(stage_to(bench.running, random_layout(2), timeout_s=0.2))
-    answer = await bench.answer()
+async def test_staging_that_takes_too_long_is_refused(rig, random_layout, stage_to):
+    rig.slow.may_give.clear()
+    rig.stager.stage(stage_to(rig.running, random_layout(2), timeout_s=0.2))
+    answer = await rig.answer()
     assert isinstance(answer, Refused)
     assert "longer than the allowed 0.2 s" in answer.reason
 
 
-async def test_a_checksum_that_no_source_can_meet_is_refused(bench, random_layout, stage_to):
-    stage = stage_to(bench.running, random_layout(2))
+async def test_a_checksum_that_no_source_matches_is_refused(rig, random_layout, stage_to):
+    stage = stage_to(rig.running, random_layout(2))
     wrong = dataclasses.replace(stage.moves[0], checksum=bytes(CHECKSUM_BYTES))
-    bench.stager.stage(dataclasses.replace(stage, moves=(wrong, *stage.moves[1:])))
-    answer = await bench.answer()
+    rig.stager.stage(dataclasses.replace(stage, moves=(wrong, *stage.moves[1:])))
+    answer = await rig.answer()
     assert isinstance(answer, Refused)
     assert answer.generation == 2
     assert "is unavailable from every source" in answer.reason
-    assert bench.engine.staged_generation == 0
+    assert rig.engine.staged_generation == 0
 
 
-async def test_after_a_refusal_the_same_generation_may_be_staged(bench, random_layout, stage_to):
-    stage = stage_to(bench.running, random_layout(2))
-    bench.stager.stage(dataclasses.replace(stage, epoch=7))
-    assert isinstance(await bench.answer(), Refused)
-    bench.stager.stage(stage)
-    assert isinstance(await bench.answer(), Staged)
+async def test_after_a_refusal_the_same_generation_may_be_staged(rig, random_layout, stage_to):
+    stage = stage_to(rig.running, random_layout(2))
+    rig.stager.stage(dataclasses.replace(stage, epoch=7))
+    assert isinstance(await rig.answer(), Refused)
+    rig.stager.stage(stage)
+    assert isinstance(await rig.answer(), Staged)
 
 
 def foreign_slot(stage):
@@ -293,7 +295,7 @@ def foreign_slot(stage):
         ),
     ],
 )
-def test_a_stage_that_does_not_fit_is_refused_with_what_is_wrong(
+def test_a_stage_that_does_not_fit_is_refused_with_the_fault(
     random_layout, stage_to, change, reason
 ):
     running = random_layout(1)
@@ -323,31 +325,31 @@ def test_each_rank_checks_its_own_moves(random_layout, stage_to, rank):
         check_stage(other, running=running, epoch=1, rank=rank)
 
 
-async def test_another_layout_of_the_same_number_replaces_the_one_that_waits(
-    bench, random_layout, stage_to
+async def test_another_layout_with_the_same_number_replaces_the_staged_one(
+    rig, random_layout, stage_to
 ):
     first, second = random_layout(2), random_layout(2, seed=99)
     assert not first.same_placement(second)
-    bench.stager.stage(stage_to(bench.running, first))
-    await bench.answer()
-    bench.stager.stage(stage_to(bench.running, second))
-    assert bench.stager.staged_generation == 0, (
+    rig.stager.stage(stage_to(rig.running, first))
+    await rig.answer()
+    rig.stager.stage(stage_to(rig.running, second))
+    assert rig.stager.staged_generation == 0, (
         "what a forgetful balancer staged before is not switched to"
     )
-    await bench.answer()
-    bench.engine.switch()
-    assert bench.running.same_placement(second)
+    await rig.answer()
+    rig.engine.switch()
+    assert rig.running.same_placement(second)
 
 
-async def test_what_is_unfinished_when_a_stream_begins_never_comes_to_wait(
-    bench, random_layout, stage_to
+async def test_a_generation_unfinished_at_a_new_stream_is_never_staged(
+    rig, random_layout, stage_to
 ):
-    bench.slow.may_give.clear()
-    bench.stager.stage(stage_to(bench.running, random_layout(2)))
-    assert await asyncio.to_thread(bench.slow.asked.wait, 60)
-    bench.stager.drop_unfinished()
-    bench.slow.may_give.set()
-    bench.stager.stage(stage_to(bench.running, random_layout(3)))
-    assert (await bench.answer()).generation == 3
-    bench.stager.drop_unfinished()
-    assert bench.stager.staged_generation == 3, "what is staged is staged"
+    rig.slow.may_give.clear()
+    rig.stager.stage(stage_to(rig.running, random_layout(2)))
+    assert await asyncio.to_thread(rig.slow.asked.wait, 60)
+    rig.stager.drop_unfinished()
+    rig.slow.may_give.set()
+    rig.stager.stage(stage_to(rig.running, random_layout(3)))
+    assert (await rig.answer()).generation == 3
+    rig.stager.drop_unfinished()
+    assert rig.stager.staged_generation == 3, "what is staged is staged"

@@ -1,4 +1,4 @@
-"""Workarounds for torch touch nothing but what they are for."""
+"""Workarounds for torch affect only their target."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""Experts travel over real gRPC; wrong, late or missing bytes cost another source, never trust."""
+"""Experts travel over real gRPC; wrong, late or missing bytes are fetched elsewhere."""
 
 import asyncio
 import math
@@ -38,7 +38,7 @@ def opened(held, *, epoch=1):
 
 
 class Corrupting(ExpertTransferService):
-    """Gives the right bytes with one bit flipped."""
+    """Sends the right bytes with one bit flipped."""
 
     async def Fetch(self, request, context):  # noqa: N802 - named by the contract
         class Flipping:
@@ -69,7 +69,7 @@ class Silent(worker_pb2_grpc.ExpertTransferServicer):
 
 
 class Endless(worker_pb2_grpc.ExpertTransferServicer):
-    """Sends more than any expert has."""
+    """Sends more bytes than any expert has."""
 
     async def Fetch(self, request, context):  # noqa: N802 - named by the contract
         while True:
@@ -86,7 +86,7 @@ class NoCheckpoint:
 
 @pytest.fixture
 def puller(rank_of_one):
-    """A puller of rank 0 whose peers are at these addresses, from rank 1 on."""
+    """The puller of rank 0, whose peers from rank 1 have these addresses."""
     core, held = rank_of_one()
 
     @asynccontextmanager
@@ -128,7 +128,7 @@ def move(checkpoint):
     return build
 
 
-async def test_pulled_experts_are_those_of_the_checkpoint(puller, held, move, checkpoint):
+async def test_pulled_experts_match_the_checkpoint(puller, held, move, checkpoint):
     async with served(opened(held)) as address, puller(address) as own:
         moves = [move(expert, 1, layer=layer) for layer in (0, 1) for expert in range(8)]
         pulled = await own.pull(moves)
@@ -138,14 +138,14 @@ async def test_pulled_experts_are_those_of_the_checkpoint(puller, held, move, ch
     assert pulled.checkpoint_bytes == 0
 
 
-async def test_nothing_to_pull_is_pulled_at_once(puller):
+async def test_no_moves_need_no_pull(puller):
     async with puller() as own:
         pulled = await own.pull([])
     assert pulled.payloads == ()
     assert pulled.peer_bytes == pulled.checkpoint_bytes == 0
 
 
-async def test_a_limit_spaces_the_pulls_by_their_bytes(puller, move, checkpoint, monkeypatch):
+async def test_a_rate_limit_spaces_pulls_by_their_bytes(puller, move, checkpoint, monkeypatch):
     waits = []
 
     async def note(delay_s):
@@ -164,7 +164,7 @@ async def test_a_rank_copies_from_its_own_slots_without_a_call(puller, move, che
     assert pulled.peer_bytes > 0
 
 
-async def test_corrupted_bytes_are_counted_and_had_elsewhere(
+async def test_corrupted_bytes_are_counted_and_fetched_elsewhere(
     puller, held, move, checkpoint, caplog
 ):
     corrupting = Corrupting()
@@ -185,7 +185,7 @@ async def test_a_silent_peer_costs_one_timeout_for_the_wave_and_its_calls_are_ca
         async with puller(slow, good, timeout_s=5.0, waits=waits) as own:
             pulled = await own.pull([move(expert, 1, 2) for expert in range(8)])
         assert pulled.checkpoint_bytes == 0
-        # Those that were under way when the first timed out, and no more.
+        # Only the calls in flight when the first one timed out.
         assert 1 <= silent.num_calls <= 4
         (told,) = waits.all()
         assert 1 <= told.reached <= 4
@@ -247,7 +247,7 @@ async def test_a_checkpoint_that_differs_is_refused_by_its_checksum(puller, chec
         ({"epoch": 1, "layer": 0, "expert": 99}, grpc.StatusCode.NOT_FOUND),
     ],
 )
-async def test_what_a_rank_cannot_give_is_refused(held, request_of, code):
+async def test_an_expert_that_a_rank_does_not_hold_is_refused(held, request_of, code):
     async with served(opened(held)) as address, grpc.aio.insecure_channel(address) as channel:
         call = worker_pb2_grpc.ExpertTransferStub(channel).Fetch(
             pb.FetchRequest(**request_of), timeout=20
@@ -258,7 +258,7 @@ async def test_what_a_rank_cannot_give_is_refused(held, request_of, code):
     assert caught.value.code() is code
 
 
-async def test_before_there_is_a_rank_nothing_is_given():
+async def test_without_a_rank_no_expert_is_served():
     async with (
         served(ExpertTransferService()) as address,
         grpc.aio.insecure_channel(address) as channel,
@@ -269,7 +269,7 @@ async def test_before_there_is_a_rank_nothing_is_given():
                 pass
 
 
-def test_reading_while_slots_are_switched_gives_whole_experts(
+def test_reading_during_switches_returns_consistent_experts(
     rank_of_one, staged_from_checkpoint, random_layout, checkpoint
 ):
     core, held = rank_of_one()
@@ -281,7 +281,7 @@ def test_reading_while_slots_are_switched_gives_whole_experts(
     def read():
         while not stop.is_set():
             for expert in range(8):
-                # A reader that meets one switch after the other may give up; it may not be wrong.
+                # A reader that meets one switch after another may give up, but not be wrong.
                 with suppress(NotHeldError):
                     if not held.read(layer=0, expert=expert).equal(expected[expert]):
                         wrong.append(expert)
@@ -300,7 +300,7 @@ def test_reading_while_slots_are_switched_gives_whole_experts(
     assert reads[0] > 0
 
 
-def test_a_reader_that_only_ever_sees_a_switch_gives_up(rank_of_one):
+def test_a_reader_gives_up_if_the_slots_keep_changing(rank_of_one):
     _, held = rank_of_one()
     held._version += 1
     with pytest.raises(NotHeldError, match="switching"):

@@ -1,4 +1,4 @@
-"""A worker's port under certificates: peers of its pool and gateways, each where they belong."""
+"""A worker's port with certificates: each identity may call only its own services."""
 
 import grpc
 import pytest
@@ -31,7 +31,7 @@ def authority(tmp_path):
 
 @pytest.fixture
 async def listen(rank_of_one):
-    """Opens a worker's port with its guard; it holds all experts."""
+    """Opens the guarded port of a worker that holds all experts."""
     servers = []
 
     async def opened(tls, *, tokens=""):
@@ -53,7 +53,7 @@ async def listen(rank_of_one):
 
 @pytest.fixture
 def pull(rank_of_one, checkpoint):
-    """Pulls an expert from the worker at an address; gives bytes that came from there."""
+    """Pulls an expert; returns the number of bytes that came from the worker at an address."""
     core, held = rank_of_one()
     move = Move(
         layer=1,
@@ -82,7 +82,7 @@ async def generate(address, credentials):
         return [token async for response in call for token in response.tokens]
 
 
-async def test_a_peer_of_the_pool_pulls_although_the_address_is_in_no_certificate(
+async def test_a_peer_of_the_pool_may_pull_without_its_address_in_a_certificate(
     authority, listen, pull
 ):
     address = await listen(authority.issue("worker/blue/w-1", hosts=(WORKER_NAME,)))
@@ -98,7 +98,7 @@ async def test_a_peer_of_the_pool_pulls_although_the_address_is_in_no_certificat
         ("admin/ann", "may not call ExpertTransfer"),
     ],
 )
-async def test_others_get_no_expert_and_the_checkpoint_has_it(
+async def test_other_identities_get_no_expert_and_the_checkpoint_serves_it(
     authority, listen, pull, caplog, who, words
 ):
     address = await listen(authority.issue("worker/blue/w-1"))
@@ -107,7 +107,7 @@ async def test_others_get_no_expert_and_the_checkpoint_has_it(
     assert words in caplog.text
 
 
-async def test_a_peer_with_a_certificate_of_another_authority_is_told_of_in_words(
+async def test_a_peer_with_a_certificate_of_another_authority_is_explained(
     authority, listen, pull, caplog, tmp_path
 ):
     stranger = Authority(tmp_path / "stranger")
@@ -116,14 +116,14 @@ async def test_a_peer_with_a_certificate_of_another_authority_is_told_of_in_word
     assert "its certificate is not signed by this process's tls_ca" in caplog.text
 
 
-async def test_gateways_have_tokens_made_and_workers_do_not(authority, listen):
+async def test_gateways_may_generate_and_workers_may_not(authority, listen):
     address = await listen(authority.issue("worker/blue/w-1"))
     assert await generate(address, Credentials(authority.issue("gateway"))) == [1, 2]
     with pytest.raises(grpc.aio.AioRpcError, match="may not call Inference: allowed roles"):
         await generate(address, Credentials(authority.issue("worker/blue/w-0")))
 
 
-async def test_a_token_does_where_there_is_no_certificate(listen, tmp_path):
+async def test_a_bearer_token_suffices_without_a_certificate(listen, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"gateway {TOKEN}\n")
     address = await listen(Credentials().tls, tokens=str(tokens))
@@ -133,7 +133,7 @@ async def test_a_token_does_where_there_is_no_certificate(listen, tmp_path):
         await generate(address, Credentials())
 
 
-async def test_experts_are_not_asked_of_other_machines_in_plain_text(rank_of_one):
+async def test_experts_are_not_fetched_from_other_machines_in_plain_text(rank_of_one):
     puller = puller_of(*rank_of_one(), join_epoch_of("w:1", "10.9.8.7:1"))
     with pytest.raises(TransferError, match="is on another machine: add --tls-ca"):
         puller._dial("10.9.8.7:1")

@@ -1,4 +1,4 @@
-"""Two worker processes over gloo, their balancer by script: one step, one switch, one end."""
+"""Two worker processes over gloo with a scripted balancer: steps, switches and failures."""
 
 import asyncio
 import itertools
@@ -108,7 +108,7 @@ async def generate(address, prompt, max_tokens, *, begun=None):
     return tokens, {response.step: response.generation for response in responses}
 
 
-async def test_ranks_switch_at_one_step_and_no_token_changes(
+async def test_ranks_switch_at_the_same_step_and_no_token_changes(
     balancer, settings, join_epoch, random_layout, stage_to, solo
 ):
     layouts = [random_layout(n, num_ranks=2, slots_per_rank=6) for n in range(1, 6)]
@@ -131,11 +131,11 @@ async def test_ranks_switch_at_one_step_and_no_token_changes(
         generations = {}
         for task, prompt in zip(generating, PROMPTS, strict=True):
             tokens, seen = await task
-            # Off the loop, so that the scripted balancer goes on answering.
+            # Off the loop, so that the scripted balancer keeps answering.
             assert tokens == await asyncio.to_thread(solo, prompt, 80)
             for step, generation in seen.items():
                 assert generations.setdefault(step, generation) == generation
-        # An idle rank takes part in the other's steps.
+        # An idle rank takes part in its peer's steps.
         tokens, _ = await generate(pool.addresses()[1], PROMPTS[0], 10)
         assert tokens == await asyncio.to_thread(solo, PROMPTS[0], 10)
 
@@ -146,7 +146,7 @@ async def test_ranks_switch_at_one_step_and_no_token_changes(
             await link.until(Leaving)
 
 
-async def test_a_rank_that_is_slowed_down_is_told_from_the_one_that_waits_for_it(
+async def test_a_slow_rank_is_distinguished_from_the_rank_that_waits_for_it(
     balancer, settings, join_epoch, random_layout
 ):
     layout = random_layout(1, num_ranks=2, slots_per_rank=6)
@@ -172,7 +172,7 @@ async def test_a_rank_that_is_slowed_down_is_told_from_the_one_that_waits_for_it
 
 @asynccontextmanager
 async def slowed_down(process):
-    """The process gets a fifth of the time, however fast the machine is."""
+    """Let the process run a fifth of the time, however fast the machine is."""
 
     async def stutter():
         while True:
@@ -194,7 +194,7 @@ def _of(layout):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_rank_that_is_stopped_leaves_in_order_and_the_other_says_who_left(
+async def test_a_stopped_rank_leaves_gracefully_and_its_peer_reports_who_left(
     balancer, settings, join_epoch, random_layout, number
 ):
     layout = random_layout(1, num_ranks=2, slots_per_rank=6)
@@ -207,7 +207,7 @@ async def test_a_rank_that_is_stopped_leaves_in_order_and_the_other_says_who_lef
         await pool.links[1].until(Leaving, lambda said: "w-1 was asked to stop" in said.reason)
 
 
-async def test_when_a_rank_is_killed_the_other_keeps_its_requests_for_the_next_epoch(
+async def test_a_rank_keeps_its_requests_for_the_next_epoch_when_its_peer_is_killed(
     balancer, settings, join_epoch, random_layout, solo, checkpoint
 ):
     layout = random_layout(1, num_ranks=2, slots_per_rank=6)
@@ -237,7 +237,7 @@ async def test_when_a_rank_is_killed_the_other_keeps_its_requests_for_the_next_e
 
 
 def pull_from(holder, before, after, checkpoint):
-    """Moves for rank 1, which holds nothing, of whatever the holder had before."""
+    """Moves that fill rank 1, which holds nothing, from what its peer held before."""
     moves = []
     for layer, slot in np.ndindex(after.expert_of_slot.shape):
         expert = int(after.expert_of_slot[layer, slot])
@@ -256,14 +256,14 @@ def pull_from(holder, before, after, checkpoint):
 
 @pytest.fixture
 def in_fp8(tmp_path, monkeypatch):
-    """Settings of a worker in FP8, by the torch twins as wherever there is no GPU."""
+    """Settings of a worker in FP8, on the torch twins, as on any machine without a GPU."""
     torch.manual_seed(7)
     model = Transformer(NARROW).requires_grad_(requires_grad=False)
     for tensor in model.state_dict().values():
         if tensor.ndim > 1:
             tensor.normal_(std=0.2)
     save(model, tmp_path / "fp8", fp8=Fp8Config())
-    # Processes of tests interpret kernels; a worker's do not.
+    # Test processes interpret kernels; workers do not.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     use_backends(monkeypatch, "reference")
     return {
@@ -272,7 +272,7 @@ def in_fp8(tmp_path, monkeypatch):
         "batch_invariant": False,
         "slots_per_rank": 3,
         "context_length": 64,
-        # A worker that comes back has more to load than on a busy machine there is time for.
+        # On a busy machine, a restarted worker may take longer than this to load.
         "outage_timeout_s": 120.0,
     }
 
@@ -296,7 +296,7 @@ def layout_in_fp8(generation, row):
     return Layout(generation=generation, num_experts=4, num_ranks=2, expert_of_slot=table)
 
 
-async def test_ranks_in_fp8_serve_together_and_anew_when_one_was_killed(
+async def test_fp8_ranks_serve_together_and_re_form_after_one_was_killed(
     balancer, settings, join_epoch, in_fp8
 ):
     first, second = layout_in_fp8(1, [0, 1, 2, 3, 0, 1]), layout_in_fp8(2, [3, 1, 0, 2, 3, 0])
