@@ -73,7 +73,7 @@ class Bench:
                     proposal = propose(effect.request)
                     self.perform(
                         self.controller.proposed(
-                            proposal, plan_ms=1.0, now=self.now, asked=effect.asked
+                            proposal, plan_ms=1.0, now=self.now, requested_by=effect.requested_by
                         )
                     )
                 case _ if self.store_fault:

@@ -30,7 +30,7 @@ class Operator:
     def ask(self, wish, *, reason="because"):
         self.tickets += 1
         request = AdminRequest(
-            ticket=self.tickets, who="ann", reason=reason, what=type(wish).__name__, wish=wish
+            ticket=self.tickets, who="ann", reason=reason, what=type(wish).__name__, operation=wish
         )
         self.bench.perform(self.bench.controller.administer(request, now=self.bench.now))
         answers = [
@@ -72,7 +72,7 @@ def test_a_paused_pool_closes_windows_and_adopts_nothing_until_it_is_resumed(
 ):
     assert operator.ask(Pause()).accepted
     serving_bench.run_traffic(skewed(1), seconds=30)
-    assert serving_bench.pool.windows_closed == 3
+    assert serving_bench.pool.windows.num_closed == 3
     assert running(serving_bench).generation == 1
     assert serving_bench.decisions() == []
     assert operator.ask(Resume()).accepted
@@ -90,7 +90,7 @@ def test_who_paused_and_why_is_told_to_whoever_pauses_again(operator):
 def test_pausing_lets_the_rollout_under_way_come_to_its_end(serving_bench, operator, skewed):
     serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
     answer = operator.ask(Pause())
-    assert "generation 2 comes to its end" in answer.reason
+    assert "generation 2 runs to its end" in answer.reason
     serving_bench.carry_out_rollout()
     assert running(serving_bench).generation == 2
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_done_is_refused_and_recorded(operator, wish, words):
     answer = operator.ask(wish)
     assert not answer.accepted
     assert words in answer.reason
-    assert not operator.bench.pool.audit[0].accepted
+    assert not operator.bench.pool.journal.audit[0].accepted
 
 
 def test_a_rollback_is_an_ordinary_rollout_to_an_old_placement_under_a_new_number(
@@ -145,7 +145,7 @@ def test_a_rollback_may_leave_planning_on(balanced, operator, skewed):
     start = contiguous_layout(num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=10)
     operator.ask(RollBack(layout=start, keep_planning=True))
     balanced.carry_out_rollout()
-    assert not balanced.pool.hold.reason
+    assert not balanced.pool.journal.hold.reason
     balanced.run_traffic(skewed(1), seconds=10)
     assert not running(balanced).same_placement(start)
 
@@ -156,7 +156,7 @@ def test_a_rollback_to_what_runs_or_while_something_rolls_is_refused(
     start = running(serving_bench)
     same = operator.ask(RollBack(layout=start))
     assert not same.accepted
-    assert "which runs, places experts just so" in same.reason
+    assert "is running and already has this placement" in same.reason
     serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
     busy = operator.ask(RollBack(layout=rearranged(start)))
     assert not busy.accepted
@@ -199,7 +199,7 @@ def test_a_pool_that_missed_its_pin_goes_there_at_the_end_of_the_interval(
     serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
     target = rearranged(running(serving_bench))
     answer = operator.ask(Pin(layout=target))
-    assert "as soon as it can (generation 2 is being rolled out" in answer.reason
+    assert "as soon as possible (generation 2 is being rolled out" in answer.reason
     serving_bench.carry_out_rollout()
     assert running(serving_bench).generation == 2
     serving_bench.run_traffic(skewed(1), seconds=10)
@@ -239,7 +239,7 @@ def test_a_rebalance_plans_at_once_and_answers_with_the_verdict(serving_bench, o
 
 
 def test_a_forced_rebalance_adopts_what_gains_too_little(make_bench, skewed):
-    bench = make_bench(policy=replace(make_bench().pool.policy, min_gain=0.9))
+    bench = make_bench(policy=replace(make_bench().pool.policy.values, min_gain=0.9))
     bench.serve()
     bench.run_traffic(skewed(1), seconds=10)
     assert not bench.decisions()[-1].accepted
@@ -254,7 +254,7 @@ def test_a_preview_tells_the_plan_and_changes_nothing(serving_bench, operator, s
     operator.ask(Pause())
     serving_bench.run_traffic(skewed(1), seconds=10)
     decisions = len(serving_bench.decisions())
-    policy = replace(serving_bench.pool.policy, target_balancedness=0.9)
+    policy = replace(serving_bench.pool.policy.values, target_balancedness=0.9)
     answer = operator.ask(Preview(policy=policy))
     assert answer.accepted
     assert answer.reason.startswith("would be adopted: ")
@@ -262,7 +262,7 @@ def test_a_preview_tells_the_plan_and_changes_nothing(serving_bench, operator, s
     assert answer.proposal.request.policy is policy
     assert len(serving_bench.decisions()) == decisions
     assert serving_bench.pool.rollouts.current is None
-    assert not serving_bench.pool.is_proposing
+    assert not serving_bench.pool.decisions.is_proposing
 
 
 def test_a_plan_that_was_being_made_when_the_pool_was_paused_is_not_adopted(
@@ -298,13 +298,14 @@ def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_bench, poli
     due = plan_in_the_making(bench, skewed(1))
     for ticket in range(1, MAX_POSTPONED + 1):
         wish = Rebalance(force=ticket == 1)
-        request = AdminRequest(ticket=ticket, who="ann", reason="", what="rebalance", wish=wish)
+        request = AdminRequest(
+            ticket=ticket, who="ann", reason="", what="rebalance", operation=wish
+        )
         assert bench.controller.administer(request, now=bench.now) == ()
     operator = Operator(bench)
     operator.tickets = MAX_POSTPONED
     assert not operator.ask(Rebalance()).accepted, "too many wait already"
     bench.perform(due)
-    assert not bench.pool.postponed
     verdicts = {record.accepted for record in bench.decisions()}
     assert verdicts == {True, False}, "the plan of the window gained too little"
     answers = {
@@ -320,7 +321,7 @@ def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_bench, poli
 def test_an_order_that_waited_too_long_for_a_plan_is_refused(make_bench, policy, skewed):
     bench = make_bench(policy=replace(policy, min_gain=1.0))
     due = plan_in_the_making(bench, skewed(1))
-    request = AdminRequest(ticket=1, who="ann", reason="", what="rebalance", wish=Rebalance())
+    request = AdminRequest(ticket=1, who="ann", reason="", what="rebalance", operation=Rebalance())
     assert bench.controller.administer(request, now=bench.now) == ()
     bench.now += policy.plan_timeout_s + 1.0
     bench.perform(due)
@@ -332,31 +333,34 @@ def test_an_order_that_waited_too_long_for_a_plan_is_refused(make_bench, policy,
 def test_when_the_planner_breaks_down_the_operator_is_told(serving_bench, operator, skewed):
     operator.ask(Pause())
     serving_bench.run_traffic(skewed(1), seconds=10)
-    request = AdminRequest(ticket=99, who="ann", reason="", what="x", wish=Rebalance())
-    serving_bench.pool.is_proposing = True
+    request = AdminRequest(ticket=99, who="ann", reason="", what="x", operation=Rebalance())
+    serving_bench.pool.decisions.begin_proposing()
     (write,) = serving_bench.controller.proposal_failed(
-        "the planner failed: so it goes", timed_out=False, now=serving_bench.now, asked=request
+        "the planner failed: so it goes",
+        timed_out=False,
+        now=serving_bench.now,
+        requested_by=request,
     )
     assert not write.answer.accepted
     assert "the planner failed" in write.answer.reason
-    assert not serving_bench.pool.is_proposing
+    assert not serving_bench.pool.decisions.is_proposing
 
 
 def test_what_the_store_does_not_take_does_not_happen(serving_bench, skewed):
     serving_bench.store_fault = "the disk is full"
-    request = AdminRequest(ticket=1, who="ann", reason="", what="pause", wish=Pause())
+    request = AdminRequest(ticket=1, who="ann", reason="", what="pause", operation=Pause())
     serving_bench.perform(serving_bench.controller.administer(request, now=serving_bench.now))
-    assert not serving_bench.pool.hold.reason
-    assert len(serving_bench.pool.audit) == 0
+    assert not serving_bench.pool.journal.hold.reason
+    assert len(serving_bench.pool.journal.audit) == 0
 
 
 def test_a_balancer_that_is_started_anew_knows_what_the_pool_is_held_to(
     make_bench, operator, skewed
 ):
     operator.ask(Pin())
-    hold, audit = operator.bench.pool.hold, tuple(operator.bench.pool.audit)
+    hold, audit = operator.bench.pool.journal.hold, tuple(operator.bench.pool.journal.audit)
     bench = make_bench(memory=PoolMemory(hold=hold, audit=audit))
     bench.serve()
     bench.run_traffic(skewed(1), seconds=20)
     assert running(bench).generation == 1
-    assert bench.pool.audit[0].what == "Pin"
+    assert bench.pool.journal.audit[0].what == "Pin"

@@ -37,7 +37,7 @@ def test_nothing_is_planned_while_a_ranks_load_is_not_told(serving_bench, skewed
     # Its counters are cumulative: what was not told comes with the next report.
     told = 3 * 10_000 * WINDOW_S
     bench.run_traffic(skewed(1), seconds=WINDOW_S)
-    assert sum(window.assignments for window in bench.pool.windows) == pytest.approx(
+    assert sum(window.assignments for window in bench.pool.windows.closed) == pytest.approx(
         4 * told, rel=0.01
     )
     bench.run_traffic(skewed(1), seconds=2 * WINDOW_S)
@@ -50,9 +50,9 @@ def test_reports_that_come_more_seldom_than_windows_may_miss_some(make_bench, sk
     )
     bench.serve()
     run_without(bench, skewed(1), seconds=2 * WINDOW_S, rank=2)
-    assert not any(window.unheard for window in bench.pool.windows)
+    assert not any(window.unheard for window in bench.pool.windows.closed)
     run_without(bench, skewed(1), seconds=WINDOW_S, rank=2)
-    assert bench.pool.windows[-1].unheard == (2,)
+    assert bench.pool.windows.closed[-1].unheard == (2,)
 
 
 @pytest.mark.parametrize("assignments", [2**53, 10**12])
@@ -71,7 +71,7 @@ def test_a_rank_that_counts_what_no_slot_can_receive_is_refused_and_named(
         bench.say(liar, replace(lie, load=replace(lie.load, assignments=counters)))
     assert caught.value.kind == "report_implausible"
     bench.run_traffic(skewed(1), seconds=1)
-    assert bench.pool.windows[-1].assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
+    assert bench.pool.windows.closed[-1].assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
 
 
 def test_a_lie_that_could_be_true_costs_balance_for_some_windows_and_nothing_else(
@@ -79,17 +79,17 @@ def test_a_lie_that_could_be_true_costs_balance_for_some_windows_and_nothing_els
 ):
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=5 * WINDOW_S)
-    settled = bench.pool.windows[-1].balancedness
+    settled = bench.pool.windows.closed[-1].balancedness
     liar = bench.ranks[3]
     # A thousand times the pool's real load; afterwards it counts on from there.
     liar.assignments[:, 0] += np.uint64(100_000_000)
     bench.run_traffic(skewed(1), seconds=4 * WINDOW_S)
     for write in bench.decisions():
         assert np.isfinite([write.balancedness_current, write.balancedness_proposed]).all()
-    for average in (bench.pool.loads.fast, bench.pool.loads.slow):
+    for average in (bench.pool.windows.loads.fast, bench.pool.windows.loads.slow):
         assert np.isfinite(average.per_second()).all()
     bench.run_traffic(skewed(1), seconds=26 * WINDOW_S)
-    assert bench.pool.windows[-1].balancedness > settled - 0.05
+    assert bench.pool.windows.closed[-1].balancedness > settled - 0.05
     assert bench.pool.diagnosis().health is Health.SERVING
 
 
@@ -98,20 +98,20 @@ def test_a_lie_about_one_layer_is_seen_and_not_averaged(serving_bench, skewed, t
     """As bits that turned on the way make it: the next report may say the truth again."""
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=5 * WINDOW_S)
-    before, known = bench.pool.windows[-1], bench.pool.loads.slow.per_second()
+    before, known = bench.pool.windows.closed[-1], bench.pool.windows.loads.slow.per_second()
     liar = bench.ranks[3]
     liar.assignments[1, 4] += np.uint64(100_000_000)
     bench.run_traffic(skewed(1), seconds=1)
     if takes_back:
         liar.assignments[1, 4] -= np.uint64(100_000_000)
     bench.run_traffic(skewed(1), seconds=WINDOW_S)
-    doubtful = bench.pool.windows[-1]
+    doubtful = bench.pool.windows.closed[-1]
     assert doubtful.doubt.startswith("layer 1 counted 100")
     assert "on rank 3" in doubtful.doubt
     assert bench.decisions()[-1].reason == f"nothing is planned on this window: {doubtful.doubt}"
-    np.testing.assert_array_equal(bench.pool.loads.slow.per_second(), known)
+    np.testing.assert_array_equal(bench.pool.windows.loads.slow.per_second(), known)
     bench.run_traffic(skewed(1), seconds=3 * WINDOW_S)
-    after = bench.pool.windows[-1]
+    after = bench.pool.windows.closed[-1]
     assert not after.doubt
     assert after.assignments == pytest.approx(before.assignments, rel=0.05)
     assert after.balancedness > before.balancedness - 0.05
@@ -123,14 +123,14 @@ def test_a_false_count_of_steps_or_time_misleads_no_comparison_of_ranks(
 ):
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=5 * WINDOW_S)
-    before = bench.pool.windows[-1]
+    before = bench.pool.windows.closed[-1]
     liar = bench.ranks[3]
     liar.serve_traffic(skewed(1))
     lie = liar.report()
     false = getattr(lie.stats, count) + 100_000
     bench.say(liar, replace(lie, stats=replace(lie.stats, **{count: false})))
     bench.run_traffic(skewed(1), seconds=2 * WINDOW_S)
-    after = bench.pool.windows[-1]
+    after = bench.pool.windows.closed[-1]
     np.testing.assert_allclose(after.pace.busy_us, before.pace.busy_us)
     assert after.balancedness == pytest.approx(before.balancedness, abs=0.05)
     impossible = replace(lie.stats, **{count: 2**53})
@@ -176,7 +176,7 @@ def learned(bench, load, *, weather):
                 except InvalidReportError as late:
                     assert late.kind == "report_shrinking_counter"  # noqa: PT017 - it is late
         bench.tick()
-    return bench.pool.loads.slow.per_second()
+    return bench.pool.windows.loads.slow.per_second()
 
 
 def fair(_seed):
@@ -213,7 +213,7 @@ def test_a_report_of_a_generation_with_other_ranks_is_refused_and_harms_no_other
     assert bench.pool.layouts.get(former).num_ranks != len(bench.ranks)
     with pytest.raises(InvalidReportError, match="another epoch's: it had"):
         bench.say(bench.ranks[0], stale)
-    windows = bench.pool.windows_closed
+    windows = bench.pool.windows.num_closed
     bench.run_traffic(skewed(1), seconds=WINDOW_S)
-    assert bench.pool.windows_closed == windows + 1
-    assert bench.pool.windows[-1].assignments > 0
+    assert bench.pool.windows.num_closed == windows + 1
+    assert bench.pool.windows.closed[-1].assignments > 0

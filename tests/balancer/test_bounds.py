@@ -24,23 +24,23 @@ def test_what_workers_count_is_added_up_and_told_again_it_counts_once():
     pool = bounds()
     assert "step" not in {bound.name for bound in pool.all()}
     for worker, reached in (("a", 1), ("b", 2), ("a", 1), ("a", 3), ("b", 2)):
-        assert pool.hear(worker, boot_id="1", told=step(reached)) == ()
+        assert pool.add(worker, boot_id="1", reported=step(reached)) == ()
     told = of(pool, "step")
     assert (told.bound_s, told.reached, told.latest) == (4.0, 5, "a: epoch 3 ended")
 
 
 def test_a_worker_that_started_anew_counts_from_zero():
     pool = bounds()
-    pool.hear("a", boot_id="1", told=step(7))
-    pool.hear("a", boot_id="2", told=step(0, latest=""))
-    pool.hear("a", boot_id="2", told=step(1))
+    pool.add("a", boot_id="1", reported=step(7))
+    pool.add("a", boot_id="2", reported=step(0, latest=""))
+    pool.add("a", boot_id="2", reported=step(1))
     assert of(pool, "step").reached == 8
 
 
 def test_a_count_that_shrinks_takes_nothing_back():
     pool = bounds()
-    pool.hear("a", boot_id="1", told=step(7))
-    pool.hear("a", boot_id="1", told=step(2))
+    pool.add("a", boot_id="1", reported=step(7))
+    pool.add("a", boot_id="1", reported=step(2))
     assert of(pool, "step").reached == 7
 
 
@@ -51,7 +51,7 @@ def test_a_bound_of_a_newer_release_is_named_and_makes_no_series(serving_bench):
     unknown = WorkerBound(name="teleport", bound_s=1.0, reached=1)
     told = replace(report, stats=replace(report.stats, bounds=(unknown, *step(1))))
     bench.say(worker, told)
-    assert bench.pool.refusals.of("report_bound") == 1
+    assert bench.pool.counters.refusals.of("report_bound") == 1
     shown = {one.name: one for one in pool_status(bench.pool, now=bench.now).bounds}
     assert "teleport" not in shown
     assert shown["step"].latest == f"{worker.hello.worker}: epoch 3 ended"
@@ -61,5 +61,23 @@ def test_a_write_that_took_too_long_is_counted_and_one_that_failed_is_not(servin
     controller = serving_bench.controller
     controller.write_failed(None, reason="refused", timed_out=False)
     controller.write_failed(None, reason="no answer", timed_out=True)
-    store = of(controller.pool.bounds, "store")
+    store = of(controller.pool.counters.bounds, "store")
     assert (store.bound_s, store.reached, store.latest) == (WRITE_TIMEOUT_S, 1, "no answer")
+
+
+def test_a_late_commit_is_counted_under_the_bound_it_waited_for(make_bench, policy, skewed):
+    bench = make_bench(policy=replace(policy, switch_timeout_s=7.0, stage_timeout_s=60.0))
+    bench.serve()
+    bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    bench.stage_all()
+    bench.disconnected = set()
+    for worker in bench.ranks:
+        # The store answers nothing any more: the last switch asks for a commit that never comes.
+        value = worker.switch(step=80)
+        bench.controller.message(worker.hello.worker, value, now=bench.now)
+    bench.now += 7.0
+    bench.controller.tick(now=bench.now)
+    late = of(bench.pool.counters.bounds, "commit")
+    assert (late.bound_s, late.reached) == (7.0, 1)
+    assert "the store did not confirm it within 7 s" in late.latest
+    assert of(bench.pool.counters.bounds, "persist").reached == 0

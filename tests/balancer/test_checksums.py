@@ -3,7 +3,7 @@
 import numpy as np
 
 from equipoise.planning.layout import contiguous_layout
-from equipoise.pool.checksums import ChecksumTable
+from equipoise.pool.layouts import ChecksumTable
 
 LAYOUT = contiguous_layout(num_layers=2, num_experts=6, num_ranks=2, slots_per_rank=4)
 TRUTH = np.random.default_rng(0).integers(0, 256, size=(2, 6, 16), dtype=np.uint8)

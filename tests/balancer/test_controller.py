@@ -85,12 +85,12 @@ def test_skewed_traffic_is_planned_staged_switched_and_committed(serving_bench, 
 def test_the_balance_of_a_window_is_what_receivers_measured(serving_bench, skewed):
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=10)
-    before = bench.pool.windows[-1]
+    before = bench.pool.windows.closed[-1]
     rank_load = before.rank_load
     expected = (rank_load.mean(axis=1) / rank_load.max(axis=1)).mean()
     assert before.balancedness == pytest.approx(expected)
     bench.run_traffic(skewed(1), seconds=10)
-    after = bench.pool.windows[-1]
+    after = bench.pool.windows.closed[-1]
     assert after.balancedness > before.balancedness + 0.1
     assert after.balancedness == pytest.approx(bench.decisions()[0].balancedness_proposed, abs=0.01)
 
@@ -100,7 +100,7 @@ def test_a_report_more_or_less_in_a_window_is_no_imbalance(serving_bench):
     # Loads in proportion to replicas weigh the same in every slot.
     even = bench.ranks[0].layout.replica_counts() * 1000.0
     bench.run_traffic(even, seconds=10)
-    assert bench.pool.windows[-1].balancedness == pytest.approx(1.0)
+    assert bench.pool.windows.closed[-1].balancedness == pytest.approx(1.0)
     late = bench.ranks[0]
     for second in range(10):
         bench.now += 1.0
@@ -109,23 +109,23 @@ def test_a_report_more_or_less_in_a_window_is_no_imbalance(serving_bench):
             if not (worker is late and second > 6):
                 bench.say(worker, worker.report())
         bench.tick()
-    assert bench.pool.windows_closed == 2
-    assert bench.pool.windows[-1].balancedness == pytest.approx(1.0)
+    assert bench.pool.windows.num_closed == 2
+    assert bench.pool.windows.closed[-1].balancedness == pytest.approx(1.0)
 
 
 def test_balance_recovers_within_two_windows_of_an_abrupt_shift(serving_bench, skewed):
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=60)
-    settled = bench.pool.windows[-1].balancedness
+    settled = bench.pool.windows.closed[-1].balancedness
     assert settled > 0.83
     # The shift falls into the middle of a window, as shifts do.
     bench.run_traffic(skewed(1), seconds=4)
     bench.run_traffic(skewed(2), seconds=6)
-    assert bench.pool.windows[-1].balancedness < settled - 0.05
+    assert bench.pool.windows.closed[-1].balancedness < settled - 0.05
     bench.run_traffic(skewed(2), seconds=20)
-    assert any(window.shift.detected for window in list(bench.pool.windows)[-3:])
+    assert any(window.shift.detected for window in list(bench.pool.windows.closed)[-3:])
     bench.run_traffic(skewed(2), seconds=10)
-    assert bench.pool.windows[-1].balancedness > settled - 0.02
+    assert bench.pool.windows.closed[-1].balancedness > settled - 0.02
 
 
 def test_balanced_traffic_is_left_alone_with_a_reason(serving_bench):
@@ -157,7 +157,7 @@ def test_a_plan_of_many_layers_goes_out_in_waves_one_at_a_time(make_bench, skewe
 
 def test_idle_windows_give_no_verdict(serving_bench):
     serving_bench.tick(seconds=10)
-    assert serving_bench.pool.windows_closed == 1
+    assert serving_bench.pool.windows.num_closed == 1
     assert serving_bench.decisions() == []
 
 
@@ -197,7 +197,7 @@ def test_a_refusal_aborts_on_all_ranks_and_the_next_window_tries_a_new_number(
         assert "no memory for 3 experts" in abort.reason
     assert bench.pool.rollouts.aborted == 1
     assert bench.pool.layouts.stored_generation == 1
-    taken_back = bench.pool.last_decision
+    taken_back = bench.pool.journal.last_decision
     assert not taken_back.accepted
     assert "generation 2 was aborted: rank 1 refused: no memory" in taken_back.reason
     bench.run_traffic(skewed(1), seconds=10)

@@ -113,4 +113,4 @@ def test_whatever_happened_those_who_are_alive_end_up_as_one_group(make_bench, w
     assert {worker.epoch for worker in ranks} == {bench.pool.roster.epoch}
     assert [worker.rank for worker in ranks] == list(range(len(bench.workers)))
     assert {worker.layout.generation for worker in ranks} == {bench.pool.layouts.stored_generation}
-    assert bench.pool.refusals.all() == ()
+    assert bench.pool.counters.refusals.all() == ()

@@ -8,6 +8,7 @@ from equipoise.pool.effects import WriteAdopted, WriteMembership
 from equipoise.pool.health import Health
 from equipoise.wire.messages import JoinEpoch, Leaving
 from tests.support.deaths import check, die, lost, names, notice, serve_all, with_spare_slots
+from tests.support.scripted_worker import MODEL
 from tests.support.store_records import A_DECISION
 
 
@@ -91,7 +92,7 @@ def test_an_epoch_behind_a_verdict_that_the_store_did_not_take_is_opened_all_the
     notice(bench, *others)
     live_for(bench, bench.ranks, seconds=4)
     assert stubborn.epoch == others[0].epoch == 1
-    bench.pool.late.append(A_DECISION)
+    bench.pool.journal._late.append(A_DECISION)
     bench.store_fault = "the disk is full"
     live_for(bench, bench.ranks, seconds=1)
     bench.store_fault = ""
@@ -139,7 +140,7 @@ def test_a_hung_rank_is_left_out_when_it_is_silent_and_taken_in_when_it_wakes(se
     for worker in others:
         bench.say(worker, worker.serving())
     assert bench.pool.diagnosis().health is Health.SERVING
-    assert next(b for b in bench.pool.bounds.all() if b.name == "report").reached == 1
+    assert next(b for b in bench.pool.counters.bounds.all() if b.name == "report").reached == 1
 
     for worker in bench.ranks:
         bench.say(worker, worker.heartbeat())
@@ -149,7 +150,7 @@ def test_a_hung_rank_is_left_out_when_it_is_silent_and_taken_in_when_it_wakes(se
     assert {worker.epoch for worker in bench.ranks} == {3}
     serve_all(bench)
     check(bench)
-    assert bench.pool.refusals.all() == ()
+    assert bench.pool.counters.refusals.all() == ()
 
 
 def test_a_group_that_only_some_gave_up_is_reformed_without_the_others_at_the_bound(serving_bench):
@@ -163,7 +164,7 @@ def test_a_group_that_only_some_gave_up_is_reformed_without_the_others_at_the_bo
         bench.tick()
     assert stubborn.epoch == 1
     assert {worker.epoch for worker in others} == {2}
-    reform = next(bound for bound in bench.pool.bounds.all() if bound.name == "reform")
+    reform = next(bound for bound in bench.pool.counters.bounds.all() if bound.name == "reform")
     assert reform.reached == 1
     assert "worker-0 did not leave it within 5 s" in reform.latest
 
@@ -220,7 +221,7 @@ def test_ranks_that_did_not_meet_try_again_with_whoever_is_left(serving_bench):
         bench.say(worker, worker.heartbeat())
     notice(bench, *bench.ranks)
     assert {worker.epoch for worker in bench.ranks} == {3}
-    assert next(b for b in bench.pool.bounds.all() if b.name == "meet").reached == 1
+    assert next(b for b in bench.pool.counters.bounds.all() if b.name == "meet").reached == 1
     serve_all(bench)
     check(bench)
 
@@ -236,7 +237,7 @@ def test_a_word_from_an_epoch_that_is_over_is_no_fault(serving_bench):
     serve_all(bench)
     check(bench)
     assert bench.pool.roster.epoch == 2
-    assert bench.pool.refusals.all() == ()
+    assert bench.pool.counters.refusals.all() == ()
 
 
 def test_a_worker_that_leaves_is_not_waited_for(serving_bench):
@@ -248,21 +249,21 @@ def test_a_worker_that_leaves_is_not_waited_for(serving_bench):
     bench.lose(leaver)
     serve_all(bench)
     check(bench)
-    assert "it left: SIGTERM" in bench.pool.epochs.newest_first()[0].reason
+    assert "it left: SIGTERM" in bench.pool.membership.epochs[0].reason
 
 
 def test_averages_survive_a_change_of_ranks_and_planning_goes_on(serving_bench, skewed):
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=10)
-    before = bench.pool.load()
+    before = bench.pool.windows.average_load(MODEL)
     die(bench, bench.ranks[0])
     notice(bench, *bench.ranks)
-    np.testing.assert_allclose(bench.pool.load(), before)
+    np.testing.assert_allclose(bench.pool.windows.average_load(MODEL), before)
     serve_all(bench)
-    np.testing.assert_allclose(bench.pool.load(), before)
+    np.testing.assert_allclose(bench.pool.windows.average_load(MODEL), before)
     bench.run_traffic(skewed(1), seconds=20)
-    assert bench.pool.refusals.all() == ()
-    assert bench.pool.windows[-1].rank_load.shape == (3, 4 - 1)
+    assert bench.pool.counters.refusals.all() == ()
+    assert bench.pool.windows.closed[-1].rank_load.shape == (3, 4 - 1)
     check(bench)
 
 
@@ -272,7 +273,7 @@ def test_the_pause_of_an_epoch_is_measured(serving_bench):
     notice(bench, *bench.ranks)
     bench.now += 2.5
     serve_all(bench)
-    newest = bench.pool.epochs.newest_first()[0]
+    newest = bench.pool.membership.epochs[0]
     assert newest.epoch == 2
     assert newest.serving_after_s == pytest.approx(2.5)
     assert newest.workers == tuple(names(bench))

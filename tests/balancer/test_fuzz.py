@@ -18,7 +18,7 @@ from equipoise.balancer.pools import MAX_POOLS
 from equipoise.balancer.service.status import loads_response, pool_status
 from equipoise.planning.counters import LoadReport
 from equipoise.planning.errors import InvalidReportError
-from equipoise.pool.records import RefusedWorkerError
+from equipoise.pool.hello_checks import RefusedWorkerError
 from equipoise.wire import checks
 from equipoise.wire.convert import from_worker, to_balancer
 from equipoise.wire.errors import InvalidMessageError
@@ -165,7 +165,7 @@ class FuzzedPool:
             bench.say(worker, worker.serving())
         assert bench.pool.roster.complete, bench.pool.diagnosis()
         bench.run_traffic(self._load, seconds=12)
-        assert bench.pool.loads is not None
+        assert bench.pool.windows.loads is not None
         self.outcomes["healed"] += 1
 
     def _return(self):
@@ -193,12 +193,12 @@ class FuzzedPool:
         layout = pool.layouts.current
         for row in layout.expert_of_slot:
             assert set(row.tolist()) == set(range(layout.num_experts))
-        if pool.loads is not None:
-            for average in (pool.loads.fast, pool.loads.slow):
+        if pool.windows.loads is not None:
+            for average in (pool.windows.loads.fast, pool.windows.loads.slow):
                 assert np.isfinite(average.decayed_load).all()
                 assert (average.decayed_load >= 0).all()
             assert loads_response(pool).SerializeToString()
-        for window in pool.windows:
+        for window in pool.windows.closed:
             assert 0.0 < window.balancedness <= 1.0 or window.assignments == 0
         status = pool_status(pool, now=now)
         assert len(status.SerializeToString()) < 2**20

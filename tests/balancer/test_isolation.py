@@ -92,11 +92,11 @@ async def until(runner, condition):
 
 
 def decided(pool, *, times):
-    return pool.last_decision is not None and pool.last_decision.sequence >= times
+    return pool.journal.last_decision is not None and pool.journal.last_decision.sequence >= times
 
 
 def reached(pool, name):
-    return next(bound for bound in pool.bounds.all() if bound.name == name)
+    return next(bound for bound in pool.counters.bounds.all() if bound.name == name)
 
 
 @pytest.fixture
@@ -123,12 +123,12 @@ async def test_a_plan_that_hangs_or_breaks_down_is_told_tried_again_and_delays_n
     async with pools_of(tmp_path, worker_of, hello_of, names) as pools:
         await until(pools["stuck"], lambda pool: reached(pool, "plan").reached >= 3)
         assert "given up after 0.05 s" in reached(pools["stuck"].pool, "plan").latest
-        await until(pools["broken"], lambda pool: pool.refusals.of("plan") >= 2)
-        before = pools["stuck"].pool.windows_closed
-        await until(pools["stuck"], lambda pool: pool.windows_closed >= before + 3)
+        await until(pools["broken"], lambda pool: pool.counters.refusals.of("plan") >= 2)
+        before = pools["stuck"].pool.windows.num_closed
+        await until(pools["stuck"], lambda pool: pool.windows.num_closed >= before + 3)
         await until(pools["steady"], lambda pool: decided(pool, times=3))
         await until(pools["stuck"], lambda pool: "run still" in reached(pool, "plan").latest)
-        assert pools["stuck"].pool.last_decision is None
+        assert pools["stuck"].pool.journal.last_decision is None
         released.set()
         await until(pools["broken"], lambda pool: decided(pool, times=1))
         await until(pools["stuck"], lambda pool: decided(pool, times=1))
@@ -145,11 +145,11 @@ async def test_a_worker_that_floods_its_pool_delays_no_other(tmp_path, worker_of
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(flood())
-        known = pools["steady"].pool.windows_closed
-        await until(pools["steady"], lambda pool: pool.windows_closed >= known + 5)
+        known = pools["steady"].pool.windows.num_closed
+        await until(pools["steady"], lambda pool: pool.windows.num_closed >= known + 5)
         await until(pools["steady"], lambda pool: decided(pool, times=3))
-        assert flooded.pool.refusals.of("report_shape") > 1000
-        assert not pools["steady"].pool.refusals.all()
+        assert flooded.pool.counters.refusals.of("report_shape") > 1000
+        assert not pools["steady"].pool.counters.refusals.all()
         task.cancel()
 
 

@@ -8,7 +8,7 @@ import pytest
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
-from equipoise.pool.records import RefusedWorkerError
+from equipoise.pool.hello_checks import RefusedWorkerError
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Leaving, Rejection
 
@@ -67,7 +67,7 @@ def test_a_worker_whose_kernels_cannot_agree_with_those_present_is_refused(
     error = refusal_of(bench, hello_of("worker-9", kernels="odd", backends=backends))
     assert error.kind == "hello_kernels"
     assert "worker-9: it computes with odd, but pool tiny with triton" in str(error)
-    assert f"(worker worker-0), and no backend of {operation} can be had by all" in str(error)
+    assert f"(worker worker-0), and no backend of {operation} is available to all" in str(error)
     bench.hello(hello_of("worker-3", backends=AUTO))
     assert sorted(bench.pool.roster.members) == [f"worker-{n}" for n in range(4)]
 
@@ -163,7 +163,7 @@ def test_nothing_is_planned_while_a_rank_is_missing(serving_bench, skewed):
     bench.run_traffic(skewed(1), seconds=9)
     bench.lose(bench.ranks[0])
     bench.tick(seconds=1.0)
-    assert bench.pool.windows_closed == 1
+    assert bench.pool.windows.num_closed == 1
     assert bench.decisions() == []
 
 
@@ -186,7 +186,9 @@ def test_a_restarted_fleet_gets_a_new_epoch_and_the_committed_layout(serving_ben
         bench.say(worker, worker.serving())
     assert bench.pool.diagnosis().health is Health.SERVING
     bench.run_traffic(skewed(1), seconds=10)
-    assert bench.pool.refusals.all() == (), "counters of the new boots are no shrinking ones"
+    assert bench.pool.counters.refusals.all() == (), (
+        "counters of the new boots are no shrinking ones"
+    )
 
 
 def test_a_newer_boot_takes_the_place_of_one_that_seems_connected(serving_bench):
@@ -252,7 +254,7 @@ def test_reports_that_cannot_be_true_are_refused_and_the_load_stays(
         bench.say(worker, replace(bad, load=replace(bad.load, **changes)))
     assert caught.value.kind == kind
     bench.run_traffic(skewed(1), seconds=1)
-    assert bench.pool.windows[-1].assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
+    assert bench.pool.windows.closed[-1].assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
 
 
 def test_a_refused_message_is_counted_and_its_sender_told(serving_bench):
@@ -260,7 +262,7 @@ def test_a_refused_message_is_counted_and_its_sender_told(serving_bench):
     chain = bench.controller.refuse("worker-1", kind="report_shape", reason="bad", now=bench.now)
     bench.perform(chain)
     assert bench.sent_to("worker-1", Rejection) == [Rejection(reason="bad", fatal=False)]
-    (refusal,) = bench.pool.refusals.all()
+    (refusal,) = bench.pool.counters.refusals.all()
     assert (refusal.kind, refusal.count, refusal.latest) == ("report_shape", 1, "bad")
 
 
@@ -270,7 +272,7 @@ def test_a_repeated_report_counts_once(serving_bench, skewed):
     for worker in bench.ranks:
         bench.say(worker, worker.report())
     bench.tick(seconds=1.0)
-    assert bench.pool.windows[-1].assignments == pytest.approx(3 * 9 * 10_000, rel=0.01)
+    assert bench.pool.windows.closed[-1].assignments == pytest.approx(3 * 9 * 10_000, rel=0.01)
 
 
 def test_ranks_that_hold_different_bytes_of_one_expert_stop_all_planning(bench, skewed):

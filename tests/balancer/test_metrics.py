@@ -13,11 +13,11 @@ from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.telemetry.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
 from equipoise.planning.topology import ModelShape
 from equipoise.policy.book import PolicyBook
+from equipoise.pool.counters import MAX_KINDS
 from equipoise.pool.loads import PoolLoads
 from equipoise.pool.members import Member
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
-from equipoise.pool.refusals import MAX_KINDS
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.histogram import Histogram
 from equipoise.trust.credentials import Credentials
@@ -47,7 +47,7 @@ def told_of(pool, *, now):
 def test_a_pool_tells_its_balance_as_receivers_measured_it(serving_bench, skewed):
     bench = serving_bench
     bench.run_traffic(skewed(1), seconds=10)
-    told, window = told_of(bench.pool, now=bench.now), bench.pool.windows[-1]
+    told, window = told_of(bench.pool, now=bench.now), bench.pool.windows.closed[-1]
     per_layer = window.rank_load.mean(axis=1) / window.rank_load.max(axis=1)
     labels = {"pool": "tiny", "phase": "mixed"}
     assert value_of(told, "equipoise_balancedness", **labels) == pytest.approx(per_layer.mean())
@@ -101,7 +101,7 @@ def test_promises_are_counted_by_what_became_of_them_and_the_policy_is_named(ser
         for outcome in ("kept", "traffic_changed", "rolled_back")
     }
     assert counts == {"kept": 1, "traffic_changed": 0, "rolled_back": 0}
-    hash_of = bench.pool.in_force.digest
+    hash_of = bench.pool.policy.in_force.digest
     assert value_of(told, "equipoise_policy_info", pool="tiny", hash=hash_of) == 1
 
 
@@ -158,7 +158,7 @@ async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
     assert value_of(families, "equipoise_leader") == 1
     assert "process_resident_memory_bytes" in families
     bench.run_traffic(skewed(1), seconds=50)
-    bench.pool.refusals.count("report_shape", "worker worker-0: ...")
+    bench.pool.counters.refusals.count("report_shape", "worker worker-0: ...")
     told = {**ours(families), **ours(told_of(bench.pool, now=bench.now))}
     assert told == documented("Balancer")
 
@@ -194,15 +194,15 @@ def test_a_histogram_counts_a_value_on_its_bound_below_it():
 
 
 def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
-    pool = Pool.remembered("big", policies=PolicyBook(policy), memory=PoolMemory())
+    pool = Pool("big", policies=PolicyBook(policy), memory=PoolMemory())
     told = [WorkerBound(name=wait, bound_s=1.0) for wait in Wait]
-    pool.bounds.hear("worker-0", boot_id="boot-1", told=told)
+    pool.counters.bounds.add("worker-0", boot_id="boot-1", reported=told)
     for rank in range(num_ranks):
         hello = hello_of(f"worker-{rank}", num_ranks=num_ranks)
-        pool.roster.members[hello.worker] = Member(
+        pool.roster._members[hello.worker] = Member(
             hello=hello, last_heard_s=0.0, since_s=0.0, rank=rank, serving=True
         )
-    pool.roster.note_seats()
+    pool.roster._note_seats()
     loads = PoolLoads(
         epoch=1,
         model=ModelShape(num_layers=num_layers, num_experts=256, num_groups=8, expert_bytes=1),
@@ -214,7 +214,7 @@ def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
     )
     window = loads.close_window(number=1, generation=1, now=10.0)
     rank_load = np.random.default_rng(0).gamma(9.0, size=(num_layers, num_ranks))
-    pool.windows.append(replace(window, rank_load=rank_load, assignments=rank_load.sum()))
+    pool.windows._closed.append(replace(window, rank_load=rank_load, assignments=rank_load.sum()))
     for kind in range(2 * MAX_KINDS):
-        pool.refusals.count(f"kind_{kind}", "text")
+        pool.counters.refusals.count(f"kind_{kind}", "text")
     return sum(len(family.samples) for family in told_of(pool, now=10.0).values())

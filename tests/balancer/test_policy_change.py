@@ -33,7 +33,7 @@ def test_decisions_name_the_policy_that_made_them(make_bench, hot):
     bench.run_traffic(hot, seconds=11)
     (first,) = bench.decisions()
     assert first.kind is DecisionKind.PLAN
-    assert first.policy_hash == bench.pool.in_force.digest == pool_hash(bench)
+    assert first.policy_hash == bench.pool.policy.in_force.digest == pool_hash(bench)
     assert decision_to_proto(first).policy_hash == first.policy_hash
 
 
@@ -77,21 +77,24 @@ def test_averages_keep_their_values_when_half_lives_change(make_bench, hot):
     bench.serve()
     bench.run_traffic(hot, seconds=5)
     bench.run_traffic(hot, seconds=6)
-    slow, fast = bench.pool.loads.slow.per_second(), bench.pool.loads.fast.per_second()
+    slow, fast = (
+        bench.pool.windows.loads.slow.per_second(),
+        bench.pool.windows.loads.fast.per_second(),
+    )
     assert slow.any()
     offer(bench, "defaults: {averages: {slowHalfLife: 5m, fastHalfLife: 20s}}")
-    assert bench.pool.loads.slow.per_second() == pytest.approx(slow)
-    assert bench.pool.loads.fast.per_second() == pytest.approx(fast)
-    assert bench.pool.loads.slow.half_life_s == 300
+    assert bench.pool.windows.loads.slow.per_second() == pytest.approx(slow)
+    assert bench.pool.windows.loads.fast.per_second() == pytest.approx(fast)
+    assert bench.pool.windows.loads.slow.half_life_s == 300
 
 
 def test_a_shorter_interval_closes_the_open_window_sooner(make_bench, hot):
     bench = make_bench()
     bench.serve()
     bench.run_traffic(hot, seconds=4)
-    assert bench.pool.windows_closed == 0
+    assert bench.pool.windows.num_closed == 0
     offer(bench, "defaults: {interval: 2s}")
-    assert bench.pool.windows_closed == 1
+    assert bench.pool.windows.num_closed == 1
 
 
 def test_a_pause_keeps_everything_in_place_and_says_so(make_bench, hot):
@@ -134,7 +137,7 @@ def test_a_policy_that_changes_every_second_moves_things_no_more_often(make_benc
         offer(bench, f"defaults: {{judging: {{minAssignments: {100 + second % 2}}}}}")
         bench.run_traffic(load if second < 20 else load[:, ::-1], seconds=1)
     plans = [one for one in bench.decisions() if one.kind is DecisionKind.PLAN]
-    assert bench.pool.windows_closed == len(plans) == 4
+    assert bench.pool.windows.num_closed == len(plans) == 4
     assert 1 <= sum(one.accepted for one in plans) <= 4
 
 
@@ -142,10 +145,10 @@ def test_a_refused_policy_changes_nothing_and_is_shown_until_a_good_one_comes(ma
     bench = make_bench()
     bench.serve()
     offer(bench, "defaults: {interval: 7s}")
-    before = bench.pool.in_force
+    before = bench.pool.policy.in_force
     revision = bench.pool.revision
     assert not offer(bench, "defaults: {intervall: 5s}")
-    assert bench.pool.in_force == before
+    assert bench.pool.policy.in_force == before
     assert bench.pool.revision > revision, "watchers hear of it"
     shown = pool_status(bench.pool, now=bench.now).policy
     assert (shown.hash, shown.num_refused) == (before.digest, 1)
@@ -157,9 +160,9 @@ def test_a_refused_policy_changes_nothing_and_is_shown_until_a_good_one_comes(ma
 def test_bounds_follow_the_policy_and_keep_their_counts(make_bench):
     bench = make_bench()
     bench.serve()
-    bench.pool.bounds.note("stage", "it took too long")
+    bench.pool.counters.bounds.note("stage", "it took too long")
     offer(bench, "defaults: {timeouts: {stage: 7s}}")
-    (stage,) = (one for one in bench.pool.bounds.all() if one.name == "stage")
+    (stage,) = (one for one in bench.pool.counters.bounds.all() if one.name == "stage")
     assert (stage.bound_s, stage.reached) == (7.0, 1)
 
 
@@ -169,9 +172,9 @@ def test_a_shorter_silence_waits_for_workers_that_still_beat_slowly(make_bench):
     assert bench.sent_to("worker-0", JoinEpoch)[-1].heartbeat_interval_s == 1.0
     offer(bench, "defaults: {heartbeatInterval: 100ms, timeouts: {report: 300ms}}")
     bench.tick(1.5)
-    assert not bench.pool.silent
+    assert not bench.pool.attendance.silent
     bench.tick(1.0)
-    assert len(bench.pool.silent) == 4
+    assert len(bench.pool.attendance.silent) == 4
 
 
 def test_a_change_while_no_balancer_led_is_recorded_by_the_next_one(make_bench):

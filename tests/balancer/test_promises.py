@@ -7,6 +7,7 @@ from equipoise.balancer.service.status import pool_status
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.policy import Policy
+from equipoise.pool.records import Hold
 
 POLICY = Policy(
     interval_s=10.0, min_assignments=100.0, rollback_windows=2, rollback_cooldown_s=100.0
@@ -48,14 +49,14 @@ def test_a_rollout_that_made_it_worse_is_rolled_back_as_a_new_generation(bench, 
     assert current.generation > goal
     assert current.same_placement(first)
     assert bench.pool.layouts.stored_generation == current.generation
-    assert bench.pool.tally.rolled_back == 1
+    assert bench.pool.counters.tally.rolled_back == 1
     judged = pool_status(bench.pool, now=bench.now).promises[-1]
     assert (judged.generation, judged.before_generation) == (goal, first.generation)
     assert judged.outcome == "rolled_back"
     assert judged.gain_realised < 0 < judged.gain_promised
     assert judged.balancedness_realised < judged.balancedness_promised - 0.05
     assert judged.reason == back.reason
-    assert bench.pool.tally.promises == {GainOutcome.ROLLED_BACK: 1}
+    assert bench.pool.counters.tally.promises == {GainOutcome.ROLLED_BACK: 1}
 
 
 def test_a_plan_that_waited_for_its_turn_is_held_to_what_its_own_window_measured(bench, hot):
@@ -71,11 +72,11 @@ def test_a_plan_that_waited_for_its_turn_is_held_to_what_its_own_window_measured
         bench.run_traffic(hot, seconds=80)
     (proposal,) = late
     request = proposal.request
-    measured = bench.pool.windows[0]
+    measured = bench.pool.windows.closed[0]
     assert request.window.size > measured.load.size == 0  # Its tables are gone.
-    bench.perform(controller.proposed(proposal, plan_ms=1.0, now=bench.now, asked=None))
+    bench.perform(controller.proposed(proposal, plan_ms=1.0, now=bench.now, requested_by=None))
     computed = balancedness(layout_loads(request.current, request.window))
-    optimism = bench.pool.watched.promise.optimism
+    optimism = bench.pool.decisions.watched.promise.optimism
     assert optimism == pytest.approx(computed - measured.balancedness)
     assert optimism > 0.05
 
@@ -95,16 +96,16 @@ def test_the_same_load_is_not_tried_again_before_the_cooldown(bench, hot):
 
 def test_traffic_that_shifts_after_a_switch_is_not_blamed_on_the_plan(bench, skewed):
     bench.run_traffic(skewed(1), seconds=10)
-    assert bench.pool.watched is not None
+    assert bench.pool.decisions.watched is not None
     bench.run_traffic(skewed(2), seconds=40)
-    assert bench.pool.tally.rolled_back == 0
+    assert bench.pool.counters.tally.rolled_back == 0
     assert all(one.algorithm != "rollback" for one in bench.decisions())
 
 
 def test_a_rollout_that_keeps_its_promise_is_judged_and_kept(bench, skewed):
     bench.run_traffic(skewed(1), seconds=40)
-    assert bench.pool.watched is None
-    assert bench.pool.tally.rolled_back == 0
+    assert bench.pool.decisions.watched is None
+    assert bench.pool.counters.tally.rolled_back == 0
     judged = pool_status(bench.pool, now=bench.now).promises[-1]
     assert judged.outcome == "kept"
     assert judged.reason.startswith("kept, as expected")
@@ -123,9 +124,9 @@ def test_a_promise_is_shown_open_until_windows_have_told(bench, skewed):
 def test_a_paused_pool_is_not_rolled_back_before_it_is_resumed(bench, hot):
     bench.run_traffic(hot, seconds=10)
     be_lopsided(bench)
-    bench.pool.hold = type(bench.pool.hold)(paused="ada")
+    bench.pool.journal._hold = Hold(paused="ada")
     bench.run_traffic(hot, seconds=40)
-    assert bench.pool.tally.rolled_back == 0
-    bench.pool.hold = type(bench.pool.hold)()
+    assert bench.pool.counters.tally.rolled_back == 0
+    bench.pool.journal._hold = Hold()
     bench.run_traffic(hot, seconds=10)
-    assert bench.pool.tally.rolled_back == 1
+    assert bench.pool.counters.tally.rolled_back == 1

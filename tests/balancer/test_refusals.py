@@ -1,6 +1,6 @@
 """Refusals are counted by kind, in bounded memory."""
 
-from equipoise.pool.refusals import MAX_KINDS, MAX_TEXT, Refusals
+from equipoise.pool.counters import MAX_KINDS, MAX_TEXT, Refusals
 
 
 def test_each_kind_has_its_count_and_its_latest_words():

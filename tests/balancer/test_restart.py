@@ -25,7 +25,7 @@ async def put(store, write):
         case WriteAdopted():
             await store.adopt("tiny", write.layout, term=1)
         case WriteMembership():
-            await store.put_membership("tiny", write.membership, term=1)
+            await store.put_membership("tiny", write.members, term=1)
         case WriteAverage():
             await store.put_average("tiny", write.name, write.record, term=1)
         case WriteDecision():
@@ -72,11 +72,11 @@ async def test_ranks_that_served_on_are_taken_as_they_are(serving_bench, skewed,
 
 async def test_averages_and_the_last_decision_survive(serving_bench, skewed, restart):
     serving_bench.run_traffic(skewed(1), seconds=20)
-    known = serving_bench.pool.loads.slow.per_second()
+    known = serving_bench.pool.windows.loads.slow.per_second()
     bench = await restart(serving_bench)
-    assert bench.pool.last_decision.sequence == 2
+    assert bench.pool.journal.last_decision.sequence == 2
     reconnect(bench)
-    assert bench.pool.loads.slow.per_second() == pytest.approx(known)
+    assert bench.pool.windows.loads.slow.per_second() == pytest.approx(known)
 
 
 async def test_assignments_counted_before_the_restart_are_no_load_of_the_first_window(
@@ -87,7 +87,7 @@ async def test_assignments_counted_before_the_restart_are_no_load_of_the_first_w
     reconnect(bench)
     bench.run_traffic(skewed(1), seconds=10)
     # The first report of each rank is the baseline, so nine seconds of ten are measured.
-    assert bench.pool.windows[-1].assignments == pytest.approx(3 * 9 * 10_000, rel=0.01)
+    assert bench.pool.windows.closed[-1].assignments == pytest.approx(3 * 9 * 10_000, rel=0.01)
 
 
 async def test_last_counters_of_a_generation_before_the_restart_are_no_fault(
@@ -102,7 +102,7 @@ async def test_last_counters_of_a_generation_before_the_restart_are_no_fault(
         assert report.load.generation < worker.layout.generation
         bench.say(worker, report)
     bench.run_traffic(skewed(1), seconds=10)
-    assert bench.pool.windows[-1].assignments == pytest.approx(3 * 9 * 10_000, rel=0.01)
+    assert bench.pool.windows.closed[-1].assignments == pytest.approx(3 * 9 * 10_000, rel=0.01)
 
 
 async def test_staging_that_was_cut_short_is_aborted(serving_bench, skewed, restart):

@@ -7,7 +7,8 @@ import pytest
 from equipoise.planning.moves import RankSource
 from equipoise.pool.effects import WriteMembership
 from equipoise.pool.health import Health
-from equipoise.pool.records import PoolMemory, RefusedWorkerError
+from equipoise.pool.hello_checks import RefusedWorkerError
+from equipoise.pool.records import PoolMemory
 from tests.support.deaths import check, come, die, lost, names, notice, serve_all, with_spare_slots
 
 
@@ -48,7 +49,7 @@ def test_a_balancer_without_memory_uses_no_number_again_that_a_rank_without_grou
     assert opened is not None
     assert after.pool.roster.epoch == 6
     leap = replace(lost(before.ranks[0]), generation=2**60)
-    with pytest.raises(RefusedWorkerError, match="speaks of generation"):
+    with pytest.raises(RefusedWorkerError, match="reports generation"):
         after.hello(replace(before.ranks[0].hello, group_lost=leap))
 
 
@@ -111,9 +112,7 @@ def test_survivors_that_meet_a_new_balancer_are_its_pool(serving_bench, make_ben
     memory = PoolMemory(
         committed=old.pool.layouts.current,
         next_generation=old.pool.layouts.next_generation,
-        membership=next(
-            write.membership for write in old.writes if isinstance(write, WriteMembership)
-        ),
+        members=next(write.members for write in old.writes if isinstance(write, WriteMembership)),
     )
     new = with_spare_slots(make_bench(memory=memory))
     new.workers = dict(old.workers)

@@ -107,12 +107,12 @@ async def test_a_write_that_fails_degrades_the_pool_until_one_succeeds(
     store.fault = fault
     mailbox = Mailbox()
     pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
-    await until(pool_runner, lambda: pool_runner.pool.store_fault)
+    await until(pool_runner, lambda: pool_runner.pool.journal.store_fault)
     assert pool_runner.pool.diagnosis().health is Health.DEGRADED
     assert str(fault) in pool_runner.pool.diagnosis().reason
     store.fault = None
     assert (await first_of(mailbox, JoinEpoch)).epoch == 1
-    await until(pool_runner, lambda: not pool_runner.pool.store_fault)
+    await until(pool_runner, lambda: not pool_runner.pool.journal.store_fault)
 
 
 async def test_a_heartbeat_is_answered_while_the_store_hangs(
@@ -143,7 +143,7 @@ async def test_a_store_that_does_not_answer_counts_as_failed(
 
     monkeypatch.setattr(store, "adopt", hang, raising=False)
     pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), Mailbox())
-    await until(pool_runner, lambda: pool_runner.pool.store_fault)
+    await until(pool_runner, lambda: pool_runner.pool.journal.store_fault)
     assert "did not answer within 0.01 s" in pool_runner.pool.diagnosis().reason
 
 
@@ -215,7 +215,7 @@ async def test_a_store_that_knows_better_ends_the_term_and_nothing_is_pushed(
     store.fault = fault
     mailbox = Mailbox()
     pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
-    await until(pool_runner, lambda: pool_runner.pool.store_fault)
+    await until(pool_runner, lambda: pool_runner.pool.journal.store_fault)
     assert str(tenure.ended_by).startswith(str(ended_by))
     assert mailbox_is_empty(mailbox)
 
@@ -261,7 +261,7 @@ async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed
         return propose(request)
 
     runner._planning.propose = slow
-    bench.now += bench.pool.policy.interval_s
+    bench.now += bench.pool.policy.values.interval_s
     for worker in bench.ranks:
         worker.serve_traffic(10 * skewed(1))
         bench.say(worker, worker.report())
@@ -270,7 +270,7 @@ async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed
     if not leads_on:
         tenure.give_up("the lease ran out meanwhile")
     may_end.set()
-    await until(runner, lambda: not runner.pool.is_proposing)
+    await until(runner, lambda: not runner.pool.decisions.is_proposing)
     assert runner.pool.rollouts.current is not None, "the plan itself is good"
     if leads_on:
         await until(runner, lambda: "add_decision" in store.done)

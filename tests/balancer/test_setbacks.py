@@ -38,20 +38,20 @@ def test_each_refusal_doubles_the_wait_up_to_that_after_a_rollback(bench, skewed
 
 def test_a_rollout_that_succeeds_forgets_the_setbacks_before(bench, skewed):
     run_refusing(bench, skewed(1), windows=4)
-    assert bench.pool.setbacks.count > 1
+    assert bench.pool.rollouts._setbacks.count > 1
     bench.run_traffic(skewed(1), seconds=8 * WINDOW_S)
     assert bench.pool.rollouts.completed == 1
-    assert bench.pool.setbacks.count == 0
+    assert bench.pool.rollouts._setbacks.count == 0
 
 
 def test_ranks_that_form_anew_are_asked_at_once(bench, skewed):
     run_refusing(bench, skewed(1), windows=4)
-    bench.pool.begin_epoch(opened_here=True, now=bench.now)
-    assert bench.pool.setbacks.count == 0
+    bench.pool.rollouts.begin_epoch()
+    assert bench.pool.rollouts._setbacks.count == 0
 
 
 def test_a_rank_that_is_lost_is_no_setback(bench, skewed):
     bench.run_traffic(skewed(1), seconds=WINDOW_S, carry_out=False)
     bench.lose(bench.ranks[2])
     assert bench.pool.rollouts.aborted == 1
-    assert bench.pool.setbacks.count == 0
+    assert bench.pool.rollouts._setbacks.count == 0

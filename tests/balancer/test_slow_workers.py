@@ -39,7 +39,7 @@ def test_a_slow_rank_is_told_in_status_and_nothing_else_happens(make_bench, poli
     assert status.ranks[2].busy_step_us == 500
     assert status.ranks[2].slowdown > 2 > status.ranks[1].slowdown
     assert bench.pool.roster.epoch == 1
-    assert bench.pool.tally.slow_found == 1
+    assert bench.pool.counters.tally.slow_found == 1
 
 
 def test_a_slow_rank_is_not_reported_before_enough_windows(make_bench, policy_of, skewed):
@@ -47,7 +47,7 @@ def test_a_slow_rank_is_not_reported_before_enough_windows(make_bench, policy_of
     bench.serve()
     slow_down(bench, 2, 5)
     bench.run_traffic(skewed(1), seconds=20)
-    assert not bench.pool.slow
+    assert not bench.pool.windows.slow
 
 
 def test_by_policy_the_others_go_on_without_it_and_it_comes_back(make_bench, policy_of, skewed):
@@ -61,7 +61,7 @@ def test_by_policy_the_others_go_on_without_it_and_it_comes_back(make_bench, pol
     pool, name = bench.pool, slow.hello.worker
     assert pool.roster.epoch == 2
     assert name not in [member.name for member in pool.roster.seated()]
-    assert "continues without slow workers" in pool.epochs.newest_first()[0].reason
+    assert "continues without slow workers" in pool.membership.epochs[0].reason
     lost = GroupLost(epoch=1, reason="the others left", expert_of_slot=None)
     bench.say(slow, lost)
     for worker in _seated(bench):

@@ -13,7 +13,14 @@ from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import Persisted, RankLost, RankStaged, RankSwitched
+from equipoise.planning.topology import ModelShape, Topology
+from equipoise.policy.book import PolicyBook
+from equipoise.pool.counters import Counters
+from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.policy import PoolPolicy
+from equipoise.pool.records import PoolMemory
 from equipoise.pool.rollouts import Rollouts
+from tests.support.store_records import A_DECISION
 
 BASE = Layout(
     generation=7,
@@ -36,10 +43,19 @@ class Bench:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._told))
         self.spans = PoolSpans("blue", tracer=provider.get_tracer("test"))
-        self.rollouts = Rollouts(Policy())
+        layouts = PoolLayouts(PoolMemory(committed=BASE))
+        layouts.begin_epoch(ModelShape(num_layers=1, num_experts=2, num_groups=1, expert_bytes=1))
+        topology = Topology(node_of_rank=("node", "node"), slots_per_rank=1)
+        policies = PolicyBook(Policy())
+        self.rollouts = Rollouts(
+            PoolPolicy("blue", policies, recorded=""),
+            roster=SimpleNamespace(epoch=1, seated=tuple, topology=lambda: topology),
+            layouts=layouts,
+            counters=Counters(Policy()),
+        )
 
     def start(self, waves=WAVES):
-        self.rollouts.start(waves, base=BASE, now=0.0)
+        self.rollouts.start(waves, base=BASE, verdict=A_DECISION, now=0.0)
         self.spans.follow(self.rollouts)
 
     def handle(self, *events):
@@ -121,7 +137,7 @@ def test_an_abort_ends_the_trace_with_its_reason(bench):
 def test_a_pool_that_forms_anew_leaves_no_span_open(bench):
     bench.start()
     bench.handle(Persisted(generation=8))
-    bench.rollouts.abandon()
+    bench.rollouts.begin_epoch()
     bench.spans.follow(bench.rollouts)
     assert bench.told == [(None, "rebalance"), *WAVE[:2]]
     assert set(bench.faults) == {"wave", "rebalance"}

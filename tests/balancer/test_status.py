@@ -31,7 +31,7 @@ def test_ranks_show_what_they_reported(serving_bench, skewed):
     assert (first.active_requests, first.queued_requests) == (3, 1)
     assert (first.device, first.kernels) == ("cuda:0 (NVIDIA H200)", "triton, gemm_large=deep_gemm")
     assert (first.cache_token_bytes, first.steps) == (70_272, "captured; rows by deep_ep")
-    measured = bench.pool.windows[-1].rank_load.sum(axis=0)
+    measured = bench.pool.windows.closed[-1].rank_load.sum(axis=0)
     shares = [rank.load_share for rank in ranks]
     assert shares == pytest.approx(list(measured / measured.sum()))
 
@@ -93,7 +93,7 @@ def test_loads_tell_what_each_rank_received_in_each_layer(serving_bench, skewed)
     bench = serving_bench
     assert not loads_response(bench.pool).window_rank_assignments
     bench.run_traffic(skewed(1), seconds=10)
-    loads, window = loads_response(bench.pool), bench.pool.windows[-1]
+    loads, window = loads_response(bench.pool), bench.pool.windows.closed[-1]
     table = np.frombuffer(loads.window_rank_assignments, dtype="<f8").reshape(
         loads.num_layers, loads.num_ranks
     )

@@ -21,7 +21,7 @@ from equipoise.balancer.store.store import (
     StoreFault,
     TermOverError,
 )
-from equipoise.pool.records import AverageRecord, Hold, Membership
+from equipoise.pool.records import AverageRecord, EpochMembers, Hold
 from tests.support.store_records import A_DECISION, AN_ORDER, ONES, layout_of, same, weighted
 
 TERM = 1
@@ -66,7 +66,7 @@ async def test_everything_put_is_there_after_a_restart(open_store):
     await first.put_proposed("p", layout, term=TERM)
     await first.commit("p", 1, previous=None, term=TERM)
     await first.put_proposed("p", layout_of(2), term=TERM)
-    await first.put_membership("p", Membership(epoch=4, workers=("w-1", "w-0")), term=TERM)
+    await first.put_membership("p", EpochMembers(epoch=4, workers=("w-1", "w-0")), term=TERM)
     await first.put_average("p", "slow", record, term=TERM)
     await first.add_decision("p", A_DECISION, term=TERM)
     await first.close()
@@ -75,7 +75,7 @@ async def test_everything_put_is_there_after_a_restart(open_store):
     assert await second.pools() == ("p",)
     assert same(await second.committed("p"), layout)
     assert same(await second.proposed("p"), layout_of(2))
-    assert await second.membership("p") == Membership(epoch=4, workers=("w-1", "w-0"))
+    assert await second.membership("p") == EpochMembers(epoch=4, workers=("w-1", "w-0"))
     average = await second.average("p", "slow")
     assert (average.half_life_s, average.time_unix_s, average.weight_s) == (60.0, 1.5e9, 3.25)
     np.testing.assert_array_equal(average.decayed_load, record.decayed_load)
@@ -228,12 +228,12 @@ async def test_a_store_that_does_not_look_at_the_term_would_be_noticed(store, mo
 async def check_fenced(store):
     """Term 2 wrote, so nothing of term 1 is taken any more."""
     await store.put_proposed("p", layout_of(1), term=2)
-    await store.put_membership("p", Membership(epoch=1, workers=("w",)), term=2)
+    await store.put_membership("p", EpochMembers(epoch=1, workers=("w",)), term=2)
     late = [
         lambda: store.put_proposed("p", layout_of(2), term=1),
         lambda: store.commit("p", 1, previous=None, term=1),
         lambda: store.adopt("p", layout_of(1), term=1),
-        lambda: store.put_membership("p", Membership(epoch=2, workers=("w",)), term=1),
+        lambda: store.put_membership("p", EpochMembers(epoch=2, workers=("w",)), term=1),
         lambda: store.put_proposed("other", layout_of(1), term=1),
         lambda: store.put_average("p", "slow", ONES, term=1),
         lambda: store.add_decision("p", A_DECISION, term=1),
@@ -265,10 +265,10 @@ async def test_a_new_leader_fences_before_it_writes_anything(open_store):
 
 
 async def test_an_epoch_does_not_go_back(store):
-    await store.put_membership("p", Membership(epoch=3, workers=("a",)), term=TERM)
-    await store.put_membership("p", Membership(epoch=3, workers=("b",)), term=TERM)
+    await store.put_membership("p", EpochMembers(epoch=3, workers=("a",)), term=TERM)
+    await store.put_membership("p", EpochMembers(epoch=3, workers=("b",)), term=TERM)
     with pytest.raises(StoreConflictError, match="epoch 2 is over, the latest is 3"):
-        await store.put_membership("p", Membership(epoch=2, workers=("a",)), term=TERM)
+        await store.put_membership("p", EpochMembers(epoch=2, workers=("a",)), term=TERM)
     assert (await store.membership("p")).workers == ("b",)
 
 

@@ -21,7 +21,7 @@ def bench_of(make_bench):
 
 
 @pytest.mark.parametrize(
-    ("store_down", "words"), [("pause", "planning is paused"), ("memory", "goes on in memory")]
+    ("store_down", "words"), [("pause", "planning is paused"), ("memory", "continues in memory")]
 )
 def test_nothing_is_switched_and_health_says_what_goes_on(bench_of, skewed, store_down, words):
     bench = bench_of(store_down)

@@ -79,7 +79,9 @@ async def test_nothing_is_switched_without_redis_and_the_plan_follows_once_it_is
             "late": (redis_server.pause, redis_server.resume),
         }[trouble]
         hurt()
-        words = {"pause": "planning is paused", "memory": "planning goes on in memory"}[store_down]
+        words = {"pause": "planning is paused", "memory": "planning continues in memory"}[
+            store_down
+        ]
         status = await balancer.until(lambda pool: words in pool.health_reason)
         assert "nothing is switched until the store works" in status.health_reason
         assert bound(status, "store").reached or trouble == "stopped"

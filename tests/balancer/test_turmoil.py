@@ -162,7 +162,7 @@ def memory_of(writes):
             case WriteCommitted():
                 committed = layouts[write.generation]
             case WriteMembership():
-                membership = write.membership
+                membership = write.members
             case WriteDecision():
                 decision = write.record
     above = [number for number in layouts if committed and number > committed.generation]
@@ -170,7 +170,7 @@ def memory_of(writes):
         committed=committed,
         proposed=layouts[max(above)] if above else None,
         next_generation=max(layouts, default=0) + 1,
-        membership=membership,
+        members=membership,
         last_decision=decision,
     )
 

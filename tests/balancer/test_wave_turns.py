@@ -32,7 +32,7 @@ def hold(monkeypatch, hold_s):
 async def test_the_first_wave_goes_at_once_however_messages_lag(monkeypatch):
     hold(monkeypatch, 2 * WAIT_S)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * LAG_S
+    turns.note_lag(2 * LAG_S)
     async with asyncio.timeout(WAIT_S):
         await go(turns, "alone", went)
     assert went == ["alone"]
@@ -40,7 +40,7 @@ async def test_the_first_wave_goes_at_once_however_messages_lag(monkeypatch):
 
 async def test_a_wave_that_is_over_takes_no_turn():
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * LAG_S
+    turns.note_lag(2 * LAG_S)
     async with asyncio.timeout(WAIT_S):
         over = (go(turns, f"over-{number}", went, is_wanted=lambda: False) for number in range(500))
         await asyncio.gather(*over, go(turns, "wanted", went))
@@ -62,7 +62,7 @@ async def test_all_pools_begin_before_one_goes_on():
 async def test_plans_begin_before_others_go_on_although_messages_lag(monkeypatch):
     hold(monkeypatch, WAIT_S)
     turns, went = WaveTurns(), []
-    turns.lag_s = (LAG_S + FIRST_LAG * HEARTBEAT_S) / 2
+    turns.note_lag((LAG_S + FIRST_LAG * HEARTBEAT_S) / 2)
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         await go(turns, "early", went)
         for pool, is_first in (("early", False), ("late", False), ("new", True), ("newer", True)):
@@ -71,7 +71,7 @@ async def test_plans_begin_before_others_go_on_although_messages_lag(monkeypatch
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         assert went == ["early", "new", "newer"]
-        turns.lag_s = 0.0
+        turns.note_lag(0.0)
     assert went[3:] == ["late", "early"]
 
 
@@ -92,12 +92,12 @@ async def test_nothing_goes_on_while_plans_that_were_ordered_are_made(monkeypatc
 async def test_none_goes_while_messages_are_long_under_way(monkeypatch):
     hold(monkeypatch, WAIT_S)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * LAG_S
+    turns.note_lag(2 * LAG_S)
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         pools = [tasks.create_task(go(turns, f"pool-{number}", went)) for number in range(5)]
         await asyncio.sleep(10 * LAG_S)
         assert len(went) == 1, "the first began before it could be seen"
-        turns.lag_s = LAG_S / 2
+        turns.note_lag(LAG_S / 2)
         await asyncio.wait(pools)
     assert len(went) == 5
 
@@ -106,7 +106,7 @@ async def test_after_a_wave_to_many_ranks_the_next_one_waits_the_longer(monkeypa
     hold(monkeypatch, 0.001)
     monkeypatch.setattr(wave_turns_module, "MAX_HOLD_S", 0.2)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * FIRST_LAG * HEARTBEAT_S
+    turns.note_lag(2 * FIRST_LAG * HEARTBEAT_S)
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(WAIT_S):
         began_s = loop.time()
@@ -129,7 +129,7 @@ async def test_a_wave_waits_for_plans_in_the_making_for_a_part_of_its_bound_only
 async def test_however_it_lags_all_have_their_turn_but_those_that_are_gone(monkeypatch):
     hold(monkeypatch, 0.01)
     turns, went = WaveTurns(), []
-    turns.lag_s = 2 * LAG_S
+    turns.note_lag(2 * LAG_S)
     async with asyncio.timeout(WAIT_S):
         first = asyncio.create_task(go(turns, "first", went))
         gone = asyncio.create_task(go(turns, "gone", went))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import replace
 from importlib.resources import files
 from types import SimpleNamespace
@@ -45,6 +46,13 @@ class Store:
 
     async def decisions(self, pool, *, limit):
         return ()
+
+
+def named(pool, name):
+    """The same pool by another name."""
+    other = copy(pool)
+    other.name = name
+    return other
 
 
 def state_of(*pools, leader=""):
@@ -105,7 +113,7 @@ def test_the_state_tells_the_fleet_one_pool_and_how_its_load_fell(busy):
     told = browse(state_of(busy)).get("/state.json").json()
     assert told["fleet"]["leads"]
     assert [pool["pool"] for pool in told["fleet"]["pools"]] == ["tiny"]
-    pool, window = told["pool"], busy.windows[-1]
+    pool, window = told["pool"], busy.windows.latest
     assert (pool["pool"], pool["num_ranks"]) == ("tiny", 4)
     assert pool["balancedness"] == pytest.approx(window.balancedness)
     assert [one["generation"] for one in pool["switches"]] == sorted(
@@ -117,7 +125,7 @@ def test_the_state_tells_the_fleet_one_pool_and_how_its_load_fell(busy):
 
 
 def test_one_of_several_pools_is_told_by_its_name(busy, hello_of, policy):
-    other = replace(busy, name="zebra")
+    other = named(busy, "zebra")
     client = browse(state_of(busy, other))
     assert client.get("/state.json").json()["pool"]["pool"] == "tiny"
     assert client.get("/state.json?pool=zebra").json()["pool"]["pool"] == "zebra"
@@ -133,7 +141,7 @@ def test_a_follower_names_the_balancer_that_leads(busy):
 def test_of_very_many_ranks_columns_show_the_busiest(busy):
     load = np.ones((3, 3 * MAX_COLUMNS + 1))
     load[1, 7] = 100.0
-    heat = heat_of(replace(busy.windows[-1], rank_load=load))
+    heat = heat_of(replace(busy.windows.latest, rank_load=load))
     assert heat["ranks_per_column"] == 4
     assert len(heat["percent"][0]) <= MAX_COLUMNS
     assert np.argmax(heat["percent"][1]) == 1
@@ -143,9 +151,9 @@ async def test_of_very_many_ranks_those_in_trouble_are_listed(busy):
     member = next(iter(busy.roster.members.values()))
     for rank in range(4, MAX_RANKS + 40):
         hello = replace(member.hello, worker=f"more-{rank}")
-        busy.roster.members[hello.worker] = replace(member, hello=hello, rank=rank)
-    busy.roster.note_seats()
-    busy.roster.members["more-290"].gone_reason = "its stream ended"
+        busy.roster._members[hello.worker] = replace(member, hello=hello, rank=rank)
+    busy.roster._note_seats()
+    busy.roster._members["more-290"].gone_reason = "its stream ended"
     pool = json.loads((await state_of(busy).events(""))["pool"])
     assert pool["num_ranks"] == MAX_RANKS + 40
     assert len(pool["ranks"]) == MAX_RANKS
@@ -243,11 +251,11 @@ async def test_a_balancer_that_stops_lets_those_go_who_look(busy):
 async def test_a_real_browser_draws_the_page_at_three_sizes(busy):
     chromium = require_chromium()
     rank = next(iter(busy.roster.members.values()))
-    busy.roster.members[rank.name] = replace(
+    busy.roster._members[rank.name] = replace(
         rank, hello=replace(rank.hello, node="<img src=x onerror=alert(1)>")
     )
     async with (
-        serving_page(state_of(busy, replace(busy, name="<b>zebra")), listen="127.0.0.1:0") as where,
+        serving_page(state_of(busy, named(busy, "<b>zebra")), listen="127.0.0.1:0") as where,
         browsing(chromium) as page,
     ):
         for width in (390, 820, 1440):

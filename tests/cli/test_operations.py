@@ -20,7 +20,7 @@ from equipoise.cli.live.settings import (
     RollbackSettings,
 )
 from equipoise.planning.policy import Policy
-from equipoise.pool.counters import order_bound_s
+from equipoise.pool.counters import answer_timeout_s
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import explanations
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
@@ -112,11 +112,11 @@ def test_an_order_says_all_that_was_typed(order, settings, fields, capsys):
 
 
 def test_the_default_timeout_exceeds_the_longest_operation():
-    assert OperationSettings().timeout_s > order_bound_s(Policy())
+    assert OperationSettings().timeout_s > answer_timeout_s(Policy())
     assert (
         "three plan timeouts of the policy and 20 s" in explanations(OperationSettings)["timeout_s"]
     )
-    assert order_bound_s(Policy(plan_timeout_s=1000.0)) == 3020.0
+    assert answer_timeout_s(Policy(plan_timeout_s=1000.0)) == 3020.0
 
 
 def test_a_refusal_is_exit_status_3(capsys):

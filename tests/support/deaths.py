@@ -50,7 +50,7 @@ def come(bench, worker_of, hello):
 
 
 def epochs_written(bench):
-    return [write.membership.epoch for write in bench.writes if isinstance(write, WriteMembership)]
+    return [write.members.epoch for write in bench.writes if isinstance(write, WriteMembership)]
 
 
 def check(bench):

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from equipoise.balancer.errors import UnansweredError
-from equipoise.pool.requests import Outcome
+from equipoise.pool.requests import Answer
 
 
 class Answers:
@@ -14,19 +14,17 @@ class Answers:
 
     def __init__(self) -> None:
         self._tickets = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
 
     @asynccontextmanager
-    async def asked(
-        self, *, timeout_s: float
-    ) -> AsyncIterator[tuple[int, asyncio.Future[Outcome]]]:
+    async def asked(self, *, timeout_s: float) -> AsyncIterator[tuple[int, asyncio.Future[Answer]]]:
         """A ticket and the answer to it, to be awaited inside the block.
 
         Raises:
             UnansweredError: there was none within `timeout_s`, or there will be none.
         """
         ticket = next(self._tickets)
-        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = answer
         try:
             async with asyncio.timeout(timeout_s):
@@ -39,7 +37,7 @@ class Answers:
             del self._waiting[ticket]
             answer.cancel()
 
-    def give(self, ticket: int, outcome: Outcome) -> None:
+    def give(self, ticket: int, outcome: Answer) -> None:
         """Answer; harmless if nobody waits any more."""
         answer = self._waiting.get(ticket)
         if answer is not None and not answer.done():

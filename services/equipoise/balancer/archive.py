@@ -1,10 +1,9 @@
 """`Archive`: all pools as the store knows them, for a balancer that does not lead.
 
-It answers reads; it has no ranks, no loads and no say.
+It answers reads; it has no ranks and no loads, and decides nothing.
 """
 
-import asyncio
-
+from equipoise.balancer.changed import Changed
 from equipoise.balancer.persistence import recall
 from equipoise.balancer.pools import pick
 from equipoise.balancer.store.store import Store
@@ -13,33 +12,27 @@ from equipoise.pool.pool import Pool
 
 
 class RememberedPool:
-    """One pool as it was read last; `closed` when this balancer began to lead or stops."""
+    """One pool as it was read last; `closed` once this balancer leads or stops."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.closed = False
-        self._changed = asyncio.Event()
+        self._changed = Changed()
 
     def replace(self, pool: Pool) -> None:
-        """Take what was read now, if it says anything new."""
-        if _contents(pool) != _contents(self.pool):
-            pool.revision = self.pool.revision + 1
-            self.pool = pool
-            self._notify()
+        """Show a newer revision of the pool."""
+        self.pool = pool
+        self._changed.notify()
 
     def close(self) -> None:
-        """Let watchers go."""
+        """Release watchers."""
         self.closed = True
-        self._notify()
+        self._changed.notify()
 
     async def until_changed(self, revision: int) -> None:
-        """Wait until the pool's revision is another one than `revision`, or it is closed."""
+        """Wait until the pool's revision differs from `revision`, or it is closed."""
         while self.pool.revision == revision and not self.closed:
             await self._changed.wait()
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
 
 class Archive:
@@ -48,6 +41,7 @@ class Archive:
     def __init__(self, *, store: Store, policies: PolicyBook) -> None:
         self._store = store
         self._policies = policies
+        self._policy_revision = policies.revision
         self._pools: dict[str, RememberedPool] = {}
 
     async def refresh(self, *, elsewhere: str) -> None:
@@ -56,18 +50,25 @@ class Archive:
         Raises:
             StoreError: the store cannot be read; what was read before stays.
         """
+        has_new_policy = self._policy_revision != self._policies.revision
         for name in await self._store.pools():
             memory = await recall(self._store, name)
-            pool = Pool.remembered(name, policies=self._policies, memory=memory)
-            pool.elsewhere = elsewhere
-            pool.policy_revision = self._policies.revision
-            known = self._pools.setdefault(name, RememberedPool(pool))
-            known.replace(pool)
+            known = self._pools.get(name)
+            pool = Pool(
+                name,
+                policies=self._policies,
+                memory=memory,
+                elsewhere=elsewhere,
+                revision=1 if known is None else known.pool.revision + 1,
+            )
+            if known is None:
+                self._pools[name] = RememberedPool(pool)
+            elif has_new_policy or _contents(pool) != _contents(known.pool):
+                known.replace(pool)
+        self._policy_revision = self._policies.revision
 
-    def keep(self, pool: Pool, *, elsewhere: str) -> None:
-        """Show a pool that this balancer led until now as it was, until the store says more."""
-        pool.elsewhere = elsewhere
-        pool.revision += 1
+    def keep(self, pool: Pool) -> None:
+        """Show a pool that this balancer led until now, until the store has more."""
         self._pools[pool.name] = RememberedPool(pool)
 
     def names(self) -> tuple[str, ...]:
@@ -75,10 +76,10 @@ class Archive:
         return tuple(sorted(self._pools))
 
     def find(self, name: str) -> RememberedPool:
-        """A pool by its name, which may be empty when there is exactly one.
+        """A pool by its name, which may be empty if there is exactly one.
 
         Raises:
-            UnknownPoolError: there is no such pool, or the name was left out and there are several.
+            UnknownPoolError: there is no such pool, or the name is empty and there are several.
         """
         return pick(self._pools, name)
 
@@ -88,13 +89,12 @@ class Archive:
             pool.close()
 
 
-def _contents(pool: Pool) -> tuple[int | None, int, int, int, str, int]:
-    decision = pool.last_decision.sequence if pool.last_decision is not None else 0
+def _contents(pool: Pool) -> tuple[int | None, int, int, int, str]:
+    decision, audit = pool.journal.last_decision, pool.journal.audit
     return (
         pool.layouts.stored_generation,
         pool.layouts.next_generation,
-        decision,
-        pool.audit[0].sequence if pool.audit else 0,
+        decision.sequence if decision is not None else 0,
+        audit[0].sequence if audit else 0,
         pool.elsewhere,
-        pool.policy_revision,
     )

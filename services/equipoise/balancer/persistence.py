@@ -32,7 +32,7 @@ async def recall(store: Store, pool: str) -> PoolMemory:
         committed=await store.committed(pool),
         proposed=await store.proposed(pool),
         next_generation=await store.next_generation(pool),
-        membership=await store.membership(pool),
+        members=await store.membership(pool),
         averages={name: record for name, record in averages.items() if record is not None},
         last_decision=decisions[0] if decisions else None,
         hold=await store.hold(pool),
@@ -60,13 +60,13 @@ async def write_to(store: Store, write: Write, *, pool: str, term: int) -> Write
         case WriteAdopted():
             await store.adopt(pool, write.layout, term=term)
         case WriteMembership():
-            await store.put_membership(pool, write.membership, term=term)
+            await store.put_membership(pool, write.members, term=term)
             _log.info(
                 "%s: epoch %d: %s",
                 pool,
-                write.membership.epoch,
-                ", ".join(write.membership.workers),
-                extra=about(pool=pool, epoch=write.membership.epoch, term=term),
+                write.members.epoch,
+                ", ".join(write.members.workers),
+                extra=about(pool=pool, epoch=write.members.epoch, term=term),
             )
         case WriteAverage():
             await store.put_average(pool, write.name, write.record, term=term)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from opentelemetry.trace import Tracer
 
@@ -19,7 +19,9 @@ from equipoise.balancer.store.store import Store
 from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
-from equipoise.pool.records import PoolMemory, RefusedWorkerError
+from equipoise.pool.hello_checks import RefusedWorkerError
+from equipoise.pool.pool import Pool
+from equipoise.pool.records import PoolMemory
 from equipoise.wire.messages import Hello
 
 MAX_POOLS = 1024
@@ -29,6 +31,36 @@ END_TIMEOUT_S = 3.0
 """Seconds that the pools of a term may take to end, before the next term begins without them."""
 
 _View = TypeVar("_View")
+
+
+class PoolView(Protocol):
+    """A pool to read from, whether this balancer leads it or only remembers it."""
+
+    @property
+    def pool(self) -> Pool:
+        """The pool, to be read only."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether watchers are to look for the pool again."""
+
+    async def until_changed(self, revision: int) -> None:
+        """Wait until the pool's revision differs from `revision`, or it is closed."""
+
+
+class PoolViews(Protocol):
+    """Pools to read from, by name."""
+
+    def names(self) -> tuple[str, ...]:
+        """All pools, sorted by name."""
+
+    def find(self, name: str) -> PoolView:
+        """A pool by its name, which may be empty if there is exactly one.
+
+        Raises:
+            UnknownPoolError: there is no such pool, or the name is empty and there are several.
+        """
+
 
 _log = logging.getLogger(__name__)
 

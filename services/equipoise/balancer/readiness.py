@@ -1,6 +1,6 @@
 """`Readiness`: what a balancer still needs before it can take workers."""
 
-import asyncio
+from equipoise.balancer.changed import Changed
 
 
 class Readiness:
@@ -8,7 +8,7 @@ class Readiness:
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
-        self._changed = asyncio.Event()
+        self._changed = Changed()
 
     @property
     def missing(self) -> str:
@@ -21,8 +21,7 @@ class Readiness:
             self._reasons[concern] = reason
         else:
             self._reasons.pop(concern, None)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changed.notify()
 
     async def until_ready(self) -> None:
         """Wait until there is no reason left."""

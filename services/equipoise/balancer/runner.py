@@ -28,7 +28,7 @@ from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOv
 from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.planning.policy import Policy
 from equipoise.pool.controller import PoolController
-from equipoise.pool.counters import WRITE_TIMEOUT_S, order_bound_s
+from equipoise.pool.counters import WRITE_TIMEOUT_S, answer_timeout_s
 from equipoise.pool.effects import (
     Chain,
     Effect,
@@ -40,7 +40,7 @@ from equipoise.pool.effects import (
     WriteProposed,
 )
 from equipoise.pool.pool import Pool
-from equipoise.pool.requests import AdminRequest, Outcome, Rebalance, Wish
+from equipoise.pool.requests import AdminRequest, Answer, Operation, Rebalance
 from equipoise.telemetry.logs import about, is_worth_logging
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.messages import (
@@ -141,7 +141,7 @@ class PoolRunner:
     def refuse(self, worker: str, *, kind: str, reason: str) -> None:
         """Count what was refused and tell the worker, if it is in."""
         self._submit(self._controller.refuse(worker, kind=kind, reason=reason, now=self._clock()))
-        count = self.pool.refusals.of(kind)
+        count = self.pool.counters.refusals.of(kind)
         if is_worth_logging(count):  # A worker that repeats itself must not flood the log.
             _log.warning("%s: refused (%s, time %d): %s", self.pool.name, kind, count, reason)
 
@@ -153,19 +153,25 @@ class PoolRunner:
         _log.info("%s: worker %s is gone: %s", self.pool.name, worker, reason)
         self._submit(self._controller.lost(worker, reason=reason, now=self._clock()))
 
-    async def administer(self, wish: Wish, *, who: str, reason: str, what: str) -> Outcome:
-        """Do what an operator wants, once it is recorded; `what` is the wish in words.
+    async def administer(self, operation: Operation, *, who: str, reason: str, what: str) -> Answer:
+        """Carry out an operator's request once it is recorded; `what` describes the operation.
 
         Raises:
             UnansweredError: the store did not take it, or this balancer ceased to lead.
         """
         if self.closed:
             raise UnansweredError(_OVER)
-        timeout_s = order_bound_s(self.pool.policy)
+        timeout_s = answer_timeout_s(self.pool.policy.values)
         async with self._answers.asked(timeout_s=timeout_s) as (ticket, answer):
-            request = AdminRequest(ticket=ticket, who=who, reason=reason, what=what, wish=wish)
+            request = AdminRequest(
+                ticket=ticket, who=who, reason=reason, what=what, operation=operation
+            )
             self._submit(self._controller.administer(request, now=self._clock()))
             return await answer
+
+    def retire(self, *, elsewhere: str) -> Pool:
+        """This balancer does not lead any more; returns the pool for display."""
+        return self._controller.hand_over(elsewhere)
 
     def close_streams(self) -> None:
         """The balancer stops: workers, watchers and operators are let go."""
@@ -193,7 +199,7 @@ class PoolRunner:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(tick_s(self.pool.policy))
+            await asyncio.sleep(tick_s(self.pool.policy.values))
             with self._surviving("a tick"):
                 self._submit(self._controller.tick(now=self._clock()))
 
@@ -278,7 +284,7 @@ class PoolRunner:
                 self.pool.name,
                 num_ranks=wave.layout.num_ranks,
                 is_first=self.pool.rollouts.is_at_first,
-                policy=self.pool.policy,
+                policy=self.pool.policy.values,
                 is_wanted=is_wanted,
             )
             if may_begin:
@@ -308,7 +314,9 @@ class PoolRunner:
         started_s = time.perf_counter()
         spans = self._spans.planning()
         try:
-            is_awaited = effect.asked is not None and isinstance(effect.asked.wish, Rebalance)
+            is_awaited = effect.requested_by is not None and isinstance(
+                effect.requested_by.operation, Rebalance
+            )
             with self.wave_turns.expecting() if is_awaited else nullcontext():
                 proposal = await self._planning.propose(effect.request)
         except (PlanTimeoutError, PlannerDiedError) as error:
@@ -329,14 +337,14 @@ class PoolRunner:
         with self._surviving("adopting a plan"):
             before = self.pool.rollouts.current
             chain = self._controller.proposed(
-                proposal, plan_ms=plan_ms, now=self._clock(), asked=effect.asked
+                proposal, plan_ms=plan_ms, now=self._clock(), requested_by=effect.requested_by
             )
             self._spans.decided(spans, adopted=self.pool.rollouts.current is not before)
             self._submit(chain)
 
     def _give_up_plan(self, effect: Propose, reason: str, *, timed_out: bool) -> None:
         failed = self._controller.proposal_failed(
-            reason, timed_out=timed_out, now=self._clock(), asked=effect.asked
+            reason, timed_out=timed_out, now=self._clock(), requested_by=effect.requested_by
         )
         self._submit(failed)
 

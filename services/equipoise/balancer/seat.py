@@ -13,7 +13,7 @@ from opentelemetry.trace import Tracer
 from equipoise.balancer.archive import Archive
 from equipoise.balancer.leadership.elector import Elector, Tenure
 from equipoise.balancer.planner.planning import Planner
-from equipoise.balancer.pools import Pools
+from equipoise.balancer.pools import Pools, PoolViews
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.runner import Clock
 from equipoise.balancer.store.store import Store, StoreError, TermOverError
@@ -52,7 +52,7 @@ class Seat:
         self._settled = asyncio.Event()
 
     @property
-    def pools(self) -> Pools | Archive:
+    def pools(self) -> PoolViews:
         """What to read from: the pools this balancer leads, else those the store remembers."""
         return self._led or self._archive
 
@@ -182,4 +182,4 @@ class Seat:
                 self._led = None
                 pools.close_streams()
                 for name in pools.names():
-                    self._archive.keep(pools.find(name).pool, elsewhere=self.elsewhere)
+                    self._archive.keep(pools.find(name).retire(elsewhere=self.elsewhere))

@@ -69,8 +69,11 @@ class WaveTurns:
         self._went_s: dict[str, float] = {}
         self._letting: asyncio.Task[None] | None = None
         self._num_expected = 0
-        self.lag_s = 0.0
-        """How long the latest message to a worker took to go."""
+        self._lag_s = 0.0
+
+    def note_lag(self, lag_s: float) -> None:
+        """The latest message to a worker took `lag_s` to be sent."""
+        self._lag_s = lag_s
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
@@ -130,7 +133,7 @@ class WaveTurns:
             await asyncio.sleep(SPACING_S)
             lag_s, rank_hold_s = self._bounds(now_s=loop.time())  # Who is next may change.
             hold_s = min(MAX_HOLD_S, max(MIN_HOLD_S, num_ranks * rank_hold_s))
-            may_go = self.lag_s <= lag_s or loop.time() >= went_s + hold_s
+            may_go = self._lag_s <= lag_s or loop.time() >= went_s + hold_s
 
     def _bounds(self, *, now_s: float) -> tuple[float, float]:
         """How far messages may lag when the wave that is next goes, and how long that waits."""

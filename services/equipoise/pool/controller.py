@@ -1,25 +1,20 @@
-"""`PoolController`: one pool's whole life, without sockets and without a clock.
+"""`PoolController`: the life of one pool. Events go in, chains of effects come out.
 
-What workers, the clock, the planner and the store say goes in; chains of effects come out. It keeps
-all ranks on one layout, learns the load, has plans made and rolls the accepted ones out. Its truth
-is what workers report: whatever it missed, it reconciles with the next word it hears.
+Events come from workers, the clock, the planner, operators and the store. The controller keeps all
+ranks on one layout, measures the load, has plans made and rolls the accepted ones out. Its truth is
+what workers report: whatever it missed, it reconciles with the next message.
 """
 
-import math
-
 from equipoise.planning.errors import InvalidReportError
-from equipoise.planning.policy import StoreDown
 from equipoise.planning.proposal import Proposal
 from equipoise.planning.rollout import (
     DeadlineCheck,
     Persisted,
-    RankLost,
     RankRefused,
     RankStaged,
     RankSwitched,
 )
 from equipoise.policy.book import PolicyBook
-from equipoise.pool.decisions import close_due_window, decide, late_decisions
 from equipoise.pool.effects import (
     Chain,
     Effect,
@@ -33,24 +28,11 @@ from equipoise.pool.effects import (
     WriteMembership,
     WriteProposed,
 )
-from equipoise.pool.epoch_log import Unwritten
-from equipoise.pool.hello_checks import check_numbers, check_running_layout
 from equipoise.pool.members import Member
-from equipoise.pool.opening import assign_returned, open_by_clock, open_by_hello, open_if_due, retry
-from equipoise.pool.operations import (
-    administer,
-    held,
-    judged,
-    keep_to_pin,
-    not_planned,
-    resume_postponed,
-)
-from equipoise.pool.policy_change import follow_policy
+from equipoise.pool.operations import Operations
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
-from equipoise.pool.requests import AdminRequest, Preview
-from equipoise.pool.settling import settle
-from equipoise.pool.silence import note_silence
+from equipoise.pool.requests import AdminRequest
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
     Abort,
@@ -72,55 +54,44 @@ from equipoise.wire.messages import (
 class PoolController:
     """Decides for one pool. `now` is unix time in seconds that never runs backwards.
 
-    Writes are reported back by `written` or `write_failed`, proposals by `proposed` or
-    `proposal_failed`; each may want something in turn.
+    `written` and `write_failed` report what became of writes, `proposed` and `proposal_failed` of
+    proposals; each returns effects in turn.
     """
 
     def __init__(self, name: str, *, policies: PolicyBook, memory: PoolMemory) -> None:
-        self.pool = Pool.remembered(name, policies=policies, memory=memory)
+        self.pool = pool = Pool(name, policies=policies, memory=memory)
+        self._operations = Operations(
+            pool.policy,
+            layouts=pool.layouts,
+            windows=pool.windows,
+            rollouts=pool.rollouts,
+            journal=pool.journal,
+            decisions=pool.decisions,
+            diagnosis=pool.diagnosis,
+        )
 
-    # What workers say ----------------------------------------------------------------------------
+    # Workers ------------------------------------------------------------------------------------
 
     def hello(self, hello: Hello, *, now: float) -> Chain:
-        """A worker opened a stream. The last one that is waited for opens an epoch.
+        """A worker opened a stream. The last one that the pool waits for opens an epoch.
 
         Raises:
             RefusedWorkerError: it cannot be in this pool; nothing changed.
         """
-        pool = self.pool
-        check_numbers(pool, hello)
-        check_running_layout(pool, hello)
-        epoch = pool.roster.epoch
-        before = pool.roster.members.get(hello.worker)
-        member = pool.roster.admit(hello, now=now)
-        pool.revision += 1
-        effects: list[Effect] = []
-        pool.unheard -= {hello.worker}
-        pool.quiet_until_s = -math.inf
-        if before is not None and before.rank is not None and member.rank is None:
-            restarted = f"worker {member.name} restarted"
-            effects += pool.roll(RankLost(rank=before.rank, reason=restarted), now=now)
-        if hello.running is not None:
-            if pool.roster.epoch != epoch:
-                pool.begin_epoch(opened_here=False, now=now)
-            pool.layouts.know(hello.running.layout)
-            pool.layouts.reserve(hello.running.staged_generation)
-            pool.merge_checksums(member, hello.running.layout, hello.running.checksums)
-        if hello.group_lost is not None:
-            # Whoever comes later may have staged one more.
-            pool.layouts.reserve(hello.group_lost.generation + 1)
-        effects += open_by_hello(pool, hello, now=now)
-        return (*effects, *assign_returned(pool), *settle(pool, now=now))
+        effects = self.pool.membership.admit(hello, now=now)
+        self.pool.note_change()
+        return effects
 
     def message(self, worker: str, value: WorkerMessage, *, now: float) -> Chain:
-        """A worker that is in said something.
+        """A connected worker sent a message.
 
         Raises:
-            InvalidMessageError, InvalidReportError: it cannot be used; the rest goes on.
+            InvalidMessageError, InvalidReportError: it cannot be used; the stream continues.
         """
-        member = self.pool.roster.members[worker]
-        member.last_heard_s = now
-        self.pool.revision += 1
+        pool = self.pool
+        member = pool.roster.members[worker]
+        member.note_heard(now=now)
+        pool.note_change()
         match value:
             case Heartbeat():
                 return self._heartbeat(member, value)
@@ -129,71 +100,75 @@ class PoolController:
             case Leaving():
                 return self.lost(worker, reason=f"it left: {value.reason}", now=now)
             case GroupLost():
-                return self._lose_group(member, value, now=now)
+                return pool.membership.lose_group(member, value, now=now)
             case Hello():
                 raise InvalidMessageError("hello_repeated", f"worker {worker} is in already")
-            case _ if value.epoch < self.pool.roster.epoch:
-                return ()  # It was said before the worker heard of the present epoch.
+            case _ if value.epoch < pool.roster.epoch:
+                return ()  # The worker sent it before it joined the current epoch.
             case _:
-                self._check_seat(member, value)
+                self._check(member, value)
                 answer = self._answer(member, value, now=now)
-                return (*answer, *settle(self.pool, now=now))
+                return (*answer, *pool.membership.settle(now=now))
 
     def lost(self, worker: str, *, reason: str, now: float) -> Chain:
         """A worker's stream has ended."""
         member = self.pool.roster.members.get(worker)
         if member is None:
             return ()
-        self.pool.revision += 1
-        self.pool.quiet_until_s = -math.inf
-        rank = member.rank if member.connected else None
-        self.pool.roster.leave(worker, reason=reason)
-        effects: Chain = ()
-        if rank is not None:
-            effects = self.pool.roll(RankLost(rank=rank, reason=reason), now=now)
-        return (*effects, *open_if_due(self.pool, now=now))
+        self.pool.note_change()
+        return self.pool.membership.leave(member, reason=reason, now=now)
 
     def refuse(self, worker: str, *, kind: str, reason: str, now: float) -> Chain:
-        """Count a message or a worker that was refused; who is in is told, and lives on."""
-        self.pool.revision += 1
-        self.pool.refusals.count(kind, reason)
+        """Count a refused message or worker; a connected worker is sent the reason."""
+        self.pool.note_change()
+        self.pool.counters.refusals.count(kind, reason)
         member = self.pool.roster.members.get(worker)
         if member is None or not member.connected:
             return ()
-        member.last_heard_s = now
+        member.note_heard(now=now)
         return (Send(worker=worker, message=Rejection(reason=reason, fatal=False)),)
 
-    # What the clock, the planner and the store say -----------------------------------------------
+    # The clock, the planner, operators and the store --------------------------------------------
 
     def tick(self, *, now: float) -> Chain:
-        """Time passed: look at every bound, settle what is open, close a window that is due."""
-        effects: list[Effect] = [*retry(self.pool), *follow_policy(self.pool, now=now)]
-        effects += late_decisions(self.pool)
-        effects += note_silence(self.pool, now=now)
-        effects += self.pool.roll(DeadlineCheck(), now=now)
-        effects += open_by_clock(self.pool, now=now)
-        effects += settle(self.pool, now=now)
-        closed = self.pool.windows_closed
-        effects += close_due_window(self.pool, now=now)
-        is_early = self.pool.setbacks.wait(self.pool.policy, now=now)
-        if self.pool.windows_closed > closed and not (self.pool.hold.paused or is_early):
-            effects += keep_to_pin(self.pool, now=now)
+        """Time passed: check every bound, settle what is open, close a window that is due."""
+        pool = self.pool
+        before = self._shown()
+        effects: list[Effect] = [*pool.membership.write_again(), *self._follow_policy(now=now)]
+        effects += pool.journal.late_decisions()
+        effects += pool.membership.note_silence(now=now)
+        effects += pool.rollouts.handle(DeadlineCheck(), now=now)
+        effects += pool.membership.open_by_clock(now=now)
+        effects += pool.membership.settle(now=now)
+        num_closed = pool.windows.num_closed
+        effects += pool.decisions.close_due_window(now=now)
+        may_move = not pool.journal.hold.paused and pool.rollouts.must_wait(now=now) is None
+        if pool.windows.num_closed > num_closed and may_move:
+            effects += pool.decisions.keep_to_pin(now=now)
+        if effects or self._shown() != before:
+            pool.note_change()
         return _plans_first(tuple(effects))
 
     def administer(self, request: AdminRequest, *, now: float) -> Chain:
-        """An operator wants something; the answer is in the audit that follows from it."""
-        self.pool.revision += 1
-        return administer(self.pool, request, now=now)
+        """An operator requests an operation; the answer is in the audit record that follows."""
+        self.pool.note_change()
+        return self._operations.administer(request, now=now)
 
     def proposed(
-        self, proposal: Proposal, *, plan_ms: float, now: float, asked: AdminRequest | None = None
+        self,
+        proposal: Proposal,
+        *,
+        plan_ms: float,
+        now: float,
+        requested_by: AdminRequest | None = None,
     ) -> Chain:
-        """A proposal is ready, which an operator may have `asked` for."""
-        if asked is not None:
-            chain = judged(self.pool, asked, proposal, plan_ms=plan_ms, now=now)
+        """A proposal is ready, which an operator may have requested."""
+        self.pool.note_change()
+        if requested_by is not None:
+            chain = self._operations.planned(requested_by, proposal, plan_ms=plan_ms, now=now)
         else:
-            chain = decide(self.pool, proposal, plan_ms=plan_ms, now=now)
-        return _plans_first((*chain, *resume_postponed(self.pool, now=now)))
+            chain = self.pool.decisions.decide(proposal, plan_ms=plan_ms, now=now)
+        return _plans_first((*chain, *self._operations.handle_postponed(now=now)))
 
     def proposal_failed(
         self,
@@ -201,40 +176,36 @@ class PoolController:
         *,
         timed_out: bool,
         now: float,
-        asked: AdminRequest | None = None,
+        requested_by: AdminRequest | None = None,
     ) -> Chain:
-        """The planner broke down or took too long; the next window tries again."""
-        self.pool.revision += 1
+        """The planner failed or took too long; the next window tries again."""
+        self.pool.note_change()
         if timed_out:
-            self.pool.bounds.note("plan", reason)
+            self.pool.counters.bounds.note("plan", reason)
         else:
-            self.pool.refusals.count("plan", reason)
-        if asked is None or not isinstance(asked.wish, Preview):
-            self.pool.is_proposing = False
-        answer = () if asked is None else not_planned(asked, reason=reason, now=now)
-        return _plans_first((*answer, *resume_postponed(self.pool, now=now)))
+            self.pool.counters.refusals.count("plan", reason)
+        answer = self._operations.plan_failed(requested_by, reason, now=now)
+        return _plans_first((*answer, *self._operations.handle_postponed(now=now)))
 
     def written(self, write: Write, *, now: float) -> Chain:
-        """The store holds a write; a decision comes back with its number."""
+        """The store accepted a write; a record comes back with its number."""
         pool = self.pool
-        pool.revision += 1
-        pool.store_fault = ""
+        pool.note_change()
+        pool.journal.note_written()
         match write:
             case WriteProposed():
-                return pool.roll(Persisted(generation=write.layout.generation), now=now)
+                return pool.rollouts.handle(Persisted(generation=write.layout.generation), now=now)
             case WriteCommitted():
-                pool.layouts.stored_generation = write.generation
-                return pool.roll(Persisted(generation=write.generation), now=now)
+                pool.layouts.note_stored(write.generation)
+                return pool.rollouts.handle(Persisted(generation=write.generation), now=now)
             case WriteAdopted():
-                pool.layouts.stored_generation = write.layout.generation
-                pool.adopting = None
-            case WriteMembership() if write.membership.epoch == pool.roster.epoch:
-                pool.unwritten = Unwritten()
-                return assign_returned(pool)
+                pool.layouts.end_adoption(stored_generation=write.layout.generation)
+            case WriteMembership():
+                return pool.membership.note_written(write.members)
             case WriteDecision():
-                pool.last_decision = write.record
+                pool.journal.note_decision(write.record)
             case WriteAudit():
-                return held(pool, write, now=now)
+                return self._operations.note_audit(write, now=now)
             case _:
                 pass
         return ()
@@ -242,139 +213,127 @@ class PoolController:
     def write_failed(
         self, write: Write, *, reason: str, timed_out: bool = False, behind: Chain = ()
     ) -> None:
-        """The store did not take a write, so nothing `behind` it was done; ticks try again."""
-        pool = self.pool
-        pool.revision += 1
+        """The store did not accept a write, so no effect after it was carried out.
+
+        The following ticks try again.
+        """
+        pool, lost = self.pool, (write, *behind)
+        pool.note_change()
         if timed_out:
-            pool.bounds.note("store", reason)
-        goes_on = pool.policy.store_down is StoreDown.MEMORY
-        pool.store_fault = (
-            f"{reason}; nothing is switched until the store works, planning "
-            f"{'goes on in memory' if goes_on else 'is paused'}"
-        )
-        for effect in (write, *behind):
-            if isinstance(effect, WriteDecision):
-                pool.last_decision = effect.record
-                pool.late.append(effect.record)
-            if isinstance(effect, WriteAdopted):
-                pool.adopting = None
-            if any(effect is one for one in pool.unwritten.chain):
-                pool.unwritten.failed = True
+            pool.counters.bounds.note("store", reason)
+        pool.journal.note_failed(lost, reason)
+        if any(isinstance(effect, WriteAdopted) for effect in lost):
+            pool.layouts.end_adoption(stored_generation=None)
+        pool.membership.note_failed(lost)
 
-    # Membership ----------------------------------------------------------------------------------
+    def hand_over(self, elsewhere: str) -> Pool:
+        """This balancer does not lead any more: `elsewhere` says where the pool is led now."""
+        self.pool.hand_over(elsewhere)
+        self.pool.note_change()
+        return self.pool
 
-    def _lose_group(self, member: Member, lost: GroupLost, *, now: float) -> Chain:
-        """Ranks cannot step together any more; what was rolled out to them is over."""
+    # What they do -------------------------------------------------------------------------------
+
+    def _shown(self) -> tuple[object, ...]:
+        """What a tick can change without an effect."""
         pool = self.pool
-        if lost.epoch < pool.roster.epoch and member.rank is not None:
-            return ()  # It has a rank in a later epoch and will hear of it.
-        opened_s = next((record.opened_s for record in pool.epochs.newest_first()), now)
-        is_first = all(one.lost_reason is None for one in pool.roster.seated())
-        if pool.loads is None and is_first and now - opened_s >= pool.policy.meet_timeout_s:
-            pool.bounds.note("meet", f"epoch {lost.epoch} was given up: {lost.reason}")
-        member.lose_group(lost, now=now)
-        effects: Chain = ()
-        if member.rank is not None:
-            reason = f"its group is over: {lost.reason}"
-            effects = pool.roll(RankLost(rank=member.rank, reason=reason), now=now)
-        return (*effects, *open_if_due(pool, now=now))
+        return pool.policy.in_force, pool.membership.opening, tuple(pool.attendance.silent)
 
-    # Messages ------------------------------------------------------------------------------------
+    def _follow_policy(self, *, now: float) -> Chain:
+        """Put a changed policy in force; averages, windows and a rollout under way continue."""
+        pool = self.pool
+        if not pool.policy.is_stale:
+            return ()
+        pool.note_change()
+        change = pool.policy.follow()
+        pool.counters.bounds.adopt(pool.policy.values)
+        pool.attendance.look_again()
+        pool.windows.adopt_policy(now=now)
+        return pool.decisions.record_policy(change, now=now) if change else ()
 
     def _heartbeat(self, member: Member, heartbeat: Heartbeat) -> Chain:
         ack = Send(worker=member.name, message=HeartbeatAck(sequence=heartbeat.sequence))
-        if member.draining != heartbeat.draining:
-            member.draining = heartbeat.draining
-            self.pool.revision += 1
-        if member.rank is None or heartbeat.epoch != self.pool.roster.epoch:
+        epoch = self.pool.roster.epoch
+        member.note_heartbeat(heartbeat, epoch=epoch)
+        if member.rank is None or heartbeat.epoch != epoch:
             return (ack,)
-        member.generation = heartbeat.generation
-        member.staged_generation = heartbeat.staged_generation
         return (ack, *self._drop_stray(member))
 
     def _report(self, member: Member, report: Report, *, now: float) -> Chain:
-        if report.load.epoch < self.pool.roster.epoch:
-            return ()  # Counters are of one epoch; these rest with it.
-        if member.rank is None or report.load.rank != member.rank:
+        load, pool = report.load, self.pool
+        if load.epoch < pool.roster.epoch:
+            return ()  # Counters belong to one epoch.
+        if member.rank is None or load.rank != member.rank:
+            rank = "none yet" if member.rank is None else member.rank
             raise InvalidReportError(
                 "report_unknown_rank",
-                f"worker {member.name} reports as rank {report.load.rank}, but its rank is "
-                f"{'not dealt yet' if member.rank is None else member.rank}",
+                f"worker {member.name} reports as rank {load.rank}, but its rank is {rank}",
             )
-        member.stats = report.stats
-        self.pool.hear_bounds(member.name, report)
-        layout = self.pool.layouts.nearest(report.load.generation)
-        if self.pool.loads is None or layout is None:
-            # Before all ranks serve nothing is lost: counters are cumulative.
-            return ()
-        if (
-            report.load.generation < member.generation
-            and layout.generation > report.load.generation
-        ):
-            # A rank repeats the last counters of the generation before; a balancer that was
-            # started since has no use for them.
-            return ()
-        self.pool.loads.accept(report, layout, now=now)
+        member.note_stats(report.stats)
+        pool.counters.note_report(member.name, report)
+        layout = pool.layouts.nearest(load.generation)
+        # A rank repeats the last counters of the generation before; a balancer that has started
+        # since has no use for them.
+        is_repeated = layout is not None and load.generation < min(
+            member.generation, layout.generation
+        )
+        if layout is not None and not is_repeated:
+            pool.windows.accept(report, layout, now=now)
         return ()
 
-    def _check_seat(self, member: Member, value: Serving | Staged | Refused | Switched) -> None:
-        what = type(value).__name__.lower()
-        if value.epoch != self.pool.roster.epoch or member.rank is None:
-            raise InvalidMessageError(
-                f"{what}_epoch",
-                f"worker {member.name} speaks of epoch {value.epoch}, but pool {self.pool.name} is "
-                f"in epoch {self.pool.roster.epoch}",
-            )
-        if value.rank != member.rank:
-            raise InvalidMessageError(
-                f"{what}_rank",
-                f"worker {member.name} speaks as rank {value.rank}, but its rank is {member.rank}",
-            )
+    def _check(self, member: Member, value: Serving | Staged | Refused | Switched) -> None:
+        """Check epoch, rank and generation of a message.
+
+        Raises:
+            InvalidMessageError: one of them is wrong.
+        """
+        what, roster = type(value).__name__.lower(), self.pool.roster
         newest = self.pool.layouts.next_generation - 1
-        if value.generation > newest:
-            raise InvalidMessageError(
-                f"{what}_generation",
-                f"worker {member.name} speaks of generation {value.generation}, but the newest is "
-                f"{newest}",
-            )
+        if value.epoch != roster.epoch or member.rank is None:
+            fault, kind = f"epoch {value.epoch}, but the current epoch is {roster.epoch}", "epoch"
+        elif value.rank != member.rank:
+            fault, kind = f"rank {value.rank}, but its rank is {member.rank}", "rank"
+        elif value.generation > newest:
+            fault = f"generation {value.generation}, but the newest is {newest}"
+            kind = "generation"
+        else:
+            return
+        raise InvalidMessageError(f"{what}_{kind}", f"worker {member.name} reports {fault}")
 
     def _answer(
         self, member: Member, value: Serving | Staged | Refused | Switched, *, now: float
     ) -> Chain:
         pool, rank, generation = self.pool, value.rank, value.generation
-        refusal = f"answer of rank {rank} to its JoinEpoch"
+        layout = pool.layouts.get(generation)
         match value:
             case Serving():
-                member.generation, member.serving, member.steps = generation, True, value.steps
-                member.hold(pool.layouts.get(generation))
-                pool.faults.pop(refusal, None)
-                pool.merge_checksums(member, pool.layouts.get(generation), value.checksums)
+                member.note_serving(value, layout)
+                pool.agreement.note_joining(rank, refused="")
+                pool.agreement.merge_checksums(member, layout, value.checksums)
                 return ()
             case Staged():
-                member.staged_generation = generation
-                pool.tally.pulled(value)
-                noted = pool.roll(RankStaged(rank=rank, generation=generation), now=now)
-                return (*noted, *self._drop_stray(member))
+                member.note_staged(generation)
+                pool.counters.tally.note_staged(value)
+                staged = RankStaged(rank=rank, generation=generation)
+                return (*pool.rollouts.handle(staged, now=now), *self._drop_stray(member))
             case Refused():
                 if not member.serving:
-                    pool.faults[refusal] = f"rank {rank} refused its JoinEpoch: {value.reason}"
-                return pool.roll(
-                    RankRefused(rank=rank, generation=generation, reason=value.reason), now=now
-                )
+                    pool.agreement.note_joining(rank, refused=value.reason)
+                refused = RankRefused(rank=rank, generation=generation, reason=value.reason)
+                return pool.rollouts.handle(refused, now=now)
             case Switched():
-                member.generation, member.staged_generation = generation, 0
-                member.hold(pool.layouts.get(generation))
-                pool.merge_checksums(member, pool.layouts.get(generation), value.checksums)
+                member.note_switched(generation, layout)
+                pool.agreement.merge_checksums(member, layout, value.checksums)
+                pool.rollouts.note_switch(value, now=now)
                 switched = RankSwitched(
                     rank=rank, generation=generation, step=value.step, stall_us=value.stall_us
                 )
-                pool.rollouts.note_switch(value, now=now)
-                return pool.roll(switched, now=now)
+                return pool.rollouts.handle(switched, now=now)
 
     def _drop_stray(self, member: Member) -> Chain:
-        """What a rank has staged and nobody rolls out is dropped."""
+        """Abort what a rank has staged if that is not being rolled out."""
         staged, rolling = member.staged_generation, self.pool.rollouts.current
-        if not staged or self.pool.must_reconcile:
+        if not staged or self.pool.agreement.must_reconcile:
             return ()
         if rolling is not None and rolling.target.generation == staged:
             return ()
@@ -384,6 +343,6 @@ class PoolController:
 
 
 def _plans_first(chain: Chain) -> Chain:
-    """A plan rests on no write, so one that fails must not keep it from being made."""
+    """Move plans to the front: they depend on no write, so a failed one must not prevent them."""
     plans = tuple(effect for effect in chain if isinstance(effect, Propose))
     return (*plans, *(effect for effect in chain if not isinstance(effect, Propose)))

@@ -1,74 +1,91 @@
-"""`Bounds`: every wait of a pool that has a bound, how often it was reached, and its outcome."""
+"""What is counted about a pool since this balancer leads, for status and metrics."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import Rollout, State
-from equipoise.wire.messages import Wait, WorkerBound
+from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
+from equipoise.wire.messages import Report, Staged, Wait, WorkerBound
 
 WRITE_TIMEOUT_S = 10.0
 """Seconds a write to the store may take before it counts as failed."""
 
 MAX_WORKERS = 2**16
-"""Workers whose counts are kept; of more, those that came first are forgotten."""
+"""Workers whose counts are kept; beyond it the oldest are forgotten."""
 
-_OF_STATE = {
+MAX_KINDS = 64
+"""Kinds of refusals are constants of our own code; the bound guards against a mistake there."""
+
+MAX_TEXT = 500
+"""Characters kept of the latest refusal, because parts of it come from outside."""
+
+PASSING = (State.PLANNED, State.STAGING, State.STAGED, State.SWITCHED)
+"""States that a wave passes through, so that time spent in them is measured."""
+
+_OTHERS = "others"
+
+_BOUND_OF_STATE = {
     State.PLANNED: "persist",
     State.STAGING: "stage",
     State.STAGED: "switch",
-    State.SWITCHED: "persist",
+    State.SWITCHED: "commit",
 }
-
 
 _WAITS = frozenset(Wait)
 
 
-def order_bound_s(policy: Policy) -> float:
-    """Seconds within which an order of an operator is answered.
+def answer_timeout_s(policy: Policy) -> float:
+    """Seconds within which an operator's request is answered.
 
-    The wait for a plan under way, a plan and the wait for its turn, what is written before, and the
-    record of the order.
+    It covers the wait for a plan under way, a plan and the wait for its turn, earlier writes, and
+    the write of the audit record.
     """
     return 3 * policy.plan_timeout_s + 2 * WRITE_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A wait by its name: at most `bound_s` seconds, reached so often, the last time in words."""
+    """A wait that has a bound."""
 
     name: str
+    """Name of the wait."""
+
     bound_s: float
+    """Seconds that it may take."""
+
     reached: int = 0
+    """How often it took that long."""
+
     latest: str = ""
+    """What happened the last time."""
 
     def again(self, what: str) -> "Bound":
         """It was reached once more; `what` says what was done about it."""
         return replace(self, reached=self.reached + 1, latest=what)
 
 
-@dataclass(slots=True)
 class Bounds:
-    """Counts since the balancer leads; it measures nothing itself.
+    """Counts how often each wait reached its bound; it measures nothing itself.
 
-    Workers count their own waits since they started; what they tell is added up by name.
+    Workers count their own waits since they started; their reports are added up by name.
     """
 
-    policy: Policy
-    _by_name: dict[str, Bound] = field(default_factory=dict)
-    _told: dict[str, "_Told"] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.adopt(self.policy)
+    def __init__(self, policy: Policy) -> None:
+        self._by_name: dict[str, Bound] = {}
+        self._of_worker: dict[str, _WorkerCounts] = {}
+        self.adopt(policy)
 
     def adopt(self, policy: Policy) -> None:
-        """From now on waits have the bounds of `policy`; counts go on."""
-        self.policy = policy
+        """Take the lengths of waits from `policy`; the counts stay."""
         for name, bound_s in (
             ("plan", policy.plan_timeout_s),
             ("stage", policy.stage_timeout_s),
             ("switch", policy.switch_timeout_s),
             ("persist", policy.stage_timeout_s),
+            ("commit", policy.switch_timeout_s),
             ("store", WRITE_TIMEOUT_S),
             ("report", policy.silent_after_s),
             ("reform", policy.reform_timeout_s),
@@ -83,43 +100,187 @@ class Bounds:
         self._by_name[name] = self._by_name[name].again(what)
 
     def note_rollout(self, before: Rollout, after: Rollout | None) -> None:
-        """Time passed for a rollout; if it changed by that, its bound was reached."""
+        """Time passed for a rollout; if that changed it, its bound was reached."""
         if after is not None and after.reason != before.reason:
-            self.note(_OF_STATE[before.state], after.reason)
+            self.note(_BOUND_OF_STATE[before.state], after.reason)
 
-    def hear(self, worker: str, *, boot_id: str, told: Sequence[WorkerBound]) -> tuple[str, ...]:
-        """Add what a worker counted since it told last; gives the names that we do not know."""
-        if not told:
+    def add(self, worker: str, *, boot_id: str, reported: Sequence[WorkerBound]) -> tuple[str, ...]:
+        """Add what a worker counted since its last report; returns the names that are unknown."""
+        if not reported:
             return ()
-        known = self._told.get(worker)
+        known = self._of_worker.get(worker)
         if known is None or known.boot_id != boot_id:
-            while len(self._told) >= MAX_WORKERS:
-                del self._told[next(iter(self._told))]
-            known = self._told[worker] = _Told(boot_id=boot_id)
-        for bound in told:
+            while len(self._of_worker) >= MAX_WORKERS:
+                del self._of_worker[next(iter(self._of_worker))]
+            known = self._of_worker[worker] = _WorkerCounts(boot_id=boot_id)
+        for bound in reported:
             if bound.name in _WAITS:
                 self._add(worker, bound, before=known.reached.get(bound.name, 0))
                 known.reached[bound.name] = bound.reached
-        return tuple(bound.name for bound in told if bound.name not in _WAITS)
+        return tuple(bound.name for bound in reported if bound.name not in _WAITS)
 
     def all(self) -> tuple[Bound, ...]:
-        """Every bound; those of workers once one has told."""
+        """Every bound; those of workers once one has reported them."""
         return tuple(self._by_name.values())
 
-    def _add(self, worker: str, told: WorkerBound, *, before: int) -> None:
-        sum_before = self._by_name.get(told.name, Bound(name=told.name, bound_s=told.bound_s))
-        grown = max(0, told.reached - before)
-        self._by_name[told.name] = Bound(
-            name=told.name,
-            bound_s=told.bound_s,
-            reached=sum_before.reached + grown,
-            latest=f"{worker}: {told.latest}" if grown else sum_before.latest,
+    def _add(self, worker: str, reported: WorkerBound, *, before: int) -> None:
+        known = self._by_name.get(
+            reported.name, Bound(name=reported.name, bound_s=reported.bound_s)
+        )
+        grown = max(0, reported.reached - before)
+        self._by_name[reported.name] = Bound(
+            name=reported.name,
+            bound_s=reported.bound_s,
+            reached=known.reached + grown,
+            latest=f"{worker}: {reported.latest}" if grown else known.latest,
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class _Told:
-    """What a worker told of a boot: how often each bound was reached."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WorkerCounts:
+    """How often each bound was reached since a worker's boot."""
 
     boot_id: str
     reached: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """One kind of refused input."""
+
+    kind: str
+    """Constant that names the kind."""
+
+    count: int
+    """How often it was refused."""
+
+    latest: str
+    """The latest reason."""
+
+
+class Refusals:
+    """Counts refusals by kind, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, Refusal] = {}
+
+    def count(self, kind: str, latest: str) -> None:
+        """Count one of a kind; `latest` names the worker and the value."""
+        if kind not in self._by_kind and len(self._by_kind) >= MAX_KINDS:
+            kind = _OTHERS
+        known = self._by_kind.get(kind, Refusal(kind=kind, count=0, latest=""))
+        self._by_kind[kind] = replace(known, count=known.count + 1, latest=latest[:MAX_TEXT])
+
+    def of(self, kind: str) -> int:
+        """How often a kind was refused."""
+        return self._by_kind[kind].count if kind in self._by_kind else 0
+
+    def all(self) -> tuple[Refusal, ...]:
+        """Every kind seen so far, sorted by kind."""
+        return tuple(self._by_kind[kind] for kind in sorted(self._by_kind))
+
+
+def _of_states() -> dict[State, Histogram]:
+    return {state: Histogram(LONG_S) for state in PASSING}
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Counters that only grow. Durations are in seconds."""
+
+    accepted: int = 0
+    """Plans with the verdict yes."""
+
+    declined: int = 0
+    """Plans with the verdict no, and windows on which none was made."""
+
+    shifts: int = 0
+    """Windows in which traffic had shifted."""
+
+    waves: int = 0
+    """Waves that all ranks switched to."""
+
+    moves: int = 0
+    """Slots that these waves changed."""
+
+    peer_bytes: int = 0
+    """Bytes that ranks pulled from peers."""
+
+    checkpoint_bytes: int = 0
+    """Bytes that ranks pulled from the checkpoint."""
+
+    rolled_back: int = 0
+    """Rollouts that were rolled back."""
+
+    slow_found: int = 0
+    """How often a rank was found to be slow."""
+
+    promises: Counter[GainOutcome] = field(default_factory=Counter)
+    """Judged rollouts, by outcome."""
+
+    plan_s: Histogram = field(default_factory=lambda: Histogram(LONG_S))
+    """Time that a plan took."""
+
+    wave_s: Histogram = field(default_factory=lambda: Histogram(LONG_S))
+    """Time from the first Stage of a wave to the last report of its switch."""
+
+    stall_s: Histogram = field(default_factory=lambda: Histogram(SHORT_S))
+    """Longest stall of a rank at a switch."""
+
+    state_s: dict[State, Histogram] = field(default_factory=_of_states)
+    """Time that waves spent in each state."""
+
+    def note_decision(self, *, accepted: bool, plan_s: float) -> None:
+        """There is a verdict on a plan that took `plan_s`."""
+        self.accepted += accepted
+        self.declined += not accepted
+        self.plan_s.observe(plan_s)
+
+    def note_undecided(self) -> None:
+        """A window had traffic, but no plan could be made on it."""
+        self.declined += 1
+
+    def note_window(self, *, shifted: bool) -> None:
+        """A window has closed."""
+        self.shifts += shifted
+
+    def note_slow(self, num_ranks: int) -> None:
+        """Ranks were found to be slow."""
+        self.slow_found += num_ranks
+
+    def note_judged(self, outcome: GainOutcome) -> None:
+        """A rollout was judged."""
+        self.promises[outcome] += 1
+        self.rolled_back += outcome is GainOutcome.ROLLED_BACK
+
+    def note_state_left(self, state: State, *, after_s: float) -> None:
+        """A wave left a state after `after_s` in it."""
+        if state in self.state_s:
+            self.state_s[state].observe(max(0.0, after_s))
+
+    def note_staged(self, staged: Staged) -> None:
+        """A rank has staged a wave."""
+        self.peer_bytes += staged.peer_bytes
+        self.checkpoint_bytes += staged.checkpoint_bytes
+
+    def note_switch(self, *, moves: int, wave_s: float, stall_s: float) -> None:
+        """All ranks reported their switch, the longest of which took `stall_s`."""
+        self.waves += 1
+        self.moves += moves
+        self.wave_s.observe(max(0.0, wave_s))
+        self.stall_s.observe(stall_s)
+
+
+class Counters:
+    """All that is counted about one pool."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.bounds = Bounds(policy)
+        self.tally = Tally()
+        self.refusals = Refusals()
+
+    def note_report(self, worker: str, report: Report) -> None:
+        """Add up the waits of a worker that reached their bound; unknown kinds are refused."""
+        boot_id = report.load.boot_id
+        for name in self.bounds.add(worker, boot_id=boot_id, reported=report.stats.bounds):
+            self.refusals.count("report_bound", f"worker {worker} reports a bound {name!r}")

@@ -1,142 +1,374 @@
-"""From a closed window to a verdict: what is asked of the planner, and what becomes of it."""
+"""`Decisions`: from a closed window to a verdict, and from a rollout to what it gained.
 
-from equipoise.planning.expected_gain import too_soon_again
-from equipoise.planning.policy import Policy
+`planning/proposal.py` makes plans and judges them, in another process; `planning/promise.py` judges
+what a rollout gained.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from equipoise.planning.balance import balancedness, layout_loads
+from equipoise.planning.expected_gain import (
+    ExpectedGain,
+    ObservedWindow,
+    RealisedGain,
+    judge_gain,
+    too_soon_again,
+)
+from equipoise.planning.layout import Layout
+from equipoise.planning.layout_proposal import fits, propose_layout
+from equipoise.planning.policy import Policy, StoreDown
 from equipoise.planning.proposal import Proposal, ProposalRequest
 from equipoise.policy.digest import digest
-from equipoise.pool.effects import Chain, Effect, Propose, WriteAverage, WriteDecision
-from equipoise.pool.loads import ClosedWindow, drop_old_tables
-from equipoise.pool.pool import Pool
-from equipoise.pool.promises import judge_rollout, watch_rollout
-from equipoise.pool.records import DecisionRecord
-from equipoise.pool.slow_workers import note_pace
+from equipoise.pool.agreement import Agreement
+from equipoise.pool.attendance import Attendance
+from equipoise.pool.counters import Counters
+from equipoise.pool.effects import Chain, Effect, Log, Propose, WriteAverage, WriteDecision
+from equipoise.pool.journal import Journal
+from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.loads import ClosedWindow
+from equipoise.pool.members import Roster
+from equipoise.pool.policy import PoolPolicy
+from equipoise.pool.records import DecisionKind, DecisionRecord
+from equipoise.pool.rollouts import Rollouts
+from equipoise.pool.windows import Windows
+
+MAX_JUDGED = 16
+"""Judged rollouts kept for status."""
 
 
-def close_due_window(pool: Pool, *, now: float) -> Chain:
-    """Close the window if it is due; with traffic in it and nothing in the way, have a plan made.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedRollout:
+    """A rollout of an epoch, and the windows in which its gain was measured so far."""
 
-    A window without traffic gives no verdict: hours of idleness would push the useful ones out of
-    the store.
-    """
-    loads, current = pool.loads, pool.layouts.current
-    if loads is None or current is None or not loads.is_due(now=now):
-        return ()
-    pool.windows_closed += 1
-    pool.revision += 1
-    window = loads.close_window(number=pool.windows_closed, generation=current.generation, now=now)
-    pool.windows.append(window)
-    drop_old_tables(pool.windows)
-    pool.tally.shifts += window.shift.detected
-    effects: list[Effect] = [*judge_rollout(pool, window, now=now)]
-    effects += note_pace(pool, window, now=now)
-    if window.assignments and pool.can_think and not pool.is_proposing and not pool.hold.reason:
-        if window.doubt:
-            effects.append(_undecided(pool, window, now=now))
-        else:
-            pool.is_proposing = True
-            request = proposal_request(pool, window, policy=pool.policy, now=now)
-            effects.append(Propose(request=request))
-    records = loads.records(now=now)
-    effects += [WriteAverage(name=name, record=record) for name, record in records.items()]
-    return tuple(effects)
+    epoch: int
+    promise: ExpectedGain
+    witnesses: list[ObservedWindow] = field(default_factory=list)
 
 
-def proposal_request(
-    pool: Pool, window: ClosedWindow, *, policy: Policy, now: float
-) -> ProposalRequest:
-    """What is asked of the planner about a window, by `policy`."""
-    loads, current, shape = pool.loads, pool.layouts.current, pool.roster.shape
-    assert loads is not None, "a window was closed"
-    assert current is not None, "a window was closed"
-    assert shape is not None, "a window was closed"
-    return ProposalRequest(
-        current=current,
-        average=loads.slow.at_risk(policy.risk_z),
-        window=window.load,
-        balancedness=window.balancedness,
-        shift=window.shift,
-        model=shape.model,
-        topology=pool.roster.topology(),
-        policy=policy,
-        policy_hash=pool.in_force.digest if policy is pool.policy else digest(policy),
-        first_generation=pool.layouts.next_generation,
-        now=now,
-        last_switch_s=pool.rollouts.last_switch_s,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRollout:
+    """What a rollout was expected to gain, what it gained, and when that was judged."""
+
+    promise: ExpectedGain
+    realised: RealisedGain
+    judged_s: float
 
 
-def decide(
-    pool: Pool, proposal: Proposal, *, plan_ms: float, now: float, was_asked_for: bool = False
-) -> Chain:
-    """Record the verdict on a proposal, and roll it out if it is yes and still fits.
+class Decisions:
+    """Has plans made on a pool's windows, and decides about them."""
 
-    One that an operator asked for is adopted although the pool is held meanwhile.
-    """
-    pool.is_proposing = False
-    request, verdict = proposal.request, proposal.verdict
-    accepted, reason = verdict.accepted, verdict.reason
-    if accepted and pool.store_fault and pool.can_think:
-        accepted, reason = False, f"the rollout waits for the store: {reason}"
-    if accepted and not (pool.can_plan and pool.layouts.current is request.current):
-        accepted, reason = False, f"the pool changed while this was planned: {reason}"
-    if accepted and pool.hold.reason and not was_asked_for:
-        accepted, reason = False, f"{pool.hold.reason} while this was planned: {reason}"
-    if accepted and pool.in_force.digest != request.policy_hash and not was_asked_for:
-        accepted, reason = False, f"the policy changed while this was planned: {reason}"
-    again = pool.setbacks.wait(pool.policy, now=now) or too_soon_again(
-        pool.policy,
-        rolled_back_s=pool.rolled_back_s,
-        shift_detected=request.shift.detected,
-        now=now,
-    )
-    if accepted and again and not was_asked_for:
-        accepted, reason = False, f"{again}: {reason}"
-    decision = DecisionRecord(
-        time_unix_s=now,
-        accepted=accepted,
-        reason=reason,
-        base_generation=request.current.generation,
-        balancedness_current=verdict.balancedness_current,
-        balancedness_proposed=verdict.balancedness_proposed,
-        moves=verdict.moves,
-        bytes=verdict.bytes,
-        algorithm=proposal.plan.algorithm.value,
-        plan_ms=plan_ms,
-        shift_detected=request.shift.detected,
-        policy_hash=request.policy_hash,
-    )
-    pool.tally.decided(accepted=accepted, plan_s=plan_ms / 1000)
-    if not accepted:
-        return (WriteDecision(record=decision),)
-    pool.verdict = decision
-    watch_rollout(pool, proposal)
-    started = pool.rollouts.start(proposal.waves, base=request.current, now=now)
-    return (*pool.obey(started), WriteDecision(record=decision))
+    def __init__(
+        self,
+        policy: PoolPolicy,
+        *,
+        roster: Roster,
+        attendance: Attendance,
+        agreement: Agreement,
+        layouts: PoolLayouts,
+        windows: Windows,
+        rollouts: Rollouts,
+        journal: Journal,
+        counters: Counters,
+    ) -> None:
+        self._policy = policy
+        self._roster = roster
+        self._attendance = attendance
+        self._agreement = agreement
+        self._layouts = layouts
+        self._windows = windows
+        self._rollouts = rollouts
+        self._journal = journal
+        self._tally = counters.tally
+        self._is_proposing = False
+        self._watched: WatchedRollout | None = None
+        self._judged: deque[JudgedRollout] = deque(maxlen=MAX_JUDGED)
+        self._rolled_back_s: float | None = None
 
+    @property
+    def can_roll_out(self) -> bool:
+        """Whether a new layout could be rolled out now."""
+        return self._agreement.is_settled and not self._journal.store_fault
 
-def _undecided(pool: Pool, window: ClosedWindow, *, now: float) -> WriteDecision:
-    """No plan is made on such a window: what nobody told of would look idle, say."""
-    current = pool.layouts.current
-    assert current is not None, "a window was closed"
-    pool.tally.declined += 1
-    return WriteDecision(
-        record=DecisionRecord(
-            time_unix_s=now,
-            accepted=False,
-            reason=f"nothing is planned on this window: {window.doubt}",
-            base_generation=current.generation,
-            balancedness_current=window.balancedness,
-            balancedness_proposed=window.balancedness,
-            shift_detected=window.shift.detected,
-            policy_hash=pool.in_force.digest,
+    @property
+    def is_proposing(self) -> bool:
+        """Whether a plan that may be adopted is being made."""
+        return self._is_proposing
+
+    @property
+    def watched(self) -> WatchedRollout | None:
+        """The latest rollout of this epoch, until it is judged."""
+        watched = self._watched
+        return watched if watched is not None and watched.epoch == self._roster.epoch else None
+
+    @property
+    def judged(self) -> Sequence[JudgedRollout]:
+        """Judged rollouts, newest first."""
+        return self._judged
+
+    # Windows ------------------------------------------------------------------------------------
+
+    def close_due_window(self, *, now: float) -> Chain:
+        """Close the window if it is due, and have a plan made on it unless something prevents that.
+
+        A window without traffic gets no verdict: hours of idleness would push the useful ones out
+        of the store.
+        """
+        current = self._layouts.current
+        if current is None:
+            return ()
+        window = self._windows.close_due(generation=current.generation, now=now)
+        if window is None:
+            return ()
+        effects: list[Effect] = [*self._judge_rollout(window, now=now)]
+        found = self._windows.find_slow(window)
+        effects += self._attendance.exclude_slow(self._windows.slow, found=found, now=now)
+        wants_plan = window.assignments and not self._is_proposing and not self._journal.hold.reason
+        if wants_plan and self._can_plan:
+            if window.doubt:
+                effects.append(self._undecided(window, current, now=now))
+            else:
+                self._is_proposing = True
+                request = self.proposal_request(window, policy=self._policy.values, now=now)
+                effects.append(Propose(request=request))
+        assert self._windows.loads is not None, "a window was closed"
+        records = self._windows.loads.records(now=now)
+        effects += [WriteAverage(name=name, record=record) for name, record in records.items()]
+        return tuple(effects)
+
+    def proposal_request(
+        self, window: ClosedWindow, *, policy: Policy, now: float
+    ) -> ProposalRequest:
+        """What the planner needs to plan by `policy` on a window of this epoch."""
+        loads, current = self._windows.loads, self._layouts.current
+        shape = self._roster.shape
+        assert loads is not None, "a window was closed"
+        assert current is not None, "a window was closed"
+        assert shape is not None, "a window was closed"
+        in_force = self._policy.in_force
+        return ProposalRequest(
+            current=current,
+            average=loads.slow.at_risk(policy.risk_z),
+            window=window.load,
+            balancedness=window.balancedness,
+            shift=window.shift,
+            model=shape.model,
+            topology=self._roster.topology(),
+            policy=policy,
+            policy_hash=in_force.digest if policy is in_force.values else digest(policy),
+            first_generation=self._layouts.next_generation,
+            now=now,
+            last_switch_s=self._rollouts.last_switch_s,
         )
-    )
 
+    @property
+    def _can_plan(self) -> bool:
+        """Whether a plan may be made and judged, even if it can only be recorded."""
+        in_memory = self._policy.values.store_down is StoreDown.MEMORY
+        return self._agreement.is_settled and (in_memory or not self._journal.store_fault)
 
-def late_decisions(pool: Pool) -> Chain:
-    """Verdicts that the store could not take when they were given, once it works again."""
-    if pool.store_fault or not pool.late:
-        return ()
-    late = tuple(WriteDecision(record=record) for record in pool.late)
-    pool.late.clear()
-    return late
+    def _undecided(self, window: ClosedWindow, current: Layout, *, now: float) -> WriteDecision:
+        """Make no plan on such a window: ranks that did not report would look idle."""
+        self._tally.note_undecided()
+        return WriteDecision(
+            record=DecisionRecord(
+                time_unix_s=now,
+                accepted=False,
+                reason=f"nothing is planned on this window: {window.doubt}",
+                base_generation=current.generation,
+                balancedness_current=window.balancedness,
+                balancedness_proposed=window.balancedness,
+                shift_detected=window.shift.detected,
+                policy_hash=self._policy.in_force.digest,
+            )
+        )
+
+    # Plans --------------------------------------------------------------------------------------
+
+    def begin_proposing(self) -> None:
+        """A plan that may be adopted is being made."""
+        self._is_proposing = True
+
+    def end_proposing(self) -> None:
+        """There will be no such plan."""
+        self._is_proposing = False
+
+    def decide(
+        self, proposal: Proposal, *, plan_ms: float, now: float, is_requested: bool = False
+    ) -> Chain:
+        """Record the verdict on a proposal, and roll it out if it is yes and still applies.
+
+        One that an operator requested is adopted even if the pool is paused meanwhile.
+        """
+        self._is_proposing = False
+        request, verdict = proposal.request, proposal.verdict
+        veto = None
+        if verdict.accepted:
+            veto = self._cannot_roll_out(request) or (
+                None if is_requested else self._vetoed(request, now=now)
+            )
+        decision = DecisionRecord(
+            time_unix_s=now,
+            accepted=verdict.accepted and veto is None,
+            reason=f"{veto}: {verdict.reason}" if veto else verdict.reason,
+            base_generation=request.current.generation,
+            balancedness_current=verdict.balancedness_current,
+            balancedness_proposed=verdict.balancedness_proposed,
+            moves=verdict.moves,
+            bytes=verdict.bytes,
+            algorithm=proposal.plan.algorithm.value,
+            plan_ms=plan_ms,
+            shift_detected=request.shift.detected,
+            policy_hash=request.policy_hash,
+        )
+        self._tally.note_decision(accepted=decision.accepted, plan_s=plan_ms / 1000)
+        if not decision.accepted:
+            return (WriteDecision(record=decision),)
+        self._watch(proposal)
+        started = self._rollouts.start(
+            proposal.waves, base=request.current, verdict=decision, now=now
+        )
+        return (*started, WriteDecision(record=decision))
+
+    def adopt(self, target: Layout, *, algorithm: str, reason: str, now: float) -> Chain:
+        """Roll out the placement of `target`, wave by wave, as a new generation.
+
+        `can_roll_out` must hold and `target` fit what runs. `algorithm` is what the decision shows
+        in place of a planner's: "rollback" or "pin".
+        """
+        current, shape = self._layouts.current, self._roster.shape
+        assert self.can_roll_out, "checked before"
+        assert current is not None, "a pool that can roll out has a layout"
+        assert shape is not None, "a pool that can roll out has a shape"
+        latest = self._windows.latest
+        given = propose_layout(
+            current,
+            target,
+            window=latest.load if latest is not None else None,
+            model=shape.model,
+            policy=self._policy.values,
+            first_generation=self._layouts.next_generation,
+        )
+        if not given.waves:
+            return ()
+        decision = DecisionRecord(
+            time_unix_s=now,
+            accepted=True,
+            reason=reason,
+            base_generation=current.generation,
+            balancedness_current=given.balancedness_current,
+            balancedness_proposed=given.balancedness_proposed,
+            moves=given.moves,
+            bytes=given.bytes,
+            algorithm=algorithm,
+        )
+        started = self._rollouts.start(given.waves, base=current, verdict=decision, now=now)
+        return (*started, WriteDecision(record=decision))
+
+    def keep_to_pin(self, *, now: float) -> Chain:
+        """Roll out the placement that the pool is pinned to, if it runs another."""
+        hold, current = self._journal.hold, self._layouts.current
+        if hold.pin is None or current is None or not self.can_roll_out:
+            return ()
+        if current.same_placement(hold.pin) or not fits(hold.pin, current):
+            return ()
+        return self.adopt(hold.pin, algorithm="pin", reason=f"pinned by {hold.pinned}", now=now)
+
+    def record_policy(self, change: str, *, now: float) -> Chain:
+        """Record that another policy came into force."""
+        record = DecisionRecord(
+            kind=DecisionKind.POLICY,
+            time_unix_s=now,
+            accepted=True,
+            reason=change,
+            base_generation=self._layouts.stored_generation or 0,
+            policy_hash=self._policy.in_force.digest,
+        )
+        return (WriteDecision(record=record),)
+
+    def _cannot_roll_out(self, request: ProposalRequest) -> str | None:
+        """Why a plan does not apply to the pool any more."""
+        if self._journal.store_fault and self._can_plan:
+            return "the rollout waits for the store"
+        if not (self.can_roll_out and self._layouts.current is request.current):
+            return "the pool changed while this was planned"
+        return None
+
+    def _vetoed(self, request: ProposalRequest, *, now: float) -> str | None:
+        """Why a plan that no operator requested is not adopted now."""
+        return (
+            self._held()
+            or self._has_other_policy(request)
+            or self._rollouts.must_wait(now=now)
+            or too_soon_again(
+                self._policy.values,
+                rolled_back_s=self._rolled_back_s,
+                shift_detected=request.shift.detected,
+                now=now,
+            )
+        )
+
+    def _held(self) -> str | None:
+        held = self._journal.hold.reason
+        return f"{held} while this was planned" if held else None
+
+    def _has_other_policy(self, request: ProposalRequest) -> str | None:
+        if self._policy.in_force.digest == request.policy_hash:
+            return None
+        return "the policy changed while this was planned"
+
+    # Rollouts -----------------------------------------------------------------------------------
+
+    def _watch(self, proposal: Proposal) -> None:
+        """A plan is rolled out: remember its expected gain, and how that is to be judged.
+
+        One that follows before the previous one was judged is compared with the layout before both:
+        rolling back leads to the last layout that proved good.
+        """
+        request, verdict = proposal.request, proposal.verdict
+        before, optimism = request.current, 0.0
+        balancedness_before = verdict.balancedness_current
+        watched = self.watched
+        if watched is not None:
+            before, optimism = watched.promise.before, watched.promise.optimism
+            balancedness_before = balancedness(layout_loads(before, request.window))
+        elif request.balancedness is not None:
+            optimism = balancedness_before - request.balancedness
+        promise = ExpectedGain(
+            before=before,
+            generation=proposal.waves[-1].generation,
+            balancedness_before=balancedness_before,
+            balancedness_expected=verdict.balancedness_proposed,
+            optimism=optimism,
+        )
+        self._watched = WatchedRollout(epoch=self._roster.epoch, promise=promise)
+
+    def _judge_rollout(self, window: ClosedWindow, *, now: float) -> Chain:
+        """A window has closed: judge the latest rollout, once enough have; perhaps roll back."""
+        watched, current = self.watched, self._layouts.current
+        if watched is None or current is None or self._rollouts.current is not None:
+            return ()
+        if current.generation != watched.promise.generation:
+            # It was aborted half-way, or something else was rolled out since.
+            self._watched = None
+            return ()
+        if not (window.switched or window.doubt):
+            watched.witnesses.append(
+                ObservedWindow(load=window.load, balancedness=window.balancedness)
+            )
+        realised = judge_gain(watched.promise, watched.witnesses, policy=self._policy.values)
+        return () if realised is None else self._conclude(watched.promise, realised, now=now)
+
+    def _conclude(self, promise: ExpectedGain, realised: RealisedGain, *, now: float) -> Chain:
+        if realised.goes_back and (self._journal.hold.reason or not self.can_roll_out):
+            return ()  # Judged again at the next window, when it may be possible.
+        self._watched = None
+        self._tally.note_judged(realised.outcome)
+        self._judged.appendleft(JudgedRollout(promise=promise, realised=realised, judged_s=now))
+        log = Log(text=realised.reason, generation=promise.generation)
+        if not realised.goes_back:
+            return (log,)
+        self._rolled_back_s = now
+        back = self.adopt(promise.before, algorithm="rollback", reason=realised.reason, now=now)
+        return (log, *back)

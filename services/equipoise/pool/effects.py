@@ -1,21 +1,21 @@
-"""What a pool wants done, as data: messages to send, records to write, a plan to compute.
+"""Effects: what a pool wants done, as data. Messages to send, records to write, plans to compute.
 
-`PoolController` decides, `runner.py` does. Effects come in chains, in the order in which they must
-happen; a write that fails cuts its chain, so whatever stands behind a write rests on it.
+`PoolController` decides, `balancer/runner.py` carries out. Effects come in chains, in the order in
+which they must happen. A write that fails cuts its chain, so all effects after it depend on it.
 """
 
 from dataclasses import dataclass
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.proposal import ProposalRequest
-from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, Hold, Membership
-from equipoise.pool.requests import AdminRequest, Outcome
+from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
+from equipoise.pool.requests import AdminRequest, Answer
 from equipoise.wire.messages import BalancerMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Send:
-    """A message for a worker, dropped if the worker has no stream now."""
+    """Send a message to a worker; dropped if the worker has no stream now."""
 
     worker: str
     message: BalancerMessage
@@ -23,14 +23,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WriteProposed:
-    """Remember a layout before anybody is asked to stage it."""
+    """Record a layout before any rank is asked to stage it."""
 
     layout: Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCommitted:
-    """Make a proposed layout the committed one, in place of `previous` (None: there is none)."""
+    """Make a proposed layout the committed one instead of `previous` (None: there is none)."""
 
     generation: int
     previous: int | None
@@ -38,21 +38,21 @@ class WriteCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WriteAdopted:
-    """Commit the layout that the ranks start in or report to run."""
+    """Commit the layout that the ranks start in, or report to run."""
 
     layout: Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteMembership:
-    """Remember who takes part in an epoch."""
+    """Record the members of an epoch."""
 
-    membership: Membership
+    members: EpochMembers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WriteAverage:
-    """Remember a moving average by name."""
+    """Record a moving average by name."""
 
     name: str
     record: AverageRecord
@@ -60,35 +60,38 @@ class WriteAverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteDecision:
-    """Append a verdict."""
+    """Append a decision."""
 
     record: DecisionRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WriteAudit:
-    """Append an operator's order; whoever gave the `request` then gets the `answer`.
+    """Append an audit record; then the caller of `request` gets the `answer`.
 
-    In the same step set what the pool is held to from now on, unless `hold` is None.
+    The same write sets what the pool is held to from now on, unless `hold` is None.
     """
 
     record: AuditRecord
     hold: Hold | None
     request: AdminRequest
-    answer: Outcome
+    answer: Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Propose:
-    """Compute a plan and its verdict off the event loop, because an operator `asked` or not."""
+    """Compute a plan and its verdict off the event loop.
+
+    `requested_by` is the operator's request that needs it, if one does.
+    """
 
     request: ProposalRequest
-    asked: AdminRequest | None = None
+    requested_by: AdminRequest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """Write a line to the log, at once: it waits for nothing before it in its chain.
+    """Write a line to the log, at once, without waiting for effects before it.
 
     `rank`, `epoch`, `generation` and `worker` are fields of the line where they apply.
     """

@@ -1,4 +1,4 @@
-"""The one word that an operator looks for, and why it is not the good one."""
+"""A pool's health, and the reason for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from equipoise.pool.members import Member, Roster
 
 
 class Health(StrEnum):
-    """A pool's state in a word."""
+    """A pool's health."""
 
     WAITING = "waiting"
     """Fewer workers than ranks, or they still load their experts."""
@@ -18,10 +18,10 @@ class Health(StrEnum):
     """All ranks serve."""
 
     DOWN = "down"
-    """The workers that are here have too few slots for all experts."""
+    """The workers that are connected have too few slots for all experts."""
 
     DEGRADED = "degraded"
-    """Something is missing or wrong; the rest may serve on."""
+    """Something is missing or wrong; the rest may still serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,10 @@ def diagnose(
     faults: Sequence[str],
     store_fault: str,
 ) -> Diagnosis:
-    """Judge a pool. `silent` is by rank; it, `faults` and `store_fault` are troubles in words.
+    """Judge a pool.
 
-    `opening` is the latest decision about the next epoch.
+    `opening` is the latest decision about the next epoch. `silent` (by rank), `faults` and
+    `store_fault` are messages.
     """
     if opening.is_down:
         return Diagnosis(health=Health.DOWN, reason=opening.reason)

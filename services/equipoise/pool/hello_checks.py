@@ -1,46 +1,112 @@
-"""What a worker says of itself when it comes, held against what the pool knows."""
+"""Checks of a worker's Hello against what the pool knows. Each raises `RefusedWorkerError`."""
 
-from equipoise.pool.pool import Pool
-from equipoise.pool.records import RefusedWorkerError
+from collections.abc import Collection, Iterable
+
+from equipoise.planning.layout import Layout
 from equipoise.wire.messages import Hello
 
 MAX_LEAP = 2**32
-"""Epochs, or generations, that a worker may be ahead of what is known here. A balancer whose store
-was lost meets such workers; but numbers are never used again, so a wrong one would be for ever."""
+"""How many epochs, or generations, a worker may be ahead of this balancer. A balancer that lost its
+store meets such workers, but a wrong number could never be taken back."""
 
 
-def check_numbers(pool: Pool, hello: Hello) -> None:
-    """One worker's word must not use up the numbers of epochs and generations."""
+class RefusedWorkerError(Exception):
+    """A worker that this pool cannot take; `kind` is a constant, for counting."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+def check_numbers(hello: Hello, *, highest_epoch: int, next_generation: int) -> None:
+    """Refuse a worker whose epoch or generation would use up the numbers."""
     running, lost = hello.running, hello.group_lost
     epoch = running.epoch if running is not None else lost.epoch if lost is not None else 0
     generation = lost.generation if lost is not None else 0
     if running is not None:
         generation = max(running.generation, running.staged_generation)
-    for what, told, known in (
-        ("epoch", epoch, pool.roster.highest_epoch),
-        ("generation", generation, pool.layouts.next_generation),
+    for what, reported, known in (
+        ("epoch", epoch, highest_epoch),
+        ("generation", generation, next_generation),
     ):
-        if told > known + MAX_LEAP:
+        if reported > known + MAX_LEAP:
             raise RefusedWorkerError(
                 f"hello_{what}_leap",
-                f"worker {hello.worker} speaks of {what} {told}, but pool {hello.pool} has "
-                f"come to {known}: restart the worker",
+                f"worker {hello.worker} reports {what} {reported}, but pool {hello.pool} is at "
+                f"{known}: restart the worker",
             )
 
 
-def check_running_layout(pool: Pool, hello: Hello) -> None:
-    """Two layouts must not share a number; the ranks that are here are right."""
-    if hello.running is None:
+def check_running_layout(hello: Hello, ours: Layout | None) -> None:
+    """Refuse a worker that runs another layout than `ours` under the same generation."""
+    if hello.running is None or ours is None:
         return
     theirs = hello.running.layout
-    ours = pool.layouts.get(theirs.generation)
-    others_run = any(
-        member.connected and member.serving and member.name != hello.worker
-        for member in pool.roster.seated()
-    )
-    if ours is not None and others_run and not ours.same_placement(theirs):
+    if not ours.same_placement(theirs):
         raise RefusedWorkerError(
             "hello_layout",
-            f"worker {hello.worker} runs another layout as generation {theirs.generation} than "
+            f"worker {hello.worker} runs generation {theirs.generation} with another layout than "
             f"pool {hello.pool}: restart it",
         )
+
+
+def check_shape(hello: Hello, shape: Hello, *, pool: str) -> None:
+    """Refuse a worker whose model, slots or checkpoint differ from those of `shape`."""
+    for kind, what, theirs, ours in (
+        ("hello_model", "model shape", hello.model, shape.model),
+        ("hello_slots", "slots per rank", hello.slots_per_rank, shape.slots_per_rank),
+        (
+            "hello_checkpoint",
+            "checkpoint fingerprint",
+            hello.checkpoint_fingerprint,
+            shape.checkpoint_fingerprint,
+        ),
+    ):
+        if theirs != ours:
+            raise RefusedWorkerError(
+                kind,
+                f"worker {hello.worker}: its {what} is {theirs}, but pool {pool} has {ours} (set "
+                f"by worker {shape.worker}): start it with the same, or in another pool",
+            )
+    num_slots = hello.num_ranks * hello.slots_per_rank
+    if num_slots < hello.model.num_experts:
+        raise RefusedWorkerError(
+            "hello_too_few_slots",
+            f"worker {hello.worker}: {hello.num_ranks} ranks x {hello.slots_per_rank} slots "
+            f"cannot hold {hello.model.num_experts} experts: give each rank at least "
+            f"{-(-hello.model.num_experts // hello.num_ranks)} slots",
+        )
+
+
+def check_kernels(hello: Hello, shape: Hello, others: Iterable[Hello], *, pool: str) -> None:
+    """Refuse a worker that shares no backend with the others: they could never form a group."""
+    if hello.backends in ((), shape.backends):
+        return
+    backends = {hello.backends, shape.backends, *(other.backends for other in others)}
+    operation = unshared(backends - {()})
+    if operation is not None:
+        raise RefusedWorkerError(
+            "hello_kernels",
+            f"worker {hello.worker}: it computes with {hello.kernels}, but pool {pool} with "
+            f"{shape.kernels} (worker {shape.worker}), and no backend of {operation} is available "
+            f"to all: start it with the same weights, device and EQUIPOISE_KERNELS, or in "
+            f"another pool",
+        )
+
+
+def unshared(backends: Collection[tuple[str, ...]]) -> str | None:
+    """Return an operation that no single backend can compute on all workers, or None.
+
+    Each of `backends` is a `Hello.backends`: "operation=backend|backend" for each operation.
+    """
+    tables = [_table(one) for one in backends]
+    for operation in sorted(set().union(*tables)):
+        if not set.intersection(*(table.get(operation, set()) for table in tables)):
+            return operation
+    return None
+
+
+def _table(backends: tuple[str, ...]) -> dict[str, set[str]]:
+    """Backends by operation."""
+    pairs = (one.partition("=") for one in backends)
+    return {operation: set(names.split("|")) for operation, _, names in pairs}

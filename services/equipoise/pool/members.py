@@ -1,50 +1,79 @@
-"""`Roster`: who is in a pool, who holds which rank, and what each worker's slots hold.
+"""`Roster`: the workers of a pool, which rank each has, and what each one's slots hold.
 
-Owns membership only: it neither sends nor stores. When ranks are dealt anew is decided by
-`planning/membership.py`.
+It neither sends nor stores. `planning/membership.py` decides when ranks are assigned again.
 """
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from equipoise.planning.arrays import ExpertTable
 from equipoise.planning.layout import Layout
 from equipoise.planning.membership import EpochCandidate, MemberState
 from equipoise.planning.topology import Topology
-from equipoise.pool.kernels import unshared
-from equipoise.pool.records import RefusedWorkerError
-from equipoise.wire.messages import GroupLost, Hello, Peer, RankStats, RunningState
+from equipoise.pool.hello_checks import RefusedWorkerError, check_kernels, check_shape
+from equipoise.pool.records import EpochMembers
+from equipoise.wire.messages import (
+    GroupLost,
+    Heartbeat,
+    Hello,
+    Peer,
+    RankStats,
+    RunningState,
+    Serving,
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """What is known of one worker. `rank` is None until an epoch seats it.
-
-    `assigned` is set once it was told so on this stream, and `heartbeat_s` the seconds between its
-    heartbeats that it was told with it. `generation` and `staged_generation` are what it reported
-    last, 0 for none; `draining` says that it takes no new request; `serving` is set once it told
-    that it holds its part of a layout. `lost_reason` is set while its group is over for it,
-    `left_out` says why it is in no epoch although it is here. `held` is int32 [layers,
-    slots_per_rank]: what its slots hold as far as it told, `steps` how its steps run, in its words.
-    `gone_reason` is None while its stream is open. `since_s` is when it came or its group was lost.
-    """
+    """One worker. Only its own methods change it."""
 
     hello: Hello
+    """What it reported when it connected."""
+
     last_heard_s: float
+    """When its latest message arrived."""
+
     since_s: float
+    """When it connected, or when its group was lost."""
+
     rank: int | None = None
-    assigned: bool = False
+    """Its rank in the epoch; None without one."""
+
+    joined: bool = False
+    """Whether it was sent its rank on this stream."""
+
     heartbeat_s: float = 0.0
+    """Seconds between its heartbeats, as sent with its rank."""
+
     generation: int = 0
+    """Generation that it reported last; 0 for none."""
+
     staged_generation: int = 0
+    """Generation that it has staged and not switched to; 0 for none."""
+
     draining: bool = False
+    """Whether it takes no new requests."""
+
     serving: bool = False
+    """Whether it holds its part of a layout and takes part in steps."""
+
     lost_reason: str | None = None
+    """Why its group is over; None while it has one."""
+
     left_out: str | None = None
+    """Why the current epoch has no rank for it although it is connected."""
+
     held: ExpertTable | None = None
+    """What its slots hold, int32 [layers, slots_per_rank]; None if unknown."""
+
     gone_reason: str | None = None
+    """Why its stream ended; None while it is open."""
+
     stats: RankStats | None = None
+    """Its latest statistics."""
+
     steps: str = ""
+    """How its steps run, in its own words."""
 
     @property
     def name(self) -> str:
@@ -56,116 +85,202 @@ class Member:
         """Whether the worker has a stream now."""
         return self.gone_reason is None
 
-    def hold(self, layout: Layout | None) -> None:
-        """It told that its slots hold its part of a layout; None if that is not known any more."""
-        assert self.rank is not None, "only a rank has a part"
-        first, last = (rank * self.hello.slots_per_rank for rank in (self.rank, self.rank + 1))
-        self.held = None if layout is None else layout.expert_of_slot[:, first:last]
+    def note_heard(self, *, now: float) -> None:
+        """A message arrived."""
+        self.last_heard_s = now
+
+    def note_heartbeat(self, heartbeat: Heartbeat, *, epoch: int) -> None:
+        """Take over its state; generations count only if it speaks of the current `epoch`."""
+        self.draining = heartbeat.draining
+        if self.rank is not None and heartbeat.epoch == epoch:
+            self.generation = heartbeat.generation
+            self.staged_generation = heartbeat.staged_generation
+
+    def note_stats(self, stats: RankStats) -> None:
+        """Take over its statistics."""
+        self.stats = stats
+
+    def note_joined(self, *, heartbeat_s: float) -> None:
+        """It was sent its rank."""
+        self.joined, self.heartbeat_s = True, heartbeat_s
+
+    def note_serving(self, serving: Serving, layout: Layout | None) -> None:
+        """It holds its part of `layout`, which is None if no longer known."""
+        self.generation, self.serving, self.steps = serving.generation, True, serving.steps
+        self._hold(layout)
+
+    def note_staged(self, generation: int) -> None:
+        """It has staged a generation."""
+        self.staged_generation = generation
+
+    def note_switched(self, generation: int, layout: Layout | None) -> None:
+        """It switched to a generation, whose `layout` is None if no longer known."""
+        self.generation, self.staged_generation = generation, 0
+        self._hold(layout)
 
     def lose_group(self, lost: GroupLost, *, now: float) -> None:
-        """Its group is over; it waits for a rank and holds on to what its slots hold."""
+        """Its group is over; it waits for a rank and keeps what its slots hold."""
         self.lost_reason, self.left_out = lost.reason, None
         self.held = lost.expert_of_slot
         self.serving, self.since_s = False, now
         self.staged_generation = 0
 
+    def leave(self, reason: str) -> None:
+        """Its stream has ended."""
+        self.gone_reason = self.gone_reason or reason
 
-@dataclass(slots=True)
+    def unseat(self) -> None:
+        """It has no rank any more."""
+        self.rank = None
+
+    def reopen(self, *, left_out: str | None) -> None:
+        """An epoch opens: it has no rank in it yet, or for the reason `left_out` none at all."""
+        self.left_out = left_out or self.left_out
+        self.rank = None
+        self.serving = self.joined = False
+
+    def seat(self, rank: int) -> None:
+        """Assign a rank of a new epoch."""
+        self.rank = rank
+        self.lost_reason = self.left_out = None
+        self.generation = self.staged_generation = 0
+
+    def keep_seat(self, rank: int | None, held: ExpertTable | None) -> None:
+        """Keep the rank that it had on its previous stream."""
+        self.rank, self.held = rank, held
+
+    def resume(self, running: RunningState) -> None:
+        """It runs a layout in an epoch already."""
+        self.rank = running.rank
+        self.generation = running.generation
+        self.staged_generation = running.staged_generation
+        self.serving, self.steps = True, running.steps
+        self._hold(running.layout)
+
+    def _hold(self, layout: Layout | None) -> None:
+        assert self.rank is not None, "only a rank has a part"
+        first, last = (rank * self.hello.slots_per_rank for rank in (self.rank, self.rank + 1))
+        self.held = None if layout is None else layout.expert_of_slot[:, first:last]
+
+
 class Roster:
-    """The members of one pool.
+    """The members of one pool."""
 
-    `shape` is the Hello that all must agree with: that of the first member present. `epoch` is 0
-    until one opened. `highest_epoch` keeps numbers from being used again. `peers` are all ranks of
-    the epoch in rank order, empty until each of them is known, and `rendezvous_address` is where
-    rank 0 hosts the rendezvous of their process group. `num_ranks` is how many ranks the epoch has,
-    0 before there was one.
-    """
+    def __init__(self, pool: str, *, highest_epoch: int = 0) -> None:
+        self._pool = pool
+        self._epoch = 0
+        self._highest_epoch = highest_epoch
+        self._num_ranks = 0
+        self._shape: Hello | None = None
+        self._peers: tuple[Peer, ...] = ()
+        self._rendezvous_address = ""
+        self._members: dict[str, Member] = {}
+        self._seated: tuple[Member, ...] = ()
 
-    pool: str
-    epoch: int = 0
-    highest_epoch: int = 0
-    num_ranks: int = 0
-    shape: Hello | None = None
-    peers: tuple[Peer, ...] = ()
-    rendezvous_address: str = ""
-    members: dict[str, Member] = field(default_factory=dict)
-    _seated: tuple[Member, ...] = field(default=(), init=False)
+    @property
+    def epoch(self) -> int:
+        """The current epoch; 0 before the first one."""
+        return self._epoch
+
+    @property
+    def highest_epoch(self) -> int:
+        """The highest epoch ever seen: epochs are never reused."""
+        return self._highest_epoch
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the epoch; 0 before the first one."""
+        return self._num_ranks
+
+    @property
+    def shape(self) -> Hello | None:
+        """The Hello that all must agree with: that of the first member present."""
+        return self._shape
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """All ranks of the epoch in rank order; empty until each of them is known."""
+        return self._peers
+
+    @property
+    def rendezvous_address(self) -> str:
+        """Where rank 0 hosts the rendezvous of the process group."""
+        return self._rendezvous_address
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """All members by name."""
+        return self._members
 
     def admit(self, hello: Hello, *, now: float) -> Member:
-        """Let a worker in; a newer boot of the same name takes the older one's place.
+        """Let a worker in; a newer boot of the same name replaces the older one.
 
         Raises:
-            RefusedWorkerError: it does not fit the pool, or it runs something that the pool has
-                left behind.
+            RefusedWorkerError: it does not fit the pool, or it runs an epoch that is over.
         """
-        known = self.members.get(hello.worker)
-        # When nobody is here, whoever comes says what the pool is.
-        shape = self.shape if self._present(besides=hello.worker) else None
-        self._check_shape(hello, shape or hello)
-        self._check_kernels(hello, shape or hello)
+        known = self._members.get(hello.worker)
+        present = self._present(besides=hello.worker)
+        # The first worker of an empty pool defines its shape.
+        shape = (self._shape if present else None) or hello
+        check_shape(hello, shape, pool=self._pool)
+        check_kernels(hello, shape, (member.hello for member in present), pool=self._pool)
         member = Member(hello=hello, last_heard_s=now, since_s=now)
         if hello.running is not None:
-            self._reseat(member, hello.running)
+            self._resume(member, hello.running)
         elif hello.group_lost is not None:
             self._return_without_group(member, known, hello.group_lost, now=now)
         elif known is not None and known.hello.boot_id == hello.boot_id:
-            # The stream broke before the worker had anything to report; its seat is still its own.
-            member.rank, member.held = known.rank, known.held
-        self.shape = shape or hello
-        self.members[hello.worker] = member
-        self.note_seats()
+            # The stream broke before the worker had anything to report; it keeps its rank.
+            member.keep_seat(known.rank, known.held)
+        self._shape = shape
+        self._members[hello.worker] = member
+        self._note_seats()
         return member
 
     def leave(self, worker: str, *, reason: str) -> None:
-        """A worker's stream has ended; one without a seat is forgotten."""
-        member = self.members.get(worker)
+        """A worker's stream has ended; one without a rank is forgotten."""
+        member = self._members.get(worker)
         if member is None:
             return
-        member.gone_reason = member.gone_reason or reason
+        member.leave(reason)
         if member.rank is None:
-            del self.members[worker]
+            del self._members[worker]
 
     def open_epoch(self, workers: Container[str], *, left_out: str | None) -> None:
-        """Deal the ranks to `workers`; ranks of a node are contiguous, all sorted by name.
+        """Assign the ranks to `workers`; ranks of a node are contiguous, all sorted by name.
 
-        Sorting makes a restarted fleet get the ranks it had. Others who are here lose their seats,
-        for the reason `left_out`, or may come anew if that is None; those who are gone are
-        forgotten.
+        Sorting gives a restarted fleet the ranks that it had. Other connected members lose their
+        ranks, for the reason `left_out`, or may join later if that is None; members that are gone
+        are forgotten.
         """
-        self.highest_epoch += 1
-        self.epoch = self.highest_epoch
-        self.members = {name: one for name, one in self.members.items() if one.connected}
-        seated = [one for name, one in self.members.items() if name in workers]
-        ordered = sorted(seated, key=lambda member: (member.hello.node, member.name))
-        for member in self.members.values():
-            if member.rank is not None and member.name not in workers:
-                member.left_out = left_out
-            member.rank = None
-            member.serving = member.assigned = False
+        self._highest_epoch += 1
+        self._epoch = self._highest_epoch
+        self._members = {name: one for name, one in self._members.items() if one.connected}
+        chosen = [one for name, one in self._members.items() if name in workers]
+        for member in self._members.values():
+            loses_rank = member.rank is not None and member.name not in workers
+            member.reopen(left_out=left_out if loses_rank else None)
+        ordered = sorted(chosen, key=lambda member: (member.hello.node, member.name))
         for rank, member in enumerate(ordered):
-            member.rank = rank
-            member.lost_reason = member.left_out = None
-            member.generation = member.staged_generation = 0
-        self.num_ranks = len(ordered)
-        self.note_seats()
-
-    def waiting(self) -> list[Member]:
-        """Connected members without a rank."""
-        return [
-            member for member in self.members.values() if member.connected and member.rank is None
-        ]
+            member.seat(rank)
+        self._num_ranks = len(ordered)
+        self._note_seats()
 
     def seated(self) -> tuple[Member, ...]:
-        """Members of the epoch in rank order, those that are gone included."""
+        """Members of the epoch in rank order, including those that are gone."""
         return self._seated
+
+    def epoch_members(self) -> EpochMembers:
+        """The workers of the epoch, for the store."""
+        return EpochMembers(epoch=self._epoch, workers=tuple(one.name for one in self._seated))
 
     def candidates(
         self, silent: Container[str], *, excluded: Mapping[str, str]
     ) -> Sequence[EpochCandidate]:
-        """How every worker stands, for who decides about the next epoch.
+        """Every worker's state, for the decision about the next epoch.
 
-        `silent` are names of members that have not spoken for too long, `excluded` those of which
-        the policy wants none now, with the reason.
+        `silent` are names of members that sent nothing for too long, `excluded` those that the
+        policy leaves out now, with the reason.
         """
         return [
             _candidate(
@@ -173,48 +288,48 @@ class Roster:
                 is_silent=member.name in silent,
                 excluded=excluded.get(member.name, ""),
             )
-            for member in self.members.values()
+            for member in self._members.values()
         ]
 
     @property
     def wanted_ranks(self) -> int:
         """Workers that the pool waits for before it first opens: the most that any expects."""
-        present = [one.hello.num_ranks for one in self.members.values() if one.connected]
+        present = [one.hello.num_ranks for one in self._members.values() if one.connected]
         return max(present, default=0)
 
     @property
     def complete(self) -> bool:
         """Whether every rank of the epoch is connected and serving."""
-        for member in self._seated:  # A loop, because it is asked for after every word.
+        for member in self._seated:  # A loop, because this runs after every message.
             if not member.serving or member.gone_reason is not None:
                 return False
-        return 0 < self.num_ranks == len(self._seated)
+        return 0 < self._num_ranks == len(self._seated)
 
     @property
     def settled(self) -> bool:
-        """Whether whoever is here is a rank of the epoch, and every rank serves."""
-        return len(self.members) == self.num_ranks == len(self._seated) and self.complete
+        """Whether every member is a rank of the epoch, and every rank serves."""
+        return len(self._members) == self._num_ranks == len(self._seated) and self.complete
 
     def member_at(self, rank: int) -> Member:
         """The member that holds a rank of the epoch."""
-        return next(member for member in self.seated() if member.rank == rank)
+        return next(member for member in self._seated if member.rank == rank)
 
     def topology(self) -> Topology:
         """Nodes of the epoch's ranks, once they are known."""
-        assert self.shape is not None
+        assert self._shape is not None
         return Topology(
-            node_of_rank=tuple(peer.node for peer in self.peers),
-            slots_per_rank=self.shape.slots_per_rank,
+            node_of_rank=tuple(peer.node for peer in self._peers),
+            slots_per_rank=self._shape.slots_per_rank,
         )
 
-    def note_seats(self) -> None:
-        """Remember who sits where: it is asked for at every tick, and changes with membership."""
-        members = [member for member in self.members.values() if member.rank is not None]
+    def _note_seats(self) -> None:
+        """Remember the ranks in order: every tick needs them, only membership changes them."""
+        members = [member for member in self._members.values() if member.rank is not None]
         seated = self._seated = tuple(sorted(members, key=lambda member: member.rank or 0))
-        if not seated or len(seated) < self.num_ranks:
-            # A seat whose holder restarted keeps its old address: the others still need the list.
+        if not seated or len(seated) < self._num_ranks:
+            # A rank whose worker restarted keeps its old address: the others still need the list.
             return
-        self.peers = tuple(
+        self._peers = tuple(
             Peer(
                 rank=rank,
                 address=member.hello.address,
@@ -223,86 +338,43 @@ class Roster:
             )
             for rank, member in enumerate(seated)
         )
-        self.rendezvous_address = seated[0].hello.rendezvous_address
+        self._rendezvous_address = seated[0].hello.rendezvous_address
 
     def _present(self, *, besides: str) -> list[Member]:
         return [
-            member for name, member in self.members.items() if name != besides and member.connected
+            member for name, member in self._members.items() if name != besides and member.connected
         ]
-
-    def _check_shape(self, hello: Hello, shape: Hello) -> None:
-        for kind, what, theirs, ours in (
-            ("hello_model", "model shape", hello.model, shape.model),
-            ("hello_slots", "slots per rank", hello.slots_per_rank, shape.slots_per_rank),
-            (
-                "hello_checkpoint",
-                "checkpoint fingerprint",
-                hello.checkpoint_fingerprint,
-                shape.checkpoint_fingerprint,
-            ),
-        ):
-            if theirs != ours:
-                raise RefusedWorkerError(
-                    kind,
-                    f"worker {hello.worker}: its {what} is {theirs}, but pool {self.pool} has "
-                    f"{ours} (set by worker {shape.worker}): start it with the same, or in "
-                    f"another pool",
-                )
-        num_slots = hello.num_ranks * hello.slots_per_rank
-        if num_slots < hello.model.num_experts:
-            raise RefusedWorkerError(
-                "hello_too_few_slots",
-                f"worker {hello.worker}: {hello.num_ranks} ranks x {hello.slots_per_rank} slots "
-                f"cannot hold {hello.model.num_experts} experts: give each rank at least "
-                f"{-(-hello.model.num_experts // hello.num_ranks)} slots",
-            )
-
-    def _check_kernels(self, hello: Hello, shape: Hello) -> None:
-        """Ranks that cannot compute alike would never form a group, so one may not come."""
-        if hello.backends in ((), shape.backends):
-            return
-        present = self._present(besides=hello.worker)
-        told = {hello.backends, shape.backends, *(member.hello.backends for member in present)}
-        operation = unshared(told - {()})
-        if operation is not None:
-            raise RefusedWorkerError(
-                "hello_kernels",
-                f"worker {hello.worker}: it computes with {hello.kernels}, but pool {self.pool} "
-                f"with {shape.kernels} (worker {shape.worker}), and no backend of {operation} can "
-                f"be had by all: start it with the same weights, device and EQUIPOISE_KERNELS, or "
-                f"in another pool",
-            )
 
     def _return_without_group(
         self, member: Member, known: Member | None, lost: GroupLost, *, now: float
     ) -> None:
-        """A worker whose group is over has a stream again; a seat dealt since is still its own."""
-        if known is not None and known.rank is not None and lost.epoch < self.epoch:
-            member.rank, member.held = known.rank, lost.expert_of_slot
+        """A worker whose group is over reconnects; a rank assigned since is still its own."""
+        if known is not None and known.rank is not None and lost.epoch < self._epoch:
+            member.keep_seat(known.rank, lost.expert_of_slot)
             return
-        self.highest_epoch = max(self.highest_epoch, lost.epoch)
-        member.rank = known.rank if known is not None else None
+        self._highest_epoch = max(self._highest_epoch, lost.epoch)
+        member.keep_seat(known.rank if known is not None else None, None)
         member.lose_group(lost, now=now)
 
-    def _reseat(self, member: Member, running: RunningState) -> None:
-        """Seat a worker where it says that it runs: its word is the truth, if the others agree."""
+    def _resume(self, member: Member, running: RunningState) -> None:
+        """Give a worker the rank that it reports to run as, if the others agree."""
         others = [
             other
             for other in self._present(besides=member.name)
             if other.rank is not None and other.lost_reason is None
         ]
-        if running.epoch != self.epoch:
+        if running.epoch != self._epoch:
             if others:
                 raise RefusedWorkerError(
                     "hello_epoch",
-                    f"worker {member.name} runs in epoch {running.epoch}, but pool {self.pool} is "
-                    f"in epoch {self.epoch}: it can join when its group is over",
+                    f"worker {member.name} runs in epoch {running.epoch}, but pool {self._pool} is "
+                    f"in epoch {self._epoch}: it can join when its group is over",
                 )
-            # Nobody else runs anything: this balancer knew less, or something older.
+            # No other worker runs anything: what this balancer knew is older.
             self._forget_seats()
-            self.epoch = running.epoch
-            self.highest_epoch = max(self.highest_epoch, running.epoch)
-        self.num_ranks = running.layout.num_ranks
+            self._epoch = running.epoch
+            self._highest_epoch = max(self._highest_epoch, running.epoch)
+        self._num_ranks = running.layout.num_ranks
         holder = self._holder(running.rank)
         if holder is not None and holder.name != member.name and holder.connected:
             raise RefusedWorkerError(
@@ -311,21 +383,17 @@ class Roster:
                 f"is held by worker {holder.name}: restart it",
             )
         if holder is not None and holder.name != member.name:
-            del self.members[holder.name]
-        member.rank = running.rank
-        member.generation = running.generation
-        member.staged_generation = running.staged_generation
-        member.serving, member.steps = True, running.steps
-        member.hold(running.layout)
+            del self._members[holder.name]
+        member.resume(running)
 
     def _holder(self, rank: int) -> Member | None:
-        return next((other for other in self.members.values() if other.rank == rank), None)
+        return next((other for other in self._members.values() if other.rank == rank), None)
 
     def _forget_seats(self) -> None:
-        self.peers = ()
-        self.members = {name: member for name, member in self.members.items() if member.connected}
-        for member in self.members.values():
-            member.rank = None
+        self._peers = ()
+        self._members = {name: one for name, one in self._members.items() if one.connected}
+        for member in self._members.values():
+            member.unseat()
 
 
 def _candidate(member: Member, *, is_silent: bool, excluded: str) -> EpochCandidate:

@@ -1,21 +1,26 @@
-"""What operators order: whether it can be done, what follows, and what is recorded of it.
+"""`Operations`: operators' requests; whether each can be carried out, and what is recorded of it.
 
-Decides; a refusal is recorded like an order that is carried out, and both say why.
+A refused request is recorded like one that is carried out, and both with the reason.
 """
 
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from equipoise.planning.layout import Layout
 from equipoise.planning.layout_proposal import fits
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal
-from equipoise.pool.decisions import decide, proposal_request
+from equipoise.pool.decisions import Decisions
 from equipoise.pool.effects import Chain, Effect, Propose, WriteAudit, WriteDecision
-from equipoise.pool.given import adopt_given
-from equipoise.pool.pool import Pool, Postponed
+from equipoise.pool.health import Diagnosis
+from equipoise.pool.journal import Journal
+from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import AuditRecord, Hold
 from equipoise.pool.requests import (
     AdminRequest,
-    Outcome,
+    Answer,
     Pause,
     Pin,
     Preview,
@@ -24,241 +29,255 @@ from equipoise.pool.requests import (
     RollBack,
     Unpin,
 )
+from equipoise.pool.rollouts import Rollouts
+from equipoise.pool.windows import Windows
 
 MAX_POSTPONED = 8
-"""Orders to plan that wait for the end of the plan under way, and are then looked at one by one."""
-
-
-def administer(  # noqa: PLR0911 - a case a wish
-    pool: Pool, request: AdminRequest, *, now: float
-) -> Chain:
-    """Carry out a wish, or say why not."""
-    match request.wish:
-        case Pause():
-            return _pause(pool, request, now=now)
-        case Resume():
-            return _resume(pool, request, now=now)
-        case RollBack() as wish:
-            return _roll_back(pool, request, wish, now=now)
-        case Pin() as wish:
-            return _pin(pool, request, wish, now=now)
-        case Unpin():
-            return _unpin(pool, request, now=now)
-        case Rebalance() as wish:
-            return _rebalance(pool, request, wish, now=now)
-        case Preview(policy=policy):
-            return _plan(pool, request, policy=policy, now=now)
-
-
-def held(pool: Pool, write: WriteAudit, *, now: float) -> Chain:
-    """An order is recorded: what it holds the pool to holds from here on."""
-    pool.audit.appendleft(write.record)
-    if write.hold is None:
-        return ()
-    pool.hold = write.hold
-    # Somebody who pins a paused pool wants it there now.
-    return keep_to_pin(pool, now=now) if isinstance(write.request.wish, Pin) else ()
-
-
-def keep_to_pin(pool: Pool, *, now: float) -> Chain:
-    """Go where the pool is pinned, if it is elsewhere and can go. Level-triggered."""
-    hold, current = pool.hold, pool.layouts.current
-    if hold.pin is None or current is None or not pool.can_plan:
-        return ()
-    if current.same_placement(hold.pin) or not fits(hold.pin, current):
-        return ()
-    return adopt_given(pool, hold.pin, algorithm="pin", reason=f"pinned by {hold.pinned}", now=now)
-
-
-def judged(
-    pool: Pool, request: AdminRequest, proposal: Proposal, *, plan_ms: float, now: float
-) -> Chain:
-    """The plan that a wish asked for is there."""
-    verdict = proposal.verdict
-    if isinstance(request.wish, Preview):
-        words = f"would be {'adopted' if verdict.accepted else 'refused'}: {verdict.reason}"
-        outcome = Outcome(accepted=verdict.accepted, reason=words, proposal=proposal)
-        return _answered(request, outcome, now=now)
-    chain = decide(pool, proposal, plan_ms=plan_ms, now=now, was_asked_for=True)
-    record = next(effect.record for effect in chain if isinstance(effect, WriteDecision))
-    outcome = Outcome(
-        accepted=record.accepted,
-        reason=record.reason,
-        generation=proposal.waves[-1].generation if record.accepted else 0,
-    )
-    return (*_answered(request, outcome, now=now), *chain)
-
-
-def resume_postponed(pool: Pool, *, now: float) -> Chain:
-    """A plan has ended: orders that met it in the making are looked at as if they came now."""
-    effects: list[Effect] = []
-    while pool.postponed and not pool.is_proposing:
-        order = pool.postponed.popleft()
-        if now <= order.until_s:
-            effects += administer(pool, order.request, now=now)
-        else:
-            words = "earlier plans took too long, and nobody may wait for this one any more"
-            effects += _refused(order.request, words, now=now)
-    return tuple(effects)
-
-
-def not_planned(request: AdminRequest, *, reason: str, now: float) -> Chain:
-    """The planner broke down, or took too long, on what a wish asked for."""
-    return _refused(request, reason, now=now)
-
-
-# Holding ------------------------------------------------------------------------------------------
-
-
-def _pause(pool: Pool, request: AdminRequest, *, now: float) -> Chain:
-    if pool.hold.paused:
-        return _refused(request, f"it is paused already, by {pool.hold.paused}", now=now)
-    rollout = pool.rollouts.current
-    words = "planning is paused until it is resumed"
-    if rollout is not None:
-        words += f"; the rollout of generation {rollout.target.generation} comes to its end"
-    outcome = Outcome(accepted=True, reason=words)
-    return _answered(request, outcome, now=now, hold=replace(pool.hold, paused=request.by))
-
-
-def _resume(pool: Pool, request: AdminRequest, *, now: float) -> Chain:
-    if not pool.hold.paused:
-        return _refused(request, "it is not paused", now=now)
-    words = "planning goes on at the end of the interval"
-    if pool.hold.pinned:
-        words = f"no longer paused; still pinned by {pool.hold.pinned}"
-    outcome = Outcome(accepted=True, reason=words)
-    return _answered(request, outcome, now=now, hold=replace(pool.hold, paused=""))
-
-
-def _pin(pool: Pool, request: AdminRequest, wish: Pin, *, now: float) -> Chain:
-    current = pool.layouts.current
-    if current is None:
-        return _refused(request, f"the pool has no layout yet: {_trouble(pool)}", now=now)
-    target = wish.layout or current
-    if not fits(target, current):
-        return _refused(request, _misfit(pool), now=now)
-    generation = current.generation if wish.layout is None else wish.generation
-    words = f"generation {current.generation} stays until it is unpinned"
-    if not current.same_placement(target):
-        when = "now" if pool.can_plan else f"as soon as it can ({_trouble(pool)})"
-        words = f"the pool goes to the pinned placement {when} and stays until it is unpinned"
-    hold = Hold(
-        paused=pool.hold.paused, pinned=request.by, pin=target, pinned_generation=generation
-    )
-    outcome = Outcome(accepted=True, reason=words, generation=generation)
-    return _answered(request, outcome, now=now, hold=hold)
-
-
-def _unpin(pool: Pool, request: AdminRequest, *, now: float) -> Chain:
-    if not pool.hold.pinned:
-        return _refused(request, "it is not pinned", now=now)
-    words = "planning goes on at the end of the interval"
-    if pool.hold.paused:
-        words = f"no longer pinned; still paused by {pool.hold.paused}"
-    outcome = Outcome(accepted=True, reason=words)
-    return _answered(request, outcome, now=now, hold=Hold(paused=pool.hold.paused))
-
-
-# Moving -------------------------------------------------------------------------------------------
-
-
-def _roll_back(pool: Pool, request: AdminRequest, wish: RollBack, *, now: float) -> Chain:
-    current, target = pool.layouts.current, wish.layout
-    if pool.hold.pinned:
-        return _refused(request, f"unpin it first: pinned by {pool.hold.pinned}", now=now)
-    if current is None or not pool.can_plan:
-        return _refused(request, f"nothing can be rolled out now: {_trouble(pool)}", now=now)
-    if not fits(target, current):
-        return _refused(request, _misfit(pool), now=now)
-    if current.same_placement(target):
-        words = f"generation {current.generation}, which runs, places experts just so"
-        return _refused(request, words, now=now)
-    reason = f"back to the placement of generation {target.generation}, by {request.by}"
-    chain = adopt_given(pool, target, algorithm="rollback", reason=reason, now=now)
-    rollout = pool.rollouts.current
-    assert rollout is not None, "placements differ, so there is a wave"
-    goal = rollout.target.generation + pool.rollouts.waves_left
-    words = f"generation {goal} places experts as generation {target.generation} did; "
-    hold = None
-    if wish.keep_planning:
-        words += "planning goes on"
-    elif pool.hold.paused:
-        words += f"planning stays paused by {pool.hold.paused}"
-    else:
-        words += "planning is paused, because the next plan would undo it: resume it when you like"
-        hold = replace(pool.hold, paused=f"{request.by} (rollback)")
-    outcome = Outcome(accepted=True, reason=words, generation=goal)
-    return (*_answered(request, outcome, now=now, hold=hold), *chain)
-
-
-def _rebalance(pool: Pool, request: AdminRequest, wish: Rebalance, *, now: float) -> Chain:
-    if pool.hold.reason:
-        return _refused(request, f"resume or unpin it first: {pool.hold.reason}", now=now)
-    if pool.is_proposing:
-        return _postponed(pool, request, now=now)
-    if not pool.can_plan:
-        return _refused(request, f"nothing can be rolled out now: {_trouble(pool)}", now=now)
-    policy = replace(pool.policy, cooldown_s=0.0, plan_below=1.0)
-    if wish.force:
-        policy = replace(policy, min_assignments=0.0, min_gain=0.0, payback_s=_A_DAY_S)
-    chain = _plan(pool, request, policy=policy, now=now)
-    pool.is_proposing = any(isinstance(effect, Propose) for effect in chain)
-    return chain
-
-
-def _postponed(pool: Pool, request: AdminRequest, *, now: float) -> Chain:
-    if len(pool.postponed) >= MAX_POSTPONED:
-        return _refused(request, f"{MAX_POSTPONED} orders wait for a plan already", now=now)
-    until_s = now + pool.policy.plan_timeout_s
-    pool.postponed.append(Postponed(request=request, until_s=until_s))
-    return ()
-
-
-def _plan(pool: Pool, request: AdminRequest, *, policy: Policy, now: float) -> Chain:
-    """Have a plan made on the latest window that had traffic."""
-    window = next((one for one in reversed(pool.windows) if one.assignments), None)
-    if window is None or pool.loads is None or pool.layouts.current is None:
-        words = f"no window with traffic has closed yet: {_trouble(pool)}"
-        return _refused(request, words, now=now)
-    wanted = proposal_request(pool, window, policy=policy, now=now)
-    return (Propose(request=wanted, asked=request),)
-
+"""Requests to plan that may wait for the plan under way; each is then handled in turn."""
 
 _A_DAY_S = 86400.0
 
 
-# Words --------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Postponed:
+    """A request that waits for the plan under way, and when it expires."""
+
+    request: AdminRequest
+    until_s: float
+
+
+class Operations:
+    """Carries out the requests of operators on one pool."""
+
+    def __init__(
+        self,
+        policy: PoolPolicy,
+        *,
+        layouts: PoolLayouts,
+        windows: Windows,
+        rollouts: Rollouts,
+        journal: Journal,
+        decisions: Decisions,
+        diagnosis: Callable[[], Diagnosis],
+    ) -> None:
+        self._policy = policy
+        self._layouts = layouts
+        self._windows = windows
+        self._rollouts = rollouts
+        self._journal = journal
+        self._decisions = decisions
+        self._diagnosis = diagnosis
+        self._postponed: deque[_Postponed] = deque()
+
+    def administer(  # noqa: PLR0911 - a case for each operation
+        self, request: AdminRequest, *, now: float
+    ) -> Chain:
+        """Carry out a request, or refuse it."""
+        match request.operation:
+            case Pause():
+                return self._pause(request, now=now)
+            case Resume():
+                return self._resume(request, now=now)
+            case RollBack() as operation:
+                return self._roll_back(request, operation, now=now)
+            case Pin() as operation:
+                return self._pin(request, operation, now=now)
+            case Unpin():
+                return self._unpin(request, now=now)
+            case Rebalance() as operation:
+                return self._rebalance(request, operation, now=now)
+            case Preview(policy=policy):
+                return self._plan(request, policy=policy, now=now)
+
+    def note_audit(self, write: WriteAudit, *, now: float) -> Chain:
+        """An audit record is written: what it holds the pool to applies from here on."""
+        self._journal.note_audit(write)
+        # An operator who pins a paused pool wants it there now.
+        is_pin = write.hold is not None and isinstance(write.request.operation, Pin)
+        return self._decisions.keep_to_pin(now=now) if is_pin else ()
+
+    def planned(
+        self, request: AdminRequest, proposal: Proposal, *, plan_ms: float, now: float
+    ) -> Chain:
+        """The plan that a request needs is ready."""
+        verdict = proposal.verdict
+        if isinstance(request.operation, Preview):
+            words = f"would be {'adopted' if verdict.accepted else 'refused'}: {verdict.reason}"
+            answer = Answer(accepted=verdict.accepted, reason=words, proposal=proposal)
+            return _answered(request, answer, now=now)
+        chain = self._decisions.decide(proposal, plan_ms=plan_ms, now=now, is_requested=True)
+        record = next(effect.record for effect in chain if isinstance(effect, WriteDecision))
+        answer = Answer(
+            accepted=record.accepted,
+            reason=record.reason,
+            generation=proposal.waves[-1].generation if record.accepted else 0,
+        )
+        return (*_answered(request, answer, now=now), *chain)
+
+    def plan_failed(self, request: AdminRequest | None, reason: str, *, now: float) -> Chain:
+        """A plan failed or took too long, that for `request` if there is one."""
+        if request is None or not isinstance(request.operation, Preview):
+            self._decisions.end_proposing()
+        return () if request is None else _refused(request, reason, now=now)
+
+    def handle_postponed(self, *, now: float) -> Chain:
+        """A plan has ended: handle the requests that waited for it as if they came now."""
+        effects: list[Effect] = []
+        while self._postponed and not self._decisions.is_proposing:
+            postponed = self._postponed.popleft()
+            if now <= postponed.until_s:
+                effects += self.administer(postponed.request, now=now)
+            else:
+                words = "earlier plans took too long, so this request has expired"
+                effects += _refused(postponed.request, words, now=now)
+        return tuple(effects)
+
+    # Holding ------------------------------------------------------------------------------------
+
+    def _pause(self, request: AdminRequest, *, now: float) -> Chain:
+        hold = self._journal.hold
+        if hold.paused:
+            return _refused(request, f"it is paused already, by {hold.paused}", now=now)
+        rollout = self._rollouts.current
+        words = "planning is paused until it is resumed"
+        if rollout is not None:
+            words += f"; the rollout of generation {rollout.target.generation} runs to its end"
+        answer = Answer(accepted=True, reason=words)
+        return _answered(request, answer, now=now, hold=replace(hold, paused=request.by))
+
+    def _resume(self, request: AdminRequest, *, now: float) -> Chain:
+        hold = self._journal.hold
+        if not hold.paused:
+            return _refused(request, "it is not paused", now=now)
+        words = "planning resumes at the end of the interval"
+        if hold.pinned:
+            words = f"no longer paused; still pinned by {hold.pinned}"
+        answer = Answer(accepted=True, reason=words)
+        return _answered(request, answer, now=now, hold=replace(hold, paused=""))
+
+    def _pin(self, request: AdminRequest, operation: Pin, *, now: float) -> Chain:
+        current, hold = self._layouts.current, self._journal.hold
+        if current is None:
+            return _refused(request, f"the pool has no layout yet: {self._trouble()}", now=now)
+        target = operation.layout or current
+        if not fits(target, current):
+            return _refused(request, _misfit(current), now=now)
+        generation = current.generation if operation.layout is None else operation.generation
+        words = f"generation {current.generation} stays until it is unpinned"
+        if not current.same_placement(target):
+            can_go = self._decisions.can_roll_out
+            when = "now" if can_go else f"as soon as possible ({self._trouble()})"
+            words = f"the pool goes to the pinned placement {when} and stays until it is unpinned"
+        answer = Answer(accepted=True, reason=words, generation=generation)
+        pinned = Hold(
+            paused=hold.paused, pinned=request.by, pin=target, pinned_generation=generation
+        )
+        return _answered(request, answer, now=now, hold=pinned)
+
+    def _unpin(self, request: AdminRequest, *, now: float) -> Chain:
+        hold = self._journal.hold
+        if not hold.pinned:
+            return _refused(request, "it is not pinned", now=now)
+        words = "planning resumes at the end of the interval"
+        if hold.paused:
+            words = f"no longer pinned; still paused by {hold.paused}"
+        answer = Answer(accepted=True, reason=words)
+        return _answered(request, answer, now=now, hold=Hold(paused=hold.paused))
+
+    # Moving -------------------------------------------------------------------------------------
+
+    def _roll_back(self, request: AdminRequest, operation: RollBack, *, now: float) -> Chain:
+        current, hold = self._layouts.current, self._journal.hold
+        target = operation.layout
+        if hold.pinned:
+            return _refused(request, f"unpin it first: pinned by {hold.pinned}", now=now)
+        if current is None or not self._decisions.can_roll_out:
+            return self._busy(request, now=now)
+        if not fits(target, current):
+            return _refused(request, _misfit(current), now=now)
+        if current.same_placement(target):
+            words = f"generation {current.generation} is running and already has this placement"
+            return _refused(request, words, now=now)
+        reason = f"back to the placement of generation {target.generation}, by {request.by}"
+        chain = self._decisions.adopt(target, algorithm="rollback", reason=reason, now=now)
+        rollout = self._rollouts.current
+        assert rollout is not None, "placements differ, so there is a wave"
+        goal = rollout.target.generation + self._rollouts.waves_left
+        words = f"generation {goal} places experts as generation {target.generation} did; "
+        new_hold = None
+        if operation.keep_planning:
+            words += "planning continues"
+        elif hold.paused:
+            words += f"planning stays paused by {hold.paused}"
+        else:
+            words += "planning is paused, because the next plan would undo it: resume it when ready"
+            new_hold = replace(hold, paused=f"{request.by} (rollback)")
+        answer = Answer(accepted=True, reason=words, generation=goal)
+        return (*_answered(request, answer, now=now, hold=new_hold), *chain)
+
+    def _rebalance(self, request: AdminRequest, operation: Rebalance, *, now: float) -> Chain:
+        held = self._journal.hold.reason
+        if held:
+            return _refused(request, f"resume or unpin it first: {held}", now=now)
+        if self._decisions.is_proposing:
+            return self._postpone(request, now=now)
+        if not self._decisions.can_roll_out:
+            return self._busy(request, now=now)
+        policy = replace(self._policy.values, cooldown_s=0.0, plan_below=1.0)
+        if operation.force:
+            policy = replace(policy, min_assignments=0.0, min_gain=0.0, payback_s=_A_DAY_S)
+        chain = self._plan(request, policy=policy, now=now)
+        if any(isinstance(effect, Propose) for effect in chain):
+            self._decisions.begin_proposing()
+        return chain
+
+    def _postpone(self, request: AdminRequest, *, now: float) -> Chain:
+        if len(self._postponed) >= MAX_POSTPONED:
+            words = f"{MAX_POSTPONED} requests wait for a plan already"
+            return _refused(request, words, now=now)
+        until_s = now + self._policy.values.plan_timeout_s
+        self._postponed.append(_Postponed(request=request, until_s=until_s))
+        return ()
+
+    def _plan(self, request: AdminRequest, *, policy: Policy, now: float) -> Chain:
+        """Have a plan made on the latest window that had traffic."""
+        window = self._windows.latest_with_traffic
+        if window is None or self._windows.loads is None or self._layouts.current is None:
+            words = f"no window with traffic has closed yet: {self._trouble()}"
+            return _refused(request, words, now=now)
+        wanted = self._decisions.proposal_request(window, policy=policy, now=now)
+        return (Propose(request=wanted, requested_by=request),)
+
+    def _busy(self, request: AdminRequest, *, now: float) -> Chain:
+        words = f"nothing can be rolled out now: {self._trouble()}"
+        return _refused(request, words, now=now)
+
+    def _trouble(self) -> str:
+        rollout = self._rollouts.current
+        if rollout is not None:
+            return f"generation {rollout.target.generation} is being rolled out ({rollout.state})"
+        return self._diagnosis().reason or "the pool is settling: try again in a moment"
 
 
 def _refused(request: AdminRequest, reason: str, *, now: float) -> Chain:
-    return _answered(request, Outcome(accepted=False, reason=reason), now=now)
+    return _answered(request, Answer(accepted=False, reason=reason), now=now)
 
 
 def _answered(
-    request: AdminRequest, outcome: Outcome, *, now: float, hold: Hold | None = None
+    request: AdminRequest, answer: Answer, *, now: float, hold: Hold | None = None
 ) -> Chain:
-    """Recorded first: nothing that an operator ordered happens without a record of it."""
+    """Record first: no operation is carried out without an audit record."""
     record = AuditRecord(
         time_unix_s=now,
         who=request.who,
         what=request.what,
-        accepted=outcome.accepted,
-        outcome=outcome.reason,
+        accepted=answer.accepted,
+        outcome=answer.reason,
     )
-    return (WriteAudit(record=record, hold=hold, request=request, answer=outcome),)
+    return (WriteAudit(record=record, hold=hold, request=request, answer=answer),)
 
 
-def _trouble(pool: Pool) -> str:
-    rollout = pool.rollouts.current
-    if rollout is not None:
-        return f"generation {rollout.target.generation} is being rolled out ({rollout.state})"
-    return pool.diagnosis().reason or "the pool is settling: ask again in a moment"
-
-
-def _misfit(pool: Pool) -> str:
-    current = pool.layouts.current
-    assert current is not None, "asked before"
+def _misfit(current: Layout) -> str:
     return (
         f"that layout is for other ranks or another model: the pool has {current.num_layers} "
         f"layers of {current.num_experts} experts on {current.num_ranks} ranks with "

@@ -1,4 +1,4 @@
-"""What is recorded of a pool, and outlives the balancer that recorded it."""
+"""What the store keeps of a pool. It outlives the balancer that recorded it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,45 +11,43 @@ FAST = "fast"
 SLOW = "slow"
 
 SLOW_SQUARES = "slow squares"
-"""Squares of the slow average's rates, from which their variance follows; kept where a policy plans
-for risk. A record of its own, so that a store that has none is like a load that never varied."""
+"""Squares of the slow average's rates, which give their variance; kept where a policy plans for
+risk. It is a record of its own, so that a store without it is like a load that never varied."""
 
 MAX_AUDIT = 16
-"""Orders of operators kept for people to read; the store has more."""
-
-
-class RefusedWorkerError(Exception):
-    """A worker that this pool cannot take; `kind` is short and fixed, for counting."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
+"""Audit records kept for status; the store has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """Who takes part in an epoch: worker names in rank order."""
+class EpochMembers:
+    """Who takes part in an epoch."""
 
     epoch: int
+    """Its number."""
+
     workers: tuple[str, ...]
+    """Worker names in rank order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AverageRecord:
-    """A decayed sum as it was at a time.
-
-    `decayed_load` is float64 [layers, experts], decayed with `half_life_s`; `weight_s` are the
-    seconds it stands for, decayed alike; `time_unix_s` is when both were right.
-    """
+    """A moving average at a point in time."""
 
     half_life_s: float
+    """Half-life with which it decays, seconds."""
+
     time_unix_s: float
+    """Unix time for which it holds."""
+
     weight_s: float
+    """Decayed seconds that it covers."""
+
     decayed_load: Load
+    """Decayed assignments, float64 [layers, experts]."""
 
 
 class DecisionKind(StrEnum):
-    """What was decided about."""
+    """What a decision is about."""
 
     PLAN = "plan"
     """A plan, yes or no."""
@@ -60,26 +58,49 @@ class DecisionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """A decision with its reason. `sequence` is given by the store, from 1.
-
-    `policy_hash` names the policy that made it, or that came into force. What is of a plan has its
-    default where there was none.
-    """
+    """A decision with its reason. Fields about a plan have their default where there was none."""
 
     sequence: int = 0
+    """Number from the store, from 1."""
+
     time_unix_s: float
+    """When it was made."""
+
     accepted: bool
+    """Yes or no."""
+
     reason: str
+    """Why."""
+
     base_generation: int
+    """Generation that the pool ran."""
+
     balancedness_current: float = 0.0
+    """Balancedness of that generation on the latest window."""
+
     balancedness_proposed: float = 0.0
+    """Balancedness of the plan on the latest window."""
+
     moves: int = 0
+    """Slots that the plan changes."""
+
     bytes: int = 0
+    """Bytes that these moves copy."""
+
     algorithm: str = ""
+    """Algorithm of the plan, or "rollback" or "pin"."""
+
     plan_ms: float = 0.0
+    """Time that the plan took."""
+
     shift_detected: bool = False
+    """Whether traffic had shifted in the window."""
+
     kind: DecisionKind = DecisionKind.PLAN
+    """What it is about."""
+
     policy_hash: str = ""
+    """Digest of the policy that made it, or that came into force."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", DecisionKind(self.kind))
@@ -87,39 +108,49 @@ class DecisionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRecord:
-    """An operator's order and what became of it. `sequence` is given by the store, from 1.
-
-    `who` is the caller as we know it, `what` the order with its arguments, `outcome` the answer.
-    """
+    """An operator's request and its outcome."""
 
     sequence: int = 0
+    """Number from the store, from 1."""
+
     time_unix_s: float
+    """When it was handled."""
+
     who: str
+    """The caller, as authenticated."""
+
     what: str
+    """The operation with its arguments."""
+
     accepted: bool
+    """Whether it was carried out."""
+
     outcome: str
+    """The answer that the caller got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Hold:
-    """Nothing, unless told: the balancer then plans as its policy says.
-
-    `paused` and `pinned` say who wanted it and why; empty when it is not so. `pin` is the layout
-    whose placement is kept (its own number does not count), `pinned_generation` the committed one
-    that had it, 0 if it was given as a table.
-    """
+    """What an operator holds a pool to. By default nothing: the balancer plans by its policy."""
 
     paused: str = ""
+    """Who paused it, and why; empty if it is not paused."""
+
     pinned: str = ""
+    """Who pinned it, and why; empty if it is not pinned."""
+
     pin: Layout | None = None
+    """Layout whose placement is kept; its generation does not matter."""
+
     pinned_generation: int = 0
+    """The committed generation that had this layout; 0 if it was sent as a table."""
 
     def __post_init__(self) -> None:
         assert bool(self.pinned) == (self.pin is not None), "a pin has a layout and a reason"
 
     @property
     def reason(self) -> str:
-        """Why the balancer adopts no plan of its own; empty when it may."""
+        """Why the balancer adopts no plan of its own; empty if it may."""
         words = [f"paused by {self.paused}"] if self.paused else []
         words += [f"pinned by {self.pinned}"] if self.pinned else []
         return ", ".join(words)
@@ -127,13 +158,31 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolMemory:
-    """Nothing of it is believed before the workers were heard, except that numbers were used."""
+    """What the store knew of a pool when the balancer started.
+
+    Until the workers report, nothing of it is believed, except that its numbers are used.
+    """
 
     committed: Layout | None = None
+    """The committed layout."""
+
     proposed: Layout | None = None
+    """A newer layout that was being rolled out."""
+
     next_generation: int = 1
-    membership: Membership | None = None
+    """The lowest generation that was never used."""
+
+    members: EpochMembers | None = None
+    """The latest epoch."""
+
     averages: Mapping[str, AverageRecord] = field(default_factory=dict)
+    """Moving averages by name."""
+
     last_decision: DecisionRecord | None = None
+    """The latest decision."""
+
     hold: Hold = field(default_factory=Hold)
+    """What an operator holds the pool to."""
+
     audit: tuple[AuditRecord, ...] = ()
+    """The latest audit records, newest first."""

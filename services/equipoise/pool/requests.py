@@ -1,4 +1,4 @@
-"""What operators ask of a pool, as values, and the answer they get. Nothing here decides."""
+"""What operators request of a pool, as values, and the answers they get. Nothing here decides."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from equipoise.planning.proposal import Proposal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalance:
-    """Plan now; with `force` adopt what is not worse, however little it gains."""
+    """Plan now; with `force` adopt any plan that is not worse, however little it gains."""
 
     force: bool = False
 
@@ -21,7 +21,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Take Pause back."""
+    """End Pause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class RollBack:
 class Pin:
     """Keep a placement until Unpin: that of `layout`, or the one that runs if it is None.
 
-    `generation` is the committed one that `layout` is, 0 if it was given as a table.
+    `generation` is the committed one that `layout` is, 0 if it was sent as a table.
     """
 
     layout: Layout | None = None
@@ -45,44 +45,59 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpin:
-    """Take Pin back."""
+    """End Pin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """Say what a plan by `policy` would do now."""
+    """Plan by `policy` and show the verdict, without adopting the plan."""
 
     policy: Policy
 
 
-Wish = Rebalance | Pause | Resume | RollBack | Pin | Unpin | Preview
+Operation = Rebalance | Pause | Resume | RollBack | Pin | Unpin | Preview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdminRequest:
-    """A wish, who has it and why. `what` is all of it in words, `ticket` finds whoever waits."""
+    """An operator's request."""
 
     ticket: int
+    """Identifies the caller that waits for the answer."""
+
     who: str
+    """The caller, as authenticated."""
+
     reason: str
+    """Why the caller wants it; empty if not given."""
+
     what: str
-    wish: Wish
+    """The operation with its arguments, for the audit record."""
+
+    operation: Operation
+    """The operation itself."""
 
     @property
     def by(self) -> str:
-        """Who, and why if that was said."""
+        """Who, and why if that was given."""
         return f"{self.who}: {self.reason}" if self.reason else self.who
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outcome:
-    """What became of a request. `generation` is where the pool goes or stays, 0 for neither.
-
-    `sequence` is its number in the audit, `proposal` what a preview found.
-    """
+class Answer:
+    """The answer to a request."""
 
     accepted: bool
+    """Whether the operation is carried out."""
+
     reason: str
+    """Why, or what follows from it."""
+
     generation: int = 0
+    """Generation that the pool goes to or stays at; 0 for neither."""
+
     sequence: int = 0
+    """Number of the audit record."""
+
     proposal: Proposal | None = None
+    """The plan of a preview."""

@@ -1,45 +1,78 @@
-"""`Rollouts`: the waves of a pool's plan, one at a time, and what came of them.
+"""`Rollouts`: the waves of a pool's plan, one at a time, and the commands that carry them out.
 
-Which event leads where is the table in `planning/rollout.py`; here is the chain of waves around it
-and what people are told about it. It sends and stores nothing: it returns the table's commands.
+Which event leads where is the table in `planning/rollout.py`; this is the chain of waves around it.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
-from equipoise.planning.policy import Policy
-from equipoise.planning.rollout import Commands, Event, Rollout, State
-from equipoise.pool.tally import Tally
-from equipoise.wire.messages import Switched
+from equipoise.planning.moves import diff
+from equipoise.planning.rollout import (
+    Commands,
+    DeadlineCheck,
+    Event,
+    PersistCommitted,
+    PersistProposed,
+    RankRefused,
+    Rollout,
+    SendAbort,
+    SendStage,
+    State,
+)
+from equipoise.planning.setbacks import Setbacks
+from equipoise.pool.counters import Counters
+from equipoise.pool.effects import (
+    Chain,
+    Effect,
+    Send,
+    WriteCommitted,
+    WriteDecision,
+    WriteProposed,
+)
+from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.members import Roster
+from equipoise.pool.policy import PoolPolicy
+from equipoise.pool.records import DecisionRecord
+from equipoise.wire.messages import Abort, Stage, Switched
 
 MAX_SWITCHES = 32
-"""Switches kept for people to read."""
+"""Switches kept for status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchRecord:
-    """What the ranks told about one switch. `median_step_us` is of the rank that stalled longest.
-
-    `staging_s` is from the first Stage to the last Staged, `time_s` when the last rank reported.
-    """
+    """What the ranks reported about one switch."""
 
     generation: int
+    """Generation that they switched to."""
+
     step: int
+    """Step at which they switched."""
+
     max_stall_us: int
+    """Longest stall of a rank, microseconds."""
+
     median_step_us: int
+    """Median step of that rank, microseconds."""
+
     moves: int
+    """Slots that changed."""
+
     staging_s: float
+    """Seconds from the first Stage to the last Staged."""
+
     time_s: float
+    """When the last rank reported."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Wave:
-    """A wave and, for its record, when it was staged and what ranks told of its switch."""
+    """A wave and, for its record, when it was staged and what ranks reported of its switch."""
 
     rollout: Rollout
     began_s: float
@@ -51,25 +84,36 @@ class _Wave:
         before, after = self.rollout.base.expert_of_slot, self.rollout.target.expert_of_slot
         return int(np.count_nonzero(before != after))
 
+    def step(self, event: Event, *, now: float) -> Commands:
+        """Let the table decide."""
+        before = self.rollout
+        self.rollout, commands = before.step(event, now=now)
+        if before.state is State.PLANNED and self.rollout.state is not State.PLANNED:
+            self.began_s = now
+        if self.staged_s is None and len(self.rollout.staged_ranks) == self.rollout.num_ranks:
+            self.staged_s = now
+        return commands
+
 
 class Rollouts:
-    """At most one wave is under way; an aborted one takes those behind it along.
+    """At most one wave is under way; when it aborts, the waves after it are dropped."""
 
-    `completed` and `aborted` count plans, not waves, since the balancer started.
-    """
-
-    def __init__(self, policy: Policy, *, tally: Tally | None = None) -> None:
+    def __init__(
+        self, policy: PoolPolicy, *, roster: Roster, layouts: PoolLayouts, counters: Counters
+    ) -> None:
         self._policy = policy
-        self._tally = tally or Tally()
+        self._roster = roster
+        self._layouts = layouts
+        self._bounds, self._tally = counters.bounds, counters.tally
         self._wave: _Wave | None = None
         self._waves: Sequence[LayoutChange] = ()
         self._num_begun = 0
-        self.is_at_first = True
-        """Whether the latest wave is the one with which its plan began."""
-        self.completed = 0
-        self.aborted = 0
-        self.last_switch_s: float | None = None
-        self.switches: deque[SwitchRecord] = deque(maxlen=MAX_SWITCHES)
+        self._verdict: DecisionRecord | None = None
+        self._setbacks = Setbacks()
+        self._is_at_first = True
+        self._completed = self._aborted = 0
+        self._last_switch_s: float | None = None
+        self._switches: deque[SwitchRecord] = deque(maxlen=MAX_SWITCHES)
 
     @property
     def current(self) -> Rollout | None:
@@ -80,8 +124,13 @@ class Rollouts:
 
     @property
     def latest(self) -> Rollout | None:
-        """The wave under way or, if none is, the one that was last."""
+        """The wave under way or, if none is, the last one."""
         return self._wave.rollout if self._wave is not None else None
+
+    @property
+    def is_at_first(self) -> bool:
+        """Whether the latest wave is the first of its plan."""
+        return self._is_at_first
 
     @property
     def moves(self) -> int:
@@ -90,62 +139,90 @@ class Rollouts:
 
     @property
     def waves_left(self) -> int:
-        """Waves behind the current one."""
+        """Waves after the current one."""
         return len(self._waves) - self._num_begun
 
-    def start(self, waves: Sequence[LayoutChange], *, base: Layout, now: float) -> Commands:
-        """Begin the first of `waves`: each leads to a valid layout, the last one to the goal."""
+    @property
+    def completed(self) -> int:
+        """Plans, not waves, that were rolled out to the end."""
+        return self._completed
+
+    @property
+    def aborted(self) -> int:
+        """Plans, not waves, that were aborted."""
+        return self._aborted
+
+    @property
+    def last_switch_s(self) -> float | None:
+        """When the last rank reported the latest switch, or None."""
+        return self._last_switch_s
+
+    @property
+    def switches(self) -> Sequence[SwitchRecord]:
+        """The latest switches, newest first."""
+        return self._switches
+
+    def must_wait(self, *, now: float) -> str | None:
+        """Why nothing is rolled out yet after failed rollouts; None if it may be."""
+        return self._setbacks.wait(self._policy.values, now=now)
+
+    def start(
+        self,
+        waves: Sequence[LayoutChange],
+        *,
+        base: Layout,
+        verdict: DecisionRecord,
+        now: float,
+    ) -> Chain:
+        """Begin the first of `waves`: each leads to a valid layout, the last one to the goal.
+
+        If it aborts, `verdict` is recorded again as refused.
+        """
         assert self.current is None, "one plan at a time"
+        self._verdict = verdict
         self._waves, self._num_begun = waves, 0
-        self.is_at_first = True
-        return self._begin_next(base, now=now)
+        self._is_at_first = True
+        return self._effects(self._begin_next(base, now=now))
 
-    def resume(self, rollout: Rollout, *, now: float) -> None:
-        """Take over a wave of an earlier balancer where the ranks say it is."""
+    def resume(self, rollout: Rollout | None, commands: Commands, *, now: float) -> Chain:
+        """Take over a wave of an earlier balancer in the state that ranks report, if there is one.
+
+        `commands` follow from that state.
+        """
         assert self.current is None, "one plan at a time"
-        self._wave = _Wave(rollout=rollout, began_s=now)
+        if rollout is not None:
+            self._wave = _Wave(rollout=rollout, began_s=now)
+        return self._effects(commands)
 
-    def abandon(self) -> None:
-        """Forget everything under way, because the ranks it was for are no more."""
+    def begin_epoch(self) -> None:
+        """Forget everything under way: it was for the ranks of the epoch before."""
         if self.current is not None:
-            self.aborted += 1
+            self._aborted += 1
         self._wave = None
         self._waves, self._num_begun = (), 0
+        self._setbacks = Setbacks()
 
-    def adopt(self, policy: Policy) -> None:
-        """Later waves have the bounds of `policy`; the one under way keeps its own."""
-        self._policy = policy
-
-    def handle(self, event: Event, *, now: float) -> Commands:
-        """Let the table decide; the next wave begins when this one became active."""
-        wave = self._wave
-        if wave is None:
-            return ()
-        before = wave.rollout
-        wave.rollout, commands = before.step(event, now=now)
-        after = wave.rollout
-        if before.state is not after.state:
-            self._tally.left(before.state, after_s=now - before.entered_s)
-        if before.state is State.PLANNED and after.state is not State.PLANNED:
-            wave.began_s = now
-        if wave.staged_s is None and len(after.staged_ranks) == after.num_ranks:
-            wave.staged_s = now
-        if before.state is State.ABORTED and after.state is not State.ABORTED:
-            # A switch crossed the abort; the ranks are right.
-            self.aborted -= 1
-        elif before.state is not State.ABORTED and after.state is State.ABORTED:
-            self.aborted += 1
-            self._waves, self._num_begun = (), 0
-        if before.state is after.state or after.state is not State.ACTIVE:
-            return commands
-        if self.waves_left:
-            self.is_at_first = False
-            return (*commands, *self._begin_next(after.target, now=now))
-        self.completed += 1
-        return commands
+    def handle(self, event: Event, *, now: float) -> Chain:
+        """Give the table an event, and carry out its commands."""
+        aborted, completed, before = self._aborted, self._completed, self.current
+        effects = self._effects(self._step(event, now=now))
+        rollout = self.latest
+        if before is not None and isinstance(event, DeadlineCheck):
+            self._bounds.note_rollout(before, rollout)
+        if self._completed > completed:
+            self._setbacks = Setbacks()
+        if self._aborted <= aborted or rollout is None:
+            return effects
+        if isinstance(event, RankRefused | DeadlineCheck):
+            self._setbacks = self._setbacks.one_more(rollout.reason, now=now)
+        if self._verdict is None:
+            return effects
+        reason = f"generation {rollout.target.generation} was aborted: {rollout.reason}"
+        taken_back = replace(self._verdict, time_unix_s=now, accepted=False, reason=reason)
+        return (*effects, WriteDecision(record=taken_back))
 
     def note_switch(self, switched: Switched, *, now: float) -> None:
-        """Remember what a rank told about a switch, whatever becomes of the rollout."""
+        """Remember what a rank reported about a switch, whatever becomes of the rollout."""
         wave = self._wave
         if (
             wave is None
@@ -158,11 +235,11 @@ class Rollouts:
             return
         slowest = max(wave.switches.values(), key=lambda switch: switch.stall_us)
         staged_s = now if wave.staged_s is None else wave.staged_s
-        self.last_switch_s = now
-        self._tally.switched(
+        self._last_switch_s = now
+        self._tally.note_switch(
             moves=wave.moves, wave_s=now - wave.began_s, stall_s=slowest.stall_us / 1e6
         )
-        self.switches.appendleft(
+        self._switches.appendleft(
             SwitchRecord(
                 generation=switched.generation,
                 step=switched.step,
@@ -174,17 +251,97 @@ class Rollouts:
             )
         )
 
+    def _step(self, event: Event, *, now: float) -> Commands:
+        """Step the wave; the next one begins when this one becomes active."""
+        wave = self._wave
+        if wave is None:
+            return ()
+        before = wave.rollout
+        commands = wave.step(event, now=now)
+        after = wave.rollout
+        if before.state is after.state:
+            return commands
+        self._tally.note_state_left(before.state, after_s=now - before.entered_s)
+        if before.state is State.ABORTED:
+            # A switch crossed the abort; the ranks are right.
+            self._aborted -= 1
+        elif after.state is State.ABORTED:
+            self._aborted += 1
+            self._waves, self._num_begun = (), 0
+        if after.state is not State.ACTIVE:
+            return commands
+        if self.waves_left:
+            self._is_at_first = False
+            return (*commands, *self._begin_next(after.target, now=now))
+        self._completed += 1
+        return commands
+
     def _begin_next(self, base: Layout, *, now: float) -> Commands:
         wave = self._waves[self._num_begun]
         self._num_begun += 1
-        if not self.waves_left:  # Nobody needs their block of arrays any more.
+        if not self.waves_left:  # The last one frees the arrays that all of them share.
             self._waves, self._num_begun = (), 0
         rollout, commands = Rollout.begin(
             base=base,
             target=wave.applied_to(base),
             num_ranks=base.num_ranks,
-            policy=self._policy,
+            policy=self._policy.values,
             now=now,
         )
         self._wave = _Wave(rollout=rollout, began_s=now)
         return commands
+
+    def _effects(self, commands: Commands) -> Chain:
+        """What the store writes and each rank is sent, in order."""
+        effects: list[Effect] = []
+        for command in commands:
+            match command:
+                case PersistProposed():
+                    # Known before any rank is asked to stage it.
+                    self._layouts.remember(command.layout)
+                    effects.append(WriteProposed(layout=command.layout))
+                case SendStage():
+                    effects += self._stage(command)
+                case PersistCommitted():
+                    # All ranks run it: everything starts from it from now on.
+                    self._layouts.run(command.layout)
+                    effects.append(
+                        WriteCommitted(
+                            generation=command.layout.generation,
+                            previous=self._layouts.stored_generation,
+                        )
+                    )
+                case SendAbort():
+                    effects += self._abort(command)
+        return tuple(effects)
+
+    def _stage(self, command: SendStage) -> Chain:
+        """A Stage for every rank; one without moves still takes part in the agreement."""
+        base = self._layouts.get(command.base_generation)
+        assert base is not None, "the base of a rollout is what ranks run"
+        moves = diff(
+            base,
+            command.layout,
+            topology=self._roster.topology(),
+            checksums=self._layouts.checksums(),
+        )
+        return tuple(
+            Send(
+                worker=member.name,
+                message=Stage(
+                    epoch=self._roster.epoch,
+                    layout=command.layout,
+                    base_generation=base.generation,
+                    base=base,
+                    moves=moves.get(rank, ()),
+                    timeout_s=self._policy.values.stage_timeout_s,
+                ),
+            )
+            for rank, member in enumerate(self._roster.seated())
+        )
+
+    def _abort(self, command: SendAbort) -> Chain:
+        abort = Abort(
+            epoch=self._roster.epoch, generation=command.generation, reason=command.reason
+        )
+        return tuple(Send(worker=member.name, message=abort) for member in self._roster.seated())

@@ -23,7 +23,8 @@ from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal
 from equipoise.pool.records import DecisionRecord
 from equipoise.pool.requests import (
-    Outcome,
+    Answer,
+    Operation,
     Pause,
     Pin,
     Preview,
@@ -31,7 +32,6 @@ from equipoise.pool.requests import (
     Resume,
     RollBack,
     Unpin,
-    Wish,
 )
 from equipoise.settings.fields import ranges_of
 from equipoise.wire import checks
@@ -110,10 +110,10 @@ class AdminService(pb_grpc.AdminServicer):
         runner = await self._find(request.pool, context)
         generation = request.generation or await self._before_latest_plan(runner, context)
         layout = await self._committed(runner, generation, context)
-        wish = RollBack(layout=layout, keep_planning=request.keep_planning)
+        operation = RollBack(layout=layout, keep_planning=request.keep_planning)
         what = f"roll back to generation {generation}"
         what += " and go on planning" if request.keep_planning else ""
-        outcome = await self._ask(runner, wish, what, request, context)
+        outcome = await self._ask(runner, operation, what, request, context)
         return pb.RollbackResponse(outcome=_outcome(outcome))
 
     async def Pin(  # noqa: N802
@@ -121,18 +121,18 @@ class AdminService(pb_grpc.AdminServicer):
     ) -> pb.PinResponse:
         """Keep a placement."""
         runner = await self._find(request.pool, context)
-        wish, what = Pin(), "pin what runs"
+        operation, what = Pin(), "pin what runs"
         if request.WhichOneof("target") == "layout":
             try:
-                wish = Pin(layout=layout_from_proto(request.layout, kind="pin"))
+                operation = Pin(layout=layout_from_proto(request.layout, kind="pin"))
             except InvalidMessageError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             what = "pin a given layout"
         elif request.generation:
             layout = await self._committed(runner, request.generation, context)
-            wish = Pin(layout=layout, generation=request.generation)
+            operation = Pin(layout=layout, generation=request.generation)
             what = f"pin generation {request.generation}"
-        outcome = await self._ask(runner, wish, what, request, context)
+        outcome = await self._ask(runner, operation, what, request, context)
         return pb.PinResponse(outcome=_outcome(outcome))
 
     async def Unpin(  # noqa: N802
@@ -149,7 +149,7 @@ class AdminService(pb_grpc.AdminServicer):
         """Say what a plan would do."""
         runner = await self._find(request.pool, context)
         try:
-            policy = changed_policy(runner.pool.policy, request.policy, request.algorithm)
+            policy = changed_policy(runner.pool.policy.values, request.policy, request.algorithm)
         except InvalidPolicyError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         changes = [f"{name} {value:g}" for name, value in sorted(request.policy.items())]
@@ -158,7 +158,7 @@ class AdminService(pb_grpc.AdminServicer):
         outcome = await self._ask(runner, Preview(policy=policy), what, request, context)
         response = pb.PreviewResponse(outcome=_outcome(outcome))
         if outcome.proposal is not None:
-            _describe(outcome.proposal, response)
+            response.MergeFrom(_preview(outcome.proposal))
         return response
 
     async def ListAudit(  # noqa: N802
@@ -198,10 +198,10 @@ class AdminService(pb_grpc.AdminServicer):
         return pools
 
     async def _ask(
-        self, runner: PoolRunner, wish: Wish, what: str, request: Any, context: _Context
-    ) -> Outcome:
+        self, runner: PoolRunner, operation: Operation, what: str, request: Any, context: _Context
+    ) -> Answer:
         try:
-            return await _give(runner, wish, what, request, who=self._caller(context))
+            return await _give(runner, operation, what, request, who=self._caller(context))
         except UnansweredError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
@@ -260,11 +260,13 @@ def changed_policy(policy: Policy, changes: Mapping[str, float], algorithm: str)
     return replace(policy, **values)
 
 
-async def _give(runner: PoolRunner, wish: Wish, what: str, request: Any, *, who: str) -> Outcome:
+async def _give(
+    runner: PoolRunner, operation: Operation, what: str, request: Any, *, who: str
+) -> Answer:
     """Raises UnansweredError: whether it is done nobody can say."""
     reason = checks.reason(request.reason) if request.reason else ""
     return await runner.administer(
-        wish, who=who, reason=reason, what=f"{what} ({reason})" if reason else what
+        operation, who=who, reason=reason, what=f"{what} ({reason})" if reason else what
     )
 
 
@@ -276,7 +278,7 @@ def _rebalance(
     return Rebalance(force=request.force), what
 
 
-def _outcome(outcome: Outcome) -> pb.Outcome:
+def _outcome(outcome: Answer) -> pb.Outcome:
     return pb.Outcome(
         accepted=outcome.accepted,
         reason=outcome.reason,
@@ -285,28 +287,27 @@ def _outcome(outcome: Outcome) -> pb.Outcome:
     )
 
 
-def _describe(proposal: Proposal, response: pb.PreviewResponse) -> None:
+def _preview(proposal: Proposal) -> pb.PreviewResponse:
+    """The plan of a preview, without the outcome."""
     request, verdict, plan = proposal.request, proposal.verdict, proposal.plan
-    response.decision.CopyFrom(
-        decision_to_proto(
-            DecisionRecord(
-                time_unix_s=request.now,
-                accepted=verdict.accepted,
-                reason=verdict.reason,
-                base_generation=request.current.generation,
-                balancedness_current=verdict.balancedness_current,
-                balancedness_proposed=verdict.balancedness_proposed,
-                moves=verdict.moves,
-                bytes=verdict.bytes,
-                algorithm=plan.algorithm.value,
-                plan_ms=0.0,
-                shift_detected=request.shift.detected,
-            )
-        )
+    decision = DecisionRecord(
+        time_unix_s=request.now,
+        accepted=verdict.accepted,
+        reason=verdict.reason,
+        base_generation=request.current.generation,
+        balancedness_current=verdict.balancedness_current,
+        balancedness_proposed=verdict.balancedness_proposed,
+        moves=verdict.moves,
+        bytes=verdict.bytes,
+        algorithm=plan.algorithm.value,
+        shift_detected=request.shift.detected,
     )
     last = request.first_generation + max(0, len(proposal.waves) - 1)
     layout = request.current.with_placement(
         plan.expert_of_slot, generation=last, share_of_slot=plan.share_of_slot
     )
-    response.layout.CopyFrom(layout_to_proto(layout))
-    response.num_waves = len(proposal.waves)
+    return pb.PreviewResponse(
+        decision=decision_to_proto(decision),
+        layout=layout_to_proto(layout),
+        num_waves=len(proposal.waves),
+    )

@@ -7,10 +7,11 @@ from equipoise.planning.expected_gain import ExpectedGain, RealisedGain
 from equipoise.planning.layout import Layout
 from equipoise.planning.slowness import slowdowns
 from equipoise.pool.counters import Bound
+from equipoise.pool.decisions import MAX_JUDGED
 from equipoise.pool.health import Health
 from equipoise.pool.loads import ClosedWindow
 from equipoise.pool.members import Member
-from equipoise.pool.pool import MAX_JUDGED, Pool
+from equipoise.pool.pool import Pool
 from equipoise.pool.records import AuditRecord, DecisionRecord
 from equipoise.wire.layouts import layout_to_proto
 from equipoise_api.v1 import status_pb2 as pb
@@ -35,18 +36,18 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb
         epoch=pool.roster.epoch,
         generation=pool.layouts.stored_generation or 0,
         ranks=[_rank_status(pool, member, latest, now=now) for member in pool.roster.seated()],
-        windows_closed=pool.windows_closed,
-        interval_s=pool.policy.interval_s,
+        windows_closed=pool.windows.num_closed,
+        interval_s=pool.policy.values.interval_s,
         refusals=[
             pb.Refusal(kind=refusal.kind, count=refusal.count, latest=refusal.latest)
-            for refusal in pool.refusals.all()
+            for refusal in pool.counters.refusals.all()
         ],
         switches=_switches(pool),
         revision=pool.revision,
         rollouts_completed=pool.rollouts.completed,
         rollouts_aborted=pool.rollouts.aborted,
-        windows=[_window_status(window) for window in pool.windows],
-        bounds=[_bound_status(bound) for bound in (*pool.bounds.all(), *election)],
+        windows=[_window_status(window) for window in pool.windows.closed],
+        bounds=[_bound_status(bound) for bound in (*pool.counters.bounds.all(), *election)],
         policy=_policy_status(pool),
         epochs=[
             pb.EpochStatus(
@@ -56,9 +57,9 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb
                 opened_unix_s=record.opened_s,
                 serving_after_s=record.serving_after_s,
             )
-            for record in pool.epochs.newest_first()
+            for record in pool.membership.epochs
         ],
-        audit=[audit_to_proto(record) for record in pool.audit],
+        audit=[audit_to_proto(record) for record in pool.journal.audit],
         promises=_promises(pool),
     )
     if pool.roster.shape is not None:
@@ -71,8 +72,8 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb
                 expert_bytes=model.expert_bytes,
             )
         )
-    if pool.windows:
-        window = pool.windows[-1]
+    window = pool.windows.latest
+    if window is not None:
         status.balancedness = window.balancedness
         status.balancedness_min_layer = window.balancedness_min_layer
         status.window_assignments = round(window.assignments)
@@ -81,25 +82,26 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb
     rollout = _rollout_status(pool, now=now)
     if rollout is not None:
         status.rollout.CopyFrom(rollout)
-    if pool.last_decision is not None:
-        status.last_decision.CopyFrom(decision_to_proto(pool.last_decision))
-    if pool.hold.reason:
+    if pool.journal.last_decision is not None:
+        status.last_decision.CopyFrom(decision_to_proto(pool.journal.last_decision))
+    if pool.journal.hold.reason:
         status.hold.CopyFrom(_hold_status(pool))
     return status
 
 
 def pool_summary(pool: Pool) -> pb.PoolSummary:
     """One pool in a line."""
+    latest = pool.windows.latest
     return pb.PoolSummary(
         pool=pool.name,
         health=_HEALTH[pool.diagnosis().health],
         generation=pool.layouts.stored_generation or 0,
         ranks_serving=sum(
-            member.connected and member.serving and member.rank not in pool.silent
+            member.connected and member.serving and member.rank not in pool.attendance.silent
             for member in pool.roster.seated()
         ),
         num_ranks=pool.roster.num_ranks or pool.roster.wanted_ranks,
-        balancedness=pool.windows[-1].balancedness if pool.windows else 0.0,
+        balancedness=latest.balancedness if latest is not None else 0.0,
     )
 
 
@@ -137,19 +139,19 @@ def audit_to_proto(record: AuditRecord) -> pb.AuditEntry:
 
 def loads_response(pool: Pool) -> pb.GetLoadsResponse | None:
     """The loads that decisions rest on; None before all ranks of the pool served."""
-    if pool.loads is None or pool.roster.shape is None:
+    if pool.windows.loads is None or pool.roster.shape is None:
         return None
     model = pool.roster.shape.model
     response = pb.GetLoadsResponse(
         num_layers=model.num_layers,
         num_experts=model.num_experts,
-        slow_assignments_per_s=pool.loads.slow.per_second().astype("<f8").tobytes(),
-        fast_assignments_per_s=pool.loads.fast.per_second().astype("<f8").tobytes(),
-        slow_half_life_s=pool.policy.slow_half_life_s,
-        fast_half_life_s=pool.policy.fast_half_life_s,
+        slow_assignments_per_s=pool.windows.loads.slow.per_second().astype("<f8").tobytes(),
+        fast_assignments_per_s=pool.windows.loads.fast.per_second().astype("<f8").tobytes(),
+        slow_half_life_s=pool.policy.values.slow_half_life_s,
+        fast_half_life_s=pool.policy.values.fast_half_life_s,
     )
-    if pool.windows and pool.windows[-1].load.shape == (model.num_layers, model.num_experts):
-        latest = pool.windows[-1]
+    latest = pool.windows.latest
+    if latest is not None and latest.load.shape == (model.num_layers, model.num_experts):
         response.window_assignments = latest.load.astype("<f8").tobytes()
         response.num_ranks = latest.rank_load.shape[1]
         response.window_rank_assignments = latest.rank_load.astype("<f8").tobytes()
@@ -176,9 +178,9 @@ class _LatestWindow:
 
     @classmethod
     def of(cls, pool: Pool) -> "_LatestWindow":
-        if not pool.windows:
+        window = pool.windows.latest
+        if window is None:
             return cls()
-        window = pool.windows[-1]
         rank_load = window.rank_load.sum(axis=0)
         total = float(rank_load.sum())
         factors = None if window.pace is None else slowdowns(window.pace)
@@ -210,8 +212,8 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
         busy_step_us=round(_of_rank(latest.busy_step_us, member.rank)),
         slowdown=_of_rank(latest.slowdowns, member.rank),
     )
-    if member.rank in pool.slow:
-        status.trouble = pool.slow[member.rank].reason
+    if member.rank in pool.windows.slow:
+        status.trouble = pool.windows.slow[member.rank].reason
     if member.stats is not None:
         status.tokens_processed = member.stats.tokens_processed
         status.tokens_generated = member.stats.tokens_generated
@@ -231,7 +233,7 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
 def _rank_state(pool: Pool, member: Member) -> str:
     if not member.connected:
         return "gone"
-    if member.rank in pool.silent:
+    if member.rank in pool.attendance.silent:
         return "silent"
     return "leaving" if member.draining else "connected"
 
@@ -259,7 +261,7 @@ def _rollout_status(pool: Pool, *, now: float) -> pb.RolloutStatus | None:
 
 
 def _hold_status(pool: Pool) -> pb.HoldStatus:
-    hold, current = pool.hold, pool.layouts.current
+    hold, current = pool.journal.hold, pool.layouts.current
     return pb.HoldStatus(
         paused=hold.paused,
         pinned=hold.pinned,
@@ -269,23 +271,25 @@ def _hold_status(pool: Pool) -> pb.HoldStatus:
 
 
 def _policy_status(pool: Pool) -> pb.PolicyStatus:
-    refusal = pool.policies.latest_refusal
+    refusal = pool.policy.book.latest_refusal
     return pb.PolicyStatus(
-        hash=pool.in_force.digest,
-        source=pool.in_force.source,
-        loaded_unix_s=pool.in_force.loaded_s,
-        num_refused=pool.policies.num_refused,
+        hash=pool.policy.in_force.digest,
+        source=pool.policy.in_force.source,
+        loaded_unix_s=pool.policy.in_force.loaded_s,
+        num_refused=pool.policy.book.num_refused,
         refusal=refusal.reason if refusal is not None else "",
         refused_unix_s=refusal.refused_s if refusal is not None else 0.0,
-        is_paused=pool.policy.pause,
+        is_paused=pool.policy.values.pause,
     )
 
 
 def _promises(pool: Pool) -> list[pb.PromiseStatus]:
-    waiting = [] if pool.watched is None else [_promise_status(pool.watched.promise)]
+    waiting = (
+        [] if pool.decisions.watched is None else [_promise_status(pool.decisions.watched.promise)]
+    )
     judged = [
         _promise_status(one.promise, realised=one.realised, judged_s=one.judged_s)
-        for one in pool.judged
+        for one in pool.decisions.judged
     ]
     return (waiting + judged)[:MAX_JUDGED]
 

@@ -6,9 +6,9 @@ from typing import Any, NoReturn
 
 import grpc
 
-from equipoise.balancer.archive import RememberedPool
 from equipoise.balancer.errors import UnknownPoolError
-from equipoise.balancer.runner import Clock, PoolRunner
+from equipoise.balancer.pools import PoolView
+from equipoise.balancer.runner import Clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import (
     decision_to_proto,
@@ -130,10 +130,10 @@ class StatusService(pb_grpc.StatusServicer):
             decisions=[decision_to_proto(decision) for decision in decisions]
         )
 
-    def _status(self, runner: PoolRunner | RememberedPool) -> pb.PoolStatus:
+    def _status(self, runner: PoolView) -> pb.PoolStatus:
         return pool_status(runner.pool, now=self._clock(), election=self._seat.bounds)
 
-    async def _find(self, name: str, context: _Context) -> PoolRunner | RememberedPool:
+    async def _find(self, name: str, context: _Context) -> PoolView:
         self._name_leader(context)
         try:
             return self._seat.pools.find(name)

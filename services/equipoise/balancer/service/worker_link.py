@@ -15,7 +15,7 @@ from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.pace import Pace, message_pace
 from equipoise.planning.errors import InvalidReportError
-from equipoise.pool.records import RefusedWorkerError
+from equipoise.pool.hello_checks import RefusedWorkerError
 from equipoise.trust.identity import Caller
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError
@@ -135,7 +135,7 @@ async def _converse(
 
 async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: Mailbox) -> str:
     reason = "its stream ended"
-    pace = message_pace(runner.pool.policy)
+    pace = message_pace(runner.pool.policy.values)
     try:
         async for request in requests:
             try:
@@ -216,7 +216,7 @@ async def _write(mailbox: Mailbox, context: _Context, runner: PoolRunner) -> Non
         message_bytes = runner.encoder.encode(message)
         began_s = loop.time()
         await context.write(message_bytes)
-        runner.wave_turns.lag_s = loop.time() - began_s
+        runner.wave_turns.note_lag(loop.time() - began_s)
 
 
 def _alone(rejection: Rejection) -> bytes:

@@ -37,7 +37,7 @@ from equipoise.balancer.store.store import (
 )
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
-from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, Hold, Membership
+from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
 
 SCHEMA_VERSION = 3
 """Raised with every change of keys or records; other versions are refused, never guessed at."""
@@ -137,25 +137,25 @@ class RedisStore:
         (highest,) = await self._read(pool, scripts.HIGHEST_GENERATION)
         return self._sense(f"highest generation of pool {pool}", lambda: int(highest)) + 1
 
-    async def put_membership(self, pool: str, membership: Membership, *, term: int) -> None:
+    async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
         """Remember an epoch, which must not be below the latest."""
-        workers = json.dumps(membership.workers)
+        workers = json.dumps(members.workers)
         answer, *rest = await self._step(
-            pool, scripts.PUT_MEMBERSHIP, membership.epoch, workers, term=term
+            pool, scripts.PUT_MEMBERSHIP, members.epoch, workers, term=term
         )
         if answer == b"later":
             raise StoreConflictError(
-                f"pool {pool}: epoch {membership.epoch} is over, the latest is {int(rest[0])}"
+                f"pool {pool}: epoch {members.epoch} is over, the latest is {int(rest[0])}"
             )
 
-    async def membership(self, pool: str) -> Membership | None:
+    async def membership(self, pool: str) -> EpochMembers | None:
         """The latest epoch."""
         epoch, workers = await self._read(pool, scripts.MEMBERSHIP)
         if epoch is None:
             return None
         return self._sense(
             f"membership of pool {pool}",
-            lambda: Membership(epoch=int(epoch), workers=tuple(json.loads(workers))),
+            lambda: EpochMembers(epoch=int(epoch), workers=tuple(json.loads(workers))),
         )
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:

@@ -251,16 +251,16 @@ class SqliteFile:
             if self.db.in_transaction:
                 self.db.execute("ROLLBACK")
             for one in asked:
-                one.fault = one.fault or error
+                one.fail(error)
 
     def _write_one(self, asked: "_Asked[Any]") -> None:
         self.db.execute("SAVEPOINT one")
         try:
             with self._explained():
                 self._fence(asked.term)
-                asked.result = asked.work()
+                asked.run()
         except Exception as error:
-            asked.fault = error
+            asked.fail(error)
             if not self.db.in_transaction:
                 raise  # A full disk, for one, takes all of the transaction back.
             self.db.execute("ROLLBACK TO one")
@@ -275,9 +275,17 @@ class SqliteFile:
 
 @dataclass(slots=True, kw_only=True)
 class _Asked(Generic[_Result]):
-    """A piece of work and, once it was done, what came of it: `fault`, or else `result`."""
+    """A piece of work and, once it is done, its `fault` or else its `result`."""
 
     work: Callable[[], _Result]
     term: int
     fault: Exception | None = None
     result: _Result = field(init=False)
+
+    def run(self) -> None:
+        """Do the work."""
+        self.result = self.work()
+
+    def fail(self, error: Exception) -> None:
+        """It failed; the first fault counts."""
+        self.fault = self.fault or error

@@ -20,7 +20,7 @@ from equipoise.balancer.store.store import (
     StoreConflictError,
 )
 from equipoise.planning.layout import Layout
-from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, Hold, Membership
+from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
 
 
 class SqliteStore:
@@ -130,29 +130,29 @@ class SqliteStore:
         """The number after the highest ever used; 1 for a new pool."""
         return await self._file.read(lambda: (self._pool_value(pool, "highest") or 0) + 1)
 
-    async def put_membership(self, pool: str, membership: Membership, *, term: int) -> None:
+    async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
         """Remember an epoch, which must not be below the latest."""
 
         def write() -> None:
             latest = self._pool_value(pool, "epoch")
-            if latest is not None and latest > membership.epoch:
+            if latest is not None and latest > members.epoch:
                 raise StoreConflictError(
-                    f"pool {pool}: epoch {membership.epoch} is over, the latest is {latest}"
+                    f"pool {pool}: epoch {members.epoch} is over, the latest is {latest}"
                 )
-            workers = json.dumps(membership.workers)
-            self._set_pool(pool, epoch=membership.epoch, workers=workers)
+            workers = json.dumps(members.workers)
+            self._set_pool(pool, epoch=members.epoch, workers=workers)
 
         await self._file.write(write, term=term)
 
-    async def membership(self, pool: str) -> Membership | None:
+    async def membership(self, pool: str) -> EpochMembers | None:
         """The latest epoch."""
 
-        def read() -> Membership | None:
+        def read() -> EpochMembers | None:
             epoch = self._pool_value(pool, "epoch")
             if epoch is None:
                 return None
             workers = tuple(json.loads(self._pool_value(pool, "workers")))
-            return Membership(epoch=epoch, workers=workers)
+            return EpochMembers(epoch=epoch, workers=workers)
 
         return await self._file.read(read)
 

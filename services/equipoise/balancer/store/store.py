@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from equipoise.planning.layout import Layout
-from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, Hold, Membership
+from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
 
 MAX_DECISIONS = 1000
 """Decisions kept for each pool; older ones are dropped."""
@@ -121,14 +121,14 @@ class Store(Protocol):
     async def next_generation(self, pool: str) -> int:
         """The number after the highest ever used; 1 for a new pool. Reserves nothing."""
 
-    async def put_membership(self, pool: str, membership: Membership, *, term: int) -> None:
+    async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
         """Remember an epoch, which must not be below the latest.
 
         Raises:
             StoreConflictError: the store has a later epoch.
         """
 
-    async def membership(self, pool: str) -> Membership | None:
+    async def membership(self, pool: str) -> EpochMembers | None:
         """The latest epoch."""
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:

@@ -126,10 +126,10 @@ class PoolMetrics:
         self._add_ranks(pool)
         self._add_balance(pool)
         self._add_tally(pool)
-        for bound in pool.bounds.all():
+        for bound in pool.counters.bounds.all():
             self._gauge("bound_seconds", pool, bound.bound_s, bound.name)
             self._count("bound_reached", pool, bound.reached, bound.name)
-        for refusal in pool.refusals.all():
+        for refusal in pool.counters.refusals.all():
             self._count("refusals", pool, refusal.count, refusal.kind)
 
     def _add_state(self, pool: Pool) -> None:
@@ -137,14 +137,14 @@ class PoolMetrics:
         for one in Health:
             self._gauge("pool_health", pool, one is health, one.value)
         rollout = pool.rollouts.current
-        self._gauge("policy_info", pool, 1, pool.in_force.digest)
+        self._gauge("policy_info", pool, 1, pool.policy.in_force.digest)
         self._gauge("epoch", pool, pool.roster.epoch)
         self._gauge("generation", pool, pool.layouts.stored_generation or 0)
         self._gauge("rollout_generation", pool, rollout.target.generation if rollout else 0)
         self._gauge("rollout_waves_left", pool, pool.rollouts.waves_left)
-        self._gauge("store_up", pool, not pool.store_fault)
-        self._gauge("slow_ranks", pool, len(pool.slow))
-        self._gauge("excluded_workers", pool, len(pool.excluded))
+        self._gauge("store_up", pool, not pool.journal.store_fault)
+        self._gauge("slow_ranks", pool, len(pool.windows.slow))
+        self._gauge("excluded_workers", pool, len(pool.attendance.excluded))
 
     def _add_ranks(self, pool: Pool) -> None:
         states = dict.fromkeys(("serving", "loading", "silent", "gone"), 0)
@@ -155,7 +155,7 @@ class PoolMetrics:
             ages_s.append(age_s)
             if not member.connected:
                 states["gone"] += 1
-            elif member.rank in pool.silent:
+            elif member.rank in pool.attendance.silent:
                 states["silent"] += 1
             else:
                 states["serving" if member.serving else "loading"] += 1
@@ -166,9 +166,9 @@ class PoolMetrics:
         self._gauge("report_age_max_seconds", pool, max(ages_s, default=0.0))
 
     def _add_balance(self, pool: Pool) -> None:
-        if not pool.windows or not pool.windows[-1].assignments:
+        window = pool.windows.latest
+        if window is None or not window.assignments:
             return
-        window = pool.windows[-1]
         self._gauge("window_assignments", pool, window.assignments)
         self._add_phase(pool, window.phase.value, window.rank_load)
         factors = None if window.pace is None else slowdowns(window.pace)
@@ -189,8 +189,8 @@ class PoolMetrics:
         self._gauge("rank_load_max_over_mean", pool, (1 / per_layer).mean(), phase)
 
     def _add_tally(self, pool: Pool) -> None:
-        tally = pool.tally
-        self._count("windows", pool, pool.windows_closed)
+        tally = pool.counters.tally
+        self._count("windows", pool, pool.windows.num_closed)
         self._count("shifts", pool, tally.shifts)
         self._count("decisions", pool, tally.accepted, "yes")
         self._count("decisions", pool, tally.declined, "no")
@@ -204,9 +204,9 @@ class PoolMetrics:
         self._count("pulled_bytes", pool, tally.checkpoint_bytes, "checkpoint")
         for outcome in GainOutcome:
             self._count("promises", pool, tally.promises[outcome], outcome.value)
-        if pool.judged:
-            self._gauge("predicted_gain", pool, pool.judged[0].promise.gain)
-            self._gauge("realised_gain", pool, pool.judged[0].realised.gain)
+        if pool.decisions.judged:
+            self._gauge("predicted_gain", pool, pool.decisions.judged[0].promise.gain)
+            self._gauge("realised_gain", pool, pool.decisions.judged[0].realised.gain)
         self._histogram("plan_seconds", pool, tally.plan_s)
         self._histogram("wave_seconds", pool, tally.wave_s)
         self._histogram("switch_stall_seconds", pool, tally.stall_s)

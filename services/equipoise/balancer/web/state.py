@@ -2,13 +2,12 @@
 
 import json
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from equipoise.balancer.archive import RememberedPool
-from equipoise.balancer.runner import Clock, PoolRunner
+from equipoise.balancer.pools import PoolView
+from equipoise.balancer.runner import Clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import decision_to_proto, pool_status, pool_summary
 from equipoise.balancer.store.store import Store, StoreError
@@ -31,17 +30,52 @@ Events = dict[str, str]
 """JSON by the name of its event."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Made:
-    """What was made of one pool, and when it may be made again."""
+class _PoolPage:
+    """What is shown of one pool, made again at most every so often."""
 
-    revision: int = -1
-    source: PoolRunner | RememberedPool | None = None
-    not_before_s: float = 0.0
-    window: int = -1
-    last_decision: int = -1
-    decisions: list[Any] = field(default_factory=list)
-    events: Events = field(default_factory=dict)
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._shown: tuple[PoolView | None, int] = (None, -1)
+        self._not_before_s = 0.0
+        self._window = -1
+        self._last_decision = -1
+        self._decisions: list[Any] = []
+        self._events: Events = {}
+
+    async def events(self, source: PoolView, *, now: float) -> Events:
+        """`pool` and `heat` of `source`; `now` is the clock of its pool."""
+        pool = source.pool
+        if self._shown == (source, pool.revision) or time.monotonic() < self._not_before_s:
+            return self._events
+        began_s = time.monotonic()
+        self._shown = (source, pool.revision)
+        await self._fetch_decisions(pool)
+        shown = as_json(pool_status(pool, now=now))
+        shown["num_ranks"] = len(shown["ranks"])
+        shown["ranks"] = _most_telling(shown["ranks"])
+        shown["decisions"] = self._decisions
+        self._events["pool"] = _dumped(shown)
+        window = pool.windows.latest
+        if window is None:
+            self._events.pop("heat", None)
+        elif window.number != self._window or "heat" not in self._events:
+            self._window = window.number
+            self._events["heat"] = _dumped(heat_of(window))
+        now_s = time.monotonic()
+        self._not_before_s = now_s + (now_s - began_s) / _PART_OF_LOOP
+        return self._events
+
+    async def _fetch_decisions(self, pool: Pool) -> None:
+        last = pool.journal.last_decision
+        latest = last.sequence if last is not None else 0
+        if latest == self._last_decision:
+            return
+        try:
+            records = await self._store.decisions(pool.name, limit=NUM_DECISIONS)
+        except StoreError:
+            return  # Keep the last decisions; the pool's state names the store's fault.
+        self._last_decision = latest
+        self._decisions = [as_json(decision_to_proto(record)) for record in records]
 
 
 class PageState:
@@ -51,17 +85,18 @@ class PageState:
         self._seat = seat
         self._store = store
         self._clock = clock
-        self._made: dict[str, _Made] = {}
+        self._pages: dict[str, _PoolPage] = {}
 
     async def events(self, name: str) -> Events:
         """`fleet`, and `pool` and `heat` of the pool called `name`, or the first if none is."""
         pools = self._seat.pools
         names = pools.names()
-        self._made = {known: made for known, made in self._made.items() if known in names}
+        self._pages = {known: page for known, page in self._pages.items() if known in names}
         events = {"fleet": self._fleet()}
         if names:
             chosen = name if name in names else names[0]
-            events |= await self._pool_events(chosen, pools.find(chosen))
+            page = self._pages.setdefault(chosen, _PoolPage(self._store))
+            events |= await page.events(pools.find(chosen), now=self._clock())
         return events
 
     def _fleet(self) -> str:
@@ -73,40 +108,6 @@ class PageState:
             "pools": [as_json(pool_summary(pools.find(name).pool)) for name in pools.names()],
         }
         return _dumped(fleet)
-
-    async def _pool_events(self, name: str, source: PoolRunner | RememberedPool) -> Events:
-        made, pool = self._made.setdefault(name, _Made()), source.pool
-        is_old = (made.source, made.revision) != (source, pool.revision)
-        if not is_old or time.monotonic() < made.not_before_s:
-            return made.events
-        began_s = time.monotonic()
-        made.source, made.revision = source, pool.revision
-        await self._fetch_decisions(made, pool)
-        shown = as_json(pool_status(pool, now=self._clock()))
-        shown["num_ranks"] = len(shown["ranks"])
-        shown["ranks"] = _most_telling(shown["ranks"])
-        shown["decisions"] = made.decisions
-        made.events["pool"] = _dumped(shown)
-        window = pool.windows[-1] if pool.windows else None
-        if window is None:
-            made.events.pop("heat", None)
-        elif window.number != made.window or "heat" not in made.events:
-            made.window = window.number
-            made.events["heat"] = _dumped(heat_of(window))
-        now_s = time.monotonic()
-        made.not_before_s = now_s + (now_s - began_s) / _PART_OF_LOOP
-        return made.events
-
-    async def _fetch_decisions(self, made: _Made, pool: Pool) -> None:
-        latest = pool.last_decision.sequence if pool.last_decision is not None else 0
-        if latest == made.last_decision:
-            return
-        try:
-            records = await self._store.decisions(pool.name, limit=NUM_DECISIONS)
-        except StoreError:
-            return  # what was told before stays, and the pool's state names the store's trouble
-        made.last_decision = latest
-        made.decisions = [as_json(decision_to_proto(record)) for record in records]
 
 
 def heat_of(window: ClosedWindow) -> dict[str, Any]:

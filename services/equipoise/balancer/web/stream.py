@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -40,16 +40,25 @@ class EventStreams:
         self._max_clients = max_clients
         self._interval_s = interval_s
         self._closing = asyncio.Event()
-        self.num_clients = 0
+        self._num_clients = 0
 
     def close(self) -> None:
         """End all streams."""
         self._closing.set()
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a client inside the block."""
+        self._num_clients += 1
+        try:
+            yield
+        finally:
+            self._num_clients -= 1
+
     async def answer(self, request: Request) -> Response:
         """`GET /events?pool=NAME`."""
-        if self.num_clients >= self._max_clients or self._closing.is_set():
-            words = f"{self.num_clients} pages look already: try again in {_COME_BACK_S} s\n"
+        if self._num_clients >= self._max_clients or self._closing.is_set():
+            words = f"{self._num_clients} pages look already: try again in {_COME_BACK_S} s\n"
             return PlainTextResponse(words, status_code=503, headers={"Retry-After": _COME_BACK_S})
         return _Stream(self, self._events(request.query_params.get("pool", "")))
 
@@ -87,8 +96,5 @@ class _Stream(StreamingResponse):
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send(message)
 
-        self._streams.num_clients += 1
-        try:
+        with self._streams.counted():
             await super().__call__(scope, receive, bounded)
-        finally:
-            self._streams.num_clients -= 1

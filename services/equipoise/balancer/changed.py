@@ -1,0 +1,19 @@
+"""`Changed`: wakes all tasks that wait for the next change. For one event loop."""
+
+import asyncio
+
+
+class Changed:
+    """`wait` returns at the next `notify` after its call."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all waiting tasks."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self) -> None:
+        """Wait for the next change."""
+        await self._event.wait()

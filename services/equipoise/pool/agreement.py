@@ -1,0 +1,170 @@
+"""`Agreement`: makes what this balancer knows agree with what ranks run. The ranks are right."""
+
+from collections.abc import Sequence
+
+from equipoise.planning.arrays import Checksums
+from equipoise.planning.layout import Layout
+from equipoise.planning.reconcile import reconcile
+from equipoise.pool.attendance import Attendance
+from equipoise.pool.counters import Counters
+from equipoise.pool.effects import Chain, Log, WriteAdopted, WriteMembership
+from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.members import Member, Roster
+from equipoise.pool.policy import PoolPolicy
+from equipoise.pool.rollouts import Rollouts
+from equipoise.pool.windows import Windows
+
+_CONTRADICTION = "generations of ranks"
+
+
+class Agreement:
+    """What the ranks of the epoch run, and where they contradict each other."""
+
+    def __init__(
+        self,
+        policy: PoolPolicy,
+        *,
+        roster: Roster,
+        attendance: Attendance,
+        layouts: PoolLayouts,
+        windows: Windows,
+        rollouts: Rollouts,
+        counters: Counters,
+    ) -> None:
+        self._policy = policy
+        self._roster = roster
+        self._attendance = attendance
+        self._layouts = layouts
+        self._windows = windows
+        self._rollouts = rollouts
+        self._refusals = counters.refusals
+        self._faults: dict[str, str] = {}
+        self._opened_here = False
+        self._must_reconcile = False
+
+    @property
+    def faults(self) -> Sequence[str]:
+        """What is wrong with the ranks of the epoch."""
+        return tuple(self._faults.values())
+
+    @property
+    def must_reconcile(self) -> bool:
+        """Whether the ranks served on without this balancer, and it is not known what they run."""
+        return self._must_reconcile
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all ranks serve, run the same, and nothing is rolled out to them."""
+        return (
+            self._roster.complete
+            and self._rollouts.current is None
+            and not self._must_reconcile
+            and not (self._attendance.silent or self._faults)
+            and self._layouts.is_verified
+        )
+
+    def begin_epoch(self, *, opened_here: bool) -> None:
+        """Drop what is about the ranks of the epoch before.
+
+        An epoch that was not `opened_here` is one that this balancer found.
+        """
+        self._faults.clear()
+        self._opened_here, self._must_reconcile = opened_here, not opened_here
+
+    def note_joining(self, rank: int, *, refused: str) -> None:
+        """A rank joined the epoch, unless it `refused` to for a reason."""
+        concern = f"answer of rank {rank} to its rank"
+        self._faults.pop(concern, None)
+        if refused:
+            self._faults[concern] = f"rank {rank} refused to join the epoch: {refused}"
+
+    def merge_checksums(self, member: Member, layout: Layout | None, reported: Checksums) -> None:
+        """Believe what a rank reports to hold, unless another rank reported otherwise."""
+        if layout is None or member.rank is None:
+            return
+        concern = f"checksums of rank {member.rank}"
+        fault = self._layouts.merge_checksums(layout, rank=member.rank, checksums=reported)
+        if fault is None:
+            self._faults.pop(concern, None)
+            return
+        self._faults[concern] = fault
+        self._refusals.count("checksum_conflict", fault)
+
+    def settle(self, *, now: float) -> Chain:
+        """Once all ranks reported what they run, and nothing is rolled out, take that as the truth.
+
+        Level-triggered and idempotent: it runs after every message and every tick.
+        """
+        if not self._roster.complete or self._rollouts.current is not None:
+            return ()
+        effects = self._reconcile(now=now) if self._must_reconcile else ()
+        running = {member.generation for member in self._roster.seated()}
+        if len(running) != 1 or self._must_reconcile or self._rollouts.current is not None:
+            return effects
+        layout = self._layouts.get(running.pop())
+        if layout is None:
+            return effects
+        if self._windows.loads is None:
+            self._open_loads(layout, now=now)
+        return (*effects, *self._adopt(layout))
+
+    def _open_loads(self, layout: Layout, *, now: float) -> None:
+        shape = self._roster.shape
+        assert shape is not None, "a complete pool has a shape"
+        self._windows.open(
+            epoch=self._roster.epoch,
+            model=shape.model,
+            num_ranks=self._roster.num_ranks,
+            # Ranks that were found serving began their generation before this balancer listened.
+            counted_from=1 if self._opened_here else layout.generation + 1,
+            now=now,
+        )
+
+    def _adopt(self, layout: Layout) -> Chain:
+        if self._layouts.current is not layout:
+            self._layouts.run(layout)
+        generation = layout.generation
+        if not self._layouts.needs_adoption(generation):
+            return ()
+        self._layouts.begin_adoption(generation)
+        log = Log(text=f"all ranks run generation {generation}: committed", generation=generation)
+        return (log, WriteAdopted(layout=layout))
+
+    def _reconcile(self, *, now: float) -> Chain:
+        """Meet ranks that served on alone: a wave may be anywhere between staged and switched."""
+        members = self._roster.seated()
+        committed = self._layouts.current
+        if committed is None or not self._fits(committed):
+            # The store knows nothing of these ranks; what they agree on is adopted as it is.
+            self._must_reconcile = len({member.generation for member in members}) != 1
+            if self._must_reconcile:
+                return ()
+            return (WriteMembership(members=self._roster.epoch_members()),)
+        result = reconcile(
+            generations_of_ranks=dict(enumerate(member.generation for member in members)),
+            staged_of_ranks=dict(enumerate(member.staged_generation for member in members)),
+            proposed=self._layouts.proposed,
+            committed=committed,
+            policy=self._policy.values,
+            now=now,
+        )
+        if result.generation is None:
+            # A message may still be on its way; until it arrives nothing is planned.
+            self._faults[_CONTRADICTION] = result.reason
+            return ()
+        self._faults.pop(_CONTRADICTION, None)
+        self._must_reconcile = False
+        log = Log(text=result.reason, epoch=self._roster.epoch, generation=result.generation)
+        resumed = self._rollouts.resume(result.rollout, result.commands, now=now)
+        return (log, *resumed, WriteMembership(members=self._roster.epoch_members()))
+
+    def _fits(self, layout: Layout) -> bool:
+        """Whether a layout is one for the ranks of the epoch."""
+        shape = self._roster.shape
+        return (
+            shape is not None
+            and layout.num_layers == shape.model.num_layers
+            and layout.num_experts == shape.model.num_experts
+            and layout.num_ranks == self._roster.num_ranks
+            and layout.slots_per_rank == shape.slots_per_rank
+        )

@@ -1,0 +1,346 @@
+"""`Membership`: the epochs of a pool, from who is connected to who has which rank in which layout.
+
+`planning/membership.py` decides when ranks are assigned, `planning/recovery.py` in which layout. No
+rank is sent an epoch before the store has recorded it.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from equipoise.planning.membership import EpochDecision, next_epoch
+from equipoise.planning.moves import Move
+from equipoise.planning.recovery import recover, recovery_moves
+from equipoise.planning.rollout import RankLost
+from equipoise.pool.agreement import Agreement
+from equipoise.pool.attendance import Attendance
+from equipoise.pool.counters import Counters
+from equipoise.pool.effects import Chain, Effect, Log, Send, WriteAdopted, WriteMembership
+from equipoise.pool.hello_checks import check_numbers, check_running_layout
+from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.members import Member, Roster
+from equipoise.pool.policy import PoolPolicy
+from equipoise.pool.records import EpochMembers
+from equipoise.pool.rollouts import Rollouts
+from equipoise.pool.windows import Windows
+from equipoise.wire.messages import GroupLost, Hello, JoinEpoch
+
+FIRST_LOOK_S = 1.0
+"""Seconds between two looks at a pool that waits for its first ranks. The last Hello that it waits
+for is acted on at once; what the clock brings is the reason shown meanwhile, and the end of a wait
+of minutes."""
+
+MAX_EPOCHS = 16
+"""Epochs kept for status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord:
+    """An epoch that this balancer opened."""
+
+    epoch: int
+    """Its number."""
+
+    workers: tuple[str, ...]
+    """Its workers, in rank order."""
+
+    reason: str
+    """Why it was opened."""
+
+    opened_s: float
+    """When, in unix seconds."""
+
+    serving_after_s: float = 0.0
+    """Seconds until all its ranks served; 0 while they do not."""
+
+
+class Membership:
+    """Decides about one pool's epochs; `unheard` are workers that only the store knows so far."""
+
+    def __init__(
+        self,
+        policy: PoolPolicy,
+        *,
+        roster: Roster,
+        attendance: Attendance,
+        agreement: Agreement,
+        layouts: PoolLayouts,
+        windows: Windows,
+        rollouts: Rollouts,
+        counters: Counters,
+        unheard: frozenset[str],
+    ) -> None:
+        self._policy = policy
+        self._roster = roster
+        self._attendance = attendance
+        self._agreement = agreement
+        self._layouts = layouts
+        self._windows = windows
+        self._rollouts = rollouts
+        self._bounds = counters.bounds
+        self._unheard = unheard
+        self._opening = EpochDecision()
+        self._epochs: deque[EpochRecord] = deque(maxlen=MAX_EPOCHS)
+        # The chain that opens the epoch, until the store has recorded it.
+        self._unwritten: Chain = ()
+        self._must_write_again = False
+        # Copies that bring each rank to the first layout of the epoch.
+        self._moves: Mapping[int, tuple[Move, ...]] = {}
+        self._is_serving_noted = False
+        self._looked_s = -math.inf
+
+    @property
+    def opening(self) -> EpochDecision:
+        """The latest decision about the next epoch."""
+        return self._opening
+
+    @property
+    def epochs(self) -> Sequence[EpochRecord]:
+        """The latest epochs that this balancer opened, newest first."""
+        return self._epochs
+
+    # Workers ------------------------------------------------------------------------------------
+
+    def admit(self, hello: Hello, *, now: float) -> Chain:
+        """Let a worker in. The last one that the pool waits for opens an epoch.
+
+        Raises:
+            RefusedWorkerError: it cannot be in this pool; nothing changed.
+        """
+        self._check(hello)
+        epoch = self._roster.epoch
+        before = self._roster.members.get(hello.worker)
+        member = self._roster.admit(hello, now=now)
+        effects: list[Effect] = []
+        self._unheard -= {hello.worker}
+        self._attendance.look_again()
+        if before is not None and before.rank is not None and member.rank is None:
+            restarted = f"worker {member.name} restarted"
+            effects += self._rollouts.handle(RankLost(rank=before.rank, reason=restarted), now=now)
+        if hello.running is not None:
+            if self._roster.epoch != epoch:
+                self._begin_epoch(opened_here=False, now=now)
+            self._layouts.remember(hello.running.layout)
+            self._layouts.reserve(hello.running.staged_generation)
+            self._agreement.merge_checksums(member, hello.running.layout, hello.running.checksums)
+        if hello.group_lost is not None:
+            # A worker that reconnects later may have staged one more.
+            self._layouts.reserve(hello.group_lost.generation + 1)
+        effects += self._open_after(hello, now=now)
+        return (*effects, *self._join_returned(), *self.settle(now=now))
+
+    def leave(self, member: Member, *, reason: str, now: float) -> Chain:
+        """A worker's stream has ended."""
+        self._attendance.look_again()
+        rank = member.rank if member.connected else None
+        self._roster.leave(member.name, reason=reason)
+        effects: Chain = ()
+        if rank is not None:
+            effects = self._rollouts.handle(RankLost(rank=rank, reason=reason), now=now)
+        return (*effects, *self._open_if_due(now=now))
+
+    def lose_group(self, member: Member, lost: GroupLost, *, now: float) -> Chain:
+        """A rank cannot step with the others any more; what was rolled out to it is over."""
+        if lost.epoch < self._roster.epoch and member.rank is not None:
+            return ()  # It has a rank in a later epoch, which it will be sent.
+        opened_s = self._epochs[0].opened_s if self._epochs else now
+        is_first = all(one.lost_reason is None for one in self._roster.seated())
+        meet_timeout_s = self._policy.values.meet_timeout_s
+        if self._windows.loads is None and is_first and now - opened_s >= meet_timeout_s:
+            self._bounds.note("meet", f"epoch {lost.epoch} was given up: {lost.reason}")
+        member.lose_group(lost, now=now)
+        effects: Chain = ()
+        if member.rank is not None:
+            reason = f"its group is over: {lost.reason}"
+            effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
+        return (*effects, *self._open_if_due(now=now))
+
+    # The clock and the store --------------------------------------------------------------------
+
+    def note_silence(self, *, now: float) -> Chain:
+        """Ranks that fall silent are lost to a rollout."""
+        lost = self._attendance.note_silence(now=now)
+        return tuple(effect for rank in lost for effect in self._rollouts.handle(rank, now=now))
+
+    def open_by_clock(self, *, now: float) -> Chain:
+        """Open an epoch if it is due; a pool that never opened one is looked at less often."""
+        if not self._roster.epoch and now < self._looked_s + FIRST_LOOK_S:
+            return ()
+        self._looked_s = now
+        return self._open_if_due(now=now)
+
+    def settle(self, *, now: float) -> Chain:
+        """Take what all ranks report to run as the truth; it runs after every message and tick."""
+        effects = self._agreement.settle(now=now)
+        if self._windows.loads is not None and not self._is_serving_noted:
+            self._is_serving_noted = True
+            if self._epochs and self._epochs[0].epoch == self._roster.epoch:
+                newest = self._epochs[0]
+                self._epochs[0] = replace(newest, serving_after_s=now - newest.opened_s)
+        return effects
+
+    def note_written(self, members: EpochMembers) -> Chain:
+        """The store has recorded an epoch's members."""
+        if members.epoch != self._roster.epoch:
+            return ()
+        self._unwritten, self._must_write_again = (), False
+        return self._join_returned()
+
+    def note_failed(self, lost: Chain) -> None:
+        """The store did not accept a write; `lost` are that and what depended on it."""
+        if any(effect is one for effect in lost for one in self._unwritten):
+            self._must_write_again = True
+
+    def write_again(self) -> Chain:
+        """What opens the epoch, once more, if the store did not accept it."""
+        if not self._must_write_again:
+            return ()
+        self._must_write_again = False
+        return self._unwritten
+
+    # Epochs -------------------------------------------------------------------------------------
+
+    def _check(self, hello: Hello) -> None:
+        check_numbers(
+            hello,
+            highest_epoch=self._roster.highest_epoch,
+            next_generation=self._layouts.next_generation,
+        )
+        others_run = any(
+            member.connected and member.serving and member.name != hello.worker
+            for member in self._roster.seated()
+        )
+        if hello.running is not None and others_run:
+            ours = self._layouts.get(hello.running.layout.generation)
+            check_running_layout(hello, ours)
+
+    def _open_after(self, hello: Hello, *, now: float) -> Chain:
+        """Open an epoch if it is due now that a worker said Hello.
+
+        Of the workers that a new pool waits for, hundreds perhaps, only the first and the last
+        make it look.
+        """
+        is_new = not self._roster.epoch and not self._unheard
+        brings_something = hello.running is not None or hello.group_lost is not None
+        num_here = len(self._roster.members)
+        if is_new and not brings_something and 1 < num_here < self._roster.wanted_ranks:
+            return ()
+        return self._open_if_due(now=now)
+
+    def _open_if_due(self, *, now: float) -> Chain:
+        """Assign ranks again if it is time; else note what the pool waits for.
+
+        Level-triggered: it runs after every change of membership and every tick.
+        """
+        shape = self._roster.shape
+        if shape is None:
+            return ()
+        silent = self._attendance.silent_workers(now=now)
+        excluded = self._attendance.excluded_workers(now=now)
+        is_waiting = silent or excluded or self._unheard or self._opening.reason
+        if self._roster.settled and not is_waiting:
+            return ()  # The usual case, at every tick of every pool: there is nothing to decide.
+        opening = next_epoch(
+            self._roster.candidates(silent, excluded=excluded),
+            num_ranks=self._roster.wanted_ranks,
+            slots_per_rank=shape.slots_per_rank,
+            num_experts=shape.model.num_experts,
+            unheard=self._unheard,
+            is_rolling_out=self._rollouts.current is not None,
+            policy=self._policy.values,
+            now=now,
+        )
+        self._opening = opening
+        if opening.workers:
+            return self._open(opening, shape, now=now)
+        return self._attendance.recall_excluded() if opening.is_down else ()
+
+    def _open(self, opening: EpochDecision, shape: Hello, *, now: float) -> Chain:
+        roster, layouts = self._roster, self._layouts
+        load = self._windows.average_load(shape.model)
+        # No rank was sent an epoch that is not recorded yet, so none has to let go of it.
+        left_out = f"it takes no part in the next epoch: {opening.reason}"
+        roster.open_epoch(
+            frozenset(opening.workers), left_out=None if self._unwritten else left_out
+        )
+        topology, seated = roster.topology(), roster.seated()
+        held = [member.held for member in seated]
+        layout = recover(
+            held,
+            load=load,
+            model=shape.model,
+            topology=topology,
+            committed=layouts.current,
+            generation=layouts.next_generation,
+        )
+        layouts.run(layout)
+        self._begin_epoch(opened_here=True, now=now)
+        verified = layouts.verified
+        if verified is not None and any(table is not None for table in held):
+            self._moves = recovery_moves(held, target=layout, topology=topology, checksums=verified)
+        log = self._note_opened(opening, now=now)
+        effects: list[Effect] = []
+        if layout.generation != layouts.stored_generation:
+            effects.append(WriteAdopted(layout=layout))
+            layouts.begin_adoption(layout.generation)
+        effects.append(WriteMembership(members=self._roster.epoch_members()))
+        effects += [self._join(member) for member in seated]
+        self._unwritten, self._must_write_again = tuple(effects), False
+        return (log, *self._unwritten)
+
+    def _note_opened(self, opening: EpochDecision, *, now: float) -> Log:
+        members = self._roster.epoch_members()
+        if opening.bound:
+            self._bounds.note(opening.bound, opening.reason)
+        self._epochs.appendleft(
+            EpochRecord(
+                epoch=members.epoch, workers=members.workers, reason=opening.reason, opened_s=now
+            )
+        )
+        self._opening, self._unheard = EpochDecision(), frozenset()
+        return Log(
+            text=f"epoch {members.epoch} opens with {len(members.workers)} ranks: {opening.reason}",
+            epoch=members.epoch,
+        )
+
+    def _begin_epoch(self, *, opened_here: bool, now: float) -> None:
+        """Drop what is about the ranks of the epoch before."""
+        shape = self._roster.shape
+        assert shape is not None, "an epoch has members"
+        self._windows.begin_epoch(now=now)
+        self._layouts.begin_epoch(shape.model)
+        self._rollouts.begin_epoch()
+        self._attendance.begin_epoch()
+        self._agreement.begin_epoch(opened_here=opened_here)
+        self._moves, self._is_serving_noted = {}, False
+
+    def _join_returned(self) -> Chain:
+        """Send ranks that reconnected the list of peers, once all are known and recorded."""
+        if self._unwritten or not self._roster.peers:
+            return ()
+        return tuple(
+            self._join(member)
+            for member in self._roster.seated()
+            if member.connected and not member.joined and member.lost_reason is None
+        )
+
+    def _join(self, member: Member) -> Send:
+        """Send a worker its rank, its peers and the layout that it runs or is to start in."""
+        assert member.rank is not None, "only a rank joins"
+        policy, roster = self._policy.values, self._roster
+        layout = self._layouts.get(member.generation) or self._layouts.current
+        assert layout is not None, "an epoch has a layout"
+        member.note_joined(heartbeat_s=policy.heartbeat_interval_s)
+        join = JoinEpoch(
+            epoch=roster.epoch,
+            rank=member.rank,
+            peers=roster.peers,
+            rendezvous_address=roster.rendezvous_address,
+            layout=layout,
+            report_interval_s=policy.report_interval_s,
+            heartbeat_interval_s=policy.heartbeat_interval_s,
+            moves=() if member.serving else self._moves.get(member.rank, ()),
+            meet_timeout_s=policy.meet_timeout_s,
+        )
+        return Send(worker=member.name, message=join)
