@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.gateway.attempt import Finish, Logprob, Made
-from equipoise.gateway.choice import Choice, pieces
+from equipoise.gateway.choice import ChoiceDecoder, merged_deltas
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.wire.inference import FinishReason, GeneratedTokens, TokenLogprob
 
 END = 257
 TOKENIZER = Tokenizer(
@@ -19,13 +19,13 @@ TOKENIZER = Tokenizer(
 
 
 def made(tokens, finish=None):
-    logprobs = tuple(Logprob(value=-float(token), top=()) for token in tokens)
-    return Made(tokens=tuple(tokens), finish=finish, logprobs=logprobs)
+    logprobs = tuple(TokenLogprob(value=-float(token), top=()) for token in tokens)
+    return GeneratedTokens(tokens=tuple(tokens), finish=finish, logprobs=logprobs)
 
 
-def read(tokens, *, cuts=(), stops=(), finish=Finish.LENGTH):
-    """All pieces of an answer that comes in parts."""
-    choice = Choice(TOKENIZER, stops=tuple(stops), stop_tokens=frozenset({END}))
+def read(tokens, *, cuts=(), stops=(), finish=FinishReason.LENGTH):
+    """All merged_deltas of an answer that comes in parts."""
+    choice = ChoiceDecoder(TOKENIZER, stops=tuple(stops), stop_tokens=frozenset({END}))
     edges = [0, *sorted(cut % (len(tokens) + 1) for cut in cuts), len(tokens)]
     read = []
     for start, end in itertools.pairwise(edges):
@@ -48,28 +48,28 @@ def test_tokens_are_shown_with_their_text_and_never_before(text, stops, cuts):
     ends = [(text.find(one) + len(one), text.find(one)) for one in stops if one in text]
     expected = text[: min(ends)[1]] if ends else text
     assert "".join(piece.text for piece in got) == expected
-    assert got[-1].finish is (Finish.STOP if ends else Finish.LENGTH)
-    shown = [one for piece in got for one in piece.spelled]
+    assert got[-1].finish is (FinishReason.STOP if ends else FinishReason.LENGTH)
+    shown = [one for piece in got for one in piece.shown]
     assert bytes(one.token for one in shown) == expected.encode()
     num_shown = 0
     for piece in got:
         num_shown += len(piece.text)
-        assert all(one.offset < num_shown for one in piece.spelled)
+        assert all(one.offset < num_shown for one in piece.shown)
     for one in shown:
         assert one.offset == len(expected.encode()[: shown.index(one)].decode(errors="ignore"))
 
 
 def test_the_token_that_ends_an_answer_is_no_part_of_it():
-    (piece,) = read([*b"ab", END], finish=Finish.STOP)
+    (piece,) = read([*b"ab", END], finish=FinishReason.STOP)
     assert piece.text == "ab"
     assert piece.tokens == (97, 98, END)
-    assert [one.token for one in piece.spelled] == [97, 98]
+    assert [one.token for one in piece.shown] == [97, 98]
 
 
 def test_bytes_that_never_become_a_character_are_shown_at_the_end():
     first, last = read(b"a\xe2\x98", cuts=[2])
     assert (first.text, last.text) == ("a", "\ufffd")
-    assert [one.token for one in last.spelled] == [0xE2, 0x98]
+    assert [one.token for one in last.shown] == [0xE2, 0x98]
 
 
 async def test_choices_come_as_they_are_made_and_closing_ends_all():
@@ -83,14 +83,14 @@ async def test_choices_come_as_they_are_made_and_closing_ends_all():
             ended.append(name)
 
     async def short():
-        yield made(b"b", Finish.LENGTH)
+        yield made(b"b", FinishReason.LENGTH)
 
     def choice():
-        return Choice(TOKENIZER, stops=(), stop_tokens=frozenset())
+        return ChoiceDecoder(TOKENIZER, stops=(), stop_tokens=frozenset())
 
-    coming = pieces([(choice(), endless(0)), (choice(), short()), (choice(), endless(2))])
+    coming = merged_deltas([(choice(), endless(0)), (choice(), short()), (choice(), endless(2))])
     seen = [await anext(coming) for _ in range(7)]
-    assert [piece.finish for index, piece in seen if index == 1] == [Finish.LENGTH]
+    assert [piece.finish for index, piece in seen if index == 1] == [FinishReason.LENGTH]
     assert {index for index, _ in seen} == {0, 1, 2}
     await coming.aclose()
     assert sorted(ended) == [0, 2]
@@ -111,8 +111,8 @@ async def test_a_fault_of_one_choice_ends_the_others():
         yield made(b"a")
 
     def choice():
-        return Choice(TOKENIZER, stops=(), stop_tokens=frozenset())
+        return ChoiceDecoder(TOKENIZER, stops=(), stop_tokens=frozenset())
 
     with pytest.raises(ValueError, match="script"):
-        [piece async for piece in pieces([(choice(), endless()), (choice(), broken())])]
+        [piece async for piece in merged_deltas([(choice(), endless()), (choice(), broken())])]
     assert ended == [True]

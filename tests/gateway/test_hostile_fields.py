@@ -12,9 +12,10 @@ import pytest
 import pytest_asyncio
 
 from equipoise.formats.packaged import packaged_checkpoint
-from equipoise.gateway import asked
+from equipoise.gateway import openai_requests as requests
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
+from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.settings import WorkerSettings
@@ -49,8 +50,14 @@ VALUES = (
 )
 MESSAGE = '{"role": "user", "content": "def f("}'
 PATHS = {
-    "/v1/completions": ('"prompt": "def f("', asked._OF_COMPLETIONS | {*asked._COMPLETIONS_CANNOT}),
-    "/v1/chat/completions": (f'"messages": [{MESSAGE}]', asked._OF_CHATS | {*asked._CHATS_CANNOT}),
+    "/v1/completions": (
+        '"prompt": "def f("',
+        requests._OF_COMPLETIONS | {*requests._COMPLETIONS_UNSUPPORTED},
+    ),
+    "/v1/chat/completions": (
+        f'"messages": [{MESSAGE}]',
+        requests._OF_CHATS | {*requests._CHATS_UNSUPPORTED},
+    ),
 }
 FIELDS = [
     (path, field) for path, (_, fields) in PATHS.items() for field in [*sorted(fields), r"\ud800"]
@@ -62,7 +69,9 @@ async def live_rank():
     """A real engine alone behind gRPC; its thread must be alive at the end."""
     settings = WorkerSettings(context_length=CONTEXT_LENGTH, max_requests=16)
     loop = asyncio.get_running_loop()
-    service = InferenceService(vocab_size=VOCAB_SIZE, context_length=CONTEXT_LENGTH)
+    service = InferenceService(
+        vocab_size=VOCAB_SIZE, context_length=CONTEXT_LENGTH, itl_s=Histogram(SHORT_S)
+    )
     engine = await asyncio.to_thread(
         engine_alone,
         settings,

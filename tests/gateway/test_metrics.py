@@ -5,17 +5,17 @@ from itertools import count
 
 import pytest
 
-from equipoise.gateway.attempt import Made
 from equipoise.gateway.errors import NoRankError
 from equipoise.gateway.metrics import GatewayCollector, RequestTally
-from equipoise.gateway.ranks import Ranks
+from equipoise.gateway.rank_table import RankTable
 from equipoise.telemetry.exposition import metrics_at
+from equipoise.wire.inference import GeneratedTokens
 from tests.support.scrapes import documented, ours, scrape, value_of
 
 
 async def two_parts(error=None):
-    yield Made(tokens=(1,), finish=None)
-    yield Made(tokens=(2, 3), finish=None)
+    yield GeneratedTokens(tokens=(1,), finish=None)
+    yield GeneratedTokens(tokens=(2, 3), finish=None)
     if error is not None:
         raise error
 
@@ -46,7 +46,7 @@ async def test_failures_and_clients_that_go_away_are_told_apart():
 
 async def test_a_gateway_tells_what_the_docs_say_and_nothing_else():
     tally = RequestTally(replays=3)
-    collector = GatewayCollector(tally, ranks=Ranks(max_queued=1, clock=lambda: 0.0))
+    collector = GatewayCollector(tally, ranks=RankTable(max_queued=1, clock=lambda: 0.0))
     async with metrics_at("127.0.0.1:0", collector) as address:
         families = await scrape(address)
     assert ours(families) == documented("Gateway")

@@ -8,12 +8,13 @@ from contextlib import AsyncExitStack, aclosing
 import grpc
 import pytest
 
-from equipoise.gateway.attempt import Bounds, TokenRequest
-from equipoise.gateway.ranks import Ranks, ToldRank
+from equipoise.gateway.attempt import AttemptTimeouts
+from equipoise.gateway.metrics import RequestTally
+from equipoise.gateway.rank_table import RankInfo, RankTable
 from equipoise.gateway.relay import Relay, RelayPolicy
-from equipoise.gateway.routing import Standing
+from equipoise.gateway.routing import RankState
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.inference import Blame
+from equipoise.wire.inference import Blame, GenerateRequest
 from equipoise_api.v1 import worker_pb2 as pb
 from tests.support.scripted_ranks import (
     BOUND_S,
@@ -362,24 +363,24 @@ async def test_any_mix_of_faults_leaves_right_tokens_and_even_books(fleet, seed)
     for rank in fleet.ranks:
         rank.tokens_a_message = dice.randint(1, 3)
         rank.faults.extend(dice.choice(kinds)(dice.randint(0, 15)) for _ in range(12))
-    ranks = Ranks(max_queued=64, clock=asyncio.get_running_loop().time)
-    ranks.tell(
-        ToldRank(name=address, address=address, standing=Standing.OPEN)
-        for address in fleet.addresses
+    ranks = RankTable(max_queued=64, clock=asyncio.get_running_loop().time)
+    ranks.update(
+        RankInfo(name=address, address=address, state=RankState.OPEN) for address in fleet.addresses
     )
     relay = Relay(
         ranks,
         vocab_size=VOCAB_SIZE,
         policy=RelayPolicy(
-            bounds=Bounds(accept_s=0.3, first_token_s=0.3, silence_s=0.3),
+            timeouts=AttemptTimeouts(accept_s=0.3, first_token_s=0.3, silence_s=0.3),
             queue_s=BOUND_S,
             max_attempts=30,
         ),
+        tally=RequestTally(),
         credentials=Credentials(),
     )
 
     async def one(prompt, max_tokens):
-        request = TokenRequest(request_id=f"{prompt}", prompt=prompt, max_tokens=max_tokens)
+        request = GenerateRequest(request_id=f"{prompt}", prompt=prompt, max_tokens=max_tokens)
         async with aclosing(relay.stream(request)) as parts:
             return tuple([token async for made in parts for token in made.tokens])
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.gateway.routing import Choice, NoChoice, RankLoad, Standing, choose, refusal
+from equipoise.gateway.routing import NoRankChoice, RankChoice, RankLoad, RankState, choose, refusal
 
 NOW_S = 100.0
 
@@ -13,7 +13,7 @@ loads = st.builds(
     RankLoad,
     name=st.just(""),
     address=st.just(""),
-    standing=st.sampled_from(Standing),
+    state=st.sampled_from(RankState),
     num_open=st.just(3),
     num_unanswered=st.integers(0, 3),
     tokens_in_flight=st.integers(0, 2000),
@@ -41,7 +41,7 @@ def found(ranks, avoid=frozenset(), turn=0):
 
 def chosen(ranks, **more):
     choice = found(ranks, **more)
-    assert isinstance(choice, Choice), choice
+    assert isinstance(choice, RankChoice), choice
     return next(rank for rank in ranks if rank.address == choice.address)
 
 
@@ -53,13 +53,13 @@ def usable(ranks):
 @given(pools, avoided, turns)
 def test_a_rank_is_chosen_exactly_when_one_may_be_asked(ranks, avoid, turn):
     choice = found(ranks, avoid=avoid, turn=turn)
-    assert isinstance(choice, Choice) == bool(usable(ranks))
-    if isinstance(choice, Choice):
+    assert isinstance(choice, RankChoice) == bool(usable(ranks))
+    if isinstance(choice, RankChoice):
         assert choice.address in {rank.address for rank in usable(ranks)}
 
 
 def badness(rank, avoid):
-    return (rank.address in avoid, rank.standing, rank.is_crowded, rank.work_tokens)
+    return (rank.address in avoid, rank.state, rank.is_crowded, rank.work_tokens)
 
 
 @settings(deadline=None)
@@ -76,9 +76,9 @@ def test_nobody_else_would_be_better(ranks, avoid, turn):
 @given(pools)
 def test_closed_and_resting_ranks_are_never_chosen(ranks):
     choice = found(ranks)
-    if isinstance(choice, Choice):
+    if isinstance(choice, RankChoice):
         rank = chosen(ranks)
-        assert rank.standing is not Standing.CLOSED
+        assert rank.state is not RankState.CLOSED
         assert rank.resting_until_s <= NOW_S
         assert not (rank.on_trial and rank.num_unanswered)
 
@@ -102,7 +102,7 @@ def test_more_work_elsewhere_changes_nothing(ranks, avoid, turn, more):
 @given(pools)
 def test_where_nobody_may_be_asked_every_rank_says_why(ranks):
     nothing = found(ranks)
-    if isinstance(nothing, Choice):
+    if isinstance(nothing, RankChoice):
         assert nothing.reason
         return
     for rank in ranks:
@@ -110,7 +110,7 @@ def test_where_nobody_may_be_asked_every_rank_says_why(ranks):
     resting = [
         rank.resting_until_s
         for rank in ranks
-        if rank.standing is not Standing.CLOSED and rank.resting_until_s > NOW_S
+        if rank.state is not RankState.CLOSED and rank.resting_until_s > NOW_S
     ]
     assert nothing.retry_at_s == min(resting, default=None)
 
@@ -119,7 +119,7 @@ def test_where_nobody_may_be_asked_every_rank_says_why(ranks):
 @given(st.integers(1, 6), turns)
 def test_ranks_with_equal_work_take_turns(num_ranks, turn):
     ranks = [
-        RankLoad(name=f"worker-{n}", address=f"host:{n}", standing=Standing.OPEN)
+        RankLoad(name=f"worker-{n}", address=f"host:{n}", state=RankState.OPEN)
         for n in range(num_ranks)
     ]
     addresses = {chosen(ranks, turn=turn + n).address for n in range(num_ranks)}
@@ -127,11 +127,11 @@ def test_ranks_with_equal_work_take_turns(num_ranks, turn):
 
 
 def test_no_rank_at_all_is_a_reason_too():
-    assert found([]) == NoChoice(reason="no rank is known", retry_at_s=None)
+    assert found([]) == NoRankChoice(reason="no rank is known", retry_at_s=None)
 
 
 def test_work_counts_tokens_to_make_tokens_held_and_requests_of_others():
-    idle = RankLoad(name="idle", address="a", standing=Standing.OPEN)
+    idle = RankLoad(name="idle", address="a", state=RankState.OPEN)
     for busier in ({"tokens_in_flight": 8}, {"kv_tokens": 8}, {"num_foreign": 1}):
         assert chosen([replace(idle, name="busy", address="b", **busier), idle]).name == "idle"
     made = replace(idle, name="made", kv_tokens=100)
@@ -140,33 +140,33 @@ def test_work_counts_tokens_to_make_tokens_held_and_requests_of_others():
 
 
 def test_a_rank_that_broke_under_a_request_is_asked_again_only_when_it_is_the_last():
-    broke = RankLoad(name="broke", address="a", standing=Standing.OPEN)
-    other = RankLoad(name="other", address="b", standing=Standing.OPEN, tokens_in_flight=1000)
+    broke = RankLoad(name="broke", address="a", state=RankState.OPEN)
+    other = RankLoad(name="other", address="b", state=RankState.OPEN, tokens_in_flight=1000)
     assert chosen([broke, other], avoid=frozenset("a")).name == "other"
     assert chosen([broke], avoid=frozenset("a")).name == "broke"
 
 
 def test_a_rank_nobody_hears_is_asked_when_all_others_are_busy_with_breaking():
-    silent = RankLoad(name="silent", address="a", standing=Standing.DOUBTFUL)
-    heard = RankLoad(name="heard", address="b", standing=Standing.OPEN, tokens_in_flight=1000)
+    silent = RankLoad(name="silent", address="a", state=RankState.DOUBTFUL)
+    heard = RankLoad(name="heard", address="b", state=RankState.OPEN, tokens_in_flight=1000)
     assert chosen([silent, heard]).name == "heard"
     assert chosen([silent, replace(heard, resting_until_s=NOW_S + 1)]).name == "silent"
 
 
 def test_a_rank_with_a_full_cache_is_asked_after_one_with_room():
     full = RankLoad(
-        name="full", address="f:1", standing=Standing.OPEN, kv_tokens=950, kv_tokens_total=1000
+        name="full", address="f:1", state=RankState.OPEN, kv_tokens=950, kv_tokens_total=1000
     )
     busy = RankLoad(
-        name="busy", address="b:1", standing=Standing.OPEN, tokens_in_flight=9000, kv_tokens=100
+        name="busy", address="b:1", state=RankState.OPEN, tokens_in_flight=9000, kv_tokens=100
     )
     assert chosen([full, busy]) is busy
-    assert chosen([full, replace(busy, standing=Standing.DOUBTFUL)]) is full
+    assert chosen([full, replace(busy, state=RankState.DOUBTFUL)]) is full
     assert chosen([replace(full, kv_tokens_total=2000), busy]).name == "full"
 
 
 def test_what_others_hold_in_the_cache_counts_as_ours_does():
-    mine = RankLoad(name="mine", address="m:1", standing=Standing.OPEN, kv_tokens=400)
+    mine = RankLoad(name="mine", address="m:1", state=RankState.OPEN, kv_tokens=400)
     theirs = replace(mine, name="theirs", address="t:1", kv_tokens=0, foreign_kv_tokens=399)
     assert chosen([mine, theirs]) is theirs
     assert theirs.work_tokens < mine.work_tokens

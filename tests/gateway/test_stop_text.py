@@ -10,7 +10,7 @@ from equipoise.gateway.stop_text import StopText
 cuts = st.lists(st.integers(0, 100), max_size=6)
 
 
-def pieces(values, cuts):
+def merged_deltas(values, cuts):
     edges = [0, *sorted(cut % (len(values) + 1) for cut in cuts), len(values)]
     return [values[start:end] for start, end in itertools.pairwise(edges)]
 
@@ -23,7 +23,7 @@ def pieces(values, cuts):
 )
 def test_text_ends_before_the_first_stop_string(text, stops, cuts):
     stop = StopText(tuple(stops))
-    read = "".join(stop.read(part, final=False) for part in pieces(text, cuts))
+    read = "".join(stop.read(part, final=False) for part in merged_deltas(text, cuts))
     read += stop.read("", final=True)
     complete = [(text.find(one) + len(one), text.find(one)) for one in stops if one in text]
     assert stop.stopped == bool(complete)

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.gateway.errors import GatewayError
-from equipoise.gateway.tokenizer import Spelling, Tokenizer
+from equipoise.gateway.tokenizer import TokenDecoder, Tokenizer
 
 BYTES = [*(bytes([byte]) for byte in range(256)), *[b""] * 16]
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 
-def pieces(values, cuts):
+def merged_deltas(values, cuts):
     edges = [0, *sorted(cut % (len(values) + 1) for cut in cuts), len(values)]
     return [values[start:end] for start, end in itertools.pairwise(edges)]
 
@@ -25,31 +25,31 @@ cuts = st.lists(st.integers(0, 100), max_size=6)
 @settings(deadline=None)
 @given(texts, cuts)
 def test_text_comes_back_however_its_tokens_are_grouped(text, cuts):
-    spelling = Spelling(BYTES)
+    spelling = TokenDecoder(BYTES)
     tokens = text.encode()
-    read = [spelling.read(part, final=False) for part in pieces(tokens, cuts)]
+    read = [spelling.read(part, final=False) for part in merged_deltas(tokens, cuts)]
     assert "".join(read) + spelling.read((), final=True) == text
 
 
 @settings(deadline=None)
 @given(st.binary(), cuts)
 def test_bytes_that_are_no_text_read_the_same_however_they_are_grouped(data, cuts):
-    spelling = Spelling(BYTES)
-    read = [spelling.read(tuple(part), final=False) for part in pieces(data, cuts)]
+    spelling = TokenDecoder(BYTES)
+    read = [spelling.read(tuple(part), final=False) for part in merged_deltas(data, cuts)]
     assert "".join(read) + spelling.read((), final=True) == data.decode(errors="replace")
 
 
 @settings(deadline=None)
 @given(texts, cuts)
 def test_no_piece_has_half_a_character(text, cuts):
-    spelling = Spelling(BYTES)
-    for part in pieces(text.encode(), cuts):
+    spelling = TokenDecoder(BYTES)
+    for part in merged_deltas(text.encode(), cuts):
         read = spelling.read(tuple(part), final=False)
         assert "\ufffd" not in read or "\ufffd" in text
 
 
 def test_special_tokens_have_no_text():
-    assert Spelling(BYTES).read((104, 256, 105, 257), final=True) == "hi"
+    assert TokenDecoder(BYTES).read((104, 256, 105, 257), final=True) == "hi"
 
 
 def test_the_checkpoint_says_what_tokens_there_are(tmp_path):
@@ -64,10 +64,10 @@ def test_the_checkpoint_says_what_tokens_there_are(tmp_path):
     ("content", "words"),
     [
         (None, "No such file"),
-        ("{", "no model's config"),
-        ("[]", "no model's config"),
-        ('{"vocab_size": 129280}', "no tokenizer.json, and vocab_size 129280 is not"),
-        ('{"vocab_size": 272, "eos_token_id": 272}', "eos_token_id 272 is out of the vocabulary"),
+        ("{", "not a model's config"),
+        ("[]", "not a model's config"),
+        ('{"vocab_size": 129280}', "vocab_size 129280 are not bytes"),
+        ('{"vocab_size": 272, "eos_token_id": 272}', "eos_token_id 272 is not in the vocabulary"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_spelled_is_one_line(tmp_path, content, words):

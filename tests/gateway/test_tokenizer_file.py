@@ -65,23 +65,23 @@ def test_text_becomes_the_same_tokens_and_comes_back(ours, text):
     tokens = ours.encode(text)
     assert list(tokens) == THEIRS.encode(text).ids
     if END not in text and BEGIN not in text:
-        assert ours.spell(tokens) == text
+        assert ours.decode(tokens) == text
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, THEIRS.get_vocab_size() - 1), max_size=40))
 def test_any_tokens_are_spelled_as_the_library_does_and_alike_one_by_one(ours, tokens):
-    assert ours.spell(tokens) == THEIRS.decode(tokens, skip_special_tokens=True)
-    spelling = ours.spelling()
+    assert ours.decode(tokens) == THEIRS.decode(tokens, skip_special_tokens=True)
+    spelling = ours.decoder()
     one_by_one = [spelling.read((token,), final=False) for token in tokens]
-    assert "".join(one_by_one) + spelling.read((), final=True) == ours.spell(tokens)
+    assert "".join(one_by_one) + spelling.read((), final=True) == ours.decode(tokens)
 
 
 def test_special_and_spare_tokens_have_no_text_and_added_ones_have_theirs(ours):
     assert ours.vocab_size == VOCAB_SIZE
     assert ours.end_tokens == {0}
-    assert ours.spell([0, 1, VOCAB_SIZE - 1]) == ""
-    assert ours.spell([THEIRS.token_to_id(THINK)]) == THINK
+    assert ours.decode([0, 1, VOCAB_SIZE - 1]) == ""
+    assert ours.decode([THEIRS.token_to_id(THINK)]) == THINK
 
 
 def test_a_text_begins_as_the_tokenizers_config_says(folder):
@@ -100,17 +100,17 @@ def changed(**fields):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"tokenizer": "{"}, "this is no tokenizer"),
-        ({"tokenizer": "[]"}, "this is no tokenizer"),
+        ({"tokenizer": "{"}, "not a valid tokenizer"),
+        ({"tokenizer": "[]"}, "not a valid tokenizer"),
         ({"tokenizer": changed(decoder={"type": "Fuse"})}, "decoder 'Fuse' is not supported"),
         ({"tokenizer": changed(decoder=None)}, "decoder None is not supported"),
-        ({"config": {"vocab_size": 10}}, "there are 10: these are files of two models"),
+        ({"config": {"vocab_size": 10}}, "vocab_size 10: use files of one model"),
         (
             {"tokenizer_config": {"add_bos_token": True, "bos_token": "<none>"}},
-            "bos_token '<none>' is no token",
+            "bos_token '<none>' is not in tokenizer.json",
         ),
-        ({"tokenizer_config": {"add_bos_token": True}}, "bos_token None is no token"),
-        ({"tokenizer_config": []}, "tokenizer_config.json: this is no object"),
+        ({"tokenizer_config": {"add_bos_token": True}}, "bos_token None is not in tokenizer.json"),
+        ({"tokenizer_config": []}, "tokenizer_config.json: not a JSON object"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(folder, files, words):

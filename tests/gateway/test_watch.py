@@ -7,9 +7,9 @@ import grpc
 import pytest
 
 from equipoise.gateway import watch
-from equipoise.gateway.ranks import Ranks
-from equipoise.gateway.routing import Standing
-from equipoise.gateway.watch import follow, told_ranks
+from equipoise.gateway.rank_table import RankTable
+from equipoise.gateway.routing import RankState
+from equipoise.gateway.watch import follow, ranks_of_status
 from equipoise.trust.credentials import Credentials
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
@@ -55,16 +55,16 @@ def status(*ranks):
     return pb.PoolStatus(pool="default", ranks=ranks)
 
 
-class Heard(Ranks):
+class Heard(RankTable):
     """Says when something was told."""
 
     def __init__(self):
         super().__init__(max_queued=8, clock=asyncio.get_running_loop().time)
         self.news = asyncio.Queue()
 
-    def tell(self, told):
-        super().tell(told)
-        self.news.put_nowait({rank.name: rank.standing for rank in self.loads()})
+    def update(self, told):
+        super().update(told)
+        self.news.put_nowait({rank.name: rank.state for rank in self.loads()})
 
     async def next(self):
         return await asyncio.wait_for(self.news.get(), BOUND_S)
@@ -84,36 +84,38 @@ async def following(*balancers):
 
 
 def test_a_rank_that_is_heard_is_open_and_one_that_is_not_is_doubtful():
-    told = told_ranks(
+    told = ranks_of_status(
         status(rank(0), rank(1, state="silent"), rank(2, state="gone"), rank(3, state="leaving"))
     )
-    assert [one.standing for one in told] == [
-        Standing.OPEN, Standing.DOUBTFUL, Standing.DOUBTFUL, Standing.CLOSED,
+    assert [one.state for one in told] == [
+        RankState.OPEN, RankState.DOUBTFUL, RankState.DOUBTFUL, RankState.CLOSED,
     ]  # fmt: skip
 
 
 def test_a_ranks_work_is_what_it_serves_and_what_waits():
-    (told,) = told_ranks(status(rank(0, active_requests=3, queued_requests=2, tokens_processed=77)))
+    (told,) = ranks_of_status(
+        status(rank(0, active_requests=3, queued_requests=2, tokens_processed=77))
+    )
     assert (told.name, told.num_requests, told.report) == ("worker-0", 5, 77)
 
 
 def test_a_ranks_cache_is_told_with_what_is_taken():
-    (told,) = told_ranks(status(rank(0, cache_tokens=4096, cache_tokens_used=48)))
+    (told,) = ranks_of_status(status(rank(0, cache_tokens=4096, cache_tokens_used=48)))
     assert (told.kv_tokens_total, told.kv_tokens_used) == (4096, 48)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "a b:1", "host:0", "host:99999"])
 def test_a_rank_that_nobody_can_dial_is_left_out(address):
-    assert [one.name for one in told_ranks(status(rank(0, address), rank(1)))] == ["worker-1"]
+    assert [one.name for one in ranks_of_status(status(rank(0, address), rank(1)))] == ["worker-1"]
 
 
 async def test_every_change_is_heard():
     balancer = FakeBalancer()
     async with telling(balancer) as address, following(address) as ranks:
         balancer.told.put_nowait(status(rank(0), rank(1)))
-        assert await ranks.next() == {"worker-0": Standing.OPEN, "worker-1": Standing.OPEN}
+        assert await ranks.next() == {"worker-0": RankState.OPEN, "worker-1": RankState.OPEN}
         balancer.told.put_nowait(status(rank(0), rank(1, state="gone")))
-        assert await ranks.next() == {"worker-0": Standing.OPEN, "worker-1": Standing.DOUBTFUL}
+        assert await ranks.next() == {"worker-0": RankState.OPEN, "worker-1": RankState.DOUBTFUL}
         assert (await balancer.watches.get()).pool == "default"
 
 
@@ -133,7 +135,7 @@ async def test_a_balancer_that_is_not_there_is_asked_until_it_is():
         pass
     balancer.told.put_nowait(status(rank(0)))
     async with following(address) as ranks, telling(balancer, address):
-        assert await ranks.next() == {"worker-0": Standing.OPEN}
+        assert await ranks.next() == {"worker-0": RankState.OPEN}
 
 
 async def test_another_balancer_is_asked_when_the_first_is_away():
@@ -142,7 +144,7 @@ async def test_another_balancer_is_asked_when_the_first_is_away():
     async with telling(away) as gone:
         pass
     async with telling(here) as address, following(gone, address) as ranks:
-        assert await ranks.next() == {"worker-0": Standing.OPEN}
+        assert await ranks.next() == {"worker-0": RankState.OPEN}
 
 
 async def test_a_balancer_that_says_nothing_is_left_for_the_next_one(monkeypatch):
@@ -154,7 +156,7 @@ async def test_a_balancer_that_says_nothing_is_left_for_the_next_one(monkeypatch
         telling(here) as second,
         following(first, second) as ranks,
     ):
-        assert await ranks.next() == {"worker-0": Standing.OPEN}
+        assert await ranks.next() == {"worker-0": RankState.OPEN}
     assert not silent.watches.empty()
 
 
@@ -168,7 +170,7 @@ async def test_a_balancer_that_follows_is_left_for_the_one_that_leads_whatever_i
         telling(leader) as second,
         following(first, second) as ranks,
     ):
-        assert await ranks.next() == {"worker-0": Standing.OPEN}
+        assert await ranks.next() == {"worker-0": RankState.OPEN}
     assert not follower.watches.empty()
 
 

@@ -33,7 +33,7 @@ class Client:
         for emission in result.emissions:
             self.tokens.setdefault(emission.key, []).append(emission.token)
             self.generations.setdefault(emission.key, set()).add(result.generation)
-            if emission.finish:
+            if emission.is_last:
                 self.finished[emission.key] = emission.finish
         self.then(self.engine, result)
 
@@ -76,7 +76,7 @@ def leave_when_done(count):
     finished = set()
 
     def then(engine, result):
-        finished.update(emission.key for emission in result.emissions if emission.finish)
+        finished.update(emission.key for emission in result.emissions if emission.is_last)
         if len(finished) == count:
             engine.leave()
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from equipoise.wire.inference import Blame
+from equipoise.wire.inference import Blame, FinishReason
 from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_TURNS, LONG_IDLE_WAIT_S, idle_wait_s
 from equipoise.worker.errors import GroupError, QueueFullError, StepError
 from equipoise.worker.held import placement_of
-from equipoise.worker.sequence import FinishReason, Request
+from equipoise.worker.sequence import Request
 from equipoise_model.dispatch import ExpertParallel
 from tests.support.lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 
@@ -191,7 +191,7 @@ def test_a_request_without_finite_logits_fails_alone_and_leaves_no_nan_behind(ra
     engine.submit(bad)
     engine.submit(good)
     engine.run()
-    assert client.finished == {1: FinishReason.FAILED, 2: FinishReason.LENGTH}
+    assert client.finished == {1: None, 2: FinishReason.LENGTH}
     assert client.tokens[2] == solo(good.prompt, 4)
     assert not any(store.isnan().any() for store in core.cache._stores)
     assert engine.progress().stats.tokens_generated == 4

@@ -9,11 +9,12 @@ import pytest
 import pytest_asyncio
 
 from equipoise.telemetry.histogram import SHORT_S, Histogram
-from equipoise.wire.inference import BLAME_KEY, Blame
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.inference import BLAME_KEY, Blame, request_from_proto
 from equipoise.worker.engine import Engine
-from equipoise.worker.errors import InvalidRequestError, StepError
+from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup
-from equipoise.worker.inference import InferenceService, check_request
+from equipoise.worker.inference import InferenceService
 from equipoise.worker.scheduler import Scheduler
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
@@ -152,8 +153,8 @@ async def test_many_clients_at_once_get_their_own_tokens(bench, solo):
         (request(prompt=()), "prompt is empty"),
         (request(max_tokens=0), "max_tokens is 0"),
         (request(max_tokens=92), "make 97, and this worker's context is 96"),
-        (request(prompt=(1, 64)), "token 64 is out of the vocabulary: tokens are 0 to 63"),
-        (request(stop_tokens=(99,)), "token 99 is out of the vocabulary"),
+        (request(prompt=(1, 64)), "token 64 is not in the vocabulary: tokens are 0 to 63"),
+        (request(stop_tokens=(99,)), "token 99 is not in the vocabulary"),
         (request(num_replayed=5), "num_replayed is 5"),
         (request(sampling=pb.Sampling(temperature=-1)), "sampling.temperature = -1.0 is out of"),
         (request(sampling=pb.Sampling(top_p=0)), "sampling.top_p = 0.0 is out of range"),
@@ -208,9 +209,9 @@ async def test_probabilities_come_with_their_tokens_when_asked(bench, solo):
 
 
 def test_a_request_that_fills_the_context_to_the_last_token_is_served():
-    check_request(request(max_tokens=91), vocab_size=64, context_length=96)
-    with pytest.raises(InvalidRequestError):
-        check_request(request(max_tokens=92), vocab_size=64, context_length=96)
+    request_from_proto(request(max_tokens=91), vocab_size=64, context_length=96)
+    with pytest.raises(InvalidMessageError):
+        request_from_proto(request(max_tokens=92), vocab_size=64, context_length=96)
 
 
 async def test_a_full_line_is_said_at_once_and_nobody_else_suffers(bench, solo):

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equipoise.wire.inference import FinishReason
 from equipoise.worker.blocks import BlockPool
 from equipoise.worker.errors import QueueFullError
 from equipoise.worker.scheduler import Scheduler
-from equipoise.worker.sequence import FinishReason, Request
+from equipoise.worker.sequence import Request
 from equipoise_model.sampling_params import SampledToken, SamplingParams
 
 BLOCK = 4
@@ -283,7 +284,7 @@ def test_a_full_line_refuses_and_takes_again_when_somebody_leaves():
     scheduler = scheduler_of(max_requests=1, max_queued=1, max_step_tokens=1)
     for key in range(2):
         scheduler.submit(Request(key=key, prompt=(1,), max_tokens=1))
-    with pytest.raises(QueueFullError, match="bound"):
+    with pytest.raises(QueueFullError, match="limit"):
         scheduler.submit(Request(key=2, prompt=(1,), max_tokens=1))
     scheduler.commit(scheduler.plan(), [told(3)])
     scheduler.submit(Request(key=2, prompt=(1,), max_tokens=1))

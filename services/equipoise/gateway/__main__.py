@@ -1,4 +1,4 @@
-"""The gateway's process: signals, logging, and nothing else. `equipoise gateway` calls `run`."""
+"""The gateway's process: signals and logging. `equipoise gateway` calls `run`."""
 
 import asyncio
 import signal
@@ -12,7 +12,7 @@ def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status 0.
 
     Raises:
-        GatewayError: it cannot start.
+        GatewayError: the gateway cannot start.
     """
     configure_logs(settings.log_format, context=lambda: {"pool": settings.pool})
     asyncio.run(_serve_until_signalled(settings))
@@ -20,7 +20,7 @@ def run(settings: GatewaySettings) -> int:
 
 
 async def _serve_until_signalled(settings: GatewaySettings) -> None:
-    # A second signal changes nothing: the stop is bounded as it is.
+    # A second signal changes nothing: the shutdown is bounded.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,8 +1,4 @@
-"""`ApiKeys`: who may ask, by a file of keys. Owns reading it, and comparing without telling time.
-
-Keys are kept as digests only. The file is read again when it changes, so that keys come and go
-without a restart; while it cannot be read, the keys known last count.
-"""
+"""`ApiKeys`: the API keys that clients may use, from a file that is reloaded when it changes."""
 
 import hashlib
 import hmac
@@ -10,14 +6,16 @@ import logging
 from pathlib import Path
 
 from equipoise.gateway.errors import GatewayError, UnauthorizedError
+from equipoise.trust.errors import TrustError
+from equipoise.trust.files import WatchedFiles
 
 _log = logging.getLogger(__name__)
 
-_Version = tuple[int, int, int]
-
 
 class ApiKeys:
-    """The keys of a file: one a line, empty lines and those that begin with # left out.
+    """The keys of a file, one per line; empty lines and lines that begin with # do not count.
+
+    Keeps digests only. While the file cannot be read, the last valid keys count.
 
     Raises:
         GatewayError: the file cannot be read, or has no key.
@@ -25,54 +23,40 @@ class ApiKeys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._files = WatchedFiles((("api_keys", str(path)),))
         try:
-            self._version = self._look()
-            self._digests = _read(path)
-        except (OSError, ValueError) as error:
-            raise GatewayError(f"api_keys: {_words(path, error)}") from None
+            self._digests = self._read()
+        except TrustError as error:
+            raise GatewayError(str(error)) from None
 
     def check(self, authorization: str | None) -> None:
-        """See that a request's Authorization header has one of the keys.
+        """Check a request's Authorization header.
 
         Raises:
-            UnauthorizedError: it has not.
+            UnauthorizedError: it has none of the keys.
         """
-        self._read_again()
+        if self._files.changed():
+            try:
+                self._digests = self._read()
+                _log.info("reloaded %d API keys", len(self._digests))
+            except TrustError as error:
+                _log.warning("keeping the last valid API keys: %s", error)
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthorizedError("send an API key: Authorization: Bearer <key>")
         digest = _digest(key.strip())
-        # All are compared, whichever fits.
+        # Compare all of them in constant time, so that the delay reveals nothing.
         if not sum(hmac.compare_digest(digest, one) for one in self._digests):
-            raise UnauthorizedError("this API key is not known here")
+            raise UnauthorizedError("unknown API key")
 
-    def _read_again(self) -> None:
-        try:
-            version = self._look()
-            if version != self._version:
-                self._version, self._digests = version, _read(self._path)
-                _log.info("%s: %d API keys", self._path, len(self._digests))
-        except (OSError, ValueError) as error:
-            if self._version != (0, 0, 0):
-                _log.warning("%s; the keys known last count", _words(self._path, error))
-            self._version = (0, 0, 0)
-
-    def _look(self) -> _Version:
-        found = self._path.stat()
-        return (found.st_mtime_ns, found.st_size, found.st_ino)
-
-
-def _read(path: Path) -> tuple[bytes, ...]:
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ValueError("it has no key")
-    return tuple(_digest(key) for key in keys)
+    def _read(self) -> tuple[bytes, ...]:
+        (data,) = self._files.read()
+        lines = (line.strip() for line in data.decode(errors="replace").splitlines())
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise TrustError(f"api_keys {self._path} contains no key: add a line")
+        return tuple(_digest(key) for key in keys)
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", errors="surrogatepass")).digest()
-
-
-def _words(path: Path, error: OSError | ValueError) -> str:
-    return f"{path}: {error.strerror if isinstance(error, OSError) else error}"
+    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()

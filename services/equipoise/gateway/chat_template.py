@@ -1,7 +1,7 @@
-"""`ChatTemplate`: messages to the text that the model goes on with, by the model's own template.
+"""`ChatTemplate`: messages to the text that the model continues, by the model's own template.
 
-The template comes with the checkpoint and is code of a kind, so it runs in Jinja's sandbox: it
-reads what it is given, and reaches nothing else.
+The template comes with the checkpoint and can contain code, so it runs in Jinja's sandbox, without
+access to anything but its arguments.
 """
 
 import json
@@ -17,12 +17,12 @@ Messages = list[dict[str, str]]
 
 
 class ChatTemplate:
-    """One model's template, in the dialect that Hugging Face's are written in.
+    """One model's template, in the dialect of Hugging Face's.
 
     `special` are the model's special tokens by name (bos_token and so on), which templates use.
 
     Raises:
-        GatewayError: the template is no Jinja.
+        GatewayError: the template is not valid Jinja.
     """
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
@@ -39,10 +39,10 @@ class ChatTemplate:
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> "ChatTemplate | None":
-        """The template of a checkpoint's chat_template.jinja or tokenizer_config.json, if any.
+        """Load the template from chat_template.jinja or tokenizer_config.json; None without one.
 
         Raises:
-            GatewayError: there is one that cannot be read.
+            GatewayError: a file cannot be read.
         """
         path = folder / "tokenizer_config.json"
         config: Any = {}
@@ -52,7 +52,7 @@ class ChatTemplate:
             path = folder / "chat_template.jinja"
             source = path.read_text(encoding="utf-8") if path.exists() else _default(config)
         except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-            raise GatewayError(f"{path}: this cannot be read: {error}") from None
+            raise GatewayError(f"{path}: cannot be read: {error}") from None
         if source is None:
             return None
         named = {name: _content(value) for name, value in config.items() if name in _SPECIAL}
@@ -62,13 +62,13 @@ class ChatTemplate:
         """The text of a conversation, up to where the model's answer begins.
 
         Raises:
-            InvalidRequestError: the template refuses such messages; its own words.
+            InvalidRequestError: the template refuses these messages; its own message.
         """
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, **self._special
             )
-        # What a template does to a client's messages is a template's fault or a client's.
+        # Either the template or the messages are at fault, and not the gateway.
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -79,24 +79,24 @@ _SPECIAL = frozenset({"bos_token", "eos_token", "unk_token", "pad_token"})
 
 
 def _default(config: dict[str, Any]) -> str | None:
-    """The template itself, or that of several which is called default."""
+    """The template, or the one named default of several."""
     template = config.get("chat_template")
     if isinstance(template, list):
         by_name = {one["name"]: one["template"] for one in template}
         template = by_name.get("default")
     if template is not None and not isinstance(template, str):
-        raise TypeError("chat_template is no text")
+        raise TypeError("chat_template is not a string")
     return template
 
 
 def _content(value: Any) -> str | None:
-    """A special token is a text, or an object with one."""
+    """A special token's text: the value itself, or in an object."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """JSON for models, not for HTML as Jinja's own filter makes it."""
+    """JSON without the escapes for HTML of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,7 +1,7 @@
-"""`Choice`: one answer's text as its tokens come, and the tokens that the text is made of.
+"""`ChoiceDecoder`: one choice's text as its tokens arrive, and the tokens that the text is made of.
 
-Owns when a piece may be shown: never half a character, never part of a stop string, and no token's
-probability before its text. Knows nothing of HTTP or of OpenAI's objects.
+Decides when text may be sent: never half a character, never part of a stop string, and no token's
+logprob before its text. Knows nothing of HTTP or of OpenAI's objects.
 """
 
 import asyncio
@@ -9,103 +9,112 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from equipoise.gateway.attempt import Finish, Logprob, Made
 from equipoise.gateway.stop_text import StopText
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.wire.inference import FinishReason, GeneratedTokens, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenText:
-    """A token of a text, with its probability; `offset` is where in the text it begins."""
+    """A token of a text."""
 
     token: int
+    """Token id."""
+
     offset: int
-    logprob: Logprob
+    """Where in the choice's text it begins, characters."""
+
+    logprob: TokenLogprob
+    """How likely it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """What follows of an answer. `finish` is set on the last.
-
-    `tokens` are all that were made, also those that a stop string cuts off; `spelled`, if
-    probabilities are asked for, those whose text has been shown up to here and not before.
-    """
+class ChoiceDelta:
+    """The next part of a choice."""
 
     text: str
+    """Text that is safe to send."""
+
     tokens: tuple[int, ...]
-    spelled: tuple[TokenText, ...]
-    finish: Finish | None
+    """All generated tokens, including those that a stop string cuts off."""
+
+    shown: tuple[TokenText, ...]
+    """If logprobs were requested, the tokens whose text is sent up to here and was not before."""
+
+    finish: FinishReason | None
+    """Set on the last part."""
 
 
-class Choice:
-    """One answer; it is over with its first stop string."""
+class ChoiceDecoder:
+    """Decodes one choice, which ends with its first stop string."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, stops: tuple[str, ...], stop_tokens: frozenset[int]
     ) -> None:
-        self._spelling = tokenizer.spelling()
+        self._decoder = tokenizer.decoder()
         self._stop = StopText(stops)
         self._stop_tokens = stop_tokens
-        self._num_spelled = 0
+        self._num_decoded = 0
         self._num_shown = 0
         self._waiting: deque[TokenText] = deque()
 
-    def read(self, made: Made) -> Piece:
-        """What these tokens let be shown."""
-        final = made.finish is not None
-        text = self._stop.read(self._spell(made), final=final)
+    def read(self, generated: GeneratedTokens) -> ChoiceDelta:
+        """The part that these tokens complete."""
+        final = generated.finish is not None
+        text = self._stop.read(self._decode(generated), final=final)
         self._num_shown += len(text)
-        finish = Finish.STOP if self._stop.stopped else made.finish
-        return Piece(
+        finish = FinishReason.STOP if self._stop.stopped else generated.finish
+        return ChoiceDelta(
             text=text,
-            tokens=made.tokens,
-            spelled=self._shown(all_the_rest=final and not self._stop.stopped),
+            tokens=generated.tokens,
+            shown=self._shown(all_remaining=final and not self._stop.stopped),
             finish=finish,
         )
 
-    def _spell(self, made: Made) -> str:
-        if not made.logprobs:
-            return self._spelling.read(made.tokens, final=made.finish is not None)
+    def _decode(self, generated: GeneratedTokens) -> str:
+        final = generated.finish is not None
+        if not generated.logprobs:
+            return self._decoder.read(generated.tokens, final=final)
         text = ""
-        for token, logprob in zip(made.tokens, made.logprobs, strict=True):
+        for token, logprob in zip(generated.tokens, generated.logprobs, strict=True):
             if token not in self._stop_tokens:
-                offset = self._num_spelled + len(text)
+                offset = self._num_decoded + len(text)
                 self._waiting.append(TokenText(token=token, offset=offset, logprob=logprob))
-            text += self._spelling.read((token,), final=False)
-        text += self._spelling.read((), final=made.finish is not None)
-        self._num_spelled += len(text)
+            text += self._decoder.read((token,), final=False)
+        text += self._decoder.read((), final=final)
+        self._num_decoded += len(text)
         return text
 
-    def _shown(self, *, all_the_rest: bool) -> tuple[TokenText, ...]:
+    def _shown(self, *, all_remaining: bool) -> tuple[TokenText, ...]:
         shown = []
-        while self._waiting and (all_the_rest or self._waiting[0].offset < self._num_shown):
+        while self._waiting and (all_remaining or self._waiting[0].offset < self._num_shown):
             shown.append(self._waiting.popleft())
         return tuple(shown)
 
 
-async def pieces(
-    choices: Sequence[tuple[Choice, AsyncGenerator[Made, None]]],
-) -> AsyncGenerator[tuple[int, Piece], None]:
-    """Pieces of all choices with their numbers, as they come; each choice up to its finish.
+async def merged_deltas(
+    choices: Sequence[tuple[ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]],
+) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
+    """Yield the index and delta of all choices as they arrive, each choice up to its finish.
 
-    Nothing is read ahead of whoever reads here by more than one piece a choice. Closing ends all.
+    Reads at most one delta per choice ahead of the caller. Closing it ends all choices.
     """
-    coming = {
-        asyncio.ensure_future(anext(parts)): (index, choice, parts)
-        for index, (choice, parts) in enumerate(choices)
+    pending = {
+        asyncio.ensure_future(anext(parts)): (index, decoder, parts)
+        for index, (decoder, parts) in enumerate(choices)
     }
     try:
-        while coming:
-            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                index, choice, parts = coming.pop(task)
-                piece = choice.read(task.result())
-                if piece.finish is None:
-                    coming[asyncio.ensure_future(anext(parts))] = (index, choice, parts)
-                yield index, piece
+                index, decoder, parts = pending.pop(task)
+                delta = decoder.read(task.result())
+                if delta.finish is None:
+                    pending[asyncio.ensure_future(anext(parts))] = (index, decoder, parts)
+                yield index, delta
     finally:
-        for task in coming:
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*coming, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
         for _, parts in choices:
             await parts.aclose()

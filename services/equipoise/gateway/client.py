@@ -1,4 +1,4 @@
-"""`Client`: whom one request is answered to over HTTP; every wait for it is bounded."""
+"""`HttpClient`: the client of one HTTP request; every wait for it is bounded."""
 
 import asyncio
 import json
@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 from equipoise.gateway.errors import BodyTooLargeError, BodyTooSlowError, ClientGoneError
 
 
-class Client:
-    """One that does not send or read within `timeout_s` is gone."""
+class HttpClient:
+    """A client that does not send or read within `timeout_s` is given up."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, timeout_s: float) -> None:
         self.is_streaming = False
@@ -24,10 +24,10 @@ class Client:
         self._timeout_s = timeout_s
 
     async def body(self, *, max_bytes: int) -> bytes:
-        """What the client sends.
+        """Receive the body.
 
         Raises:
-            BodyTooLargeError, BodyTooSlowError: it is above a bound.
+            BodyTooLargeError, BodyTooSlowError: it exceeds a limit.
             ClientGoneError: the client hung up.
         """
         body = bytearray()
@@ -36,7 +36,7 @@ class Client:
                 async for chunk in Request(self._scope, self._receive).stream():
                     body += chunk
                     if len(body) > max_bytes:
-                        raise BodyTooLargeError(f"the body may have {max_bytes} bytes")
+                        raise BodyTooLargeError(f"the body must have at most {max_bytes} bytes")
         except TimeoutError:
             raise BodyTooSlowError(
                 f"the body did not arrive within {self._timeout_s:g} s"
@@ -46,20 +46,20 @@ class Client:
         return bytes(body)
 
     async def send_json(self, document: dict[str, Any]) -> None:
-        """The whole answer."""
+        """Send the whole response."""
         async with self._bounded():
             await JSONResponse(document)(self._scope, self._receive, self._send)
 
     async def send_event(self, data: dict[str, Any] | str) -> None:
-        """One server-sent event; the first one opens the stream."""
+        """Send a server-sent event; the first one starts the response."""
         await self._write(data, is_last=False)
 
     async def end_stream(self, data: dict[str, Any] | str) -> None:
-        """The last event."""
+        """Send the last event."""
         await self._write(data, is_last=True)
 
     async def _write(self, data: dict[str, Any] | str, *, is_last: bool) -> None:
-        words = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+        text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
         async with self._bounded():
             if not self.is_streaming:
                 self.is_streaming = True
@@ -67,7 +67,7 @@ class Client:
             await self._send(
                 {
                     "type": "http.response.body",
-                    "body": f"data: {words}\n\n".encode(),
+                    "body": f"data: {text}\n\n".encode(),
                     "more_body": not is_last,
                 }
             )
@@ -91,7 +91,7 @@ _STREAM_START = {
     "headers": [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
-        # Proxies of nginx's kind keep events to themselves otherwise.
+        # nginx buffers events otherwise.
         (b"x-accel-buffering", b"no"),
     ],
 }

@@ -1,7 +1,6 @@
-"""`Completions`: a path that makes text, from the body's bytes to the last event.
+"""`CompletionEndpoint`: a path that generates text, from the body's bytes to the last event.
 
-Owns how one request is answered over HTTP, whole or in a stream. What is asked is `asked`'s, what
-OpenAI's objects look like is `answers`', where tokens come from is `relay`'s business.
+`openai_requests` parses the body, `openai_responses` builds the objects, `relay` supplies tokens.
 """
 
 import asyncio
@@ -15,30 +14,39 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from equipoise.gateway.answers import Answer, ChatForm, CompletionForm, Told, error_object, usage
-from equipoise.gateway.asked import Asked
-from equipoise.gateway.attempt import Finish, Made, TokenRequest
-from equipoise.gateway.choice import Choice, Piece, TokenText, pieces
-from equipoise.gateway.client import Client
+from equipoise.gateway.choice import ChoiceDecoder, ChoiceDelta, merged_deltas
+from equipoise.gateway.client import HttpClient
 from equipoise.gateway.errors import ClientGoneError, RequestError
 from equipoise.gateway.open_requests import OpenRequests
+from equipoise.gateway.openai_requests import CompletionRequest
+from equipoise.gateway.openai_responses import (
+    ChatForm,
+    CompletionForm,
+    ResponseContext,
+    error_object,
+    usage,
+)
 from equipoise.gateway.relay import Relay
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.wire.inference import GeneratedTokens, GenerateRequest
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """What HTTP clients may take: bytes of a body, and seconds to send it or to read a piece."""
+    """What HTTP clients may use."""
 
     max_body_bytes: int
+    """Largest body."""
+
     client_timeout_s: float
+    """Longest time to send a body, or to read one part of a response, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
-    """What serves every path alike."""
+class Backend:
+    """What all endpoints share."""
 
     relay: Relay
     tokenizer: Tokenizer
@@ -47,133 +55,118 @@ class Service:
     open_requests: OpenRequests
 
 
-class Completions:
-    """An ASGI application; errors before the first byte of an answer are raised as RequestError.
+class CompletionEndpoint:
+    """An ASGI application; errors before the first byte of a response are raised as RequestError.
 
-    `read` makes sense of a body, `form` tells the answer.
+    `parse` turns a body into a request; `form` builds the response objects.
     """
 
     def __init__(
         self,
-        service: Service,
+        backend: Backend,
         *,
-        read: Callable[[bytes], Asked],
+        parse: Callable[[bytes], CompletionRequest],
         form: CompletionForm | ChatForm,
     ) -> None:
-        self._service = service
-        self._read = read
+        self._backend = backend
+        self._parse = parse
         self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        with self._service.open_requests.admitted():
-            await self._answer(scope, receive, send)
+        with self._backend.open_requests.admitted():
+            await self._respond(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._service
-        answer = Answer(
-            answer_id=f"{self._form.prefix}-{uuid.uuid4().hex}",
-            model=service.model,
-            created_s=int(time.time()),
-            tokenizer=service.tokenizer,
-        )
-        client = Client(scope, receive, send, timeout_s=service.http_limits.client_timeout_s)
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limits, open_requests = self._backend.http_limits, self._backend.open_requests
+        client = HttpClient(scope, receive, send, timeout_s=limits.client_timeout_s)
+        response_id = f"{self._form.prefix}-{uuid.uuid4().hex}"
         try:
-            body = await client.body(max_bytes=service.http_limits.max_body_bytes)
-            # In a thread: long texts take their time to become tokens.
-            asked = await asyncio.to_thread(self._read, body)
-            tell = self._stream if asked.stream else self._whole
-            await service.open_requests.run(tell(asked, answer, client), receive=receive)
+            body = await client.body(max_bytes=limits.max_body_bytes)
+            # In a thread, because a long text takes time to tokenize.
+            request = await asyncio.to_thread(self._parse, body)
+            context = ResponseContext(
+                response_id=response_id,
+                model=self._backend.model,
+                created_s=int(time.time()),
+                tokenizer=self._backend.tokenizer,
+                with_logprobs=request.sampling.logprobs is not None,
+                with_token_ids=request.return_token_ids,
+            )
+            respond = self._stream if request.stream else self._whole
+            await open_requests.run(respond(request, context, client), receive=receive)
         except ClientGoneError as gone:
-            _log.info("%s: %s", answer.answer_id, gone)
+            _log.info("%s: %s", response_id, gone)
         except RequestError as error:
             if not client.is_streaming:
                 raise
-            _log.warning("%s: %s", answer.answer_id, error)
+            _log.warning("%s: %s", response_id, error)
             await client.end_stream(error_object(error))
 
-    async def _whole(self, asked: Asked, answer: Answer, client: Client) -> None:
-        gathered = [_Gathered(asked.echo) for _ in range(asked.num_choices)]
-        async with aclosing(self._pieces(asked, answer)) as coming:
-            async for index, piece in coming:
-                gathered[index].add(piece)
-        wholes = [one.piece() for one in gathered]
-        told = [_told(asked, index, whole) for index, whole in enumerate(wholes)]
-        num_made = sum(len(whole.tokens) for whole in wholes)
-        counted = usage(num_prompt=len(asked.prompt), num_made=num_made)
-        await client.send_json(self._form.whole(answer, told, usage=counted))
+    async def _whole(
+        self, request: CompletionRequest, context: ResponseContext, client: HttpClient
+    ) -> None:
+        parts: list[list[ChoiceDelta]] = [[] for _ in range(request.num_choices)]
+        async with aclosing(self._deltas(request, context)) as deltas:
+            async for index, delta in deltas:
+                parts[index].append(delta)
+        wholes = [_joined(request.echo, choice) for choice in parts]
+        counts = usage(
+            num_prompt=len(request.prompt), num_generated=sum(len(one.tokens) for one in wholes)
+        )
+        await client.send_json(self._form.whole(context, dict(enumerate(wholes)), usage=counts))
 
-    async def _stream(self, asked: Asked, answer: Answer, client: Client) -> None:
-        more: dict[str, Any] = {"usage": None} if asked.include_usage else {}
+    async def _stream(
+        self, request: CompletionRequest, context: ResponseContext, client: HttpClient
+    ) -> None:
+        more: dict[str, Any] = {"usage": None} if request.include_usage else {}
         opened: set[int] = set()
-        num_made = 0
-        async with aclosing(self._pieces(asked, answer)) as coming:
-            async for index, made in coming:
-                num_made += len(made.tokens)
-                piece = made
+        num_generated = 0
+        async with aclosing(self._deltas(request, context)) as deltas:
+            async for index, received in deltas:
+                num_generated += len(received.tokens)
+                delta = received
                 if index not in opened:
                     opened.add(index)
-                    piece = replace(made, text=asked.echo + made.text)
-                    if opening := self._form.opening(answer, index):
+                    delta = replace(delta, text=request.echo + delta.text)
+                    if opening := self._form.opening(context, index):
                         await client.send_event({**opening, **more})
-                if piece.text or piece.spelled or piece.finish or asked.return_token_ids:
-                    told = _told(asked, index, piece)
-                    await client.send_event(self._form.part(answer, [told], **more))
-        if asked.include_usage:
-            counted = usage(num_prompt=len(asked.prompt), num_made=num_made)
-            await client.send_event(self._form.part(answer, [], usage=counted))
+                if delta.text or delta.shown or delta.finish or request.return_token_ids:
+                    await client.send_event(self._form.part(context, {index: delta}, **more))
+        if request.include_usage:
+            counts = usage(num_prompt=len(request.prompt), num_generated=num_generated)
+            await client.send_event(self._form.part(context, {}, usage=counts))
         await client.end_stream("[DONE]")
 
-    def _pieces(self, asked: Asked, answer: Answer) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The choices as their tokens are made, each up to a stop string if one comes."""
+    def _deltas(
+        self, request: CompletionRequest, context: ResponseContext
+    ) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
+        """All choices as their tokens are generated, each up to a stop string if there is one."""
 
-        def choice(index: int) -> tuple[Choice, AsyncGenerator[Made, None]]:
-            request = TokenRequest(
-                request_id=f"{answer.answer_id}-{index}" if index else answer.answer_id,
-                prompt=asked.prompt,
-                max_tokens=asked.max_tokens,
-                stop_tokens=asked.stop_tokens,
-                sampling=replace(asked.sampling, seed=(asked.sampling.seed + index) % 2**64),
+        def choice(index: int) -> tuple[ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]:
+            tokens = self._backend.relay.stream(
+                GenerateRequest(
+                    request_id=context.response_id + (f"-{index}" if index else ""),
+                    prompt=request.prompt,
+                    max_tokens=request.max_tokens,
+                    stop_tokens=request.stop_tokens,
+                    sampling=replace(
+                        request.sampling, seed=(request.sampling.seed + index) % 2**64
+                    ),
+                )
             )
-            reader = Choice(
-                self._service.tokenizer, stops=asked.stops, stop_tokens=asked.stop_tokens
+            decoder = ChoiceDecoder(
+                self._backend.tokenizer, stops=request.stops, stop_tokens=request.stop_tokens
             )
-            return reader, self._service.relay.stream(request)
+            return decoder, tokens
 
-        return pieces([choice(index) for index in range(asked.num_choices)])
-
-
-class _Gathered:
-    """All pieces of one choice so far."""
-
-    def __init__(self, echo: str) -> None:
-        self._texts = [echo]
-        self._tokens: list[int] = []
-        self._spelled: list[TokenText] = []
-        self._finish: Finish | None = None
-
-    def add(self, piece: Piece) -> None:
-        """One more."""
-        self._texts.append(piece.text)
-        self._tokens += piece.tokens
-        self._spelled += piece.spelled
-        self._finish = piece.finish
-
-    def piece(self) -> Piece:
-        """All as one."""
-        return Piece(
-            text="".join(self._texts),
-            tokens=tuple(self._tokens),
-            spelled=tuple(self._spelled),
-            finish=self._finish,
-        )
+        return merged_deltas([choice(index) for index in range(request.num_choices)])
 
 
-def _told(asked: Asked, index: int, piece: Piece) -> Told:
-    return Told(
-        index=index,
-        text=piece.text,
-        finish=piece.finish,
-        spelled=piece.spelled if asked.sampling.logprobs is not None else None,
-        token_ids=piece.tokens if asked.return_token_ids else None,
+def _joined(echo: str, deltas: list[ChoiceDelta]) -> ChoiceDelta:
+    return ChoiceDelta(
+        text=echo + "".join(delta.text for delta in deltas),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        shown=tuple(one for delta in deltas for one in delta.shown),
+        finish=deltas[-1].finish,
     )

@@ -1,4 +1,4 @@
-"""What can go wrong for a client, with the answer that HTTP and OpenAI's form have for it."""
+"""Errors of the gateway, with the HTTP status and OpenAI's error fields of those clients see."""
 
 from equipoise.wire.inference import Blame
 
@@ -7,14 +7,14 @@ DOWN_RETRY_AFTER_S = 5
 
 
 class GatewayError(Exception):
-    """The gateway cannot start or go on; the message is the one line that a person reads."""
+    """The gateway cannot start or continue; the message is one line for the operator."""
 
 
 class RequestError(GatewayError):
-    """One request cannot be answered; the message is what its client reads.
+    """A request cannot be answered; the message is for its client.
 
-    `status` is HTTP's, `kind`, `code` and `param` are those of OpenAI's error object;
-    `retry_after_s` is None where trying again is of no use.
+    `status` is HTTP's. `kind`, `code` and `param` are fields of OpenAI's error object.
+    `retry_after_s` is None where a retry is pointless.
     """
 
     status = 500
@@ -28,47 +28,47 @@ class RequestError(GatewayError):
 
 
 def _encodable(text: str) -> str:
-    """The text with unpaired surrogates, which JSON strings may have and UTF-8 not, escaped."""
+    """The text with unpaired surrogates escaped: JSON strings may have them, UTF-8 may not."""
     return text.encode(errors="backslashreplace").decode()
 
 
 class InvalidRequestError(RequestError):
-    """The client asked for what cannot be served; names the field and the limit."""
+    """The request is invalid or not supported; names the field and the limit."""
 
     status = 400
     kind = "invalid_request_error"
 
 
 class UnknownModelError(InvalidRequestError):
-    """Another model is served here."""
+    """The request is for a model that is not served here."""
 
     status = 404
     code = "model_not_found"
 
 
 class UnauthorizedError(InvalidRequestError):
-    """The request has no API key, or none of those that are let in."""
+    """The request has no API key, or an unknown one."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class BodyTooLargeError(InvalidRequestError):
-    """The body is above the limit."""
+    """The body exceeds the limit."""
 
     status = 413
     code = "body_too_large"
 
 
 class BodyTooSlowError(InvalidRequestError):
-    """The body did not arrive within the bound."""
+    """The body did not arrive in time."""
 
     status = 408
     code = "body_timeout"
 
 
 class TooManyRequestsError(RequestError):
-    """As many requests are open as this gateway answers at a time."""
+    """As many requests are open as this gateway allows."""
 
     status = 429
     kind = "rate_limit_error"
@@ -76,8 +76,8 @@ class TooManyRequestsError(RequestError):
     retry_after_s = QUEUE_RETRY_AFTER_S
 
 
-class QueueFullError(RequestError):
-    """As many requests as may wait for a rank are waiting already."""
+class TooManyQueuedError(RequestError):
+    """As many requests wait for a rank as allowed."""
 
     status = 503
     code = "queue_full"
@@ -85,7 +85,7 @@ class QueueFullError(RequestError):
 
 
 class NoRankError(RequestError):
-    """No rank took the request within the bound."""
+    """No rank took the request in time."""
 
     status = 503
     code = "pool_unavailable"
@@ -93,7 +93,7 @@ class NoRankError(RequestError):
 
 
 class StoppingError(RequestError):
-    """This gateway is being stopped; another one may serve."""
+    """This gateway is stopping; another one may serve the request."""
 
     status = 503
     code = "gateway_stopping"
@@ -101,16 +101,16 @@ class StoppingError(RequestError):
 
 
 class AttemptsExhaustedError(RequestError):
-    """Every rank that began this request broke; whoever sends it again may break more."""
+    """As many ranks broke under this request as may be tried."""
 
     status = 502
     code = "attempts_exhausted"
 
 
 class PoisonRequestError(RequestError):
-    """Ranks break when they run this request; it is not tried on another one.
+    """Ranks break when they run this request, so it is not tried on another one.
 
-    Not a 5xx status, because clients retry those by themselves.
+    The status is not 5xx, because clients retry those on their own.
     """
 
     status = 422
@@ -119,11 +119,11 @@ class PoisonRequestError(RequestError):
 
 
 class ClientGoneError(GatewayError):
-    """The client hung up or does not read; there is nobody to answer."""
+    """The client hung up or does not read: the response cannot be sent."""
 
 
 class RankLostError(GatewayError):
-    """A rank did not bring a request to its end; another one may. The message says how.
+    """A rank did not finish a request; another one may. The message says what happened.
 
     `blame` is how far the request may be the cause.
     """
@@ -134,4 +134,4 @@ class RankLostError(GatewayError):
 
 
 class RankFullError(GatewayError):
-    """A rank has no place in its line now; nothing is wrong with it."""
+    """A rank's queue is full; nothing is wrong with the rank."""

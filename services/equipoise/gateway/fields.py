@@ -1,6 +1,6 @@
-"""`Fields`: a client's JSON object, read field by field; what is wrong is said with its name.
+"""`Fields`: a client's JSON object, read field by field; errors name the field.
 
-Knows JSON and ranges, nothing of what the fields mean.
+Knows JSON and ranges, not what the fields mean.
 """
 
 import json
@@ -11,7 +11,7 @@ from equipoise.gateway.errors import InvalidRequestError
 
 
 class Fields:
-    """The fields of an object. One that is null is one that is not there.
+    """The fields of an object. A null field counts as missing.
 
     `path` goes before names in messages, as in `messages[2].`.
     """
@@ -23,15 +23,15 @@ class Fields:
 
     @classmethod
     def of_body(cls, body: bytes) -> "Fields":
-        """The object that a request's body is.
+        """Parse a request's body.
 
         Raises:
-            InvalidRequestError: it is none.
+            InvalidRequestError: it is not a JSON object.
         """
         try:
             document = json.loads(body)
         except (ValueError, RecursionError):
-            raise InvalidRequestError("the body is not JSON") from None
+            raise InvalidRequestError("the body is not valid JSON") from None
         if not isinstance(document, dict):
             raise InvalidRequestError("the body must be a JSON object")
         return cls(document)
@@ -40,30 +40,30 @@ class Fields:
         return name in self._values
 
     def get(self, name: str) -> Any:
-        """The value as it came; None if there is none."""
+        """The value as received; None if it is missing."""
         return self._values.get(name)
 
     def only(self, known: Collection[str]) -> None:
-        """Raises InvalidRequestError: there is a field of another name."""
+        """Raise InvalidRequestError if there is a field of another name."""
         for name in self._names:
             if name not in known:
                 raise InvalidRequestError(
-                    f"there is no field {shown(self._path + name)}", param=self._path + name
+                    f"unknown field {shown(self._path + name)}", param=self._path + name
                 )
 
     def refuse(self, name: str, why: str) -> InvalidRequestError:
-        """What is wrong with a field, to be raised."""
+        """The error to raise for a field."""
         return InvalidRequestError(f"{self._path}{name} {why}", param=self._path + name)
 
     def flag(self, name: str) -> bool:
-        """True or false; false if it is not there."""
+        """True or false; false if it is missing."""
         value = self._values.get(name, False)
         if not isinstance(value, bool):
             raise self.refuse(name, f"must be true or false, not {shown(value)}")
         return value
 
     def whole(self, name: str, *, least: int, most: int, default: int) -> int:
-        """A whole number of a range."""
+        """A whole number within a range."""
         value = self._values.get(name, default)
         if not is_whole(value) or not least <= value <= most:
             raise self.refuse(
@@ -72,21 +72,21 @@ class Fields:
         return int(value)
 
     def number(self, name: str, *, least: float, most: float, default: float) -> float:
-        """A number of a range."""
+        """A finite number within a range."""
         value = self._values.get(name, default)
-        good = isinstance(value, float) or is_whole(value)
-        # NaN is in no range; whole numbers of any length compare with floats.
-        if not good or not least <= value <= most:
+        is_number = isinstance(value, float) or is_whole(value)
+        # NaN is outside every range, and integers of any length compare with floats.
+        if not is_number or not least <= value <= most:
             raise self.refuse(name, f"must be from {least:g} to {most:g}, not {shown(value)}")
         return float(value)
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a JSON value is a whole number, which true and false are not."""
+    """Whether a JSON value is a whole number; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shown(value: Any) -> str:
     """A client's value, short enough for a message."""
-    words = json.dumps(value)
-    return words if len(words) <= 60 else words[:59] + "…"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:59] + "…"

@@ -1,7 +1,7 @@
-"""`http_server`: uvicorn with a bound for every wait for a client, and a stop that is ours.
+"""`http_server`: uvicorn with a timeout for every wait for a client.
 
-uvicorn bounds the pause between two requests of a connection. A client that begins one and never
-ends its header it would wait for as long as the connection lives; that bound is added here.
+uvicorn limits the pause between two requests of a connection, but not how long a client takes to
+send a request's header. This adds that timeout.
 """
 
 import asyncio
@@ -13,18 +13,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from equipoise.telemetry.http import HttpServer
 
-LAST_WORDS_S = 5
-"""What was ended at the end of the grace has this long to tell its client."""
+LAST_RESPONSES_S = 5
+"""Time to send the responses of requests that were ended with the grace period, seconds."""
 
 MAX_HEADER_BYTES = 2**16
-"""Longest header of a request."""
+"""Largest header of a request."""
 
 
 def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Server:
-    """A server of this application that has not begun.
+    """Build a server of this application.
 
-    A connection may pause `idle_s` seconds between two requests, and a request's header may take
-    `header_s` seconds from the connection's first byte, or the last request's end.
+    A connection may be idle for `idle_s` seconds between two requests. A request's header may take
+    `header_s` seconds from the start of the connection or the end of the last request.
     """
 
     class _Protocol(_BoundedHeader):
@@ -42,7 +42,7 @@ def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Serv
             server_header=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=max(1, round(idle_s)),
-            timeout_graceful_shutdown=LAST_WORDS_S,
+            timeout_graceful_shutdown=LAST_RESPONSES_S,
         )
     )
 

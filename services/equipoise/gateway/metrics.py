@@ -1,7 +1,4 @@
-"""A gateway's metrics: what is counted of its requests, and what it tells of them.
-
-Owns names, which docs/metrics.md explains. The number of series does not depend on the pool.
-"""
+"""The gateway's metrics. docs/metrics.md explains each; none has a series per rank."""
 
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
@@ -15,32 +12,40 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from equipoise.gateway.attempt import Made
 from equipoise.gateway.errors import RequestError
-from equipoise.gateway.ranks import Ranks
+from equipoise.gateway.rank_table import RankTable
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
+from equipoise.wire.inference import GeneratedTokens
 
 _OUTCOMES = ("finished", "failed", "ended")
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestTally:
-    """Requests so far by outcome, breaks of ranks under them, and how long tokens took, seconds.
-
-    `ended` are those whose client went away; `poison` were refused because ranks broke under them.
-    """
+    """Counts of requests and tokens since the start."""
 
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_OUTCOMES, 0))
+    """Requests that ended, by outcome; `ended` are those that their client gave up."""
+
     replays: int = 0
+    """Breaks of ranks under a request."""
+
     poison: int = 0
+    """Requests refused because ranks broke under them."""
+
     tokens: int = 0
+    """Tokens passed on to clients."""
+
     ttft_s: Histogram = field(default_factory=lambda: Histogram(LONG_S))
+    """Time to the first token, seconds."""
+
     itl_s: Histogram = field(default_factory=lambda: Histogram(SHORT_S))
+    """Time between tokens, seconds."""
 
     async def counted(
-        self, parts: AsyncGenerator[Made, None], *, now: Callable[[], float]
-    ) -> AsyncGenerator[Made, None]:
-        """The same parts of a request, counted as they come."""
+        self, parts: AsyncGenerator[GeneratedTokens, None], *, now: Callable[[], float]
+    ) -> AsyncGenerator[GeneratedTokens, None]:
+        """Yield the same parts of a request, and count them."""
         last_s, is_first, outcome = now(), True, "ended"
         try:
             async with aclosing(parts):
@@ -49,6 +54,9 @@ class RequestTally:
                         passed_s, last_s = now() - last_s, now()
                         self._note(part, passed_s=passed_s, is_first=is_first)
                         is_first = False
+                    if part.finish is not None:
+                        # The caller reads no further.
+                        outcome = "finished"
                     yield part
             outcome = "finished"
         except RequestError:
@@ -57,7 +65,7 @@ class RequestTally:
         finally:
             self.outcomes[outcome] += 1
 
-    def _note(self, part: Made, *, passed_s: float, is_first: bool) -> None:
+    def _note(self, part: GeneratedTokens, *, passed_s: float, is_first: bool) -> None:
         self.tokens += len(part.tokens)
         if is_first:
             self.ttft_s.observe(passed_s)
@@ -66,14 +74,14 @@ class RequestTally:
 
 
 class GatewayCollector(Collector):
-    """Collects from a tally and from the ranks' line."""
+    """Collects from a tally and from the rank table."""
 
-    def __init__(self, tally: RequestTally, *, ranks: Ranks) -> None:
+    def __init__(self, tally: RequestTally, *, ranks: RankTable) -> None:
         self._tally = tally
         self._ranks = ranks
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they stand now."""
+        """The current values of all metrics."""
         tally = self._tally
         requests = CounterMetricFamily(
             "equipoise_gateway_requests", "Requests that ended, by outcome.", labels=("outcome",)

@@ -1,7 +1,7 @@
-"""`OpenRequests`: every request that is being answered, and the three ways it can end.
+"""`OpenRequests`: every request in flight, and the three ways it can end.
 
-A request ends when its answer is complete, when its client hangs up, or when the gateway's stop has
-waited long enough. Owns that race, and nothing of what is answered.
+A request ends when its response is complete, when its client hangs up, or when the grace period of
+the gateway's shutdown is over.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ class OpenRequests:
 
     @property
     def num_open(self) -> int:
-        """Requests that are being answered."""
+        """Requests in flight."""
         return self._num_open
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """A request is here, from before its body is read until it is over.
+        """Count a request, from before its body is read until it ends.
 
         Raises:
-            StoppingError: none is any more.
-            TooManyRequestsError: as many as may be are open.
+            StoppingError: the gateway is stopping.
+            TooManyRequestsError: as many as allowed are open.
         """
         if self.stopping:
-            raise StoppingError("this gateway is stopping: ask another one")
+            raise StoppingError("this gateway is stopping: use another one")
         if self._num_admitted >= self._max_open:
             raise TooManyRequestsError(
-                f"{self._num_admitted} requests are open, which is this gateway's bound: "
+                f"{self._num_admitted} requests are open, which is this gateway's limit: "
                 f"try again later"
             )
         self._num_admitted += 1
@@ -53,13 +53,13 @@ class OpenRequests:
             self._num_admitted -= 1
 
     async def run(self, work: Coroutine[Any, Any, None], *, receive: Receive) -> None:
-        """Do the work unless something ends it first; then it is cancelled, and has ended.
+        """Run `work` unless the client or the shutdown ends it first; then cancel and await it.
 
-        `receive` is the request's, whose body was read.
+        `receive` is that of the request, after its body was read.
 
         Raises:
-            ClientGoneError: the client has hung up.
-            StoppingError: the stop's grace is over.
+            ClientGoneError: the client hung up.
+            StoppingError: the grace period is over.
         """
         working = asyncio.create_task(work)
         gone = asyncio.create_task(_hung_up(receive))
@@ -71,7 +71,7 @@ class OpenRequests:
                 return working.result()
             if gone.done():
                 raise ClientGoneError("the client hung up")
-            raise StoppingError("this gateway has stopped before the answer was complete")
+            raise StoppingError("this gateway stopped before the response was complete")
         finally:
             working.cancel()
             gone.cancel()
@@ -81,7 +81,7 @@ class OpenRequests:
                 self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new request, give those that are open this long, and end the rest."""
+        """Refuse new requests, wait up to `grace_s` seconds for open ones, and end the rest."""
         self.stopping = True
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

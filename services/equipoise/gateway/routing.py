@@ -1,8 +1,8 @@
-"""Which rank takes a request. Pure: the ranks' state in, a rank and the reason out.
+"""Chooses the rank for a request. Pure: the ranks' state in, a rank and the reason out.
 
-A rank's work is known in tokens: those still to be made for this gateway's requests, those that
-its latent cache holds for them, and, of requests that came by other ways, only their number and
-what they hold of the cache, as the rank reported it.
+A rank's work is counted in tokens: those still to be generated for this gateway's requests and
+those that its latent cache holds for them. Of requests from elsewhere only the number is known, and
+what they hold of the cache, as the rank reports it.
 """
 
 from collections.abc import Sequence
@@ -10,59 +10,78 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 CACHED_TOKEN_WEIGHT = 0.25
-"""A token in the cache costs each step some attention; one to be made costs a step of its own."""
+"""Weight of a token in the cache, which costs each step some attention; a token to be generated
+costs a step of its own."""
 
 CROWDED_SHARE = 0.9
-"""A latent cache that is fuller than this soon has no room: a rank with room goes before it."""
+"""A latent cache above this share will soon be full: ranks with more room go first."""
 
 FOREIGN_REQUEST_TOKENS = 128
-"""What a request is taken for of which nothing but its existence is known."""
+"""Assumed work of a request from elsewhere."""
 
 
-class Standing(IntEnum):
-    """Whether a rank may be given requests, best first."""
+class RankState(IntEnum):
+    """Whether a rank takes requests, best first."""
 
     OPEN = 0
-    """It is there, as far as anybody knows."""
+    """It serves, as far as the gateway knows."""
 
     DOUBTFUL = 1
-    """The balancer does not hear it. It may serve all the same, so it is asked when no other is."""
+    """The balancer does not hear from it. It may serve, so it is tried when no other rank can."""
 
     CLOSED = 2
-    """It is leaving, or the pool has no such rank any more: it ends what it has."""
+    """It is leaving, or is no longer in the pool. It finishes the requests it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
-    """A rank and its work at one moment.
-
-    `tokens_in_flight` are still to be run and made, `kv_tokens` are held in the cache, both for
-    the `num_open` requests of this gateway, of which it has not taken `num_unanswered` yet;
-    `num_foreign` requests came by other ways and hold `foreign_kv_tokens`. The cache has room for
-    `kv_tokens_total`, unknown if 0. `num_suspects` of the requests have made no token since ranks
-    broke under them twice. A rank that failed (`on_trial`) is asked to take one
-    request at a time until it does. `resting_until_s` is on the clock of `now`; `resting_reason`
-    says why it rests, or rested.
-    """
+    """A rank and its work at one moment."""
 
     name: str
+    """Name for logs and messages."""
+
     address: str
-    standing: Standing
+    """host:port."""
+
+    state: RankState
+    """Whether it takes requests."""
+
     num_open: int = 0
+    """Requests of this gateway."""
+
     num_unanswered: int = 0
+    """Those of them that it has not accepted yet."""
+
     tokens_in_flight: int = 0
+    """Tokens still to be run and generated for them."""
+
     kv_tokens: int = 0
+    """Tokens that its latent cache holds for them."""
+
     num_foreign: int = 0
+    """Requests from elsewhere."""
+
     foreign_kv_tokens: int = 0
+    """Tokens that the cache holds for those."""
+
     kv_tokens_total: int = 0
+    """Tokens that the cache has room for; 0 if unknown."""
+
     num_suspects: int = 0
+    """Requests that have no token since two ranks in a row broke under them."""
+
     on_trial: bool = False
+    """Whether it failed last time: it gets one request at a time until it accepts one."""
+
     resting_until_s: float = 0.0
+    """Not to be tried before, on the clock of `now`."""
+
     resting_reason: str = ""
+    """Why it rests, or rested."""
 
     @property
     def work_tokens(self) -> float:
-        """All the rank's work in one number, in tokens to be made."""
+        """All its work in one number, in tokens to be generated."""
         return (
             self.tokens_in_flight
             + CACHED_TOKEN_WEIGHT * (self.kv_tokens + self.foreign_kv_tokens)
@@ -77,19 +96,25 @@ class RankLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The rank to ask, and why it."""
+class RankChoice:
+    """The rank to use."""
 
     address: str
+    """host:port."""
+
     reason: str
+    """Why this rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoChoice:
-    """Why no rank can be asked, and when one may be if nothing else happens (None: unknown)."""
+class NoRankChoice:
+    """No rank can take a request now."""
 
     reason: str
+    """Why, for each rank."""
+
     retry_at_s: float | None
+    """When one may, if nothing else changes; None if unknown."""
 
 
 def choose(
@@ -99,52 +124,50 @@ def choose(
     avoid: frozenset[str],
     turn: int,
     is_suspect: bool = False,
-) -> Choice | NoChoice:
-    """The rank with the least work among those that may be asked now.
+) -> RankChoice | NoRankChoice:
+    """Choose the rank with the least work among those that can take a request now.
 
-    Addresses in `avoid` (they broke under this very request) and doubtful ranks are taken only
-    when no other may be asked, crowded ones when no other has room, and those that try a suspect
-    when there is another. Two suspects never share a rank, so that one is not blamed for the other.
+    Addresses in `avoid` (they broke under this request) and doubtful ranks are chosen only when no
+    other rank is available, crowded ranks when no other has room, and ranks that run a suspect when
+    there is another. Two suspects never share a rank, so that neither is blamed for the other.
     Ranks with equal work take turns: `turn` counts requests.
     """
     refusals = {rank.address: refusal(rank, now=now, is_suspect=is_suspect) for rank in ranks}
-    usable = [place for place, rank in enumerate(ranks) if not refusals[rank.address]]
+    usable = [index for index, rank in enumerate(ranks) if not refusals[rank.address]]
     if not usable:
         why = "; ".join(f"{rank.name}: {refusals[rank.address]}" for rank in ranks)
         retries = [
             rank.resting_until_s
             for rank in ranks
-            if rank.standing is not Standing.CLOSED and rank.resting_until_s > now
+            if rank.state is not RankState.CLOSED and rank.resting_until_s > now
         ]
-        return NoChoice(reason=why or "no rank is known", retry_at_s=min(retries, default=None))
+        return NoRankChoice(reason=why or "no rank is known", retry_at_s=min(retries, default=None))
 
-    def cost(place: int) -> tuple[bool, Standing, bool, bool, float, int]:
-        rank = ranks[place]
-        in_turn = (place - turn) % len(ranks)
-        avoided = rank.address in avoid
-        tries_suspect = rank.num_suspects > 0
+    def cost(index: int) -> tuple[bool, RankState, bool, bool, float, int]:
+        rank = ranks[index]
+        in_turn = (index - turn) % len(ranks)
         return (
-            *(avoided, rank.standing, tries_suspect),
+            *(rank.address in avoid, rank.state, rank.num_suspects > 0),
             *(rank.is_crowded, rank.work_tokens, in_turn),
         )
 
     chosen = ranks[min(usable, key=cost)]
-    return Choice(
+    return RankChoice(
         address=chosen.address,
         reason=f"{chosen.name} has the least work of {len(usable)} of {len(ranks)} ranks: "
         f"{chosen.tokens_in_flight} tokens in flight, {chosen.kv_tokens} in its cache, "
-        f"{chosen.num_foreign} requests of others",
+        f"{chosen.num_foreign} foreign requests",
     )
 
 
 def refusal(rank: RankLoad, *, now: float, is_suspect: bool = False) -> str:
-    """Why a rank may not be asked now; empty when it may."""
-    if rank.standing is Standing.CLOSED:
+    """Why a rank cannot take a request now; empty when it can."""
+    if rank.state is RankState.CLOSED:
         return "is leaving"
     if rank.resting_until_s > now:
         return f"rests: {rank.resting_reason}"
     if rank.on_trial and rank.num_unanswered:
         return f"is on trial with one request: {rank.resting_reason}"
     if is_suspect and rank.num_suspects:
-        return "tries another request under which ranks broke"
+        return "runs another request under which ranks broke"
     return ""

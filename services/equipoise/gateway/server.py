@@ -1,4 +1,4 @@
-"""The gateway's HTTP server: its paths, how it starts, and how it stops without losing anybody."""
+"""The gateway's HTTP server: its paths, how it starts, and its graceful shutdown."""
 
 import asyncio
 import logging
@@ -13,11 +13,9 @@ from starlette.routing import Route, request_response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from equipoise.gateway.access import ApiKeys
-from equipoise.gateway.answers import ChatForm, CompletionForm, error_object, model_object
-from equipoise.gateway.asked import Limits, Reader
-from equipoise.gateway.attempt import Bounds
+from equipoise.gateway.attempt import AttemptTimeouts
 from equipoise.gateway.chat_template import ChatTemplate
-from equipoise.gateway.completions import Completions, HttpLimits, Service
+from equipoise.gateway.completions import Backend, CompletionEndpoint, HttpLimits
 from equipoise.gateway.errors import (
     GatewayError,
     InvalidRequestError,
@@ -27,9 +25,16 @@ from equipoise.gateway.errors import (
 from equipoise.gateway.http_server import http_server
 from equipoise.gateway.metrics import GatewayCollector, RequestTally
 from equipoise.gateway.open_requests import OpenRequests
-from equipoise.gateway.ranks import Ranks, ToldRank
+from equipoise.gateway.openai_requests import RequestLimits, RequestParser
+from equipoise.gateway.openai_responses import (
+    ChatForm,
+    CompletionForm,
+    error_object,
+    model_object,
+)
+from equipoise.gateway.rank_table import RankInfo, RankTable
 from equipoise.gateway.relay import Relay, RelayPolicy
-from equipoise.gateway.routing import Standing
+from equipoise.gateway.routing import RankState
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.gateway.watch import follow
@@ -46,7 +51,7 @@ async def serve(
     stop: asyncio.Event,
     listening: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until `stop` is set, then let open requests end; `listening` is told host:port.
+    """Serve until `stop` is set, then drain. Calls `listening` with host:port.
 
     Raises:
         GatewayError: the port cannot be listened on, or a file cannot be read.
@@ -65,7 +70,7 @@ async def serve(
             f"cannot listen on {settings.listen}: {error.strerror}; choose another address with "
             "--listen"
         ) from error
-    ranks = Ranks(max_queued=settings.max_queued_requests, clock=time.monotonic)
+    ranks = RankTable(max_queued=settings.max_queued_requests, clock=time.monotonic)
     open_requests = OpenRequests(max_open=settings.max_open_requests)
     tally = RequestTally()
     server = http_server(
@@ -81,7 +86,7 @@ async def serve(
         header_s=settings.client_timeout_s,
     )
     stopped = asyncio.create_task(stop.wait())
-    telling = asyncio.create_task(_tell(ranks, settings, stop=stop, credentials=credentials))
+    following = asyncio.create_task(_follow(ranks, settings, stop=stop, credentials=credentials))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     address = address_of(listener, listen=settings.listen)
     _log.info("listening on %s", address)
@@ -90,23 +95,23 @@ async def serve(
     try:
         async with metrics_at(settings.metrics_listen, GatewayCollector(tally, ranks=ranks)):
             done, _ = await asyncio.wait(
-                {stopped, telling, serving}, return_when=asyncio.FIRST_COMPLETED
+                {stopped, following, serving}, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
                 task.result()
             _log.info("stopping; %d requests are open", open_requests.num_open)
-            # Doors stay open meanwhile: who comes now is told to go elsewhere, in words.
+            # Keep accepting, and answer 503 with the reason, while draining.
             await open_requests.drain(settings.stop_grace_s)
     finally:
         server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
         stopped.cancel()
-        telling.cancel()
-        await asyncio.gather(stopped, telling, return_exceptions=True)
+        following.cancel()
+        await asyncio.gather(stopped, following, return_exceptions=True)
 
 
 class _Model:
-    """What the checkpoint's folder says of the model, and the keys of those who may ask it."""
+    """The model as its checkpoint folder describes it, and the API keys that may use it."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.name = settings.model_name
@@ -119,23 +124,23 @@ def _application(
     settings: GatewaySettings,
     *,
     model: _Model,
-    ranks: Ranks,
+    ranks: RankTable,
     open_requests: OpenRequests,
     tally: RequestTally,
     credentials: Credentials,
 ) -> Starlette:
-    """All that HTTP clients may ask."""
-    reader = Reader(
+    """All paths."""
+    parser = RequestParser(
         model=model.name,
         tokenizer=model.tokenizer,
         template=model.template,
-        limits=Limits(
+        limits=RequestLimits(
             max_prompt_tokens=settings.max_prompt_tokens,
             max_tokens=settings.max_tokens,
             context_length=settings.context_length,
         ),
     )
-    service = Service(
+    backend = Backend(
         relay=Relay(
             ranks,
             vocab_size=model.tokenizer.vocab_size,
@@ -150,81 +155,81 @@ def _application(
         ),
         open_requests=open_requests,
     )
-    completions = Completions(service, read=reader.completion, form=CompletionForm())
-    chats = Completions(service, read=reader.chat, form=ChatForm())
+    completions = CompletionEndpoint(backend, parse=parser.completion, form=CompletionForm())
+    chats = CompletionEndpoint(backend, parse=parser.chat, form=ChatForm())
     return Starlette(
         routes=[
             Route("/v1/completions", _BehindKey(completions, model.keys), methods=["POST"]),
             Route("/v1/chat/completions", _BehindKey(chats, model.keys), methods=["POST"]),
-            *_routes_about(model),
+            *_model_routes(model),
             *_probes(ranks, open_requests),
         ],
         exception_handlers={
             RequestError: _answer_request_error,
             HTTPException: _answer_http_error,
-            Exception: _answer_own_fault,
+            Exception: _answer_internal_error,
         },
     )
 
 
-def _routes_about(model: _Model) -> list[Route]:
-    """What is served, for whoever has a key."""
+def _model_routes(model: _Model) -> list[Route]:
+    """The one model that is served."""
     started_s = int(time.time())
 
     async def list_models(_: Request) -> JSONResponse:
         entry = model_object(model.name, created_s=started_s)
         return JSONResponse({"object": "list", "data": [entry]})
 
-    async def tell_model(request: Request) -> JSONResponse:
+    async def show_model(request: Request) -> JSONResponse:
         if (wanted := request.path_params["name"]) != model.name:
-            raise UnknownModelError(f"the model {wanted} is not served here, {model.name} is")
+            raise UnknownModelError(f"the model {wanted} is not served here; use {model.name}")
         return JSONResponse(model_object(model.name, created_s=started_s))
 
     return [
         Route(path, _BehindKey(request_response(answer), model.keys), methods=["GET"])
-        for path, answer in (("/v1/models", list_models), ("/v1/models/{name:path}", tell_model))
+        for path, answer in (("/v1/models", list_models), ("/v1/models/{name:path}", show_model))
     ]
 
 
-def _probes(ranks: Ranks, open_requests: OpenRequests) -> list[Route]:
-    """How it goes, for anybody: unlike those of `telemetry` with the reason, for clients too."""
+def _probes(ranks: RankTable, open_requests: OpenRequests) -> list[Route]:
+    """Probes without authentication. Unlike `telemetry`'s they give the reason."""
 
-    async def tell_alive(_: Request) -> JSONResponse:
+    async def live(_: Request) -> JSONResponse:
         return JSONResponse({"status": "alive"})
 
-    async def tell_ready(_: Request) -> JSONResponse:
+    async def ready(_: Request) -> JSONResponse:
         trouble = "this gateway is stopping" if open_requests.stopping else ranks.trouble()
         if trouble:
             return JSONResponse({"status": "not ready", "reason": trouble}, status_code=503)
         return JSONResponse({"status": "ready"})
 
-    return [Route("/healthz", tell_alive), Route("/readyz", tell_ready)]
+    return [Route("/livez", live), Route("/healthz", live), Route("/readyz", ready)]
 
 
 class _BehindKey:
-    """An ASGI application that wants an API key; from everybody who comes if there are none."""
+    """An ASGI application that requires an API key, unless none are configured."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or raise UnauthorizedError."""
+        """Pass the request on, or raise UnauthorizedError."""
         if self._keys is not None:
             self._keys.check(Request(scope).headers.get("authorization"))
         await self._app(scope, receive, send)
 
 
-async def _tell(
-    ranks: Ranks, settings: GatewaySettings, *, stop: asyncio.Event, credentials: Credentials
+async def _follow(
+    ranks: RankTable, settings: GatewaySettings, *, stop: asyncio.Event, credentials: Credentials
 ) -> None:
-    """Say who the ranks are, now or for as long as the gateway lives."""
+    """Keep the rank table up to date: from the balancers, or once from the settings."""
     if not settings.workers:
         return await follow(
             settings.balancer, pool=settings.pool, ranks=ranks, credentials=credentials
         )
-    ranks.tell(
-        ToldRank(name=worker, address=worker, standing=Standing.OPEN) for worker in settings.workers
+    ranks.update(
+        RankInfo(name=worker, address=worker, state=RankState.OPEN) for worker in settings.workers
     )
     await stop.wait()
     return None
@@ -232,7 +237,7 @@ async def _tell(
 
 def _relay_policy(settings: GatewaySettings) -> RelayPolicy:
     return RelayPolicy(
-        bounds=Bounds(
+        timeouts=AttemptTimeouts(
             accept_s=settings.accept_timeout_s,
             first_token_s=settings.first_token_timeout_s,
             silence_s=settings.silence_timeout_s,
@@ -251,14 +256,14 @@ async def _answer_request_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Faults that routing finds: an unknown path, a wrong method."""
+    """Errors of routing: an unknown path, a wrong method."""
     assert isinstance(error, HTTPException)
-    words = InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}")
-    return JSONResponse(error_object(words), status_code=error.status_code, headers=error.headers)
+    invalid = InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}")
+    return JSONResponse(error_object(invalid), status_code=error.status_code, headers=error.headers)
 
 
-async def _answer_own_fault(_: Request, __: Exception) -> JSONResponse:
-    """The traceback is in the log; clients get none."""
+async def _answer_internal_error(_: Request, __: Exception) -> JSONResponse:
+    """The traceback is in the log only."""
     return JSONResponse(
-        error_object(RequestError("the gateway failed: its log says why")), status_code=500
+        error_object(RequestError("internal error: see the gateway's log")), status_code=500
     )

@@ -1,11 +1,11 @@
-"""`StopText`: ends a text at the first of some stop strings while it is still being written."""
+"""`StopText`: ends a text at its first stop string while the text is still being generated."""
 
 
 class StopText:
-    """Lets text through up to the first stop string that is complete, which is not part of it.
+    """Passes text on up to the first complete stop string, which is removed.
 
-    Text that may yet turn out to be the start of one is held back, so that the result does not
-    depend on how the text comes.
+    Holds back text that may be the start of a stop string, so that the result does not depend on
+    how the text is cut.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -15,7 +15,7 @@ class StopText:
         self._held = ""
 
     def read(self, text: str, *, final: bool) -> str:
-        """What is known to come before any stop string; nothing after one was met."""
+        """The text that is certain to precede any stop string; empty after the first one."""
         if self.stopped:
             return ""
         text, self._held = self._held + text, ""
@@ -33,6 +33,6 @@ class StopText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins, less than all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)

@@ -1,19 +1,261 @@
-"""What a stream of `Inference` that ends early says of its request."""
+"""The `Inference` contract as plain values, converted and checked in both directions.
 
+A gateway sends a `GenerateRequest` and reads `GeneratedTokens`; a worker does the reverse.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from itertools import chain
+
+from equipoise.wire.errors import InvalidMessageError
+from equipoise_api.v1 import worker_pb2 as pb
 
 BLAME_KEY = "equipoise-blame"
 """Key of the trailing metadata with which a worker ends a stream early."""
 
 
 class Blame(StrEnum):
-    """How far a request is the cause of its stream's end."""
+    """How far a request is the cause of its stream's early end."""
 
     NONE = "none"
-    """It is not: the worker stops, its group is gone, or the request was not in the failed step."""
+    """Not at all: the worker stops, lost its group, or the request was not in the failed step."""
 
     STEP = "step"
     """It was one of several requests in a step that failed."""
 
     REQUEST = "request"
     """It failed by itself, or was the only request in a step that failed."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended, in OpenAI's terms."""
+
+    LENGTH = "length"
+    """It has `max_tokens` tokens."""
+
+    STOP = "stop"
+    """A stop token was generated, or the text contains a stop string."""
+
+
+_FINISH_TO_PROTO = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. The contract's `Sampling` describes fields and ranges.
+
+    The sampler checks the ranges; here the values have the right types only.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A request to one rank."""
+
+    request_id: str
+    """Chosen by the client, for logs."""
+
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+
+    max_tokens: int
+    """Most tokens to generate, at least one."""
+
+    stop_tokens: frozenset[int] = frozenset()
+    """The first of these ends the request and is part of the output."""
+
+    sampling: Sampling = Sampling()
+    """How tokens are chosen; greedy by default."""
+
+    num_replayed: int = 0
+    """How many tokens at the prompt's end are output of ranks that broke."""
+
+    def after(self, tokens: tuple[int, ...]) -> "GenerateRequest":
+        """The request for what remains once these tokens exist; any rank continues it alike."""
+        return replace(
+            self,
+            prompt=self.prompt + tokens,
+            max_tokens=self.max_tokens - len(tokens),
+            num_replayed=self.num_replayed + len(tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """How likely a token was: natural logarithms."""
+
+    value: float
+    """Of the token itself."""
+
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and theirs, most likely first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedTokens:
+    """Consecutive tokens of one request."""
+
+    tokens: tuple[int, ...]
+    """Token ids in order."""
+
+    finish: FinishReason | None = None
+    """Set with the last token of the request."""
+
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token, or none if the request did not ask for them."""
+
+
+def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
+    """Convert a request."""
+    return pb.GenerateRequest(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        max_tokens=request.max_tokens,
+        stop_tokens=sorted(request.stop_tokens),
+        sampling=pb.Sampling(**asdict(request.sampling)),
+        num_replayed=request.num_replayed,
+    )
+
+
+def request_from_proto(
+    message: pb.GenerateRequest, *, vocab_size: int, context_length: int
+) -> GenerateRequest:
+    """Convert and check a request. `context_length` bounds prompt and output together, tokens.
+
+    Raises:
+        InvalidMessageError: the request cannot be served; names the field and the limit.
+    """
+    num_prompt, total = len(message.prompt), len(message.prompt) + message.max_tokens
+    if not num_prompt:
+        raise _invalid_request("the prompt is empty: send at least one token")
+    if message.max_tokens < 1:
+        raise _invalid_request("max_tokens is 0: ask for at least one token")
+    if total > context_length:
+        raise _invalid_request(
+            f"{num_prompt} prompt tokens and max_tokens {message.max_tokens} make {total}, and "
+            f"this worker's context is {context_length} tokens"
+        )
+    if message.num_replayed >= num_prompt:
+        raise _invalid_request(
+            f"num_replayed is {message.num_replayed}: it must be less than the {num_prompt} tokens "
+            f"of the prompt"
+        )
+    for token in chain(message.prompt, message.stop_tokens):
+        if token >= vocab_size:
+            raise _invalid_request(
+                f"token {token} is not in the vocabulary: tokens are 0 to {vocab_size - 1}"
+            )
+    return GenerateRequest(
+        request_id=message.request_id,
+        prompt=tuple(message.prompt),
+        max_tokens=message.max_tokens,
+        stop_tokens=frozenset(message.stop_tokens),
+        sampling=_sampling_from_proto(message.sampling),
+        num_replayed=message.num_replayed,
+    )
+
+
+def response_to_proto(
+    generated: GeneratedTokens, *, generation: int, step: int, epoch: int
+) -> pb.GenerateResponse:
+    """Convert tokens; `generation`, `step` and `epoch` are those of the last one."""
+    return pb.GenerateResponse(
+        tokens=generated.tokens,
+        finish_reason=_FINISH_TO_PROTO[generated.finish],
+        generation=generation,
+        step=step,
+        epoch=epoch,
+        logprobs=[
+            pb.TokenLogprob(
+                logprob=one.value,
+                top_tokens=[token for token, _ in one.top],
+                top_logprobs=[value for _, value in one.top],
+            )
+            for one in generated.logprobs
+        ],
+    )
+
+
+def response_from_proto(
+    message: pb.GenerateResponse, *, request: GenerateRequest, num_before: int, vocab_size: int
+) -> GeneratedTokens:
+    """Convert and check tokens that follow `num_before` earlier ones.
+
+    The end is computed from the request, so that no rank can end a stream early or late.
+
+    Raises:
+        InvalidMessageError: no worker that serves this request sends that.
+    """
+    finish: FinishReason | None = None
+    for num_tokens, token in enumerate(message.tokens, start=num_before + 1):
+        if finish is not None:
+            raise _invalid_response(f"it sent tokens after the request's end ({finish})")
+        if token >= vocab_size:
+            raise _invalid_response(f"it sent token {token}: tokens are 0 to {vocab_size - 1}")
+        if token in request.stop_tokens:
+            finish = FinishReason.STOP
+        elif num_tokens == request.max_tokens:
+            finish = FinishReason.LENGTH
+    if message.finish_reason and message.finish_reason != _FINISH_TO_PROTO[finish]:
+        raise _invalid_response(
+            f"it sent {pb.FinishReason.Name(message.finish_reason)} after "
+            f"{num_before + len(message.tokens)} of {request.max_tokens} tokens"
+        )
+    num_logprobs = len(message.tokens) if request.sampling.logprobs is not None else 0
+    if len(message.logprobs) != num_logprobs:
+        raise _invalid_response(
+            f"it sent {len(message.logprobs)} logprobs with {len(message.tokens)} tokens"
+        )
+    return GeneratedTokens(
+        tokens=tuple(message.tokens),
+        finish=finish,
+        logprobs=tuple(_logprob_from_proto(one, vocab_size) for one in message.logprobs),
+    )
+
+
+def blame_from_metadata(metadata: Sequence[tuple[str, str | bytes]]) -> Blame:
+    """The blame in a stream's trailing metadata.
+
+    A rank that dies sends none, and any of its requests may be the cause: `STEP`.
+    """
+    value = dict(metadata).get(BLAME_KEY)
+    return next((blame for blame in Blame if blame == value), Blame.STEP)
+
+
+def _sampling_from_proto(message: pb.Sampling) -> Sampling:
+    unset = {n for n in ("top_p", "repetition_penalty", "logprobs") if not message.HasField(n)}
+    names = [field.name for field in pb.Sampling.DESCRIPTOR.fields]
+    return Sampling(**{name: getattr(message, name) for name in names if name not in unset})
+
+
+def _logprob_from_proto(message: pb.TokenLogprob, vocab_size: int) -> TokenLogprob:
+    tokens, values = message.top_tokens, message.top_logprobs
+    if len(tokens) != len(values) or any(token >= vocab_size for token in tokens):
+        raise _invalid_response("it sent logprobs of tokens that do not exist")
+    if any(math.isnan(value) for value in (message.logprob, *values)):
+        raise _invalid_response("it sent a logprob that is NaN")
+    return TokenLogprob(value=message.logprob, top=tuple(zip(tokens, values, strict=True)))
+
+
+def _invalid_request(message: str) -> InvalidMessageError:
+    return InvalidMessageError("generate_request", message)
+
+
+def _invalid_response(message: str) -> InvalidMessageError:
+    return InvalidMessageError("generate_response", message)

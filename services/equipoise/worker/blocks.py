@@ -1,9 +1,9 @@
-"""`BlockPool`: which block of the latent cache is whose. `BlockTable`: one sequence's blocks.
+"""`BlockPool`: who holds which block of the latent cache. `BlockTable`: one sequence's blocks.
 
-Pure accounting: no torch, clock or threads. A full block is known by its tokens and all before
-them, so that sequences which begin alike share it, also when the first of them is long gone: a
-block that nobody holds stays findable until its memory is wanted, the longest unused one first.
-Latents depend on neither layout nor epoch, so what is found is good after a switch as before.
+Pure accounting: no torch, clock or threads. A full block is identified by its tokens and all tokens
+before them, so sequences with the same prefix share it, even if the first of them ended long ago: a
+block without a holder stays cached until its memory is needed, least recently used first. Latents
+depend on neither layout nor epoch, so cached blocks stay valid after a switch.
 """
 
 import hashlib
@@ -11,16 +11,16 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 BlockKey = bytes
-"""A digest of a block's tokens and all tokens before them: nobody can make two that are equal."""
+"""A digest of a block's tokens and all tokens before them, resistant to collisions."""
 
 _ROOT: BlockKey = b""
 _KEY_BYTES = 16
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_tokens` positions; each is free, held by some, or findable.
+    """`num_blocks` blocks of `block_tokens` positions; each is free, held, or cached.
 
-    A findable block that nobody holds counts as available, as a free one does.
+    A cached block without a holder counts as available, like a free one.
     """
 
     def __init__(self, *, num_blocks: int, block_tokens: int) -> None:
@@ -32,30 +32,30 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._key_of: dict[int, BlockKey] = {}
         self._block_of: dict[BlockKey, int] = {}
-        # Findable blocks that nobody holds, the longest unused first; a dict keeps the order.
+        # Cached blocks without a holder, least recently used first; a dict keeps the order.
         self._idle: dict[int, None] = {}
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with a holder."""
         return self.num_blocks - self.num_available
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can still give."""
+        """Blocks that `take` can still return."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_findable(self) -> int:
-        """Full blocks that a sequence which begins alike would find, held or not."""
+        """Cached blocks, held or not."""
         return len(self._block_of)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many positions."""
+        """Number of blocks for this many positions."""
         return -(-num_tokens // self.block_tokens)
 
     def take(self) -> int | None:
-        """A block to write, held once; None when all are held."""
+        """Take a block to write, held once; None when all are held."""
         if self._free:
             block = self._free.pop()
         elif self._idle:
@@ -68,26 +68,26 @@ class BlockPool:
         return block
 
     def find(self, key: BlockKey) -> int | None:
-        """The block with these tokens behind these others, if there is one; not held by that."""
+        """The cached block with this key, or None. Does not hold it."""
         return self._block_of.get(key)
 
     def count_idle(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks nobody holds: holding them leaves fewer available."""
+        """How many of these blocks have no holder; holding those leaves fewer available."""
         return sum(block in self._idle for block in blocks)
 
     def hold(self, block: int) -> None:
-        """Hold a block that was found once more."""
+        """Hold a cached block."""
         self._idle.pop(block, None)
         self._num_holders[block] += 1
 
     def publish(self, block: int, key: BlockKey) -> None:
-        """Let a full block be found; nothing changes if one with the same key can be."""
+        """Cache a full block, unless one with the same key is cached."""
         assert self._num_holders[block] > 0
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key], self._key_of[block] = block, key
 
     def forget(self, block: int) -> bool:
-        """Let a block not be found any more, unless others hold it too; whether it is only ours."""
+        """Uncache a block, unless it has other holders. Returns whether it has none."""
         if self._num_holders[block] > 1:
             return False
         if block in self._key_of:
@@ -95,7 +95,7 @@ class BlockPool:
         return True
 
     def release(self, block: int) -> None:
-        """Give a block back, once for each time that it was taken or held."""
+        """Give up one hold of a block, from `take` or `hold`."""
         assert self._num_holders[block] > 0
         self._num_holders[block] -= 1
         if self._num_holders[block] == 0:
@@ -106,12 +106,12 @@ class BlockPool:
 
 
 class BlockTable:
-    """The blocks that one sequence holds, in the order of its positions."""
+    """The blocks that one sequence holds, in order of position."""
 
     def __init__(self, pool: BlockPool, tokens: Sequence[int]) -> None:
-        """Hold the blocks that are found for a sequence that begins with these tokens.
+        """Hold the cached blocks of a sequence with these tokens.
 
-        The last token is never among them, because it must run to say what follows.
+        The last token is never in them, because it must run to predict the next one.
         """
         self._pool = pool
         self._blocks: list[int] = []
@@ -123,16 +123,16 @@ class BlockTable:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The blocks, that of position 0 first."""
+        """The blocks, position 0 first."""
         return tuple(self._blocks)
 
     @property
     def num_found_tokens(self) -> int:
-        """Positions whose latents are there already; of use before the first `publish`."""
+        """Positions whose latents were cached; valid before the first `publish`."""
         return len(self._keys) * self._pool.block_tokens
 
     def grow(self, num_tokens: int) -> bool:
-        """Hold blocks for so many positions; False when there are not enough, some may be taken."""
+        """Hold blocks for this many positions. False, with some taken, if there are too few."""
         while len(self._blocks) < self._pool.blocks_for(num_tokens):
             block = self._pool.take()
             if block is None:
@@ -141,7 +141,7 @@ class BlockTable:
         return True
 
     def publish(self, tokens: Sequence[int], *, num_run: int) -> None:
-        """Let the blocks be found that `num_run` of the sequence's tokens have filled."""
+        """Cache the blocks that the first `num_run` of the sequence's tokens have filled."""
         size = self._pool.block_tokens
         for index in range(len(self._keys), num_run // size):
             part = tokens[index * size : (index + 1) * size]
@@ -150,18 +150,18 @@ class BlockTable:
             self._pool.publish(self._blocks[index], key)
 
     def forget(self) -> list[int]:
-        """Let no sequence find the blocks that only this one holds; these blocks."""
+        """Uncache the blocks that only this sequence holds, and return them."""
         return [block for block in self._blocks if self._pool.forget(block)]
 
     def release(self) -> None:
-        """Give all blocks back, the last first: the beginning of a sequence is wanted longest."""
+        """Give up all blocks, the last first, so that a sequence's start stays cached longest."""
         while self._blocks:
             self._pool.release(self._blocks.pop())
         self._keys.clear()
 
 
 def found_blocks(pool: BlockPool, tokens: Sequence[int]) -> list[tuple[BlockKey, int]]:
-    """Keys and blocks of the full blocks that are there for a sequence, its last token left out."""
+    """Keys and blocks of a sequence's cached full blocks, without its last token."""
     found: list[tuple[BlockKey, int]] = []
     key, size = _ROOT, pool.block_tokens
     for start in range(0, len(tokens) - size, size):

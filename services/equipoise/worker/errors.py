@@ -36,10 +36,6 @@ class PeerLeftError(GroupError):
     """A peer shut down gracefully, which ends the group."""
 
 
-class InvalidRequestError(ValueError):
-    """A request that no worker can serve; the message names the limit."""
-
-
 class QueueFullError(Exception):
     """The queue is full; the request may be retried later."""
 

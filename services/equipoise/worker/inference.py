@@ -1,78 +1,72 @@
-"""`InferenceService`: clients' requests to the engine, and its tokens back to them.
-
-Owns checking requests and the way of tokens from the engine's thread to each client's stream.
-"""
+"""`InferenceService`: clients' requests to the engine, and its tokens to their streams."""
 
 import asyncio
 import itertools
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import asdict
+from typing import NoReturn
 
 import grpc
 
 from equipoise.telemetry.histogram import Histogram
-from equipoise.wire.inference import BLAME_KEY, Blame
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.inference import (
+    BLAME_KEY,
+    Blame,
+    GeneratedTokens,
+    GenerateRequest,
+    TokenLogprob,
+    request_from_proto,
+    response_to_proto,
+)
 from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.errors import InvalidRequestError, QueueFullError, StepError
-from equipoise.worker.sequence import Emission, FinishReason, Request
+from equipoise.worker.errors import QueueFullError, StepError
+from equipoise.worker.sequence import Emission, Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
-from equipoise_model.sampling_params import SampledToken, SamplingError, SamplingParams
+from equipoise_model.sampling_params import SamplingError, SamplingParams
+
+_Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+_Token = tuple[StepResult, Emission]
+_Stream = asyncio.Queue[_Token | None]
 
 _log = logging.getLogger(__name__)
-
-_FINISH = {
-    None: pb.FINISH_REASON_UNSPECIFIED,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.FAILED: pb.FINISH_REASON_UNSPECIFIED,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Token:
-    emission: Emission
-    epoch: int
-    step: int
-    generation: int
 
 
 class InferenceService(pb_grpc.InferenceServicer):
     """Serves `Generate`; used from the event loop only.
 
-    `itl_s` counts the time from one token of a request to its next.
-
-    `vocab_size` and `context_length` (prompt and output together) bound what a request may ask.
+    `vocab_size` and `context_length` (prompt and output together) limit what a request may ask for.
+    `itl_s` counts the time between two tokens of a request, seconds.
     """
 
     def __init__(self, *, vocab_size: int, context_length: int, itl_s: Histogram) -> None:
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._engine: Engine | None = None
-        self._closed = "this worker has no rank yet: try again when its health says SERVING"
+        self._closed = "this worker has no rank yet: try again when its health is SERVING"
         self._keys = itertools.count(1)
         self._itl_s = itl_s
-        # What each open request has not sent yet. It holds at most the request's own tokens; None
-        # ends it when the engine has ended.
-        self._streams: dict[int, asyncio.Queue[_Token | None]] = {}
+        # Tokens not sent yet, by request: at most the request's own. None ends the stream when the
+        # engine has ended.
+        self._streams: dict[int, _Stream] = {}
         self._draining = ""
         self._failed_step: StepError | None = None
         self._changed = asyncio.Event()
 
     def open(self, engine: Engine) -> None:
-        """Serve by this engine; before the first one every request is turned away.
+        """Serve by this engine; before the first one every request is refused.
 
-        Between two engines that share a scheduler, requests wait for the next one.
+        Requests stay open between two engines that share a scheduler.
         """
         self._engine = engine
 
     def close(self, reason: str, *, failed_step: StepError | None = None) -> None:
-        """End open requests and turn new ones away with UNAVAILABLE and this reason.
+        """End open requests and refuse new ones with UNAVAILABLE and this reason.
 
-        The requests of a step that failed get the blame that it gives them.
+        The requests of a failed step get its blame.
         """
         self._engine, self._closed, self._failed_step = None, reason, failed_step
         for stream in self._streams.values():
@@ -81,17 +75,17 @@ class InferenceService(pb_grpc.InferenceServicer):
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are turned away because this worker stops."""
+        """Whether new requests are refused because this worker stops."""
         return bool(self._draining)
 
     def turn_away(self, reason: str) -> None:
-        """Answer new requests with UNAVAILABLE and this reason from now on; those here go on."""
+        """Refuse new requests with UNAVAILABLE and this reason; open ones continue."""
         self._draining = reason
 
     async def drain(self, *, timeout_s: float) -> bool:
-        """Wait until all requests here have ended or the service closed, at most `timeout_s`.
+        """Wait until all requests have ended or the service is closed.
 
-        False if some were left then.
+        Returns False if some are open after `timeout_s` seconds.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -100,82 +94,74 @@ class InferenceService(pb_grpc.InferenceServicer):
         return not self._streams or self._engine is None
 
     def deliver(self, result: StepResult) -> None:
-        """Hand a step's tokens to their requests."""
+        """Pass a step's tokens to their requests."""
         for emission in result.emissions:
             stream = self._streams.get(emission.key)
             if stream is not None:
-                stream.put_nowait(
-                    _Token(
-                        emission=emission,
-                        epoch=result.epoch,
-                        step=result.step,
-                        generation=result.generation,
-                    )
-                )
+                stream.put_nowait((result, emission))
 
-    # A coroutine that writes, not a generator: its clean-up runs the moment the client goes away.
+    # A coroutine that writes, not a generator: its clean-up runs as soon as the client is gone.
     async def Generate(  # type: ignore[override]  # noqa: N802 - named by the contract
-        self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+        self, message: pb.GenerateRequest, context: _Context
     ) -> None:
-        """Stream a request's tokens as steps make them."""
+        """Stream a request's tokens as steps generate them."""
+        key = next(self._keys)
         try:
-            check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
-            sampling = sampling_params(request.sampling)
-        except InvalidRequestError as error:
+            request = request_from_proto(
+                message, vocab_size=self._vocab_size, context_length=self._context_length
+            )
+            queued = _engine_request(key, request)
+        except InvalidMessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except SamplingError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"sampling.{error}")
         engine = self._engine
         if engine is None or self._draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self._draining or self._closed)
         assert engine is not None
-        key = next(self._keys)
-        stream: asyncio.Queue[_Token | None] = asyncio.Queue()
-        self._streams[key] = stream
+        stream = self._streams[key] = _Stream()
         try:
-            engine.submit(
-                Request(
-                    key=key,
-                    prompt=tuple(request.prompt),
-                    max_tokens=request.max_tokens,
-                    stop_tokens=frozenset(request.stop_tokens),
-                    sampling=sampling,
-                    num_replayed=request.num_replayed,
-                )
-            )
-            # Tells the client at once that its request stands in line: what breaks from here on
-            # has broken under it.
+            engine.submit(queued)
+            # Tells the client that the request is queued: later breaks happen under it.
             await context.send_initial_metadata(())
-            finished, last_s = False, 0.0
-            with_logprobs = sampling.logprobs is not None
-            while not finished:
-                tokens = await _all_waiting(stream)
-                if tokens and (fault := tokens[-1].emission.sampled.fault):
-                    if tokens[:-1]:
-                        await context.write(_response(tokens[:-1], with_logprobs=with_logprobs))
-                    words = f"the request failed in step {tokens[-1].step}: {fault}"
-                    _log.warning("%s: %s", request.request_id, words)
-                    await _end(context, grpc.StatusCode.INTERNAL, words, blame=Blame.REQUEST)
-                elif tokens:
-                    now = time.perf_counter()
-                    if last_s:
-                        self._itl_s.observe((now - last_s) / len(tokens))
-                    last_s = now
-                    await context.write(_response(tokens, with_logprobs=with_logprobs))
-                    finished = tokens[-1].emission.finish is not None
-                else:
-                    blame = self._blame(key)
-                    await _end(context, grpc.StatusCode.UNAVAILABLE, self._closed, blame=blame)
+            await self._write(context, request, stream, key)
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
-            # Also when the client went away: its blocks are wanted by others.
+            # Also when the client is gone: others need its blocks.
             del self._streams[key]
             (self._engine or engine).cancel(key)
             self._note_change()
 
+    async def _write(
+        self, context: _Context, request: GenerateRequest, stream: _Stream, key: int
+    ) -> None:
+        """Send tokens up to the finish, or end the stream with the reason."""
+        last_s = 0.0
+        while True:
+            tokens = await _all_queued(stream)
+            if not tokens:
+                await _end(
+                    context, grpc.StatusCode.UNAVAILABLE, self._closed, blame=self._blame(key)
+                )
+            result, last = tokens[-1]
+            if last.sampled.fault:
+                tokens.pop()
+            if tokens:
+                now = time.perf_counter()
+                if last_s:
+                    self._itl_s.observe((now - last_s) / len(tokens))
+                last_s = now
+                await context.write(_response(tokens, request))
+            if last.sampled.fault:
+                reason = f"the request failed in step {result.step}: {last.sampled.fault}"
+                _log.warning("%s: %s", request.request_id, reason)
+                await _end(context, grpc.StatusCode.INTERNAL, reason, blame=Blame.REQUEST)
+            if last.finish is not None:
+                return
+
     def _blame(self, key: int) -> Blame:
-        """How far a request is the cause that the engine has ended."""
+        """How far a request is the cause of the engine's end."""
         step = self._failed_step
         return step.blame if step is not None and key in step.keys else Blame.NONE
 
@@ -184,62 +170,28 @@ class InferenceService(pb_grpc.InferenceServicer):
         changed.set()
 
 
-async def _end(
-    context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    code: grpc.StatusCode,
-    words: str,
-    *,
-    blame: Blame,
-) -> NoReturn:
-    await context.abort(code, words, trailing_metadata=((BLAME_KEY, blame.value),))
+async def _end(context: _Context, code: grpc.StatusCode, reason: str, *, blame: Blame) -> NoReturn:
+    await context.abort(code, reason, trailing_metadata=((BLAME_KEY, blame.value),))
 
 
-def check_request(request: pb.GenerateRequest, *, vocab_size: int, context_length: int) -> None:
-    """See that a request can be served at all.
+def _engine_request(key: int, request: GenerateRequest) -> Request:
+    """The request as the engine takes it.
 
     Raises:
-        InvalidRequestError: it cannot; names the limit.
+        SamplingError: a sampling value is out of range.
     """
-    if not request.prompt:
-        raise InvalidRequestError("the prompt is empty: send at least one token")
-    if request.max_tokens < 1:
-        raise InvalidRequestError("max_tokens is 0: ask for at least one token")
-    total = len(request.prompt) + request.max_tokens
-    if total > context_length:
-        raise InvalidRequestError(
-            f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} make "
-            f"{total}, and this worker's context is {context_length} tokens"
-        )
-    if request.num_replayed >= len(request.prompt):
-        raise InvalidRequestError(
-            f"num_replayed is {request.num_replayed}, but the {len(request.prompt)} tokens of the "
-            f"prompt must begin with one that was asked"
-        )
-    for token in itertools.chain(request.prompt, request.stop_tokens):
-        if token >= vocab_size:
-            raise InvalidRequestError(
-                f"token {token} is out of the vocabulary: tokens are 0 to {vocab_size - 1}"
-            )
+    return Request(
+        key=key,
+        prompt=request.prompt,
+        max_tokens=request.max_tokens,
+        stop_tokens=request.stop_tokens,
+        sampling=SamplingParams(**asdict(request.sampling)),
+        num_replayed=request.num_replayed,
+    )
 
 
-def sampling_params(sampling: pb.Sampling) -> SamplingParams:
-    """How a request's tokens are chosen.
-
-    Raises:
-        InvalidRequestError: a value is out of range; names the field.
-    """
-    # What is not set has the default of the model's own type.
-    unset = {n for n in ("top_p", "repetition_penalty", "logprobs") if not sampling.HasField(n)}
-    names = (field.name for field in pb.Sampling.DESCRIPTOR.fields)
-    given: dict[str, Any] = {name: getattr(sampling, name) for name in names if name not in unset}
-    try:
-        return SamplingParams(**given)
-    except SamplingError as error:
-        raise InvalidRequestError(f"sampling.{error}") from None
-
-
-async def _all_waiting(stream: asyncio.Queue[_Token | None]) -> list[_Token]:
-    """Wait for a token and take all that wait by now; empty when the engine has ended."""
+async def _all_queued(stream: _Stream) -> list[_Token]:
+    """Wait for a token and take all that are queued; empty when the engine has ended."""
     token = await stream.get()
     tokens = []
     while token is not None:
@@ -252,22 +204,19 @@ async def _all_waiting(stream: asyncio.Queue[_Token | None]) -> list[_Token]:
     return tokens
 
 
-def _response(tokens: list[_Token], *, with_logprobs: bool) -> pb.GenerateResponse:
-    last = tokens[-1]
-    sampled = [token.emission.sampled for token in tokens]
-    return pb.GenerateResponse(
-        tokens=[one.token for one in sampled],
-        finish_reason=_FINISH[last.emission.finish],
-        generation=last.generation,
-        step=last.step,
-        epoch=last.epoch,
-        logprobs=[_logprob(one) for one in sampled] if with_logprobs else (),
-    )
-
-
-def _logprob(sampled: SampledToken) -> pb.TokenLogprob:
-    return pb.TokenLogprob(
-        logprob=sampled.logprob,
-        top_tokens=[token for token, _ in sampled.top],
-        top_logprobs=[logprob for _, logprob in sampled.top],
+def _response(tokens: list[_Token], request: GenerateRequest) -> pb.GenerateResponse:
+    result, last = tokens[-1]
+    sampled = [emission.sampled for _, emission in tokens]
+    with_logprobs = request.sampling.logprobs is not None
+    return response_to_proto(
+        GeneratedTokens(
+            tokens=tuple(one.token for one in sampled),
+            finish=last.finish,
+            logprobs=tuple(
+                TokenLogprob(value=one.logprob, top=one.top) for one in sampled if with_logprobs
+            ),
+        ),
+        generation=result.generation,
+        step=result.step,
+        epoch=result.epoch,
     )

@@ -1,13 +1,12 @@
 """`Scheduler`: which tokens of which requests run in the next step. Pure: no torch, clock, threads.
 
-Continuous batching with chunked prefill: every request that generates runs its newest token in
-every step, with drafts behind it if there are any, and what is left of the token budget goes to
-those that read: prompts, and requests that were paused. Admission and reading are first come, first
-served, so nothing starves.
+Continuous batching with chunked prefill: every generating request runs its newest token in every
+step, followed by its drafts. The rest of the token budget goes to prefill, of prompts and of paused
+requests. Admission and prefill are first come, first served, so nothing starves.
 
-A request that is admitted holds blocks of the latent cache for what it has run. When blocks run
-out, the youngest one is paused: it gives its blocks back, stands first in line, and later reads
-what it had again, its own tokens included. The oldest is never paused, so all come to their end.
+An admitted request holds blocks of the latent cache for the tokens it has run. When blocks run out,
+the youngest request is paused: it gives up its blocks, goes to the front of the queue, and later
+runs its prompt and output again. The oldest is never paused, so every request finishes.
 """
 
 from collections import deque
@@ -17,37 +16,46 @@ from dataclasses import dataclass
 
 from equipoise.worker.blocks import BlockPool, found_blocks
 from equipoise.worker.errors import QueueFullError
-from equipoise.worker.sequence import Emission, FinishReason, Request, Sequence, StepPlan
+from equipoise.worker.sequence import Emission, Request, Sequence, StepPlan
 from equipoise_model.sampling_params import SampledToken
 
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerCounts:
-    """What was done since this worker started; all only grow.
-
-    `processed` are tokens that were run, of prompts and generated, drafts that failed left out.
-    `found` of the `sought` tokens of admitted requests were in the cache already. `accepted` of the
-    `drafted` tokens came true. `paused` counts each time that a request was.
-    """
+    """Counts since this worker started."""
 
     processed: int = 0
+    """Tokens run, of prompts and outputs, without rejected drafts."""
+
     generated: int = 0
+    """Tokens generated."""
+
     sought: int = 0
+    """Tokens of admitted requests, looked up in the prefix cache."""
+
     found: int = 0
+    """Those of them that were cached."""
+
     drafted: int = 0
+    """Draft tokens run."""
+
     accepted: int = 0
+    """Those of them that were right."""
+
     paused: int = 0
+    """Times a request was paused."""
 
 
 class Scheduler:
-    """Requests of one worker, waiting and active; it outlives the epochs that serve them.
+    """Requests of one worker, queued and active, across epochs.
 
-    What a plan left undone when a group broke is planned again: the same tokens at the same
-    positions overwrite whatever the broken step left in the cache.
+    If a group breaks before a plan is committed, the same tokens are planned again: at the same
+    positions they overwrite whatever the broken step left in the cache.
 
-    At most `max_requests` are active, `max_queued` more wait in line, and `max_step_tokens` tokens
-    run in a step, which must cover the newest token and `num_drafts` drafts of every request. While
-    more than `max_drafting` are active (never, unless given), there are no drafts.
+    At most `max_requests` are active and `max_queued` more wait. A step runs at most
+    `max_step_tokens` tokens, which must cover the newest token and `num_drafts` drafts of every
+    request. While more than `max_drafting` requests are active (default: no limit), nothing is
+    drafted.
     """
 
     def __init__(
@@ -77,41 +85,41 @@ class Scheduler:
 
     @property
     def num_active(self) -> int:
-        """Requests that are being generated."""
+        """Active requests."""
         return len(self._active)
 
     @property
     def num_queued(self) -> int:
-        """Requests in line."""
+        """Queued requests."""
         return len(self._queue)
 
     @property
     def is_drafting(self) -> bool:
-        """Whether tokens are guessed; not if so many requests are active that it costs time."""
+        """Whether to draft tokens; not with so many active requests that drafting costs time."""
         return self._num_drafts > 0 and len(self._active) <= self._max_drafting
 
     def submit(self, request: Request) -> None:
-        """Take a request in line; the cache has room for it when it is alone.
+        """Queue a request, which must fit in the cache when it is alone.
 
         Raises:
-            QueueFullError: as many as may be are active, and the line is full.
+            QueueFullError: the queue is full.
         """
         assert request.prompt
         assert request.max_tokens >= 1
         assert request.num_replayed < len(request.prompt)
         longest = len(request.prompt) + request.max_tokens
         assert self.blocks.blocks_for(longest) <= self.blocks.num_blocks
-        # Requests that the next plan will admit do not stand in line.
+        # Requests that the next plan will admit do not count as queued.
         num_free = self._max_requests - len(self._active)
         if len(self._queue) >= self._max_queued + num_free:
             raise QueueFullError(
-                f"{len(self._active)} requests are being served and {len(self._queue)} wait, "
-                f"which is this worker's bound: try again later or ask another worker"
+                f"{len(self._active)} requests are active and {len(self._queue)} queued, which is "
+                f"this worker's limit: try again later or use another worker"
             )
         self._queue.append(Sequence(request=request))
 
     def cancel(self, key: int) -> bool:
-        """Forget a request and free its blocks; False when it is not known (any more)."""
+        """Remove a request and free its blocks; False if it is unknown."""
         if key in self._active:
             self._active.pop(key).pause()
             return True
@@ -122,9 +130,9 @@ class Scheduler:
         return False
 
     def plan(self) -> StepPlan:
-        """Admit and pause whom blocks allow or force, and choose the tokens of the next step.
+        """Admit and pause requests as blocks allow, and choose the tokens of the next step.
 
-        Changes nothing but that: a plan that is not committed is planned again.
+        A plan that is not committed is planned again.
         """
         self._admit()
         wanted = self._wanted()
@@ -144,27 +152,26 @@ class Scheduler:
         sampled: Tokens[SampledToken],
         drafts: Mapping[int, tuple[int, ...]] | None = None,
     ) -> list[Emission]:
-        """Record that a plan has run, and what is guessed to follow.
+        """Record that a plan has run, and the drafts for the next one.
 
-        `sampled` has the tokens of the sampling chunks, in order, also those behind drafts that
-        failed; `drafts` are by request. Requests that were cancelled while the step ran are passed
-        over.
+        `sampled` has the samples of all chunks in order, including those after rejected drafts.
+        `drafts` are by request. Requests that were cancelled during the step are skipped.
         """
         tokens = iter(sampled)
         emissions = []
         for chunk in plan.chunks:
-            standing = chunk.accepted([next(tokens) for _ in chunk.sampling])
-            num_accepted = max(0, len(standing) - 1)
+            accepted = chunk.accepted([next(tokens) for _ in chunk.sampling])
+            num_accepted = max(0, len(accepted) - 1)
             self.counts.processed += len(chunk.known) + num_accepted
             self.counts.drafted += len(chunk.drafts)
             self.counts.accepted += num_accepted
             sequence = self._active.get(chunk.key)
             if sequence is None:
                 continue
-            told = sequence.take(chunk, standing)
-            emissions += told
-            if told and told[-1].finish is not None:
-                if told[-1].finish is FinishReason.FAILED:
+            emitted = sequence.take(chunk, accepted)
+            emissions += emitted
+            if emitted and emitted[-1].is_last:
+                if emitted[-1].sampled.fault:
                     self._suspect_blocks += sequence.forget_blocks()
                 self._active.pop(chunk.key).pause()
             elif drafts is not None:
@@ -173,12 +180,12 @@ class Scheduler:
         return emissions
 
     def take_suspect_blocks(self) -> list[int]:
-        """Blocks that requests left whose rows failed; clear them before the next step."""
+        """Blocks of requests that failed, which may hold NaN: clear them before the next step."""
         blocks, self._suspect_blocks = self._suspect_blocks, []
         return blocks
 
     def clear(self) -> list[int]:
-        """Forget every request, active and waiting, and return their keys."""
+        """Remove every request, active and queued, and return their keys."""
         keys = [*self._active, *(waiting.request.key for waiting in self._queue)]
         for sequence in self._active.values():
             sequence.pause()
@@ -187,7 +194,7 @@ class Scheduler:
         return keys
 
     def _admit(self) -> None:
-        """Take from the line, first come, first served, who will find blocks for all it has."""
+        """Activate queued requests in order while there are blocks for all their tokens."""
         while self._queue and len(self._active) < self._max_requests:
             waiting = self._queue[0]
             found = [block for _, block in found_blocks(self.blocks, waiting.tokens)]
@@ -200,14 +207,14 @@ class Scheduler:
             self.counts.found += waiting.begin(self.blocks)
 
     def _num_promised(self) -> int:
-        """Blocks that the active ones will take for what they have, and one more for each."""
+        """Blocks that active requests still need for their tokens, and one more for each."""
         return sum(
             self.blocks.blocks_for(len(one.tokens)) + 1 - len(one.blocks)
             for one in self._active.values()
         )
 
     def _wanted(self) -> dict[int, int]:
-        """Tokens that each active request would run, drafts among them, in the order of arrival."""
+        """Tokens that each active request would run, including drafts, in order of arrival."""
         num_tokens = {}
         budget = self._max_step_tokens
         most_drafts = self._num_drafts if self.is_drafting else 0
@@ -223,7 +230,7 @@ class Scheduler:
         return {key: num_tokens[key] for key in self._active if key in num_tokens}
 
     def _provide(self, wanted: Mapping[int, int]) -> None:
-        """Give blocks to all that will run, the oldest first, and pause the youngest for them."""
+        """Provide blocks for the requests that run, oldest first; pause the youngest if needed."""
         for key, num_tokens in wanted.items():
             sequence = self._active.get(key)
             while sequence is not None and not sequence.grow(num_tokens):

@@ -1,61 +1,66 @@
 """`Sequence`: a request with its tokens so far, and how many of them are in the cache.
 
-Also what goes in and out of a step: `Request`, `Chunk`, `Emission`. Pure: no torch, clock, threads.
+Also the input and output of a step: `Request`, `Chunk`, `Emission`. Pure: no torch, clock, threads.
 """
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from enum import Enum
 
+from equipoise.wire.inference import FinishReason
 from equipoise.worker.blocks import BlockPool, BlockTable
 from equipoise_model.sampling_params import SampledToken, SamplingParams, SamplingRow
 
 GREEDY = SamplingParams(temperature=0)
 
 
-class FinishReason(Enum):
-    """Why a request ended."""
-
-    LENGTH = "length"
-    STOP = "stop"
-    FAILED = "failed"
-    """No token could be chosen: `SampledToken.fault` says why."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request: at least one prompt token, at least one token to generate.
-
-    `key` is unique on this worker. Generation ends after `max_tokens`, or with the first of
-    `stop_tokens`, which is part of the output. The last `num_replayed` tokens of the prompt are
-    output that another rank made: penalties count them as such.
-    """
+    """One request to the engine."""
 
     key: int
+    """Unique on this worker."""
+
     prompt: tuple[int, ...]
+    """Token ids, at least one."""
+
     max_tokens: int
+    """Most tokens to generate, at least one."""
+
     stop_tokens: frozenset[int] = frozenset()
+    """The first of these ends the request and is part of the output."""
+
     sampling: SamplingParams = GREEDY
+    """How tokens are chosen."""
+
     num_replayed: int = 0
+    """How many tokens at the prompt's end are output of another rank; penalties count them so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Consecutive tokens of one request: `tokens[i]` stands at `start + i`, kept in `blocks`.
-
-    If the last known token of the request is among them, its logits give the next, by the first of
-    `sampling`. Behind it there may be `drafts`, guesses at what follows; each one's logits are
-    sampled too, by the next of `sampling`, as if it were right. `upcoming` are known tokens behind
-    the chunk, as many as drafting wants to know.
-    """
+    """Consecutive tokens of one request that run in a step."""
 
     key: int
+    """The request's."""
+
     blocks: tuple[int, ...]
+    """Cache blocks of the sequence, position 0 first."""
+
     start: int
+    """Position of the first token."""
+
     known: tuple[int, ...]
+    """Tokens of the prompt or of the output."""
+
     drafts: tuple[int, ...] = ()
+    """Guesses at the tokens that follow; only after the request's last known token."""
+
     upcoming: tuple[int, ...] = ()
+    """Known tokens after the chunk, as many as drafting needs."""
+
     sampling: tuple[SamplingRow, ...] = ()
+    """How to sample after the request's last known token, and after each draft as if it were right;
+    empty if the chunk ends before that token."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -64,75 +69,94 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether this chunk gives tokens."""
+        """Whether this chunk yields tokens."""
         return bool(self.sampling)
 
     def accepted(self, sampled: Tokens[SampledToken]) -> list[SampledToken]:
-        """What of a chunk's samples stands: the first, and one more for each draft it came true of.
+        """The valid samples: the first, and one more for each draft that was right.
 
         Every token is what it would be without drafts, whether sampled or greedy, because a draft
-        counts only if it is the very token that its predecessor's logits gave.
+        counts only if it is the token sampled before it.
         """
         assert len(sampled) == len(self.sampling)
-        standing = list(sampled[:1])
+        accepted = list(sampled[:1])
         for draft, following in zip(self.drafts, sampled[1:], strict=True):
-            if standing[-1].fault or standing[-1].token != draft:
+            if accepted[-1].fault or accepted[-1].token != draft:
                 break
-            standing.append(following)
-        return standing
+            accepted.append(following)
+        return accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The tokens of one step on this rank; may be empty. `drafts`: what follows is guessed."""
+    """The tokens of one step on this rank; may be empty."""
 
     chunks: tuple[Chunk, ...]
+    """At most one for each request."""
+
     drafts: bool = True
+    """Whether to draft the tokens that follow."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens over all chunks, drafts among them."""
+        """Tokens of all chunks, including drafts."""
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """One generated token; `finish` is set on the last of its request.
-
-    With `FAILED` there is no token.
-    """
+    """One generated token, or the failure of its request: `sampled.fault`."""
 
     key: int
+    """The request's."""
+
     sampled: SampledToken
+    """The token."""
+
     finish: FinishReason | None
+    """Set on the last token of the request."""
 
     @property
     def token(self) -> int:
         """The token itself."""
         return self.sampled.token
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the request has finished or failed."""
+        return self.finish is not None or bool(self.sampled.fault)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """A request's tokens so far; while it is active, its blocks and how many tokens have run."""
+    """A request's progress."""
 
     request: Request
+    """The request."""
+
     tokens: list[int] = field(init=False)
+    """Prompt and output so far."""
+
     drafts: tuple[int, ...] = ()
+    """Guesses at the tokens that follow."""
+
     num_run: int = 0
+    """Tokens whose latents are in the cache."""
+
     table: BlockTable | None = None
+    """Its blocks while it is active."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
 
     @property
     def num_pending(self) -> int:
-        """Known tokens that have not run."""
+        """Known tokens that have not run yet."""
         return len(self.tokens) - self.num_run
 
     @property
     def is_generating(self) -> bool:
-        """Whether only the newest generated token has to run for the next."""
+        """Whether only the newest generated token has to run for the next one."""
         return self.num_pending == 1 and len(self.tokens) > len(self.request.prompt)
 
     @property
@@ -142,35 +166,35 @@ class Sequence:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Blocks that are held, that of position 0 first."""
+        """Blocks held, position 0 first."""
         return self.table.blocks if self.table is not None else ()
 
     def begin(self, pool: BlockPool) -> int:
-        """Become active, with what the cache has of it already; the number of those tokens."""
+        """Become active with the cached blocks; returns how many tokens those have."""
         self.table = BlockTable(pool, self.tokens)
         self.num_run = self.table.num_found_tokens
         return self.num_run
 
     def pause(self) -> None:
-        """Give all blocks back; what was run must be run again, if it is not found."""
+        """Give up all blocks; tokens that are not cached any more must run again."""
         assert self.table is not None
         self.table.release()
         self.table, self.num_run, self.drafts = None, 0, ()
 
     def forget_blocks(self) -> list[int]:
-        """The blocks that no other sequence holds; no later one finds them."""
+        """Uncache the blocks that no other sequence holds, and return them."""
         assert self.table is not None
         return self.table.forget()
 
     def grow(self, num_tokens: int) -> bool:
-        """Hold blocks for so many tokens more than have run; False when there are not enough."""
+        """Hold blocks for this many tokens after those that ran. False if there are too few."""
         assert self.table is not None
         return self.table.grow(self.num_run + num_tokens)
 
     def chunk(self, *, num_tokens: int, num_ahead: int) -> Chunk:
-        """The next tokens to run, drafts after the known ones; `num_ahead` are told behind them.
+        """The next tokens to run, known ones before drafts, with `num_ahead` upcoming ones.
 
-        Blocks for them are there.
+        The sequence must hold blocks for them.
         """
         start, known = self.num_run, min(num_tokens, self.num_pending)
         end = start + known
@@ -187,7 +211,7 @@ class Sequence:
         )
 
     def _sampling_rows(self, drafts: tuple[int, ...]) -> list[SamplingRow]:
-        """For the last known token and each draft behind it, what is sampled there."""
+        """How to sample after the last known token and after each draft."""
         num_prompt = len(self.request.prompt) - self.request.num_replayed
         prompt, output = self.tokens[:num_prompt], self.tokens[num_prompt:]
         return [
@@ -195,16 +219,15 @@ class Sequence:
             for n in range(len(drafts) + 1)
         ]
 
-    def take(self, chunk: Chunk, standing: Tokens[SampledToken]) -> list[Emission]:
-        """Record that a chunk has run and which of its samples stand; ends with the request's."""
+    def take(self, chunk: Chunk, accepted: Tokens[SampledToken]) -> list[Emission]:
+        """Record that a chunk has run, with its accepted samples. Stops at the request's end."""
         assert self.table is not None
         self.drafts = ()
-        self.num_run += len(chunk.known) + max(0, len(standing) - 1)
+        self.num_run += len(chunk.known) + max(0, len(accepted) - 1)
         emissions: list[Emission] = []
-        for sampled in standing:
+        for sampled in accepted:
             if sampled.fault:
-                failed = FinishReason.FAILED
-                return [*emissions, Emission(key=self.request.key, sampled=sampled, finish=failed)]
+                return [*emissions, Emission(key=self.request.key, sampled=sampled, finish=None)]
             self.tokens.append(sampled.token)
             finish = self._finish(sampled.token)
             emissions.append(Emission(key=self.request.key, sampled=sampled, finish=finish))

@@ -8,17 +8,17 @@ from queue import Empty, SimpleQueue
 
 from equipoise.cli.generate.settings import GenerateSettings
 from equipoise.cli.offline.settings import ToolInputError
-from equipoise.gateway.attempt import Finish, Made
-from equipoise.gateway.choice import Choice
+from equipoise.gateway.choice import ChoiceDecoder
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.telemetry.loading import Loading
+from equipoise.wire.inference import GeneratedTokens
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.sequence import FinishReason, Request
+from equipoise.worker.errors import WorkerError
+from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
 from equipoise_model.sampling_params import SamplingError, SamplingParams
 
-_FINISH = {FinishReason.LENGTH: Finish.LENGTH, FinishReason.STOP: Finish.STOP, None: None}
 _LOOK_S = 1.0
 """How often to check that the engine still runs while no step completes."""
 
@@ -50,13 +50,13 @@ def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[st
         publish=steps.put,
         loading=Loading(say=_say),
     )
-    choice = Choice(tokenizer, stops=settings.stop, stop_tokens=ends)
+    choice = ChoiceDecoder(tokenizer, stops=settings.stop, stop_tokens=ends)
     with _running(engine) as ended:
         engine.submit(request)
-        for made in _made(steps, ended):
-            piece = choice.read(made)
-            yield piece.text
-            if piece.finish is not None:
+        for generated in _generated(steps, ended):
+            delta = choice.read(generated)
+            yield delta.text
+            if delta.finish is not None:
                 return
 
 
@@ -65,7 +65,7 @@ def _say(line: str, _done: int, _total: int) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _made(steps: SimpleQueue[StepResult], ended: Future[None]) -> Iterator[Made]:
+def _generated(steps: SimpleQueue[StepResult], ended: Future[None]) -> Iterator[GeneratedTokens]:
     while True:
         try:
             result = steps.get(timeout=_LOOK_S)
@@ -74,7 +74,9 @@ def _made(steps: SimpleQueue[StepResult], ended: Future[None]) -> Iterator[Made]
                 ended.result()
             continue
         for emission in result.emissions:
-            yield Made(tokens=(emission.token,), finish=_FINISH[emission.finish])
+            if emission.sampled.fault:
+                raise WorkerError(f"no next token: {emission.sampled.fault}")
+            yield GeneratedTokens(tokens=(emission.token,), finish=emission.finish)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""`Reader`: what a client asks, from a request's body. Pure; decides what is served and refused.
+"""`RequestParser`: parses and checks request bodies. Pure; decides what is served and refused.
 
-Both of OpenAI's forms become one `Asked`. A field that would change the answer, and that cannot be
-honoured, is refused with its name: a client must not believe that it was heeded.
+Both of OpenAI's forms become one `CompletionRequest`. A field that would change the answer and is
+not supported is refused by name: no client must believe that it took effect.
 """
 
 import secrets
@@ -9,48 +9,48 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from equipoise.gateway.attempt import Sampling
 from equipoise.gateway.chat_template import ChatTemplate, Messages
 from equipoise.gateway.errors import InvalidRequestError, UnknownModelError
 from equipoise.gateway.fields import Fields, is_whole, shown
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.wire.inference import Sampling
 
 DEFAULT_MAX_TOKENS = 16
-"""Tokens of a completion that does not say how many: OpenAI's figure."""
+"""Tokens of a completion without `max_tokens`, as at OpenAI."""
 
 MAX_STOPS = 4
-"""Stop strings a request may have: OpenAI's figure."""
+"""Stop strings of a request, as at OpenAI."""
 
 MAX_CHOICES = 16
-"""Answers to one prompt; each is a request of its own to the ranks."""
+"""Choices for one prompt; each is a request of its own to the ranks."""
 
 MAX_LOGPROBS = 20
-"""Likeliest tokens told with each token: OpenAI's figure for chats, and the ranks' bound."""
+"""Most likely tokens reported with each token: OpenAI's limit for chats, and the ranks'."""
 
-LEAST_TEMPERATURE = 0.01
-"""A lower temperature that is not 0 is raised to this, as vLLM does."""
+MIN_TEMPERATURE = 0.01
+"""A lower temperature other than 0 is raised to this, as vLLM does."""
 
 _EITHER = frozenset(
     {
         *("model", "max_tokens", "stop", "stream", "stream_options", "n", "logprobs", "seed"),
         *("temperature", "top_p", "presence_penalty", "frequency_penalty"),
-        # Not OpenAI's, but usual among servers of open models.
+        # Not OpenAI's, but common among servers of open models.
         *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),
         "return_token_ids",
-        # Say nothing about the answer.
+        # These do not affect the answer.
         *("user", "metadata", "safety_identifier", "prompt_cache_key"),
     }
 )
 _OF_COMPLETIONS = _EITHER | {"prompt", "echo"}
 _OF_CHATS = _EITHER | {"messages", "max_completion_tokens", "top_logprobs"}
 
-# Field → values that ask for what is done anyway. All others are refused.
-_COMPLETIONS_CANNOT: dict[str, tuple[Any, ...]] = {
+# Fields that are not supported, with the values that change nothing and so are accepted.
+_COMPLETIONS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "logit_bias": ({},),
 }
-_CHATS_CANNOT: dict[str, tuple[Any, ...]] = {
+_CHATS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -68,57 +68,79 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a request may ask for at most.
-
-    `context_length` is prompt and output together, for those that leave the output's length open.
-    """
+class RequestLimits:
+    """Limits of one request, tokens."""
 
     max_prompt_tokens: int
+    """Longest prompt."""
+
     max_tokens: int
+    """Longest output."""
+
     context_length: int
+    """Prompt and output together; limits chats that do not limit their output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is to be made: `num_choices` answers to one prompt.
-
-    Choice i draws by `sampling.seed + i`. `echo` is text that goes before each answer. `stops` are
-    strings; `include_usage` is about streams only.
-    """
+class CompletionRequest:
+    """A checked request for text."""
 
     prompt: tuple[int, ...]
+    """Token ids."""
+
     max_tokens: int
+    """Most tokens to generate, per choice."""
+
     num_choices: int
+    """Answers to the one prompt."""
+
     sampling: Sampling
+    """How tokens are chosen; choice i uses `seed + i`."""
+
     echo: str
+    """Text to put before each answer."""
+
     stops: tuple[str, ...]
+    """Strings that end a choice."""
+
     stop_tokens: frozenset[int]
+    """Tokens that end a choice."""
+
     stream: bool
+    """Whether to send server-sent events."""
+
     include_usage: bool
+    """Whether a stream ends with token counts."""
+
     return_token_ids: bool
+    """Whether choices have their token ids."""
 
 
-class Reader:
-    """Reads requests for one model."""
+class RequestParser:
+    """Parses requests for one model."""
 
     def __init__(
-        self, *, model: str, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits
+        self,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        limits: RequestLimits,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._template = template
         self._limits = limits
 
-    def completion(self, body: bytes) -> Asked:
-        """Read the body of `POST /v1/completions`.
+    def completion(self, body: bytes) -> CompletionRequest:
+        """Parse the body of `POST /v1/completions`.
 
         Raises:
             InvalidRequestError: it cannot be served; names the field and what is allowed.
             UnknownModelError: it is for another model.
         """
         fields = Fields.of_body(body)
-        self._check(fields, known=_OF_COMPLETIONS, cannot=_COMPLETIONS_CANNOT)
+        self._check(fields, known=_OF_COMPLETIONS, unsupported=_COMPLETIONS_UNSUPPORTED)
         prompt = self._prompt(fields)
         most, default = self._limits.max_tokens, DEFAULT_MAX_TOKENS
         logprobs = None
@@ -126,24 +148,24 @@ class Reader:
             logprobs = fields.whole("logprobs", least=0, most=MAX_LOGPROBS, default=0)
         echo = fields.flag("echo")
         if echo and logprobs is not None:
-            raise fields.refuse("echo", "cannot be had with logprobs: prompts have none here")
+            raise fields.refuse("echo", "is not supported with logprobs: prompts have no logprobs")
         return self._asked(
             fields,
             prompt=prompt,
             max_tokens=fields.whole("max_tokens", least=1, most=most, default=min(default, most)),
             logprobs=logprobs,
-            echo=self._tokenizer.spell(prompt) if echo else "",
+            echo=self._tokenizer.decode(prompt) if echo else "",
         )
 
-    def chat(self, body: bytes) -> Asked:
-        """Read the body of `POST /v1/chat/completions`.
+    def chat(self, body: bytes) -> CompletionRequest:
+        """Parse the body of `POST /v1/chat/completions`.
 
         Raises:
             InvalidRequestError: it cannot be served; names the field and what is allowed.
             UnknownModelError: it is for another model.
         """
         fields = Fields.of_body(body)
-        self._check(fields, known=_OF_CHATS, cannot=_CHATS_CANNOT)
+        self._check(fields, known=_OF_CHATS, unsupported=_CHATS_UNSUPPORTED)
         if self._template is None:
             raise InvalidRequestError(
                 f"{self._model} has no chat template: its checkpoint folder has neither "
@@ -164,16 +186,16 @@ class Reader:
         )
 
     def _check(
-        self, fields: Fields, *, known: frozenset[str], cannot: dict[str, tuple[Any, ...]]
+        self, fields: Fields, *, known: frozenset[str], unsupported: dict[str, tuple[Any, ...]]
     ) -> None:
-        fields.only({*known, *cannot})
-        for name, allowed in cannot.items():
+        fields.only({*known, *unsupported})
+        for name, allowed in unsupported.items():
             if name in fields and fields.get(name) not in allowed:
                 raise fields.refuse(name, f"{shown(fields.get(name))} is not supported")
         wanted = fields.get("model")
         if wanted is not None and wanted != self._model:
             raise UnknownModelError(
-                f"the model {shown(wanted)} is not served here, {self._model} is", param="model"
+                f"the model {shown(wanted)} is not served here; use {self._model}", param="model"
             )
 
     def _asked(
@@ -184,12 +206,12 @@ class Reader:
         max_tokens: int,
         logprobs: int | None,
         echo: str = "",
-    ) -> Asked:
+    ) -> CompletionRequest:
         stream = fields.flag("stream")
         stop_tokens = frozenset(_tokens(fields, "stop_token_ids", self._tokenizer.vocab_size))
         if not fields.flag("ignore_eos"):
             stop_tokens |= self._tokenizer.end_tokens
-        return Asked(
+        return CompletionRequest(
             prompt=prompt,
             max_tokens=max_tokens,
             num_choices=fields.whole("n", least=1, most=MAX_CHOICES, default=1),
@@ -210,7 +232,7 @@ class Reader:
             return self._encoded(fields, "prompt", value, begins=True)
         if not isinstance(value, list) or not all(is_whole(token) for token in value):
             raise fields.refuse(
-                "prompt", "must be a string or a list of token ids (one prompt a request)"
+                "prompt", "must be a string or a list of token ids (one prompt per request)"
             )
         self._check_length(fields, "prompt", len(value))
         return _tokens(Fields({"prompt": value}), "prompt", self._tokenizer.vocab_size)
@@ -219,9 +241,7 @@ class Reader:
         try:
             tokens = self._tokenizer.encode(text, begins=begins)
         except UnicodeEncodeError:
-            raise fields.refuse(
-                name, "has half of a surrogate pair, which is no character"
-            ) from None
+            raise fields.refuse(name, "contains an unpaired surrogate") from None
         self._check_length(fields, name, len(tokens))
         return tokens
 
@@ -231,11 +251,13 @@ class Reader:
             raise fields.refuse(name, f"must have 1 to {most} tokens, not {num_tokens}")
 
     def _chat_tokens(self, fields: Fields, *, num_prompt: int) -> int:
-        """The answer's length: as asked by either name, or what the context leaves."""
+        """The answer's limit, by either name, or what the context leaves."""
         names = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
         most = self._limits.max_tokens
         if len(names) == 2:
-            raise fields.refuse("max_tokens", "and max_completion_tokens are two names of one")
+            raise fields.refuse(
+                "max_tokens", "and max_completion_tokens are the same setting: send one"
+            )
         left = max(1, min(most, self._limits.context_length - num_prompt))
         return fields.whole(names[0] if names else "max_tokens", least=1, most=most, default=left)
 
@@ -243,13 +265,13 @@ class Reader:
 def _sampling(fields: Fields, *, logprobs: int | None) -> Sampling:
     number: Callable[..., float] = fields.number
     if "top_p" in fields and fields.get("top_p") == 0:
-        raise fields.refuse("top_p", "must be above 0: for greedy tokens send temperature: 0")
+        raise fields.refuse("top_p", "must be above 0: send temperature: 0 for greedy tokens")
     seed = fields.whole("seed", least=-(2**63), most=2**64 - 1, default=secrets.randbits(63))
     temperature = number("temperature", least=0, most=2, default=1)
     return Sampling(
-        temperature=max(temperature, LEAST_TEMPERATURE) if temperature else 0.0,
+        temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
         top_p=number("top_p", least=0, most=1, default=1),
-        # Some clients say -1 for all.
+        # Some clients send -1 for all tokens.
         top_k=max(0, fields.whole("top_k", least=-1, most=2**31, default=0)),
         min_p=number("min_p", least=0, most=1, default=0),
         repetition_penalty=number("repetition_penalty", least=0.01, most=100, default=1),
@@ -264,7 +286,7 @@ def _messages(fields: Fields) -> Messages:
     value = fields.get("messages")
     if not isinstance(value, list) or not value:
         raise fields.refuse("messages", "must be a list of at least one message")
-    return [_message(one, path=f"messages[{place}]") for place, one in enumerate(value)]
+    return [_message(one, path=f"messages[{index}]") for index, one in enumerate(value)]
 
 
 def _message(value: Any, *, path: str) -> dict[str, str]:
@@ -275,28 +297,28 @@ def _message(value: Any, *, path: str) -> dict[str, str]:
     role = message.get("role")
     if role not in _ROLES:
         raise message.refuse("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
-    # What OpenAI calls developer, the templates of open models call system.
-    made = {"role": "system" if role == "developer" else role, "content": _content(message)}
+    # OpenAI's developer is called system in the templates of open models.
+    result = {"role": "system" if role == "developer" else role, "content": _content(message)}
     name = message.get("name")
     if isinstance(name, str):
-        made["name"] = name
+        result["name"] = name
     elif name is not None:
         raise message.refuse("name", "must be a string")
-    return made
+    return result
 
 
 def _content(message: Fields) -> str:
-    """A message's text, which may come in parts."""
+    """A message's text, which may be in parts."""
     value = message.get("content")
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list):
-        raise message.refuse("content", "must be a string or a list of parts of text")
+        raise message.refuse("content", "must be a string or a list of text parts")
     texts = []
     for part in parts:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         text = part["text"] if is_text and "text" in part else part
         if not isinstance(text, str):
-            raise message.refuse("content", "may have parts of type text only")
+            raise message.refuse("content", "must have parts of type text only")
         texts.append(text)
     return "".join(texts)
 
@@ -307,18 +329,16 @@ def _tokens(fields: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
         raise fields.refuse(name, "must be a list of token ids")
     for token in value:
         if not is_whole(token) or not 0 <= token < vocab_size:
-            raise fields.refuse(name, f"has tokens 0 to {vocab_size - 1}, not {shown(token)}")
+            raise fields.refuse(name, f"must have tokens 0 to {vocab_size - 1}, not {shown(token)}")
     return tuple(value)
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
     value = fields.get("stop")
     stops = [] if value is None else [value] if isinstance(value, str) else value
-    good = isinstance(stops, list) and len(stops) <= MAX_STOPS
-    if not good or not all(isinstance(stop, str) and stop for stop in stops):
-        raise fields.refuse(
-            "stop", f"must be a string or up to {MAX_STOPS} of them, none of them empty"
-        )
+    is_list = isinstance(stops, list) and len(stops) <= MAX_STOPS
+    if not is_list or not all(isinstance(stop, str) and stop for stop in stops):
+        raise fields.refuse("stop", f"must be a string or up to {MAX_STOPS} strings, not empty")
     return tuple(stops)
 
 

@@ -1,7 +1,7 @@
-"""`Ranks`: the ranks as this gateway knows them, its work on each, and the line for a place.
+"""`RankTable`: the ranks as this gateway knows them, its work on each, and the queue for a rank.
 
-Owns counting and waiting; whom to choose is `routing`'s decision, what is said about ranks comes
-from `watch` or the settings. Knows neither sockets nor gRPC.
+Counts and waits. `routing` chooses the rank; `watch` or the settings supply the ranks. Knows
+neither sockets nor gRPC.
 """
 
 import asyncio
@@ -14,146 +14,152 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from equipoise.gateway.attempt import TokenRequest
-from equipoise.gateway.errors import NoRankError, QueueFullError
-from equipoise.gateway.routing import NoChoice, RankLoad, Standing, choose
+from equipoise.gateway.errors import NoRankError, TooManyQueuedError
+from equipoise.gateway.routing import NoRankChoice, RankLoad, RankState, choose
+from equipoise.wire.inference import GenerateRequest
 
 FIRST_REST_S = 0.1
 LONGEST_REST_S = 2.0
-"""A rank that failed is left alone this long: doubled with each failure, up to the longest."""
+"""Backoff of a rank that failed, seconds: doubles with each failure up to the longest."""
 
 FULL_REST_S = 0.2
-"""A rank whose line is full is asked again after this long."""
+"""Backoff of a rank whose queue is full, seconds."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldRank:
-    """A rank as a balancer or a setting tells it.
-
-    `num_requests` are active and queued there, and `kv_tokens_used` of the `kv_tokens_total` that
-    its latent cache has room for are taken, as of its report number `report` (any number that
-    changes from one report to the next).
-    """
+class RankInfo:
+    """A rank as a balancer or a setting reports it."""
 
     name: str
+    """Name for logs and messages."""
+
     address: str
-    standing: Standing
+    """host:port."""
+
+    state: RankState
+    """Whether it takes requests."""
+
     num_requests: int = 0
+    """Requests active and queued there, from all gateways."""
+
     kv_tokens_total: int = 0
+    """Tokens that its latent cache has room for; 0 if unknown."""
+
     kv_tokens_used: int = 0
+    """Tokens that the cache holds."""
+
     report: int = 0
+    """A number that changes with each report of the rank."""
 
 
-class Ranks:
+class RankTable:
     """All ranks of the pool; used from one event loop only.
 
-    At most `max_queued` new requests wait for a place. `clock` gives monotonic seconds.
+    At most `max_queued` new requests wait for a rank. `clock` gives monotonic seconds.
     """
 
     def __init__(self, *, max_queued: int, clock: Callable[[], float]) -> None:
         self._max_queued = max_queued
         self._clock = clock
         self._ranks: dict[str, _Rank] = {}
-        self._line: deque[_Waiter] = deque()
+        self._queue: deque[_Waiter] = deque()
         self._turns = itertools.count()
         self._why_none = "no rank is known yet"
         self._retry: asyncio.TimerHandle | None = None
 
     @property
     def num_waiting(self) -> int:
-        """Requests queued."""
-        return len(self._line)
+        """Queued requests."""
+        return len(self._queue)
 
     def loads(self) -> list[RankLoad]:
-        """Every rank and its work now."""
+        """Every rank and its current work."""
         return [rank.load() for rank in self._ranks.values()]
 
     def trouble(self) -> str:
         """Why no rank can take a request now; empty when one can."""
         found = choose(self.loads(), now=self._clock(), avoid=frozenset(), turn=0)
-        return found.reason if isinstance(found, NoChoice) else ""
+        return found.reason if isinstance(found, NoRankChoice) else ""
 
-    def tell(self, told: Iterable[ToldRank]) -> None:
-        """Take what is told of all ranks. Nobody at all is no news: who was known serves on.
+    def update(self, infos: Iterable[RankInfo]) -> None:
+        """Replace what is known of all ranks. An empty list is ignored: the ranks keep serving.
 
-        A rank that is not told any more gets no new request, and is forgotten when its last ends.
+        A rank that is missing gets no new requests, and is removed when its last request ends.
         """
-        by_address = {rank.address: rank for rank in told}
+        by_address = {info.address: info for info in infos}
         if not by_address:
             return
         for address, rank in list(self._ranks.items()):
             if address not in by_address:
-                rank.standing = Standing.CLOSED
+                rank.state = RankState.CLOSED
                 if not rank.num_open:
                     del self._ranks[address]
-        for address, one in by_address.items():
+        for address, info in by_address.items():
             if address not in self._ranks:
-                _log.info("%s at %s is one of the ranks", one.name, address)
-            self._ranks.setdefault(address, _Rank(name=one.name, address=address)).hear(one)
-        self._serve_line()
+                _log.info("new rank: %s at %s", info.name, address)
+            self._ranks.setdefault(address, _Rank(name=info.name, address=address)).update(info)
+        self._serve_queue()
 
-    async def place(
+    async def reserve(
         self,
-        request: TokenRequest,
+        request: GenerateRequest,
         *,
         avoid: frozenset[str],
-        is_returning: bool,
+        is_retry: bool,
         is_suspect: bool,
         until_s: float,
-        bound_s: float,
-    ) -> "Place":
-        """A place at a rank, waiting in line until `until_s`; `bound_s` is that wait in words.
+        timeout_s: float,
+    ) -> "Reservation":
+        """Reserve a rank for a request, waiting until `until_s`; messages show `timeout_s`.
 
-        A request that returns from a rank goes before new ones, and is never turned away for the
-        queue's length. A suspect may wait longer: it shares a rank with no other suspect.
+        A retry goes before new requests and is never refused for the queue's length. A suspect may
+        wait longer, because it never shares a rank with another suspect.
 
         Raises:
-            QueueFullError: too many wait already.
-            NoRankError: nobody took it in time; says what is wrong with each rank.
+            TooManyQueuedError: too many requests wait already.
+            NoRankError: no rank took it in time; names the trouble of each rank.
         """
         if until_s <= self._clock():
-            raise self._no_rank(bound_s)
-        waiter = _Waiter(
-            request=request, avoid=avoid, is_returning=is_returning, is_suspect=is_suspect
-        )
-        # Before all that is new, behind those that returned earlier.
-        where = sum(one.is_returning for one in self._line) if is_returning else len(self._line)
-        self._line.insert(where, waiter)
-        self._serve_line()
+            raise self._no_rank(timeout_s)
+        waiter = _Waiter(request=request, avoid=avoid, is_retry=is_retry, is_suspect=is_suspect)
+        # After earlier retries, before everything new.
+        index = sum(one.is_retry for one in self._queue) if is_retry else len(self._queue)
+        self._queue.insert(index, waiter)
+        self._serve_queue()
         try:
             self._check_length(waiter)
             async with asyncio.timeout(until_s - self._clock()):
-                return await waiter.place
+                return await waiter.reservation
         except TimeoutError:
-            waiter.give_back()
-            raise self._no_rank(bound_s) from None
+            waiter.release()
+            raise self._no_rank(timeout_s) from None
         except BaseException:
-            waiter.give_back()
+            waiter.release()
             raise
         finally:
             with suppress(ValueError):
-                self._line.remove(waiter)
+                self._queue.remove(waiter)
 
-    def _no_rank(self, bound_s: float) -> NoRankError:
+    def _no_rank(self, timeout_s: float) -> NoRankError:
         return NoRankError(
-            f"no rank took the request within {bound_s:g} s (queue): {self._why_none}"
+            f"no rank took the request within {timeout_s:g} s (queue): {self._why_none}"
         )
 
     def _check_length(self, waiter: "_Waiter") -> None:
-        """Turn a new request away if it stands in line and the line is too long."""
-        num_new = sum(not one.is_returning for one in self._line)
-        if not waiter.place.done() and not waiter.is_returning and num_new > self._max_queued:
-            raise QueueFullError(
-                f"{self._max_queued} requests wait for a rank already ({self._why_none}): "
+        """Refuse a new request that has to wait in a queue that is full."""
+        num_new = sum(not one.is_retry for one in self._queue)
+        if not waiter.reservation.done() and not waiter.is_retry and num_new > self._max_queued:
+            raise TooManyQueuedError(
+                f"{self._max_queued} requests already wait for a rank ({self._why_none}): "
                 f"try again later"
             )
 
-    def _serve_line(self) -> None:
-        """Give places, first come, first served, as long as there are any."""
-        for waiter in list(self._line):
-            if not waiter.place.done():
+    def _serve_queue(self) -> None:
+        """Reserve ranks, first come, first served. A suspect that must wait holds up no other."""
+        for waiter in list(self._queue):
+            if not waiter.reservation.done():
                 found = choose(
                     self.loads(),
                     now=self._clock(),
@@ -161,49 +167,45 @@ class Ranks:
                     turn=next(self._turns),
                     is_suspect=waiter.is_suspect,
                 )
-                if isinstance(found, NoChoice):
+                if isinstance(found, NoRankChoice):
                     self._why_none = found.reason
-                    self._look_again(found.retry_at_s)
+                    self._serve_queue_at(found.retry_at_s)
                     if waiter.is_suspect:
                         continue
                     return
                 _log.debug("%s: %s", waiter.request.request_id, found.reason)
-                waiter.place.set_result(
-                    Place(
-                        self._ranks[found.address],
-                        waiter.request,
-                        ranks=self,
-                        is_suspect=waiter.is_suspect,
-                    )
+                rank = self._ranks[found.address]
+                waiter.reservation.set_result(
+                    Reservation(rank, waiter.request, ranks=self, is_suspect=waiter.is_suspect)
                 )
-            self._line.remove(waiter)
+            self._queue.remove(waiter)
 
-    def _look_again(self, at_s: float | None) -> None:
+    def _serve_queue_at(self, at_s: float | None) -> None:
         if self._retry is not None:
             self._retry.cancel()
         if at_s is not None:
-            wait_s = max(0.0, at_s - self._clock())
-            self._retry = asyncio.get_running_loop().call_later(wait_s, self._serve_line)
+            delay_s = max(0.0, at_s - self._clock())
+            self._retry = asyncio.get_running_loop().call_later(delay_s, self._serve_queue)
 
     def changed(self, rank: "_Rank") -> None:
-        """A rank's work or standing has changed: somebody in line may go there."""
-        if rank.standing is Standing.CLOSED and not rank.num_open:
+        """A rank's work or state has changed: a queued request may fit now."""
+        if rank.state is RankState.CLOSED and not rank.num_open:
             self._ranks.pop(rank.address, None)
-        self._serve_line()
+        self._serve_queue()
 
     def now(self) -> float:
         """The clock's time."""
         return self._clock()
 
 
-class Place:
-    """A request's place at a rank, from the choice to the request's end there.
+class Reservation:
+    """A request's share of a rank, from the choice to the request's end there.
 
-    A context manager: leaving it releases the place.
+    A context manager: leaving it releases the reservation.
     """
 
     def __init__(
-        self, rank: "_Rank", request: TokenRequest, *, ranks: Ranks, is_suspect: bool = False
+        self, rank: "_Rank", request: GenerateRequest, *, ranks: RankTable, is_suspect: bool
     ) -> None:
         self._rank = rank
         self.was_accepted = False
@@ -233,19 +235,19 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The rank's name, for people."""
+        """The rank's name."""
         return self._rank.name
 
     def accepted(self) -> None:
-        """The rank has taken the request: it lives."""
+        """The rank has accepted the request: it is alive."""
         self.was_accepted = True
         self._rank.num_unanswered -= 1
         if self._rank.num_failures:
             self._rank.num_failures = 0
             self._ranks.changed(self._rank)
 
-    def made(self, num_tokens: int) -> None:
-        """The rank has run the prompt, if it had not, and made so many tokens."""
+    def generated(self, num_tokens: int) -> None:
+        """The rank has generated tokens, and has run the prompt before the first."""
         run = num_tokens + (self._num_prompt if not self._cached else 0)
         self._rank.move_to_cache(run)
         self._in_flight -= run
@@ -255,23 +257,23 @@ class Place:
             self._ranks.changed(self._rank)
 
     def lost(self, reason: str) -> None:
-        """The rank has failed the request; it rests before it is tried again."""
+        """The rank has failed the request: back off before it is tried again."""
         rank, now = self._rank, self._ranks.now()
         if now >= rank.resting_until_s:
             # Many requests that break at once are one failure.
             rank.num_failures += 1
-            # Said once: a rank that is gone for long fails again and again.
+            # Warn once: a rank that is gone for long fails again and again.
             level = logging.WARNING if rank.num_failures == 1 else logging.DEBUG
             _log.log(level, "%s at %s failed: %s", rank.name, rank.address, reason)
             rest_s = min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(rank.num_failures - 1, 16))
             rank.rest(until_s=now + rest_s, reason=reason)
 
     def full(self, reason: str) -> None:
-        """The rank has no place in its line."""
+        """The rank's queue is full."""
         self._rank.rest(until_s=self._ranks.now() + FULL_REST_S, reason=reason)
 
     def release(self) -> None:
-        """The request is over at this rank; harmless when repeated."""
+        """The request has ended on this rank. May be repeated."""
         if self._in_flight < 0:
             return
         self._clear_suspicion()
@@ -286,29 +288,30 @@ class Place:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Waiter:
-    """Somebody in line."""
+    """A queued request."""
 
-    request: TokenRequest
+    request: GenerateRequest
     avoid: frozenset[str]
-    is_returning: bool
+    is_retry: bool
     is_suspect: bool
-    place: "asyncio.Future[Place]" = field(
+    reservation: "asyncio.Future[Reservation]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
-    def give_back(self) -> None:
-        """Nobody will come for the place, if there is one."""
-        if self.place.done() and not self.place.cancelled() and not self.place.exception():
-            self.place.result().release()
+    def release(self) -> None:
+        """Release the reservation, if there is one, because the caller is gone."""
+        future = self.reservation
+        if future.done() and not future.cancelled() and not future.exception():
+            future.result().release()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Rank:
-    """One rank's books."""
+    """One rank's counters."""
 
     name: str
     address: str
-    standing: Standing = Standing.OPEN
+    state: RankState = RankState.OPEN
     num_open: int = 0
     num_unanswered: int = 0
     num_failures: int = 0
@@ -319,11 +322,11 @@ class _Rank:
     kv_tokens: int = 0
     num_foreign: int = 0
     report: int = 0
-    # Most requests of ours that were open at a time: since the latest report, and between it and
-    # the one before. What a report counts beyond them is not ours.
+    # Most requests of ours open at a time: since the latest report, and between that and the one
+    # before. What a report counts beyond them is foreign.
     peak_open: int = 0
     earlier_peak_open: int = 0
-    # The same of tokens that our requests may hold in the cache, when they end at the latest.
+    # The same for the most tokens that our requests may hold in the cache.
     foreign_kv_tokens: int = 0
     kv_tokens_total: int = 0
     peak_kv_tokens: int = 0
@@ -333,7 +336,7 @@ class _Rank:
         return RankLoad(
             name=self.name,
             address=self.address,
-            standing=self.standing,
+            state=self.state,
             num_open=self.num_open,
             num_unanswered=self.num_unanswered,
             tokens_in_flight=self.tokens_in_flight,
@@ -347,16 +350,16 @@ class _Rank:
             resting_reason=self.resting_reason,
         )
 
-    def hear(self, told: ToldRank) -> None:
-        self.name, self.standing = told.name, told.standing
-        if told.report != self.report:
+    def update(self, info: RankInfo) -> None:
+        self.name, self.state = info.name, info.state
+        if info.report != self.report:
             ours = max(self.peak_open, self.earlier_peak_open)
-            self.num_foreign = max(0, told.num_requests - ours)
-            self.report = told.report
+            self.num_foreign = max(0, info.num_requests - ours)
+            self.report = info.report
             self.earlier_peak_open, self.peak_open = self.peak_open, self.num_open
             ours_kv = max(self.peak_kv_tokens, self.earlier_peak_kv_tokens)
-            self.foreign_kv_tokens = max(0, told.kv_tokens_used - ours_kv)
-            self.kv_tokens_total = told.kv_tokens_total
+            self.foreign_kv_tokens = max(0, info.kv_tokens_used - ours_kv)
+            self.kv_tokens_total = info.kv_tokens_total
             self.earlier_peak_kv_tokens = self.peak_kv_tokens
             self.peak_kv_tokens = self.kv_tokens + self.tokens_in_flight
 

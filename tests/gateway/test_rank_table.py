@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from equipoise.gateway.attempt import TokenRequest
-from equipoise.gateway.errors import NoRankError, QueueFullError
-from equipoise.gateway.ranks import FIRST_REST_S, LONGEST_REST_S, Ranks, ToldRank
-from equipoise.gateway.routing import Standing
+from equipoise.gateway.errors import NoRankError, TooManyQueuedError
+from equipoise.gateway.rank_table import FIRST_REST_S, LONGEST_REST_S, RankInfo, RankTable
+from equipoise.gateway.routing import RankState
+from equipoise.wire.inference import GenerateRequest
 
 BOUND_S = 30.0
-REQUEST = TokenRequest(request_id="r", prompt=(1, 2, 3), max_tokens=7)
+REQUEST = GenerateRequest(request_id="r", prompt=(1, 2, 3), max_tokens=7)
 
 
 class Clock:
@@ -28,21 +28,21 @@ def clock():
 
 @pytest.fixture
 def ranks(clock):
-    return Ranks(max_queued=2, clock=clock)
+    return RankTable(max_queued=2, clock=clock)
 
 
-def told(*names, standing=Standing.OPEN, **more):
-    return [ToldRank(name=name, address=f"{name}:1", standing=standing, **more) for name in names]
+def told(*names, state=RankState.OPEN, **more):
+    return [RankInfo(name=name, address=f"{name}:1", state=state, **more) for name in names]
 
 
-async def place(ranks, *, is_returning=False, is_suspect=False, avoid=frozenset(), bound_s=BOUND_S):
-    return await ranks.place(
+async def place(ranks, *, is_retry=False, is_suspect=False, avoid=frozenset(), bound_s=BOUND_S):
+    return await ranks.reserve(
         REQUEST,
         avoid=avoid,
-        is_returning=is_returning,
+        is_retry=is_retry,
         is_suspect=is_suspect,
         until_s=ranks.now() + bound_s,
-        bound_s=bound_s,
+        timeout_s=bound_s,
     )
 
 
@@ -59,13 +59,13 @@ def load(ranks, name):
 
 
 async def test_a_place_is_counted_until_it_is_released(ranks):
-    ranks.tell(told("a"))
+    ranks.update(told("a"))
     one = await place(ranks)
     assert (load(ranks, "a").num_open, load(ranks, "a").tokens_in_flight) == (1, 10)
     one.accepted()
-    one.made(1)
+    one.generated(1)
     assert (load(ranks, "a").tokens_in_flight, load(ranks, "a").kv_tokens) == (6, 4)
-    one.made(2)
+    one.generated(2)
     assert (load(ranks, "a").tokens_in_flight, load(ranks, "a").kv_tokens) == (4, 6)
     one.release()
     one.release()
@@ -76,35 +76,35 @@ async def test_a_place_is_counted_until_it_is_released(ranks):
 async def test_places_are_given_in_the_order_of_the_line_and_those_who_return_first(ranks, clock):
     new = [await in_line(ranks, 1), await in_line(ranks, 2)]
     returning = [
-        await in_line(ranks, 3, is_returning=True),
-        await in_line(ranks, 4, is_returning=True),
+        await in_line(ranks, 3, is_retry=True),
+        await in_line(ranks, 4, is_retry=True),
     ]
     order = []
     for name, task in zip("CDAB", [*new, *returning], strict=True):
         task.add_done_callback(lambda _, name=name: order.append(name))
-    ranks.tell(told("a"))
+    ranks.update(told("a"))
     await asyncio.gather(*new, *returning)
     assert "".join(order) == "ABCD"
 
 
 async def test_a_line_that_is_full_turns_new_requests_away_but_nobody_who_returns(ranks):
     waiting = [await in_line(ranks, 1), await in_line(ranks, 2)]
-    with pytest.raises(QueueFullError, match="2 requests wait for a rank already"):
+    with pytest.raises(TooManyQueuedError, match="2 requests already wait for a rank"):
         await place(ranks)
-    waiting.append(await in_line(ranks, 3, is_returning=True))
-    ranks.tell(told("a"))
+    waiting.append(await in_line(ranks, 3, is_retry=True))
+    ranks.update(told("a"))
     await asyncio.gather(*waiting)
 
 
 async def test_whoever_waits_too_long_hears_what_is_wrong_with_each_rank(ranks):
-    ranks.tell(told("a", standing=Standing.CLOSED))
+    ranks.update(told("a", state=RankState.CLOSED))
     with pytest.raises(NoRankError, match=r"within 0.01 s \(queue\): a: is leaving"):
         await place(ranks, bound_s=0.01)
     assert ranks.num_waiting == 0
 
 
 async def test_a_wait_that_is_over_before_it_begins_asks_nobody(ranks):
-    ranks.tell(told("a"))
+    ranks.update(told("a"))
     with pytest.raises(NoRankError):
         await place(ranks, bound_s=0.0)
     assert load(ranks, "a").num_open == 0
@@ -115,13 +115,13 @@ async def test_whoever_gives_up_leaves_no_trace(ranks):
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert ranks.num_waiting == 0
-    ranks.tell(told("a"))
+    ranks.update(told("a"))
     assert load(ranks, "a").num_open == 0
 
 
 async def test_a_place_given_in_the_moment_of_giving_up_is_given_back(ranks):
     waiting = await in_line(ranks, 1)
-    ranks.tell(told("a"))
+    ranks.update(told("a"))
     assert load(ranks, "a").num_open == 1
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
@@ -129,7 +129,7 @@ async def test_a_place_given_in_the_moment_of_giving_up_is_given_back(ranks):
 
 
 async def test_a_rank_that_failed_rests_and_is_then_tried_with_one_request(ranks, clock):
-    ranks.tell(told("a"))
+    ranks.update(told("a"))
     with await place(ranks) as failed:
         failed.lost("it broke")
     assert ranks.trouble() == "a: rests: it broke"
@@ -144,13 +144,13 @@ async def test_a_rank_that_failed_rests_and_is_then_tried_with_one_request(ranks
 async def test_a_rank_that_turns_requests_away_while_it_serves_others_is_no_better_for_them(
     ranks, clock
 ):
-    ranks.tell(told("a"))
+    ranks.update(told("a"))
     served = await place(ranks)
     served.accepted()
     for _ in range(2):
         with await place(ranks) as refused:
             refused.lost("it is draining")
-        served.made(1)
+        served.generated(1)
         clock.now_s = load(ranks, "a").resting_until_s
     # It is asked by one at a time, and rests for longer each time.
     with await place(ranks) as refused:
@@ -164,7 +164,7 @@ async def test_a_rank_that_turns_requests_away_while_it_serves_others_is_no_bett
 
 
 async def test_rests_grow_with_failures_to_a_bound_and_many_at_once_are_one(ranks, clock):
-    ranks.tell(told("a"))
+    ranks.update(told("a"))
     rests = []
     for _ in range(8):
         failed = await place(ranks)
@@ -178,75 +178,75 @@ async def test_rests_grow_with_failures_to_a_bound_and_many_at_once_are_one(rank
 
 
 async def test_a_rank_that_is_not_told_any_more_ends_what_it_has_and_is_forgotten(ranks):
-    ranks.tell(told("a", "b"))
+    ranks.update(told("a", "b"))
     places = [await place(ranks), await place(ranks)]
     on_a = next(one for one in places if one.name == "a")
-    ranks.tell(told("b"))
-    assert load(ranks, "a").standing is Standing.CLOSED
+    ranks.update(told("b"))
+    assert load(ranks, "a").state is RankState.CLOSED
     assert (await place(ranks)).name == "b"
     on_a.release()
     assert [rank.name for rank in ranks.loads()] == ["b"]
 
 
 async def test_a_rank_that_is_told_again_is_the_old_one(ranks):
-    ranks.tell(told("a", "b"))
+    ranks.update(told("a", "b"))
     await place(ranks)
-    ranks.tell(told("b", standing=Standing.CLOSED))
-    ranks.tell(told("a", "b"))
+    ranks.update(told("b", state=RankState.CLOSED))
+    ranks.update(told("a", "b"))
     assert sum(rank.num_open for rank in ranks.loads()) == 1
-    assert {rank.standing for rank in ranks.loads()} == {Standing.OPEN}
+    assert {rank.state for rank in ranks.loads()} == {RankState.OPEN}
 
 
 async def test_being_told_of_nobody_is_no_news(ranks):
-    ranks.tell(told("a"))
-    ranks.tell([])
+    ranks.update(told("a"))
+    ranks.update([])
     assert (await place(ranks)).name == "a"
 
 
 async def test_requests_beyond_ours_are_of_others(ranks):
-    ranks.tell(told("a", report=1))
+    ranks.update(told("a", report=1))
     ours = [await place(ranks) for _ in range(3)]
-    ranks.tell(told("a", num_requests=5, report=2))
+    ranks.update(told("a", num_requests=5, report=2))
     assert load(ranks, "a").num_foreign == 2
     # The next report may be from before our requests ended.
     for one in ours:
         one.release()
-    ranks.tell(told("a", num_requests=5, report=3))
+    ranks.update(told("a", num_requests=5, report=3))
     assert load(ranks, "a").num_foreign == 2
-    ranks.tell(told("a", num_requests=2, report=4))
-    ranks.tell(told("a", num_requests=2, report=5))
+    ranks.update(told("a", num_requests=2, report=4))
+    ranks.update(told("a", num_requests=2, report=5))
     assert load(ranks, "a").num_foreign == 2
 
 
 async def test_cache_beyond_what_ours_may_hold_is_of_others(ranks):
-    ranks.tell(told("a", report=1))
+    ranks.update(told("a", report=1))
     ours = await place(ranks)
     may_hold = load(ranks, "a").tokens_in_flight
-    ranks.tell(told("a", kv_tokens_total=999, kv_tokens_used=may_hold + 30, report=2))
+    ranks.update(told("a", kv_tokens_total=999, kv_tokens_used=may_hold + 30, report=2))
     assert load(ranks, "a").foreign_kv_tokens == 30
     assert load(ranks, "a").kv_tokens_total == 999
     ours.release()
-    ranks.tell(told("a", kv_tokens_used=may_hold, report=3))
+    ranks.update(told("a", kv_tokens_used=may_hold, report=3))
     assert load(ranks, "a").foreign_kv_tokens == 0
 
 
 async def test_the_same_report_told_twice_is_one(ranks):
-    ranks.tell(told("a", num_requests=2, report=7))
+    ranks.update(told("a", num_requests=2, report=7))
     ours = await place(ranks)
-    ranks.tell(told("a", num_requests=2, report=7))
+    ranks.update(told("a", num_requests=2, report=7))
     assert load(ranks, "a").num_foreign == 2
     ours.release()
 
 
 async def test_two_suspects_never_share_a_rank_and_do_not_hold_up_other_requests(ranks):
-    ranks.tell(told("a", "b"))
+    ranks.update(told("a", "b"))
     suspects = [await place(ranks, is_suspect=True) for _ in range(2)]
     assert {suspect.name for suspect in suspects} == {"a", "b"}
-    third = await in_line(ranks, 1, is_returning=True, is_suspect=True)
-    fourth = await in_line(ranks, 2, is_returning=True, is_suspect=True)
+    third = await in_line(ranks, 1, is_retry=True, is_suspect=True)
+    fourth = await in_line(ranks, 2, is_retry=True, is_suspect=True)
     assert (await place(ranks)).name in {"a", "b"}
     suspects[0].accepted()
-    suspects[0].made(1)
+    suspects[0].generated(1)
     assert (await third).name == suspects[0].name, "its token cleared the one before"
     suspects[1].release()
     assert (await fourth).name == suspects[1].name
@@ -254,7 +254,7 @@ async def test_two_suspects_never_share_a_rank_and_do_not_hold_up_other_requests
 
 
 async def test_other_requests_prefer_ranks_without_a_suspect(ranks):
-    ranks.tell(told("a", "b"))
+    ranks.update(told("a", "b"))
     suspect = await place(ranks, is_suspect=True)
     others = [await place(ranks) for _ in range(3)]
     assert suspect.name not in {other.name for other in others}
