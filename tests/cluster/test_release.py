@@ -210,7 +210,7 @@ def test_a_shift_of_traffic_is_answered_by_a_rollout(cluster, release, traffic):
     assert not traffic.lost
     # Ranks gave each other the experts, over TLS: nobody had to fall back on the checkpoint.
     for name in cluster.pods("worker"):
-        assert " not had from " not in cluster.log(name)
+        assert "could not fetch expert" not in cluster.log(name)
 
 
 def test_an_edit_of_the_policy_is_live_within_seconds_and_a_wrong_one_is_kept_out(

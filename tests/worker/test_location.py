@@ -42,10 +42,10 @@ async def test_settings_take_precedence_over_labels(cluster):
 
 
 async def test_a_cluster_that_denies_access_is_an_error_with_the_remedy(cluster):
-    with pytest.raises(WorkerError, match=r"does not show node m2 \(404 .*may the service account"):
+    with pytest.raises(WorkerError, match=r"cannot read node m2 \(404 .*may the service account"):
         await find_location(asking("m2"), account=cluster.account)
     (cluster.account / "token").write_text("stale")
-    with pytest.raises(WorkerError, match=r"does not show node m1 \(403 "):
+    with pytest.raises(WorkerError, match=r"cannot read node m1 \(403 "):
         await find_location(asking("m1"), account=cluster.account)
 
 
@@ -54,12 +54,12 @@ async def test_an_unreachable_cluster_does_not_keep_a_worker_from_serving(cluste
     assert await find_location(asking("m1"), account=cluster.account) == Location(
         node="m1", host="m1", zone=""
     )
-    assert "no labels of node m1, its name is the node" in caplog.text
+    assert "cannot read labels of node m1, using its name as node" in caplog.text
 
 
 async def test_labels_outside_a_cluster_and_without_an_account_are_refused(monkeypatch, tmp_path):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(WorkerError, match="this is no pod: give node and zone"):
+    with pytest.raises(WorkerError, match="this is not a pod: set node and zone"):
         await find_location(asking("m1"))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     with pytest.raises(WorkerError, match=r"no service account .*mount its token"):
