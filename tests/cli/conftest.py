@@ -1,7 +1,8 @@
-"""A gateway in front of a rank by script, for commands that talk to a server of OpenAI's form."""
+"""A gateway over a scripted rank, for commands that talk to an OpenAI-compatible server."""
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import pytest_asyncio
 
@@ -15,11 +16,9 @@ class Server:
         self.url, self.rank = url, rank
 
 
-@pytest_asyncio.fixture
-async def server(tmp_path):
-    """A server at a URL, and the rank behind it."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
+@asynccontextmanager
+async def serving_gateway(folder):
+    """A gateway at a URL, and the rank it forwards to."""
     config = {"vocab_size": VOCAB_SIZE, "eos_token_id": END_TOKEN}
     (folder / "config.json").write_text(json.dumps(config))
     rank, stop = FakeRank(), asyncio.Event()
@@ -35,3 +34,12 @@ async def server(tmp_path):
         stop.set()
         async with asyncio.timeout(BOUND_S):
             await task
+
+
+@pytest_asyncio.fixture
+async def server(tmp_path):
+    """A gateway at a URL, and the rank it forwards to."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    async with serving_gateway(folder) as server:
+        yield server

@@ -39,7 +39,7 @@ def options():
                 env={"COLUMNS": "200", "PATH": "/usr/bin", "PYTHONPATH": ":".join(sys.path)},
                 check=True,
             )
-            words = done.stdout.replace("]", " ").split()
+            words = done.stdout.replace("]", " ").replace(";", " ").split()
             found[command] = {
                 word for word in words if word.startswith(("--", "EQUIPOISE_", "OTEL_"))
             }

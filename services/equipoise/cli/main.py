@@ -6,9 +6,10 @@ needs no torch. Only settings, which import nothing heavy, are imported here.
 
 import sys
 from importlib.metadata import version
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.bench.settings import BenchServeSettings
@@ -101,16 +102,40 @@ def _user_message(error: Exception) -> str | None:
     return None
 
 
+class _Sections(TyperGroup):
+    """Lists commands by section, with whole sentences."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            section = getattr(command, "rich_help_panel", None) or "Commands"
+            row = (name, command.get_short_help_str(limit=200))
+            sections.setdefault(section, []).append(row)
+        for section, rows in sections.items():
+            with formatter.section(section):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
     help="Keep a Mixture-of-Experts fleet balanced.",
+    cls=_Sections,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # Rich tables cut the names of options and variables at 80 columns.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-layout = typer.Typer(help="Show, compare, export and import layouts.", no_args_is_help=True)
-policy = typer.Typer(help="Check, show, compare and preview policy files.", no_args_is_help=True)
-checkpoint = typer.Typer(help="Prepare a model's weights.", no_args_is_help=True)
-bench = typer.Typer(help="Measure a server's latency and throughput.", no_args_is_help=True)
+layout = typer.Typer(
+    cls=_Sections, help="Show, compare, export and import layouts.", no_args_is_help=True
+)
+policy = typer.Typer(
+    cls=_Sections, help="Check, show, compare and preview policy files.", no_args_is_help=True
+)
+checkpoint = typer.Typer(cls=_Sections, help="Prepare a model's weights.", no_args_is_help=True)
+bench = typer.Typer(
+    cls=_Sections, help="Measure a server's latency and throughput.", no_args_is_help=True
+)
 
 
 def _show_version(requested: bool) -> None:

@@ -72,13 +72,13 @@ def _parameter(field: Field[Any], kind: Any, text: str) -> inspect.Parameter:
         if field.metadata.get(REPEATED):
             details["show_default"] = False
         else:
-            details["metavar"] = "WORD,WORD..."
+            details["metavar"] = "<name,name,...>"
             details["show_default"] = (isinstance(default, tuple) and ",".join(default)) or False
         kind = list[str]
         if isinstance(default, tuple):
             default = list(default)
     elif choices := _choices(kind):
-        details["metavar"] = field.name.upper()
+        details["metavar"] = "<name>"
         details["help"] = f"{text} One of {', '.join(choices)}."
     elif default is False:
         # A flag that is off by default needs no --no-... form.

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColum
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings, Weights
 from equipoise.cli.display import console, format_bytes, format_count
 from equipoise.cli.offline.settings import ToolInputError
-from equipoise_model.checkpoint import Checkpoint
+from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.checkpoint_convert import convert
 from equipoise_model.checkpoint_writer import CONFIG, INDEX
 from equipoise_model.config import Fp8Config
@@ -26,14 +26,14 @@ def run(settings: ConvertCheckpointSettings) -> int:
     """Read one folder, write the other, and print the sizes.
 
     Raises:
-        CheckpointError, UnsupportedConfigError: the checkpoint cannot be converted.
-        ToolInputError: the folder cannot be written.
+        ToolInputError: the checkpoint cannot be converted, or the folder cannot be written.
+        UnsupportedConfigError: the model is not supported.
     """
     source, out = settings.checkpoint, settings.out
     scales = "ue8m0" if settings.ue8m0 else None
     fp8 = Fp8Config(scale_fmt=scales) if settings.weights is Weights.FP8 else None
-    checkpoint = Checkpoint.open(source)
     try:
+        checkpoint = Checkpoint.open(source)
         with _bar(f"writing {out}") as progress:
             convert(
                 checkpoint,
@@ -43,6 +43,8 @@ def run(settings: ConvertCheckpointSettings) -> int:
                 progress=progress,
             )
         copied = _copy_beside_weights(source, out)
+    except CheckpointError as error:
+        raise ToolInputError(str(error)) from error
     except OSError as error:
         raise ToolInputError(
             f"cannot write {out}: {error.strerror}: choose another --out"
