@@ -17,7 +17,7 @@ import pytest
 
 from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
-from equipoise.cli.kubectl.plugin import Call, asks_a_balancer, following, parted
+from equipoise.cli.kubectl.plugin import CommandLine, asks_a_balancer, following, parted
 from equipoise.cli.kubectl.port_forward import ForwardError, forwarded
 from equipoise.cli.main import app
 from equipoise.planning.policy import Policy
@@ -91,12 +91,12 @@ def cluster(tmp_path, monkeypatch):
 
 def test_kubectls_options_go_to_kubectl_and_ours_to_us():
     line = "status -n moe --watch --context=prod --release eq --pool decode --kubeconfig k"
-    assert parted(line.split()) == Call(
+    assert parted(line.split()) == CommandLine(
         arguments=("status", "--watch", "--pool", "decode"),
         of_kubectl=("--namespace=moe", "--context=prod", "--kubeconfig=k"),
         release="eq",
     )
-    with pytest.raises(ForwardError, match="-n wants a value"):
+    with pytest.raises(ForwardError, match="-n needs a value"):
         parted(["status", "-n"])
 
 
@@ -155,9 +155,9 @@ def test_the_pod_that_leads_is_reached_with_the_name_in_its_certificate(cluster,
 @pytest.mark.parametrize(
     ("pods", "release", "words"),
     [
-        ([], "", "name another one with --namespace, or an address with --address"),
+        ([], "", "select another one with --namespace, or use --address"),
         ([pod("a", phase="Pending")], "", "no balancer runs in this namespace"),
-        ([pod("a"), pod("b", release="two")], "", "name one of eq, two with --release"),
+        ([pod("a"), pod("b", release="two")], "", "select eq or two with --release"),
         ([pod("a")], "other", "no balancer of release other"),
         ([pod("a")], "", "failed: error: unable to forward port"),
     ],
@@ -170,7 +170,7 @@ def test_what_cannot_be_reached_is_said_with_the_remedy(cluster, pods, release, 
 
 def test_one_without_kubectl_is_told(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ForwardError, match="kubectl is not here"), forwarded([]):
+    with pytest.raises(ForwardError, match="kubectl is not installed"), forwarded([]):
         pass
 
 

@@ -6,13 +6,13 @@ from rich.console import Console
 from equipoise.cli.display import format_bytes
 from equipoise.cli.live.view import (
     RateMeter,
-    duration_words,
+    balance_style,
+    format_duration,
     load_bar,
     pool_view,
     pools_view,
     sparkline,
     status_line,
-    tone,
     window_marks,
 )
 from equipoise_api.v1 import status_pb2 as pb
@@ -71,12 +71,12 @@ def test_a_pool_shows_its_health_balance_and_ranks():
         "1.24x",
         "12.1 ms",
         "8+3",
-        "3 done, 1 aborted",
+        "3 completed, 1 aborted",
     ):
         assert words in text
 
 
-def test_uneven_shares_are_shown_beside_what_became_of_them():
+def test_planned_and_realised_uneven_shares_are_shown():
     status = a_pool()
     shares = pb.ShareStatus(
         layer=2, slot=17, expert=9, planned=0.4, realised=0.4125, misplaced=0.004, assignments=900
@@ -85,10 +85,8 @@ def test_uneven_shares_are_shown_beside_what_became_of_them():
     assert "uneven shares" not in printed(pool_view(status))
     status.shares.uneven_layers = 3
     text = " ".join(printed(pool_view(status), width=200).split())
-    assert (
-        "uneven shares in 3 layers: 0.4% of replicated experts' assignments went elsewhere" in text
-    )
-    assert "layer 2, slot 17 with 0.412 of expert 9 for 0.400" in text
+    assert "uneven shares in 3 layers: 0.4% of replicated experts' assignments misplaced" in text
+    assert "layer 2, slot 17 served 0.412 of expert 9, planned 0.400" in text
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -100,7 +98,7 @@ def test_a_pool_fits_the_terminal(width):
     assert "worker-0 node-0" in "".join(" ".join(line.split()) for line in lines)
 
 
-def test_what_goes_on_was_decided_happened_and_was_refused_is_told():
+def test_rollout_decisions_switches_and_refusals_are_shown():
     status = a_pool()
     status.ranks[1].staged_generation = 8
     status.ranks[2].state = "silent"
@@ -135,19 +133,19 @@ def test_what_goes_on_was_decided_happened_and_was_refused_is_told():
         "generation 8 staging for 0.0 s: 14 moves, 3.0 MiB, staged by 1, switched by none, 2 waves",
         "12 yes balance grows from 0.62 to 0.94 (planned in 3.1 ms)",
         "generation 7 at step 1,234: 12 moves staged in 0.31 s, longest stall 0.8 ms (median step",
-        "promise kept, as expected: 0.91",
-        "too long 2 x pull, 5 s: worker-1: expert 3 from rank 0",
+        "gain kept, as expected: 0.91",
+        "timeout 2 x pull, 5 s: worker-1: expert 3 from rank 0",
         "3 x report_shape: worker-2: 119 bytes",
     ):
         assert words in text
     assert "switch, 5 s" not in text
 
 
-def test_a_promise_that_is_not_judged_yet_says_what_it_was():
+def test_an_unchecked_gain_shows_the_expectation():
     status = a_pool()
     status.promises.add(generation=9, before_generation=7, outcome="open", gain_promised=0.125)
     text = " ".join(printed(pool_view(status), width=200).split())
-    assert "generation 9 is to gain 0.125 over generation 7; windows will tell" in text
+    assert "generation 9 is expected to gain 0.125 over generation 7; to be" in text
 
 
 def test_an_empty_pool_is_shown_too():
@@ -203,7 +201,7 @@ def test_a_load_bar_is_half_full_at_the_mean(share, bar):
 
 
 def test_balance_is_coloured_by_how_good_it_is():
-    assert [tone(value) for value in (1.0, 0.9, 0.89, 0.8, 0.79, 0.0)] == (
+    assert [balance_style(value) for value in (1.0, 0.9, 0.89, 0.8, 0.79, 0.0)] == (
         ["green", "green", "yellow", "yellow", "red", "red"]
     )
 
@@ -212,7 +210,7 @@ def test_sizes_and_times_are_readable():
     assert [format_bytes(size) for size in (0, 1023, 1024, 5 * 2**30, 3 * 2**40)] == (
         ["0 B", "1023 B", "1.0 KiB", "5.0 GiB", "3.0 TiB"]
     )
-    assert [duration_words(us) for us in (0, 80, 12_100, 2_500_000)] == (
+    assert [format_duration(us) for us in (0, 80, 12_100, 2_500_000)] == (
         ["-", "0.1 ms", "12.1 ms", "2.5 s"]
     )
 

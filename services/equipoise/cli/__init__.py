@@ -1,1 +1,1 @@
-"""What people type: `equipoise balancer`, `worker`, `status`, `demo`. Owns no state."""
+"""The `equipoise` command line."""

@@ -1,4 +1,4 @@
-"""What the `equipoise` program runs first, so that Ctrl-C while it imports ends in one line too."""
+"""The entry point of `equipoise`: Ctrl-C during imports ends in one line, too."""
 
 import sys
 from typing import NoReturn

@@ -1,1 +1,1 @@
-"""`kubectl equipoise`: the same commands, which find a release's balancer by themselves."""
+"""`kubectl equipoise ...`: the same commands, connected to a release through kubectl."""

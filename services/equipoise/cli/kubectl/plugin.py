@@ -1,7 +1,7 @@
-"""`kubectl equipoise …`: the commands of `equipoise`, towards the balancer of a release.
+"""`kubectl equipoise ...`: the commands of `equipoise`, connected to a release's balancer.
 
-Owns which command needs a balancer and where kubectl is to look for one. A command that asks, and
-is told no address, gets one by `kubectl port-forward` for as long as it runs.
+A command that needs a balancer and has no address gets one through `kubectl port-forward` while it
+runs.
 """
 
 import os
@@ -23,34 +23,39 @@ _OF_KUBECTL = {
     "--context": "--context",
     "--kubeconfig": "--kubeconfig",
 }
-"""Options that are kubectl's, as people type them."""
+"""kubectl's own options, and their long forms."""
 _RELEASE = "--release"
 _HELP_LENGTH = 200
 _NO_FILES = 4
-"""What kubectl takes from a completion for: propose nothing else."""
+"""Completion directive of kubectl: do not complete file names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A command line, parted: `arguments` for our command, `of_kubectl` for every kubectl."""
+class CommandLine:
+    """A command line, split into its parts."""
 
     arguments: tuple[str, ...]
+    """Arguments of `equipoise`."""
+
     of_kubectl: tuple[str, ...] = ()
+    """Options for every call of kubectl."""
+
     release: str = ""
+    """Release to connect to; empty for the only one."""
 
 
 def main() -> NoReturn:
-    """Run a command; end with its exit status."""
+    """Run a command and exit with its status."""
     try:
         from equipoise.cli.main import app
         from equipoise.cli.main import main as run
 
-        call = parted(sys.argv[1:])
-        sys.argv = ["kubectl equipoise", *call.arguments]
-        if ADDRESS_VARIABLE in os.environ or not asks_a_balancer(app, call.arguments):
+        line = parted(sys.argv[1:])
+        sys.argv = ["kubectl equipoise", *line.arguments]
+        if ADDRESS_VARIABLE in os.environ or not asks_a_balancer(app, line.arguments):
             run()
-        _end_in_order()
-        with forwarded(call.of_kubectl, release=call.release) as (address, name):
+        _exit_on_signals()
+        with forwarded(line.of_kubectl, release=line.release) as (address, name):
             os.environ[ADDRESS_VARIABLE] = address
             if name:
                 os.environ.setdefault(BALANCER_NAME_VARIABLE, name)
@@ -64,18 +69,22 @@ def main() -> NoReturn:
 
 
 def complete() -> None:
-    """Answer kubectl, which asks by `kubectl_complete-equipoise` what may follow."""
+    """Print completions, for kubectl's `kubectl_complete-equipoise`."""
     from equipoise.cli.main import app
 
-    with suppress(ForwardError):  # In the middle of an option of kubectl's.
+    with suppress(ForwardError):  # The value of a kubectl option is being typed.
         *before, begun = parted(sys.argv[1:]).arguments or ("",)
         for word, meaning in following(app, before, begun=begun):
             print(f"{word}\t{meaning}")
     print(f":{_NO_FILES}")
 
 
-def parted(arguments: Sequence[str]) -> Call:
-    """What kubectl is to be told, apart from what our command is."""
+def parted(arguments: Sequence[str]) -> CommandLine:
+    """Separate kubectl's options from the command's.
+
+    Raises:
+        ForwardError: an option has no value.
+    """
     ours: list[str] = []
     of_kubectl: list[str] = []
     release = ""
@@ -88,19 +97,19 @@ def parted(arguments: Sequence[str]) -> Call:
         if not sign:
             value = next(rest, "")
         if not value:
-            raise ForwardError(f"{name} wants a value")
+            raise ForwardError(f"{name} needs a value")
         if name == _RELEASE:
             release = value
         else:
             of_kubectl.append(f"{_OF_KUBECTL[name]}={value}")
-    return Call(arguments=tuple(ours), of_kubectl=tuple(of_kubectl), release=release)
+    return CommandLine(arguments=tuple(ours), of_kubectl=tuple(of_kubectl), release=release)
 
 
 def asks_a_balancer(app: typer.Typer, arguments: Sequence[str]) -> bool:
-    """Whether the command has an address to ask, and was told none, nor asked for its help."""
+    """Whether the command takes an address and got none; False for --help."""
     if {"-h", "--help"} & set(arguments):
         return False
-    # What is recorded needs no balancer.
+    # Recorded loads need no balancer.
     if {"--address", "--loads"} & {argument.partition("=")[0] for argument in arguments}:
         return False
     command = _command(app, arguments)
@@ -108,7 +117,7 @@ def asks_a_balancer(app: typer.Typer, arguments: Sequence[str]) -> bool:
 
 
 def following(app: typer.Typer, before: Sequence[str], *, begun: str) -> Iterator[tuple[str, str]]:
-    """Commands and options that may follow, with what they mean, that begin with `begun`."""
+    """Yield the commands and options that start with `begun`, with their help."""
     command = _command(app, before)
     for name, below in getattr(command, "commands", {}).items():
         if name.startswith(begun):
@@ -119,22 +128,19 @@ def following(app: typer.Typer, before: Sequence[str], *, begun: str) -> Iterato
                 yield option, " ".join(str(getattr(parameter, "help", "")).split())
 
 
-def _end_in_order() -> None:
-    """Leave blocks when this process is asked to end, so that kubectl does not stay behind.
-
-    A terminal that is closed asks that, too.
-    """
+def _exit_on_signals() -> None:
+    """Exit on SIGTERM and SIGHUP by an exception, so that `kubectl port-forward` is stopped."""
 
     def end(number: int, _frame: object) -> NoReturn:
         sys.exit(128 + number)
 
     for one in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(one) is signal.SIG_DFL:  # `nohup` has it ignored.
+        if signal.getsignal(one) is signal.SIG_DFL:  # `nohup` ignores SIGHUP.
             signal.signal(one, end)
 
 
 def _command(app: typer.Typer, arguments: Sequence[str]) -> Any:
-    """The command, or group of commands, that these words lead to."""
+    """The command or group that the arguments name."""
     command: Any = typer.main.get_command(app)
     for argument in arguments:
         command = getattr(command, "commands", {}).get(argument, command)

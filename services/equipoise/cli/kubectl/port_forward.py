@@ -1,7 +1,6 @@
-"""`forwarded`: the balancer of a release at an address of this machine, as long as it is needed.
+"""`forwarded`: a release's balancer at a local address, through `kubectl port-forward`.
 
-Everything that the cluster is asked goes through the `kubectl` of the one who asks: his contexts,
-his logins, his rights.
+All requests to the cluster go through the caller's kubectl: their context, login and permissions.
 """
 
 import json
@@ -24,25 +23,26 @@ _LEADER = "equipoise/leader-address"
 _NAME_VARIABLE = "EQUIPOISE_TLS_BALANCER_NAME"
 _TIMEOUT_S = 20.0
 _END_TIMEOUT_S = 5.0
-"""A kubectl that was asked to end is killed after this long."""
+"""How long kubectl may take to exit before it is killed."""
 _FORWARDING = re.compile(r"Forwarding from (127\.0\.0\.1:\d+) -> \d+")
 
 _Object = dict[str, Any]
 
 
 class ForwardError(RuntimeError):
-    """No balancer can be reached through kubectl; the message says what to do."""
+    """No balancer is reachable through kubectl; the message includes the remedy."""
 
 
 @contextmanager
 def forwarded(options: Sequence[str], *, release: str = "") -> Iterator[tuple[str, str]]:
-    """host:port at which a balancer is reached inside the block, and the name in its certificate.
+    """Forward a local address to a balancer inside the block.
 
-    The one that leads, where the cluster's Lease says so. `options` are for every kubectl;
-    `release` is needed where a namespace has several.
+    Yields host:port and the name in the balancer's certificate. Prefers the leader, if the
+    cluster's Lease names it. `options` go to every kubectl; `release` selects one of several
+    releases.
 
     Raises:
-        ForwardError: there is none, or kubectl cannot reach it.
+        ForwardError: there is no balancer, or kubectl cannot reach it.
     """
     pod = _leading(options, _balancers(options, release=release))
     target = f"pod/{pod['metadata']['name']}"
@@ -52,10 +52,10 @@ def forwarded(options: Sequence[str], *, release: str = "") -> Iterator[tuple[st
 
 @contextmanager
 def port_forwarded(options: Sequence[str], target: str, *, port: int) -> Iterator[str]:
-    """host:port of this machine that leads to a port of `target` (pod/NAME) inside the block.
+    """Forward a local address to a port of `target` (pod/NAME) inside the block; yields host:port.
 
-    On Linux kubectl ends with this process even when that is killed; elsewhere it does when the
-    block is left, so turn the signals that would end this process into exceptions.
+    On Linux kubectl ends with this process, even if it is killed. Elsewhere it ends with the block,
+    so turn signals that would end this process into exceptions.
 
     Raises:
         ForwardError: kubectl cannot reach it.
@@ -63,7 +63,7 @@ def port_forwarded(options: Sequence[str], target: str, *, port: int) -> Iterato
     command = ["kubectl", *options, "port-forward", target, f":{port}"]
     with (
         tempfile.TemporaryFile("w+") as faults,
-        # A session of its own: Ctrl-C is for the command, which may still have a word to say.
+        # In its own session, because Ctrl-C is for the command only.
         subprocess.Popen(
             _tied(command), stdout=subprocess.PIPE, stderr=faults, text=True, start_new_session=True
         ) as process,
@@ -80,7 +80,7 @@ def port_forwarded(options: Sequence[str], target: str, *, port: int) -> Iterato
 
 
 def _tied(command: list[str]) -> list[str]:
-    """The command, so that it ends with this process where the kernel knows how."""
+    """The command, tied to this process on Linux."""
     program = shutil.which(command[0])
     if program is None or sys.platform != "linux":
         return command
@@ -96,7 +96,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _balancers(options: Sequence[str], *, release: str) -> list[_Object]:
-    """The running balancers of the one release that is meant."""
+    """The running balancers of the release."""
     pods = [
         pod
         for pod in _listed("pods", options, selector=_BALANCERS)
@@ -106,25 +106,24 @@ def _balancers(options: Sequence[str], *, release: str) -> list[_Object]:
     if not pods:
         raise ForwardError(
             f"no balancer{f' of release {release}' if release else ''} runs in this namespace: "
-            "name another one with --namespace, or an address with --address, as `kubectl "
-            "port-forward` makes one"
+            "select another one with --namespace, or use --address"
         )
     releases = sorted({pod["metadata"]["labels"].get(_INSTANCE, "") for pod in pods})
     if len(releases) > 1:
         raise ForwardError(
-            f"there are several releases: name one of {', '.join(releases)} with --release"
+            f"this namespace has several releases: select {' or '.join(releases)} with --release"
         )
     return pods
 
 
 def _leading(options: Sequence[str], pods: list[_Object]) -> _Object:
-    """The pod that leads; any of them where that is not told, because they tell it themselves."""
+    """The leader's pod; any pod if the Lease is unknown, because followers redirect."""
     if len(pods) == 1:
         return pods[0]
     try:
         leases = _listed("leases", options, selector=_SELECTOR)
     except ForwardError:
-        return pods[0]  # Not everybody may read Leases.
+        return pods[0]  # The caller may lack permission to read Leases.
     addresses = {lease["metadata"].get("annotations", {}).get(_LEADER, "") for lease in leases}
     hosts = {address.rpartition(":")[0].strip("[]") for address in addresses}
     leaders = [pod for pod in pods if pod["status"].get("podIP") in hosts]
@@ -135,17 +134,17 @@ def _port(pod: _Object) -> int:
     for port in pod["spec"]["containers"][0].get("ports", []):
         if port.get("name") == "grpc":
             return int(port["containerPort"])
-    raise ForwardError(f"pod {pod['metadata']['name']} has no port named grpc: give an --address")
+    raise ForwardError(f"pod {pod['metadata']['name']} has no port named grpc: use --address")
 
 
 def _certified_name(pod: _Object) -> str:
-    """The name by which the chart's pods verify balancers; empty if there are no certificates."""
+    """The name that the chart's pods verify balancers by; empty without certificates."""
     variables = pod["spec"]["containers"][0].get("env", [])
     return next((one.get("value", "") for one in variables if one["name"] == _NAME_VARIABLE), "")
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Where kubectl says that it listens, in its first line; empty when it ends without a word."""
+    """The address in kubectl's first line; empty if it exits without one."""
     stdout = process.stdout
     assert stdout is not None, "it is a pipe"
     given_up = threading.Timer(_TIMEOUT_S, process.kill)
@@ -157,7 +156,7 @@ def _address(process: subprocess.Popen[str]) -> str:
     if found is None:
         process.kill()
         return ""
-    # It tells of every connection, which somebody has to read.
+    # kubectl prints a line per connection; drain the pipe.
     threading.Thread(
         target=lambda: [None for _ in stdout], name="port-forward", daemon=True
     ).start()
@@ -171,10 +170,10 @@ def _listed(kind: str, options: Sequence[str], *, selector: str) -> list[_Object
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except FileNotFoundError as error:
-        raise ForwardError("kubectl is not here: install it, or give an --address") from error
+        raise ForwardError("kubectl is not installed: install it, or use --address") from error
     except subprocess.TimeoutExpired as error:
         raise ForwardError(
-            f"`{' '.join(command)}` took longer than {_TIMEOUT_S:g} s: is the cluster there?"
+            f"`{' '.join(command)}` took longer than {_TIMEOUT_S:g} s: is the cluster reachable?"
         ) from error
     if done.returncode:
         raise ForwardError(f"`{' '.join(command)}` failed: {_last_line(done.stderr)}")

@@ -1,1 +1,1 @@
-"""`status`, `layout`, `decisions`, `epochs`, `loads`: looking at a fleet."""
+"""Commands that talk to a running balancer."""

@@ -1,7 +1,6 @@
-"""How a pool looks: its status message as something rich can print, or as one line.
+"""A pool's status message as Rich renderables or as one line. Pure.
 
-Pure: message in, picture out. Text from outside is printed as it stands, never as markup. Shared by
-`equipoise status` and the demo.
+Text from messages is never interpreted as markup. Used by `equipoise status` and the demo.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,11 +19,11 @@ FAIR_BALANCEDNESS = 0.8
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉█"
 _BAR_WIDTH = 10
-_SPARK_LOW = 0.4  # below this the picture says nothing more than "bad"
+_SPARK_LOW = 0.4  # balancedness of the lowest bar
 _NUM_WINDOWS = 64
 _NUM_SWITCHES = 3
 NUM_DECISIONS = 5
-"""Decisions shown with a pool."""
+"""Number of decisions to show."""
 
 _HEALTH_STYLES = {
     status_pb2.POOL_HEALTH_SERVING: "green",
@@ -40,22 +39,23 @@ def pool_view(
     tokens_per_s: Mapping[int, float] | None = None,
     decisions: Sequence[status_pb2.Decision] = (),
 ) -> RenderableType:
-    """The whole pool. `tokens_per_s` by rank, where somebody measured it (`RateMeter`).
+    """The whole pool.
 
-    `decisions` are the latest, newest first; without them the status' own last one is shown.
+    `tokens_per_s` is by rank, from a `RateMeter`. `decisions` are the latest, newest first; the
+    default is the last one in the status.
     """
     parts: list[RenderableType] = []
     if status.health_reason:
         parts.append(Text(status.health_reason, style=_health_style(status.health)))
     if status.HasField("hold"):
-        parts.append(Text(hold_words(status.hold), style="yellow"))
+        parts.append(Text(hold_text(status.hold), style="yellow"))
     parts += [balance_view(status), ranks_view(status, tokens_per_s=tokens_per_s or {})]
     parts.append(_facts(status, decisions))
     title = Text.assemble(
         ("pool ", "dim"),
         (status.pool, "bold"),
         "  ",
-        (health_word(status.health), f"bold {_health_style(status.health)}"),
+        (health_name(status.health), f"bold {_health_style(status.health)}"),
     )
     subtitle = Text(
         f"generation {status.generation} · epoch {status.epoch} · "
@@ -67,88 +67,88 @@ def pool_view(
 
 
 def pools_view(pools: Iterable[status_pb2.PoolSummary]) -> Table:
-    """Many pools, a line each."""
+    """Several pools, one row each."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("pool", "health", "ranks", "generation", "balancedness"):
         table.add_column(name, justify="left" if name in {"pool", "health"} else "right")
     for pool in pools:
         table.add_row(
             Text(pool.pool, style="bold"),
-            Text(health_word(pool.health), style=_health_style(pool.health)),
+            Text(health_name(pool.health), style=_health_style(pool.health)),
             f"{pool.ranks_serving}/{pool.num_ranks}",
             str(pool.generation),
-            Text(f"{pool.balancedness:.2f}", style=tone(pool.balancedness)),
+            Text(f"{pool.balancedness:.2f}", style=balance_style(pool.balancedness)),
         )
     return table
 
 
 def status_line(status: status_pb2.PoolStatus) -> str:
     """The pool in one line, for logs and pipes."""
-    words = [
+    parts = [
         f"pool {status.pool}",
-        health_word(status.health),
+        health_name(status.health),
         f"generation {status.generation}",
     ]
     if status.windows_closed:
-        words.append(
+        parts.append(
             f"window {status.windows_closed}: balancedness {status.balancedness:.3f} "
             f"on {status.window_assignments:,} assignments"
         )
     if status.HasField("rollout"):
-        words.append(f"generation {status.rollout.generation} {status.rollout.state}")
+        parts.append(f"generation {status.rollout.generation} {status.rollout.state}")
     if status.health_reason:
-        words.append(status.health_reason)
+        parts.append(status.health_reason)
     if status.HasField("hold"):
-        words.append(hold_words(status.hold))
+        parts.append(hold_text(status.hold))
     if status.HasField("last_decision"):
-        words.append(decision_words(status.last_decision))
-    return " · ".join(words)
+        parts.append(decision_text(status.last_decision))
+    return " · ".join(parts)
 
 
-def hold_words(hold: status_pb2.HoldStatus) -> str:
-    """What an operator holds the pool to."""
-    words = [f"paused by {hold.paused}"] if hold.paused else []
+def hold_text(hold: status_pb2.HoldStatus) -> str:
+    """Who paused or pinned the pool."""
+    parts = [f"paused by {hold.paused}"] if hold.paused else []
     if hold.pinned:
         where = f" to the placement of generation {hold.pinned_generation}"
-        words.append(
+        parts.append(
             f"pinned{where if hold.pinned_generation else ''} by {hold.pinned}"
-            + ("" if hold.at_pin else " (it is not there yet)")
+            + ("" if hold.at_pin else " (not reached yet)")
         )
-    return "; ".join(words)
+    return "; ".join(parts)
 
 
 def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
-    """Balancedness of the recent windows, with a mark where traffic shifted or a layout changed."""
+    """Balancedness of recent windows, marked where traffic shifted or the layout changed."""
     if not status.windows_closed:
         return Text("no window has closed yet", style="dim")
     windows = status.windows[-_NUM_WINDOWS:]
     picture = sparkline([window.balancedness if window.assignments else None for window in windows])
     facts = Text.assemble(
         ("balancedness ", "dim"),
-        (f"{status.balancedness:.3f}", f"bold {tone(status.balancedness)}"),
+        (f"{status.balancedness:.3f}", f"bold {balance_style(status.balancedness)}"),
         (f"  worst layer {status.balancedness_min_layer:.3f}", "dim"),
         (f"  window {status.windows_closed}: {status.window_assignments:,} assignments", "dim"),
         (f" in {status.interval_s:g} s", "dim"),
     )
     views: list[RenderableType] = [facts, picture, window_marks(windows)]
     if status.HasField("shares") and status.shares.uneven_layers:
-        views.append(Text(shares_words(status.shares), style="dim"))
+        views.append(Text(shares_text(status.shares), style="dim"))
     return Group(*views)
 
 
-def shares_words(shares: status_pb2.ShareStatus) -> str:
-    """Whether slots served the shares that they were to serve, for layouts with uneven ones."""
+def shares_text(shares: status_pb2.ShareStatus) -> str:
+    """Planned and realised shares, for layouts with uneven shares."""
     return (
         f"uneven shares in {shares.uneven_layers} layers: {shares.misplaced:.1%} of replicated "
-        f"experts' assignments went elsewhere; worst is layer {shares.layer}, slot {shares.slot} "
-        f"with {shares.realised:.3f} of expert {shares.expert} for {shares.planned:.3f}"
+        f"experts' assignments misplaced; worst: layer {shares.layer}, slot {shares.slot} served "
+        f"{shares.realised:.3f} of expert {shares.expert}, planned {shares.planned:.3f}"
     )
 
 
 def ranks_view(
     status: status_pb2.PoolStatus, *, tokens_per_s: Mapping[int, float]
 ) -> RenderableType:
-    """One line a rank: who it is, what it runs, and how much of the load fell on it."""
+    """One row per rank: worker, node, share of the load, generation, throughput, step, requests."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
     table.add_column("rank", no_wrap=True)
     table.add_column("worker")
@@ -166,28 +166,28 @@ def ranks_view(
             worker,
             Text(rank.node),
             load_bar(rank.load_share, num_ranks=len(status.ranks)),
-            _generation_words(rank),
+            _generation_text(rank),
             f"{rate:,.0f}" if tokens_per_s else f"{rank.tokens_processed:,}",
-            duration_words(rank.median_step_us),
+            format_duration(rank.median_step_us),
             str(rank.active_requests) + f"+{rank.queued_requests}" * bool(rank.queued_requests),
         )
     return table
 
 
 def sparkline(values: Sequence[float | None]) -> Text:
-    """Balancedness values, oldest first, as one coloured character each; a dot for no traffic."""
+    """Balancedness values, oldest first, one coloured bar each; a dot stands for no traffic."""
     line = Text()
     for value in values:
         if value is None:
             line.append("·", style="dim")
             continue
         height = (min(max(value, _SPARK_LOW), 1.0) - _SPARK_LOW) / (1.0 - _SPARK_LOW)
-        line.append(_BLOCKS[round(height * (len(_BLOCKS) - 1))], style=tone(value))
+        line.append(_BLOCKS[round(height * (len(_BLOCKS) - 1))], style=balance_style(value))
     return line
 
 
 def window_marks(windows: Sequence[status_pb2.WindowStatus]) -> Text:
-    """What happened, below the sparkline of the same windows: ◆ a traffic shift, ↑ a new layout."""
+    """Events below the sparkline of the same windows: ◆ a traffic shift, ↑ a new layout."""
     line = Text(style="dim")
     for position, window in enumerate(windows):
         switched = position and window.generation != windows[position - 1].generation
@@ -200,40 +200,40 @@ def window_marks(windows: Sequence[status_pb2.WindowStatus]) -> Text:
 
 
 def load_bar(share: float, *, num_ranks: int) -> Text:
-    """A rank's share of the pool's load, drawn against twice the mean, and as times the mean."""
+    """A rank's load relative to the mean, as a bar that ends at twice the mean and as a number."""
     times_mean = share * num_ranks
     eighths = round(min(times_mean / 2, 1.0) * _BAR_WIDTH * 8)
     bar = "█" * (eighths // 8) + (_PARTS[eighths % 8] if eighths % 8 else "")
-    style = tone(1 / times_mean) if times_mean > 1 else "green"
+    style = balance_style(1 / times_mean) if times_mean > 1 else "green"
     return Text.assemble((bar.ljust(_BAR_WIDTH), style), f" {times_mean:.2f}x")
 
 
-def decision_words(decision: status_pb2.Decision) -> str:
-    """A verdict with its reason, in one line."""
+def decision_text(decision: status_pb2.Decision) -> str:
+    """A decision with its reason, as one line."""
     return f"decision {decision.sequence} {'yes' if decision.accepted else 'no'}: {decision.reason}"
 
 
-def health_word(health: status_pb2.PoolHealth.ValueType) -> str:
-    """For example "serving"."""
+def health_name(health: status_pb2.PoolHealth.ValueType) -> str:
+    """A health as one word, such as "serving"."""
     return status_pb2.PoolHealth.Name(health).removeprefix("POOL_HEALTH_").lower()
 
 
-def tone(balancedness: float) -> str:
-    """Green, yellow or red, by how well load is spread."""
+def balance_style(balancedness: float) -> str:
+    """Green, yellow or red, by balancedness."""
     if balancedness >= GOOD_BALANCEDNESS:
         return "green"
     return "yellow" if balancedness >= FAIR_BALANCEDNESS else "red"
 
 
-def duration_words(duration_us: int) -> str:
-    """For example "12.1 ms"; "-" for none."""
+def format_duration(duration_us: int) -> str:
+    """A duration such as "12.1 ms"; "-" for zero."""
     if not duration_us:
         return "-"
     return f"{duration_us / 1e3:.1f} ms" if duration_us < 1e6 else f"{duration_us / 1e6:.1f} s"
 
 
 class RateMeter:
-    """Tokens per second of each rank, from what two statuses say was processed since boot."""
+    """Tokens per second of each rank, from the counters of two statuses."""
 
     def __init__(self) -> None:
         self._seen: tuple[float, dict[int, int]] | None = None
@@ -242,7 +242,7 @@ class RateMeter:
     def update(self, status: status_pb2.PoolStatus, *, now: float) -> dict[int, float]:
         """Rates by rank between this status and an earlier one, at least a second apart.
 
-        A rank whose counter shrank has restarted; its rate is known from the next status on.
+        A rank whose counter decreased has restarted, and has no rate until the next status.
         """
         tokens = {rank.rank: rank.tokens_processed for rank in status.ranks}
         if self._seen is None:
@@ -261,27 +261,27 @@ class RateMeter:
 def _facts(
     status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
 ) -> RenderableType:
-    """What goes on, what was decided, what happened, what was refused: a line each, if any."""
+    """Rollout, decisions, switches, expected gain, timeouts and refusals: one row each, if any."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1)
     if status.HasField("rollout"):
-        table.add_row("rollout", _rollout_words(status.rollout))
+        table.add_row("rollout", _rollout_text(status.rollout))
     latest = [status.last_decision] if status.HasField("last_decision") else []
     for decision in (decisions or latest)[:NUM_DECISIONS]:
-        table.add_row("decision", _decision_text(decision))
+        table.add_row("decision", _decision_row(decision))
     for switch in status.switches[:_NUM_SWITCHES]:
-        table.add_row("switch", _switch_words(switch))
+        table.add_row("switch", _switch_text(switch))
     if status.rollouts_completed or status.rollouts_aborted:
         table.add_row(
-            "rollouts", f"{status.rollouts_completed} done, {status.rollouts_aborted} aborted"
+            "rollouts", f"{status.rollouts_completed} completed, {status.rollouts_aborted} aborted"
         )
     if status.promises:
-        table.add_row("promise", _promise_words(status.promises[0]))
+        table.add_row("gain", _gain_text(status.promises[0]))
     for bound in status.bounds:
         if bound.reached:
             table.add_row(
-                "too long",
+                "timeout",
                 Text(f"{bound.reached} x {bound.name}, {bound.bound_s:g} s: {bound.latest}"),
                 style="yellow",
             )
@@ -292,48 +292,48 @@ def _facts(
     return table
 
 
-def _decision_text(decision: status_pb2.Decision) -> Text:
-    said = ("yes", "bold green") if decision.accepted else ("no", "bold")
-    text = Text.assemble((f"{decision.sequence} ", "dim"), said, f"  {decision.reason}")
+def _decision_row(decision: status_pb2.Decision) -> Text:
+    verdict = ("yes", "bold green") if decision.accepted else ("no", "bold")
+    text = Text.assemble((f"{decision.sequence} ", "dim"), verdict, f"  {decision.reason}")
     if decision.plan_ms:
         text.append(f"  (planned in {decision.plan_ms:.1f} ms)", style="dim")
     return text
 
 
-def _rollout_words(rollout: status_pb2.RolloutStatus) -> Text:
+def _rollout_text(rollout: status_pb2.RolloutStatus) -> Text:
     waves = f", {rollout.waves_left} waves left" if rollout.waves_left else ""
     return Text(
         f"generation {rollout.generation} {rollout.state} for {rollout.state_age_s:.1f} s: "
         f"{rollout.moves} moves, {format_bytes(rollout.bytes)}, "
-        f"staged by {_ranks_words(rollout.staged_ranks)}, "
-        f"switched by {_ranks_words(rollout.switched_ranks)}{waves}",
+        f"staged by {_ranks_text(rollout.staged_ranks)}, "
+        f"switched by {_ranks_text(rollout.switched_ranks)}{waves}",
         style="cyan",
     )
 
 
-def _promise_words(promise: status_pb2.PromiseStatus) -> Text:
+def _gain_text(promise: status_pb2.PromiseStatus) -> Text:
     if promise.reason:
         return Text(promise.reason, style="" if promise.outcome == "kept" else "yellow")
     return Text(
-        f"generation {promise.generation} is to gain {promise.gain_promised:.3f} over generation "
-        f"{promise.before_generation}; windows will tell"
+        f"generation {promise.generation} is expected to gain {promise.gain_promised:.3f} over "
+        f"generation {promise.before_generation}; to be checked on the next windows"
     )
 
 
-def _switch_words(switch: status_pb2.SwitchStatus) -> str:
+def _switch_text(switch: status_pb2.SwitchStatus) -> str:
     return (
         f"generation {switch.generation} at step {switch.step:,}: {switch.moves} moves staged in "
-        f"{switch.staging_s:.2f} s, longest stall {duration_words(switch.max_stall_us)} "
-        f"(median step {duration_words(switch.median_step_us)})"
+        f"{switch.staging_s:.2f} s, longest stall {format_duration(switch.max_stall_us)} "
+        f"(median step {format_duration(switch.median_step_us)})"
     )
 
 
-def _ranks_words(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks)) if ranks else "none"
 
 
-def _generation_words(rank: status_pb2.RankStatus) -> str:
-    """What it runs, and what it has staged: "7→8"."""
+def _generation_text(rank: status_pb2.RankStatus) -> str:
+    """The running generation and, if any, the staged one: "7→8"."""
     return f"{rank.generation}" + f"→{rank.staged_generation}" * bool(rank.staged_generation)
 
 

@@ -1,1 +1,1 @@
-"""`plan`, `replay`, `whatif`, `convert`: planning on recorded loads, without a fleet."""
+"""Commands that plan for recorded loads and convert files, without a balancer."""

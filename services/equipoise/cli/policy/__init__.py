@@ -1,1 +1,1 @@
-"""`equipoise policy`: policy files checked, shown, compared, and tried on current loads."""
+"""`equipoise policy ...`: check, show, compare and preview policy files."""
