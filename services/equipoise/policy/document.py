@@ -2,7 +2,14 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    create_model,
+)
 
 from equipoise.policy.setting import SETTINGS, Setting
 
@@ -35,7 +42,7 @@ class Section(BaseModel):
             if isinstance(value, Section):
                 found |= value.written()
             else:
-                (setting,) = type(self).model_fields[key].metadata
+                setting, *_ = type(self).model_fields[key].metadata
                 found[setting.name] = value
         return found
 
@@ -49,7 +56,8 @@ def _section(name: str, about: str, members: dict[str, Setting | type[Section]])
                 description=member.explanation,
                 json_schema_extra={"default": member.default},
             )
-            values[key] = (Annotated[Any, member], described)
+            form = PlainValidator(member.checked), WithJsonSchema(member.json_schema)
+            values[key] = (Annotated[Any, member, *form], described)
         else:
             values[key] = (member, Field(default_factory=member))
     return create_model(name, __base__=Section, __doc__=about, **values)

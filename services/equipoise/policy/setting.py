@@ -5,9 +5,6 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, get_type_hints
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, core_schema
-
 from equipoise.planning.policy import Key, Policy
 from equipoise.policy.quantities import (
     BYTES_PATTERN,
@@ -34,12 +31,12 @@ class Form:
     """From the policy's value to the file's."""
 
     json_schema: Mapping[str, Any]
-    """JSON Schema of the file's value."""
+    """JSON Schema of the file's value, without a range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One value of `Policy`. As an annotation it makes pydantic read and write the file's form."""
+    """One value of `Policy`, and its form in a policy file."""
 
     name: str
     """Field of `Policy`."""
@@ -79,26 +76,15 @@ class Setting:
         """
         number = self.form.read(value)
         if self.range is not None and number not in self.range:
-            low, high = map(self.form.write, (self.range.low, self.range.high))
-            raise ValueError(f"must be from {low} to {high}")
+            raise ValueError(f"must be from {self.valid}")
         return number
 
-    def __get_pydantic_core_schema__(
-        self, source: type, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Have pydantic validate with `checked`."""
-        del source, handler
-        return core_schema.no_info_plain_validator_function(self.checked)
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        """The JSON Schema of the file's value, with the range of a plain number."""
-        del schema, handler
-        described = dict(self.form.json_schema)
-        if self.range is not None and described.get("type") in {"number", "integer"}:
-            described |= {"minimum": self.range.low, "maximum": self.range.high}
-        return described
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """JSON Schema of the file's value, with the range of a plain number."""
+        if self.range is None or self.form.unit in {"bytes", "duration"}:
+            return dict(self.form.json_schema)
+        return {**self.form.json_schema, "minimum": self.range.low, "maximum": self.range.high}
 
 
 def _form(name: str, kind: type, unit: str) -> Form:
