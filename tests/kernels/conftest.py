@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, with its casts corrected, where Triton is installed."""
+"""Fixtures: kernels in Triton's interpreter, with corrected casts, if Triton is installed."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from tests.support.kernel_backends import use_backends
 
 @pytest.fixture
 def interpreted():
-    """A kernel launched in this test runs on the CPU, with right casts."""
+    """Run kernels launched in this test on the CPU, with correct casts."""
     pytest.importorskip("triton", reason="kernels need the extra `kernels`")
     from equipoise_kernels.fp8.testing.interpreter import corrected_casts
 
@@ -29,5 +29,5 @@ def generator():
 
 @pytest.fixture(autouse=True)
 def reference_selected(monkeypatch):
-    """Public functions use the torch twins; tests of kernels launch them by name."""
+    """Public functions use the torch twins; kernel tests launch kernels by name."""
     use_backends(monkeypatch, "reference")

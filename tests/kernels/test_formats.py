@@ -65,7 +65,7 @@ def test_packed_exponents_come_back(num_groups):
 
 
 @pytest.mark.parametrize("scale", [0.75, 0.0, -2.0])
-def test_packing_refuses_what_is_no_power_of_two(scale):
+def test_packing_refuses_scales_that_are_not_powers_of_two(scale):
     with pytest.raises(KernelInputError, match="UE8M0"):
         pack_ue8m0(torch.full((1, 1), scale))
 

@@ -28,7 +28,7 @@ def shares(chosen, count):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 32])
 @pytest.mark.parametrize("stride", [1, 2, 4, 7, 64])
-def test_replicas_share_evenly_even_if_only_every_nth_token_wants_the_expert(count, stride):
+def test_replicas_share_evenly_even_if_only_every_nth_token_chooses_the_expert(count, stride):
     tokens = torch.arange(NUM_TOKENS) * stride
     share = shares(choices(5, count, tokens=tokens, layer=3), count)
     assert share.min() > 0.98
@@ -50,7 +50,7 @@ def test_a_few_tokens_in_a_row_use_every_replica():
 
 @pytest.mark.parametrize("wanted", [(30_000, 2_768), (1, 32_767), (20_000, 0, 12_768), (32_768,)])
 @pytest.mark.parametrize("stride", [1, 2, 7, 64])
-def test_replicas_get_the_shares_that_were_asked_for(wanted, stride):
+def test_replicas_get_the_requested_shares(wanted, stride):
     tokens = torch.arange(NUM_TOKENS) * stride
     got = torch.bincount(choices_by_share(5, wanted, tokens=tokens), minlength=len(wanted))
     expected = torch.tensor(wanted) * (NUM_TOKENS / (1 << SHARE_BITS))

@@ -38,7 +38,7 @@ def test_a_layer_is_timed_for_each_phase_on_rows_that_reach_experts(monkeypatch)
     assert all(result.isfinite().all() and result.any() for result in timer.results)
 
 
-def test_the_report_says_what_was_timed():
+def test_the_report_lists_what_was_timed():
     timing = LayerTiming(phase="decode", rows=128, median_us=500.0, spread=0.01)
     report = {
         "layer": "a layer",
@@ -51,7 +51,7 @@ def test_the_report_says_what_was_timed():
     ]
 
 
-def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path, capsys):
+def test_without_a_gpu_nothing_is_measured_or_written(tmp_path, capsys):
     if torch.cuda.is_available():
         return
     assert main(["--out", str(tmp_path / "report.json")]) == 2

@@ -70,7 +70,7 @@ def test_we_load_what_transformers_saves(
         assert torch.equal(loaded[name], tensor.bfloat16()), name
 
 
-def test_a_loaded_model_computes_in_the_form_asked_for(saved):
+def test_a_loaded_model_computes_in_the_requested_form(saved):
     model, path = saved
     loaded = Checkpoint.open(path).load_model(row_block=16)
     assert loaded.row_block == 16
@@ -109,7 +109,7 @@ def test_a_model_with_mtp_needs_a_checkpoint_with_it(config, random_model, tmp_p
         Checkpoint.open(tmp_path).load_dense(Transformer(config, mtp=True))
 
 
-def test_whoever_reads_the_config_reads_the_weights(saved):
+def test_readers_of_the_config_also_read_the_weights(saved):
     _, path = saved
     modes = [(path / name).stat().st_mode for name in ("config.json", "model.safetensors")]
     assert modes[0] == modes[1]

@@ -60,7 +60,7 @@ def test_a_missing_file_is_named(tmp_path):
     refused(tmp_path / "none.safetensors", "is missing")
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_a_folder_is_not_a_file(tmp_path):
     refused(tmp_path, "cannot be read")
 
 
@@ -99,7 +99,7 @@ def test_a_truncated_file_names_the_tensor_that_is_cut(file):
     refused(file, f"is damaged.*{last} ends at byte")
 
 
-def test_bytes_behind_the_last_tensor_are_refused(file):
+def test_bytes_after_the_last_tensor_are_refused(file):
     file.write_bytes(file.read_bytes() + b"x")
     refused(file, "is damaged.*its tensors end")
 
@@ -114,7 +114,7 @@ def test_bytes_behind_the_last_tensor_are_refused(file):
         ({"a": {}}, "not safetensors"),
         ({"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}, "not safetensors"),
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, "not safetensors"),
-        ({"a": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}, "a is of the unknown"),
+        ({"a": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}, "a has the unknown"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "a has 4 bytes"),
         ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "a has sizes"),
         ({"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, "a has sizes"),

@@ -34,7 +34,7 @@ def test_tensors_are_dealt_to_shards_of_a_size(model, tmp_path):
         assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 60_000
 
 
-def test_the_index_tells_where_every_tensor_is(model, tmp_path):
+def test_the_index_lists_the_file_of_every_tensor(model, tmp_path):
     save(model, tmp_path, max_shard_bytes=60_000)
     index = json.loads((tmp_path / INDEX).read_text())
     assert set(index["weight_map"]) == set(manifest(model.config))

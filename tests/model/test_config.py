@@ -93,7 +93,7 @@ def test_other_quantization_is_refused_by_name(change, named):
 
 
 @pytest.mark.parametrize("name", ["quant_method", "weight_block_size"])
-def test_quantization_that_does_not_say_all_is_refused(name):
+def test_incomplete_quantization_settings_are_refused(name):
     fields = {k: v for k, v in FP8_FIELDS.items() if k != name}
     with pytest.raises(UnsupportedConfigError, match=f"quantization_config {name} is missing"):
         ModelConfig.from_dict(TINY.to_dict() | {"quantization_config": fields})
@@ -185,7 +185,7 @@ def test_a_missing_field_is_named(name):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3"])
-def test_a_file_that_is_no_json_object_is_refused_by_name(tmp_path, text):
+def test_a_file_that_is_not_a_json_object_is_refused_by_name(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnsupportedConfigError, match=r"config\.json"):
         ModelConfig.from_json(tmp_path / "config.json")

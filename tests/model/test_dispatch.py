@@ -87,7 +87,9 @@ def test_dispatch_equals_a_loop_over_rows_and_their_experts(payloads):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_tokens", [1, 8, 33])
-def test_any_layout_gives_the_bits_of_the_identity_layout_in_row_blocks(payloads, seed, num_tokens):
+def test_any_layout_matches_the_identity_layout_bit_by_bit_in_row_blocks(
+    payloads, seed, num_tokens
+):
     x, routing = make_rows(num_tokens), make_routing(num_tokens)
     expected = run(
         ExpertParallel.local(CONFIG), make_layers(payloads, identity(), row_block=16), x, routing

@@ -75,7 +75,7 @@ def expected(model, tokens, known):
     return tuple(line[known:])
 
 
-def test_guesses_are_what_the_modules_say_of_the_whole_sequence(drafting):
+def test_drafts_match_the_modules_run_on_the_whole_sequence(drafting):
     a, b = sequences()
     serving = Serving(drafting, (a, b))
     assert serving.run((0, 0, 9, 10)) == [expected(drafting, a, 10)]

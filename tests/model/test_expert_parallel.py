@@ -42,7 +42,7 @@ def by_expert(layout, values):
 
 @pytest.mark.parametrize("size", GROUP_SIZES)
 @pytest.mark.parametrize("scenario", ["even", "idle", "switched", "skewed"])
-def test_a_group_gives_the_bits_of_one_rank_in_row_blocks(runs, size, scenario):
+def test_a_group_matches_one_rank_bit_by_bit_in_row_blocks(runs, size, scenario):
     alone = joined(runs[1], "row blocks", scenario)
     assert alone.shape == (NUM_ROWS, 64)
     assert torch.equal(joined(runs[size], "row blocks", scenario), alone)
@@ -58,7 +58,7 @@ def test_a_group_is_close_to_one_rank_in_fast_mode(runs, size, scenario):
 
 
 @pytest.mark.parametrize("size", [1, *GROUP_SIZES])
-def test_who_holds_the_rows_and_which_layout_runs_changes_no_bit(runs, size):
+def test_neither_the_rows_rank_nor_the_layout_changes_a_bit(runs, size):
     outputs = [joined(runs[size], "row blocks", name) for name in ("even", "idle", "switched")]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
@@ -108,7 +108,7 @@ def test_gradients_cross_ranks(runs, size):
 
 
 @pytest.mark.parametrize("size", GROUP_SIZES)
-def test_a_rank_that_leaves_ends_the_others_step_in_words(runs, size):
+def test_a_rank_that_leaves_ends_the_others_step_with_a_message(runs, size):
     *others, last = [rank["last words"] for rank in runs[size]]
     assert last == "left"
     for words in others:

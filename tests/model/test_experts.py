@@ -73,7 +73,7 @@ def test_staged_experts_change_nothing_until_applied_and_then_only_their_slots()
         assert torch.equal(layers[key[0]].read(key[1]), payloads.get(key, kept))
 
 
-def test_staging_nothing_is_a_switch_that_copies_nothing():
+def test_staging_nothing_makes_a_switch_without_copies():
     layers = [make_slots()]
     before = layers[0].gate_up.clone()
     StagedExperts.prepare({}, layers).apply()

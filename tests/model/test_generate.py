@@ -34,7 +34,7 @@ def test_a_prompt_gets_the_same_tokens_alone_and_in_company(random_model):
     assert [greedy(model, [prompt], max_tokens=8)[0] for prompt in PROMPTS] == together
 
 
-def test_a_sequence_ends_with_its_stop_token_and_others_go_on(random_model):
+def test_a_sequence_ends_with_its_stop_token_and_others_continue(random_model):
     model = random_model(TINY, row_block=16)
     whole = greedy(model, PROMPTS, max_tokens=8)
     stop = whole[1][3]

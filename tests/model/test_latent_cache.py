@@ -22,7 +22,7 @@ def test_the_fast_form_joins_single_queries_of_like_length_and_leaves_chunks_alo
     assert seen == [([0, 3], [5, 7], 101), ([4], [1], 31), ([1, 2], [2], 2)]
 
 
-def test_row_blocks_are_full_and_see_what_the_position_says():
+def test_row_blocks_are_full_and_their_stretch_depends_on_the_position():
     sequences, positions = [0] * 20 + [1, 2], [*range(20), 63, 64]
     step = begin(sequences, positions, row_block=16)
     assert [(len(g.places_N), g.length) for g in step.groups] == [(16, 64), (16, 64), (16, 128)]
@@ -62,7 +62,7 @@ def test_what_is_written_is_read_where_it_was_put():
     assert not step.read(2, group).any()
 
 
-def test_what_a_sequence_has_no_blocks_for_reads_as_nobodys_and_is_zero():
+def test_positions_beyond_a_sequences_blocks_read_the_zero_block():
     cache = LatentCache(TINY, num_blocks=4, max_len=64)
     cache.fill(torch.Generator().manual_seed(0))
     step = cache.begin_step(

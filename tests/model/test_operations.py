@@ -1,4 +1,4 @@
-"""What computes the model is chosen by name or by what pays, alike by all ranks of a pool."""
+"""The model's data plane and kernels are chosen by name or by benefit, alike on all ranks."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch):
-    """The suite's torch twins, though a process of tests interprets."""
+    """The torch twins, although test processes interpret kernels."""
     use_backends(monkeypatch, "reference")
 
 
@@ -43,7 +43,7 @@ def test_what_computes_is_chosen_by_name_or_by_what_pays():
     assert obstacle(odd) == "kv_lora_rank is 96, not a power of two of at least 16"
 
 
-def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
+def test_ranks_agree_on_backends_or_report_why_not(monkeypatch):
     def without(*absent):
         absent = ("flash_mla", *absent)
         return selection.resolve("auto", lambda _operation, name: name in absent and "absent")
@@ -75,7 +75,7 @@ def test_ranks_compute_with_what_all_of_them_can_or_say_why_not(monkeypatch):
         in_fp8.agree([named, told_by(selection.resolve("gemm=triton", lambda *_: None))])
 
 
-def test_how_latents_are_kept_is_chosen_by_name_and_told(monkeypatch):
+def test_the_format_of_latents_is_chosen_by_name_and_announced(monkeypatch):
     def choose(config=WIDE, *, weights="fp8", latents="fp8", **more):
         return Operations.choose(
             weights, config=config, device=CPU, batch_invariant=False, latents=latents, **more

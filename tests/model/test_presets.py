@@ -23,7 +23,7 @@ def test_the_largest_preset_has_the_published_number_of_parameters():
     assert (len(biases), sum(biases)) == (58, 58 * 256)
 
 
-def test_the_largest_preset_caches_what_its_report_says():
+def test_the_largest_preset_caches_as_much_as_its_report_claims():
     assert DEEPSEEK_V3.latent_dim * DEEPSEEK_V3.num_hidden_layers * 2 == 70_272
 
 

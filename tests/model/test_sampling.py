@@ -123,7 +123,7 @@ def test_presence_and_frequency_are_penalized_in_the_output_only(logits):
     torch.testing.assert_close(penalize(logits, rows), expected)
 
 
-def test_rows_without_penalties_are_left_alone(logits):
+def test_rows_without_penalties_do_not_change(logits):
     assert penalize(logits, [row()] * 10) is logits
 
 
@@ -137,7 +137,7 @@ def test_rows_without_penalties_are_left_alone(logits):
     ],
     ids=str,
 )
-def test_draws_have_the_distribution_that_is_asked_for(params):
+def test_draws_follow_the_requested_distribution(params):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5, 1.5, -3.0]])
     count = 20_000
     rows = [

@@ -24,7 +24,7 @@ def words(*values):
         ),
     ],
 )
-def test_the_generator_gives_its_authors_known_answers(counter, key, expected):
+def test_the_generator_reproduces_its_authors_known_answers(counter, key, expected):
     assert tuple(int(word[0]) for word in philox(words(*counter), key=words(*key))) == expected
 
 

@@ -1,4 +1,4 @@
-"""The smallest models that compute in FP8 on the kernel suite: groups of 128 everywhere."""
+"""The smallest models that FP8 supports: groups of 128 everywhere."""
 
 from dataclasses import replace
 

@@ -103,7 +103,7 @@ def test_slots_may_start_at_multiples_and_gaps_are_zeros(interpreted):
     assert here.slot_ends.tolist() == [3, 5, 9]
 
 
-def test_the_low_latency_pair_gives_each_slot_room_of_its_own(interpreted):
+def test_the_low_latency_pair_reserves_room_per_slot(interpreted):
     shape = replace(SHAPE, num_ranks=1, payload=Payload.BF16)
     _, (buffer,) = virtual_buffers(shape)
     x = numbered(10, 3).bfloat16()
@@ -196,7 +196,7 @@ def test_ranks_of_different_generations_are_named(interpreted):
     assert "rank 1 runs 5" in str(seen[0])
 
 
-def test_a_rank_that_sends_nothing_is_named_and_the_buffer_is_of_no_more_use(interpreted):
+def test_a_silent_rank_is_named_and_the_buffer_refuses_later_calls(interpreted):
     _, (buffer, _) = virtual_buffers(timeout_s=0.05)
     with pytest.raises(
         PeerMissingError, match=r"rank 1 did not send rows within 0\.05 s"
@@ -251,7 +251,7 @@ def test_a_flag_carries_status_generation_and_sequence_and_wraps_around():
     assert (sequence_of(flag), generation_of(flag), status_of(flag)) == (5, 9, TOO_MANY_ROWS)
 
 
-def test_who_spoke_up_counts_before_who_is_silent():
+def test_reported_faults_take_precedence_over_missing_flags():
     own, other, full = (
         int(
             flag_of(
@@ -299,7 +299,7 @@ def test_the_places_of_arriving_rows_are_those_of_a_loop(generator):
     assert int(incoming.num_rows) == place
 
 
-def test_in_a_captured_graph_nothing_is_raised_until_somebody_checks(interpreted, monkeypatch):
+def test_a_captured_graph_raises_nothing_until_checked(interpreted, monkeypatch):
     monkeypatch.setattr(peer, "_is_capturing", lambda: True)
     backends = [
         PeerBackend(replace(SHAPE, rank=rank), window, timeout_s=1e-6, config=CONFIG)

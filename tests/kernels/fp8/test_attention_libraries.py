@@ -166,14 +166,14 @@ def test_flashinfer_takes_blocks_of_any_size(flashinfer):
     torch.testing.assert_close(seen.lse_BH, right.lse_BH, atol=2e-3, rtol=0)
 
 
-def test_flash_mla_plans_each_call_anew_because_plans_belong_to_lengths(flash_mla):
+def test_flash_mla_plans_every_call_because_plans_depend_on_lengths(flash_mla):
     for length in (3, 90):
         run("flash_mla", tables=[[1, 2]], lengths=[length])
     assert [plan.used for plan in flash_mla.plans] == [True, True]
 
 
 @pytest.mark.parametrize("backend", ["flash_mla", "flashinfer"])
-def test_no_queries_are_no_call(backend):
+def test_without_queries_no_library_is_called(backend):
     empty = AttentionOutput(out_BHR=torch.empty(0, 3, RANK).bfloat16(), lse_BH=torch.empty(0, 3))
     BACKENDS[backend](
         torch.empty(0, 3, RANK + ROTARY).bfloat16(),
@@ -186,7 +186,7 @@ def test_no_queries_are_no_call(backend):
     )
 
 
-def test_what_a_library_cannot_read_is_said_before_it_is_asked():
+def test_input_that_a_library_cannot_read_is_refused_before_the_call():
     def why(backend, **changes):
         right = {"rank": RANK, "rotary": ROTARY, "block_tokens": 64, "quantized": False}
         return misfit(backend, LatentShape(**right | changes))

@@ -304,7 +304,7 @@ def test_calls_that_give_other_bits_each_time_are_noticed():
     assert checks.repeat_faults(lambda: out.add_(1.0), out)
 
 
-def test_a_broken_case_is_reported_and_the_others_go_on(bench):
+def test_a_broken_case_is_reported_and_the_others_still_run(bench):
     def broken(bench):
         raise RuntimeError("no memory")
 
@@ -328,7 +328,7 @@ def test_every_gate_is_measured_by_some_case():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize("interpreting", [True, False])
-def test_without_a_gpu_the_command_says_so_and_writes_nothing(
+def test_without_a_gpu_the_command_reports_it_and_writes_nothing(
     interpreting, monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setattr(command, "is_interpreting", lambda: interpreting)

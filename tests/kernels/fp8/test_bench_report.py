@@ -53,7 +53,7 @@ def test_a_floor_is_for_every_shape_and_must_for_the_mean():
     assert judge(with_floor, samples(0.65, 0.7)).verdict is GateStatus.FAILED
 
 
-def test_less_is_better_where_the_gate_says_so():
+def test_lower_is_better_for_some_gates():
     times = gate(must=1.25, target=1.0, stretch=None, is_more_better=False)
     assert judge(times, samples(1.2, 1.2)).verdict is GateStatus.MUST
     assert judge(times, samples(0.9, 1.0)).verdict is GateStatus.TARGET
@@ -67,7 +67,7 @@ def report(*values, machine=H200, faults=()):
     return as_json(judgements, machine=machine, context={"device": "nvidia_h200", "seed": 7})
 
 
-def test_a_report_is_json_and_says_for_every_gate_how_it_went():
+def test_a_report_is_json_with_the_outcome_of_every_gate():
     written = json.loads(json.dumps(report(0.7, float("nan")), allow_nan=False))
     gates = {entry["name"]: entry for entry in written["gates"]}
     assert set(gates) == set(GATES)

@@ -60,7 +60,7 @@ def compiled():
     return returncode, {line["name"]: line for line in lines}
 
 
-def test_all_committed_kernels_compile_and_the_command_says_so(compiled):
+def test_the_command_compiles_and_reports_all_committed_kernels(compiled):
     returncode, lines = compiled
     assert returncode == 0
     assert set(lines) == {what.name for what in committed_specializations()}
@@ -73,7 +73,7 @@ def test_a_committed_kernel_passes_every_gate(name, compiled):
     assert line["registers"] > 0
 
 
-def test_the_compiler_gives_the_gates_something_to_catch():
+def test_the_gates_catch_violations_in_compiled_code():
     _, (small, spilling, crowded) = compiled_by("-c", BAD_CONFIGS)
     assert any("QGMMA" in violation for violation in small)
     assert any("spills" in violation for violation in spilling)

@@ -61,7 +61,7 @@ def test_a_file_whose_last_entry_does_not_fit_every_launch_is_a_fault(tmp_path, 
         configurations.read(tmp_path / "x.json")
 
 
-def test_every_committed_file_says_where_its_figures_come_from():
+def test_every_committed_file_records_its_origin():
     for operation in configurations.operations():
         for place in configurations.committed(operation):
             device, triton = place.split("/triton_")

@@ -136,7 +136,7 @@ def test_a_gate_far_below_zero_closes_and_one_far_above_is_itself(interpreted):
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [7, 0, 3], [4, 99, -5]])
 @pytest.mark.parametrize("run", [silu_mul_quant_reference, silu_mul_quant_triton])
-def test_the_masked_activation_writes_real_rows_only(run, counts, generator, interpreted):
+def test_the_masked_activation_writes_only_real_rows(run, counts, generator, interpreted):
     num_groups, max_rows = 3, 7
     x = torch.randn(num_groups, max_rows, 512, generator=generator).bfloat16()
     codes = guarded((num_groups, max_rows, 256), torch.float8_e4m3fn)

@@ -86,7 +86,7 @@ def test_the_committed_configurations_agree_with_the_reference(num_rows, generat
 
 
 @pytest.mark.parametrize("split_k", [1, 2])
-def test_nothing_is_written_beside_the_output(split_k, generator, interpreted):
+def test_nothing_is_written_outside_the_output(split_k, generator, interpreted):
     a, weight = spread_rows((5, 256), generator), spread_weight((72, 256), generator)
     out = guarded((5, 72), torch.float32, column_guard=24)
     gemm_triton(a, weight, out=out.view, config=config(split_k=split_k))

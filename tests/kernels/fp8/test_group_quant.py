@@ -28,7 +28,7 @@ def same(seen, wanted):
 
 
 @pytest.mark.parametrize("scale_format", ScaleFormat)
-def test_the_reference_rounds_each_group_as_float64_says(scale_format, generator):
+def test_the_reference_rounds_each_group_like_float64(scale_format, generator):
     x = spread_normal((7, 384), generator)
     x[3, 128:256] = 0
     out = reference(x, scale_format)
@@ -51,7 +51,7 @@ def test_the_reference_rounds_each_group_as_float64_says(scale_format, generator
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("scale_format", ScaleFormat)
 @pytest.mark.parametrize("layout", ScaleLayout)
-def test_the_kernel_gives_the_bits_of_the_reference(
+def test_the_kernel_matches_the_reference_bit_by_bit(
     dtype, scale_format, layout, generator, interpreted
 ):
     x = spread_normal((9, 384), generator, dtype=dtype)
@@ -61,7 +61,7 @@ def test_the_kernel_gives_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 5])
-def test_the_committed_configuration_gives_them_too(num_rows, generator, interpreted):
+def test_the_committed_configuration_matches_too(num_rows, generator, interpreted):
     x = spread_normal((num_rows, 640), generator)
     out = empty_rows(x.shape, device="cpu")
     group_quant_triton(x, scale_format=ScaleFormat.FP32, out=out)
@@ -82,7 +82,7 @@ def test_a_nan_spoils_itself_and_an_infinity_its_group(interpreted):
         assert not values[1, :128].isnan().any()
 
 
-def test_nothing_is_written_beside_rows_codes_and_scales(generator, interpreted):
+def test_nothing_is_written_outside_rows_codes_and_scales(generator, interpreted):
     num_rows = 5
     x = spread_normal((num_rows, 256), generator)
     codes = guarded((num_rows, 256), torch.float8_e4m3fn)

@@ -103,7 +103,7 @@ def test_flat_rows_meet_their_slots_and_padding_is_not_written(
 
 @pytest.mark.parametrize("name", ["reference", "swapped", "plain"])
 @pytest.mark.parametrize("counts", [[0, 0, 0], [1, 0, 33], [40, -7, 999]])
-def test_masked_rows_meet_their_slots_and_counts_are_cut_to_the_capacity(
+def test_masked_rows_use_their_slots_and_counts_are_clamped_to_the_capacity(
     name, counts, generator, interpreted
 ):
     capacity = 40
@@ -121,7 +121,9 @@ def test_masked_rows_meet_their_slots_and_counts_are_cut_to_the_capacity(
 
 @pytest.mark.parametrize("name", ["reference", "swapped"])
 @pytest.mark.parametrize("bad_slot", [-1, NUM_SLOTS, 2**31 - 1])
-def test_a_group_whose_slot_does_not_exist_is_left_alone(name, bad_slot, generator, interpreted):
+def test_outputs_of_a_group_with_a_missing_slot_are_not_written(
+    name, bad_slot, generator, interpreted
+):
     a = spread_rows((3, 4, DIM), generator)
     weight = spread_weight((NUM_SLOTS, NUM_COLUMNS, DIM), generator)
     out = guarded((3, 4, NUM_COLUMNS), torch.float32)
@@ -133,7 +135,7 @@ def test_a_group_whose_slot_does_not_exist_is_left_alone(name, bad_slot, generat
 
 
 @pytest.mark.parametrize("name", ["reference", "swapped"])
-def test_rows_of_groups_that_do_not_exist_or_are_not_their_blocks_are_left_alone(
+def test_outputs_of_rows_with_a_missing_or_wrong_group_are_not_written(
     name, generator, interpreted
 ):
     a = spread_rows((3 * GROUP_ALIGNMENT, DIM), generator)

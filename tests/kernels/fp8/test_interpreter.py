@@ -38,7 +38,7 @@ def samples():
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
-def test_corrected_casts_give_the_bits_that_torch_gives(dtype):
+def test_corrected_casts_match_torch_bit_by_bit(dtype):
     values = samples()
     with corrected_casts():
         seen = cast(values, dtype)

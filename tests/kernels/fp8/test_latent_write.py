@@ -93,7 +93,7 @@ def exact(given):
 
 
 @pytest.mark.parametrize(("function", "options"), RUNS)
-def test_float32_is_what_float64_says(function, options, generator, interpreted):
+def test_float32_results_match_float64(function, options, generator, interpreted):
     cache, given = Cache(torch.float32), tokens(generator, torch.float32)
     queries = run(function, cache, given, **options)
     latents, rotated = exact(given)

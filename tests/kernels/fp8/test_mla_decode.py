@@ -74,9 +74,7 @@ LENGTHS = torch.tensor([19, 64], dtype=torch.int32)
 
 @pytest.mark.parametrize("tokens_per_split", [64, 32, 16])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn])
-def test_kernel_and_reference_attend_as_float64_says(
-    kind, tokens_per_split, generator, interpreted
-):
+def test_kernel_and_reference_match_float64(kind, tokens_per_split, generator, interpreted):
     cache, query = latents(kind, generator), queries(2, 3, generator)
     wanted, sums = exact(query, cache, TABLES, LENGTHS)
     twin = attended(mla_decode_reference, query, cache, TABLES, LENGTHS)
@@ -112,7 +110,7 @@ def test_a_query_gets_the_same_bits_whatever_it_is_batched_with(generator, inter
 
 
 @pytest.mark.parametrize("tokens_per_split", [64, 32])
-def test_who_sees_nothing_gets_nothing(tokens_per_split, generator, interpreted):
+def test_a_query_that_sees_nothing_gets_zeros(tokens_per_split, generator, interpreted):
     cache, query = latents(torch.bfloat16, generator), queries(2, 1, generator)
     lengths = torch.tensor([0, -3], dtype=torch.int32)
     for run, options in (

@@ -143,7 +143,7 @@ def test_outputs_are_weighed_and_summed_in_the_order_of_choices(
     torch.testing.assert_close(wanted[0].double(), exact, rtol=2**-7, atol=1e-6)
 
 
-def test_nothing_is_permuted_and_combined_without_rows(interpreted):
+def test_permute_and_combine_accept_no_rows(interpreted):
     order = order_rows(torch.empty(0, 2, dtype=torch.int64), num_slots=3)
     assert order.slot_ends_S.tolist() == [0, 0, 0]
     out = permute(torch.empty(0, 8), order)

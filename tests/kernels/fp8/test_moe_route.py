@@ -133,7 +133,7 @@ def test_the_lower_expert_and_group_win_among_equals(interpreted):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_a_nan_is_the_last_choice_and_shows_where_there_is_no_other(generator, interpreted):
+def test_nan_is_chosen_last_and_only_without_alternatives(generator, interpreted):
     logits = torch.randn(3, 16, generator=generator)
     logits[0, 4:8] = float("nan")
     logits[1] = float("nan")

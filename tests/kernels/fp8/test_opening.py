@@ -42,7 +42,7 @@ def group(tmp_path):
 
 @pytest.fixture
 def opened(group, monkeypatch):
-    """Open a buffer where all of these could run, best first."""
+    """Open a buffer with these possible backends, best first."""
 
     def build(*possible):
         everything = selection.resolve("reference", lambda _operation, _name: None)
@@ -87,7 +87,7 @@ def test_ranks_on_several_machines_do_not_reach_each_others_memory(opened, monke
     assert chosen.passed_over == {"triton": "the ranks are on 2 machines"}
 
 
-def test_a_backend_that_was_asked_for_and_does_not_serve_all_is_an_error(opened):
+def test_a_named_backend_that_does_not_work_for_all_ranks_is_an_error(opened):
     with pytest.raises(KernelsUnavailableError, match=r"no backend of all_to_all.*halted"):
         opened("deep_ep")
     assert torch.distributed.is_initialized()

@@ -42,19 +42,19 @@ def test_single_operations_may_be_exceptions():
     assert "gemm=reference" in str(chosen)
 
 
-def test_a_backend_that_was_asked_for_is_the_only_one_that_is_tried():
+def test_a_named_backend_is_the_only_one_tried():
     tried = []
     resolve("reference", lambda operation, name: tried.append(name))
     assert set(tried) == {"reference"}
 
 
-def test_what_was_asked_for_and_cannot_run_is_an_error_with_its_reason():
+def test_a_named_backend_that_cannot_run_is_an_error_with_its_reason():
     with pytest.raises(KernelsUnavailableError, match="triton is not here"):
         resolve("triton", only("reference"))
 
 
 @pytest.mark.parametrize("setting", ["cuda", "gemm=cuda", "gem=triton", "group_quant=scaled_mm"])
-def test_a_setting_that_names_nothing_is_an_error_with_the_choices(setting):
+def test_an_unknown_setting_is_an_error_that_lists_the_choices(setting):
     with pytest.raises(KernelsUnavailableError, match=r"triton.*reference|reference.*triton"):
         resolve(setting, works)
 
@@ -68,7 +68,7 @@ def test_ranks_agree_on_what_all_of_them_can_run():
     assert agree([able]) == able
 
 
-def test_ranks_without_a_common_backend_are_told_to_use_one_setting():
+def test_ranks_without_a_common_backend_get_an_error_that_names_the_setting():
     with pytest.raises(KernelsUnavailableError, match="the same EQUIPOISE_KERNELS"):
         agree([resolve("reference", works), resolve("gemm=triton", works)])
 
@@ -131,7 +131,7 @@ def test_a_wrong_result_or_an_exception_is_an_obstacle(monkeypatch, interpreted)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_without_a_gpu_libraries_are_passed_over_and_say_why():
+def test_without_a_gpu_libraries_are_skipped_with_a_reason():
     assert "CUDA device" in self_test.obstacle("gemm_large", "scaled_mm")
     assert self_test.obstacle("gemm_large", "reference") is None
 

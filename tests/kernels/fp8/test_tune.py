@@ -61,7 +61,7 @@ def test_every_committed_operation_can_be_tuned():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_without_a_gpu_the_command_says_so_and_changes_nothing(monkeypatch, capsys):
+def test_without_a_gpu_the_command_reports_it_and_changes_nothing(monkeypatch, capsys):
     monkeypatch.setattr("equipoise_kernels.fp8.bench.__main__.is_interpreting", lambda: False)
     assert tune.main(["--only", "gemm"]) == tune.NO_DEVICE
     assert "no CUDA GPU" in capsys.readouterr().err

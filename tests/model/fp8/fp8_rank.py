@@ -1,4 +1,4 @@
-"""One rank of `test_ranks`: serves in FP8 with others, and saves what it saw.
+"""One rank of `test_ranks`: serves in FP8 with others, and saves its results.
 
 Arguments: rank, number of ranks, folder of the checkpoint, empty folder that all share, backend of
 the exchange. The rank that is last leaves in the end, and the others go on without it.

@@ -24,7 +24,7 @@ NUM_RANKS = {"reference": 4, "triton": 3}
 
 @pytest.fixture(scope="module")
 def twins():
-    """The suite's torch twins, though a process of tests interprets, and rows one by one."""
+    """The torch twins, although test processes interpret kernels; experts run rows one by one."""
     with pytest.MonkeyPatch.context() as patch:
         use_backends(patch, "reference")
         patch.setattr(grouped, "gemm_reference", grouped.gemm_reference)
@@ -71,9 +71,7 @@ def groups(runs, backend):
 
 
 @pytest.mark.parametrize("backend", NUM_RANKS)
-def test_ranks_make_the_tokens_of_one_alone_across_a_switch_and_after_forming_anew(
-    runs, alone, backend
-):
+def test_ranks_match_a_single_rank_across_a_switch_and_in_a_new_group(runs, alone, backend):
     for group in groups(runs, backend):
         for rank, seen in enumerate(group):
             for ours, theirs in zip(seen["logits"], alone[rank], strict=True):

@@ -1,4 +1,4 @@
-"""The forms in which rows travel, on a rank alone: several ranks are in `test_ranks`."""
+"""The formats of rows in transit, on one rank; `test_ranks` covers several."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_packed_in_fp8_or_padded_in_bfloat16_rows_give_what_they_give_at_home(
     assert load.tolist() == torch.bincount(slots[slots >= 0], minlength=NUM_SLOTS).tolist()
 
 
-def test_what_goes_wrong_in_an_exchange_is_told_in_the_models_words(experts):
+def test_buffer_errors_become_exchange_errors(experts):
     class Fails(CollectiveBackend):
         error = GenerationMismatchError("rank 3 runs 8", ranks=(3,))
 

@@ -28,13 +28,13 @@ STEPS = (([], [5, 9, 2, 40, 7]), ([], [11, 3])), (([5, 9, 2, 40, 7], [8]), ([11,
 
 
 def again(work):
-    """What a captured graph does, as far as memory goes: the same work on the same tensors."""
+    """Replay a captured graph's memory accesses: the same work on the same tensors."""
     return work
 
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch):
-    """The suite's torch twins, though a process of tests interprets."""
+    """The torch twins, although test processes interpret kernels."""
     select(monkeypatch, "reference")
 
 
@@ -49,7 +49,7 @@ def interpreted():
         warnings.filterwarnings(
             "ignore", "Conversion of an array with ndim > 0", DeprecationWarning
         )
-        # Rows of nobody hold anything, and nobody reads what is computed of them.
+        # Padding rows hold arbitrary values, and their results are never read.
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
 
@@ -133,7 +133,7 @@ def served(model, checkpoint, *, steps=STEPS, switched=None, shares=(None, None)
     return logits, [load.rows_LS.tolist() for load in experts.loads()]
 
 
-def test_the_twins_say_what_the_model_says_within_the_precision_of_fp8(path, checkpoint):
+def test_the_twins_match_the_model_within_the_precision_of_fp8(path, checkpoint):
     plain = Checkpoint.open(path).load_model()
     experts, cache = ExpertParallel.local(NARROW), cache_of(torch.float32)
     expected = [plain.step(batch(step), cache, experts).logits_SV for step in STEPS]
@@ -191,7 +191,7 @@ def test_moves_beyond_the_spare_places_are_copied_at_the_switch(checkpoint, num_
             assert torch.equal(model.slots[0].read(slot), checkpoint.read_expert(0, expert))
 
 
-def test_places_of_a_generation_that_somebody_holds_are_not_given_to_the_next(checkpoint):
+def test_places_of_a_generation_in_use_are_not_reused_by_the_next(checkpoint):
     model = loaded(checkpoint)
     aborted = staged(checkpoint, FIRST, [[1, 0, 2, 3, 0]], model)
     following = staged(checkpoint, FIRST, [[3, 2, 2, 3, 0]], model)

@@ -120,7 +120,7 @@ def test_the_fast_form_agrees_with_row_blocks(random_model):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-def test_a_beginning_that_another_sequence_ran_gives_the_same_bits(config, random_model):
+def test_a_prefix_computed_for_another_sequence_gives_the_same_bits(config, random_model):
     model = random_model(config, row_block=16)
     tokens = tokens_of(config)
     (whole,) = Serving(model).run((0, 0, tokens[0]))
@@ -184,7 +184,7 @@ def test_training_reaches_every_parameter_and_reports_every_routing(random_model
     assert not silent
 
 
-def test_what_training_says_of_a_sequence_does_not_depend_on_its_future(random_model):
+def test_training_outputs_do_not_depend_on_later_tokens(random_model):
     model = random_model(TINY, mtp=True)
     tokens = tokens_of(TINY, length=20)
     changed = tokens.clone()

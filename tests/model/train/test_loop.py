@@ -95,7 +95,7 @@ def test_steering_fades_and_leaves_the_last_steps_alone():
     assert factors == pytest.approx([(8 - step) / 8 for step in range(8)] + [0.0, 0.0])
 
 
-def test_nothing_is_steered_if_no_step_shall_be():
+def test_without_steering_steps_nothing_is_steered():
     settings = dataclasses.replace(SETTINGS, unsteered_share=1.0)
     assert [steering(step, settings) for step in range(8)] == [0.0] * 8
 
@@ -120,7 +120,7 @@ def test_settling_evens_the_load_and_leaves_the_weights_alone(small_config):
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
 
 
-def test_a_loss_that_is_no_number_ends_the_training_by_name(small_config):
+def test_a_nan_loss_ends_the_training_with_the_step(small_config):
     model = new_model(small_config, seed=0)
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("nan")

@@ -122,7 +122,7 @@ def test_even_shares_of_exclusive_experts_lack_nothing():
     assert loss.item() == pytest.approx(0.0, abs=1e-9)
 
 
-def test_experts_that_no_domain_wants_are_unevenness():
+def test_experts_that_no_domain_uses_count_as_unevenness():
     routing = _exclusive(1, num_experts=6)
     loss = specialization_loss(routing, num_sequences=6, num_domains=3, target=0.5)
     assert loss.item() == pytest.approx(math.log(2), rel=1e-7)

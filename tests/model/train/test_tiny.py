@@ -95,7 +95,7 @@ def test_the_record_names_its_settings_command_and_figures(record, trace):
         assert record["experts"][domain]["layers"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_weights_do_on_this_installation_s_text_what_the_record_says(record, trace):
+def test_the_shipped_weights_reproduce_the_recorded_losses_here(record, trace):
     """Loosely, because another Python has other text."""
     checkpoint = Checkpoint.open(FOLDER)
     model = Transformer(TINY)
