@@ -203,14 +203,14 @@ def test_a_silent_rank_is_named_and_the_buffer_refuses_later_calls(interpreted):
     ) as caught:
         buffer.dispatch(numbered(0, 2), torch.tensor([[0, 1], [2, 3]]))
     assert caught.value.ranks == (1,)
-    with pytest.raises(AllToAllError, match="form the group anew"):
+    with pytest.raises(AllToAllError, match="form a new group"):
         buffer.dispatch(numbered(0, 0), torch.empty(0, 2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
     ("x", "slots", "named"),
     [
-        (torch.zeros(5, 128), torch.zeros(5, 2, dtype=torch.int64), "made for 4"),
+        (torch.zeros(5, 128), torch.zeros(5, 2, dtype=torch.int64), "room for 4"),
         (torch.zeros(2, 128), torch.zeros(2, 2), "slots_TK must be int64"),
         (torch.zeros(2, 128), torch.zeros(2, 3, dtype=torch.int64), r"slots_TK must be \[2, 2\]"),
         (torch.zeros(2, 64), torch.zeros(2, 2, dtype=torch.int64), "x must be"),

@@ -72,4 +72,4 @@ def test_a_failed_buffer_refuses_every_later_call(reports):
     for report in reports[:-1]:
         kind, ranks, words = report["gloo afterwards"]
         assert (kind, ranks) == ("AllToAllError", [NUM_RANKS - 1])
-        assert "form the group anew" in words
+        assert "form a new group" in words

@@ -77,8 +77,8 @@ def test_a_library_that_loses_rows_is_passed_over(opened, monkeypatch):
     monkeypatch.setattr(opening, "DeepEpBackend", ForgetfulLibrary)
     chosen = opened("deep_ep", "reference")
     assert chosen.backend == "reference"
-    assert "did not come back as they were" in chosen.passed_over["deep_ep"]
-    assert "the host how many rows" in chosen.capture_obstacle
+    assert "did not come back unchanged" in chosen.passed_over["deep_ep"]
+    assert "number of rows on the host" in chosen.capture_obstacle
 
 
 def test_ranks_on_several_machines_do_not_reach_each_others_memory(opened, monkeypatch):

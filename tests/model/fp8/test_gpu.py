@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).parents[2] / "support" / "fp8_on_gpu.py"
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    folder = tmp_path_factory.mktemp("suite")
+    folder = tmp_path_factory.mktemp("fp8")
     paths = [path for path in sys.path if path]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder)],
