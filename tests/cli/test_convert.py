@@ -70,7 +70,7 @@ def test_what_the_other_format_needs_is_asked_for(tmp_path):
     (tmp_path / "rec.json").write_text('{"logical_count": [[0, 0], [1, 2]]}')
     statistics = ["--file", tmp_path / "rec.json", "--out", tmp_path / "y", "--format",
                   "tensorrt-llm"]  # fmt: skip
-    with pytest.raises(FormatError, match="say --top-k"):
+    with pytest.raises(FormatError, match="set --top-k"):
         equipoise(*statistics)
     equipoise(*statistics, "--top-k", 1)
     assert read_recording(tmp_path / "y").top_k == 1
@@ -80,7 +80,7 @@ def test_what_the_other_format_needs_is_asked_for(tmp_path):
     ("arguments", "fault", "words"),
     [
         (["--top-k", "0"], InvalidSettingsError, "top_k must be at least 1, not 0"),
-        (["--experts", "8"], FormatError, r"loads\.json: it has 32 experts, expected are 8"),
+        (["--experts", "8"], FormatError, r"loads\.json: it has 32 experts, expected 8"),
         (["--format", "vllm"], FormatError, "vllm has no file for loads; there are equipoise"),
     ],
 )

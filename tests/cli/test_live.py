@@ -161,7 +161,7 @@ def test_a_file_for_another_pool_is_not_imported(address, balancer, tmp_path):
     balancer.layouts = {1: other}
     layouts.export(LayoutExportSettings(address=address, file=path))
     balancer.layouts = {1: FIRST}
-    with pytest.raises(FormatError, match="2 MoE layers, expected are 3"):
+    with pytest.raises(FormatError, match="2 MoE layers, expected 3"):
         layouts.import_(LayoutImportSettings(address=address, file=path))
     assert balancer.pinned is None
 

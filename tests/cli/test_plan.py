@@ -14,7 +14,7 @@ from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, write_placement
 from equipoise.formats.format import Format
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.planning.balance import balancedness, rank_loads
 from equipoise.settings.errors import InvalidSettingsError
 
@@ -164,7 +164,7 @@ def test_twins_of_a_peers_layout_are_repaired_and_counted(tmp_path):
     table = np.tile(np.arange(40) % 32, (4, 1))
     table[2, 32:34] = [29, 29]
     path = tmp_path / "peer.json"
-    write_placement(Placement(expert_of_slot=table, num_experts=32), path, form=Format.VLLM)
+    write_placement(ExpertPlacement(expert_of_slot=table, num_experts=32), path, form=Format.VLLM)
     told = planned(*POOL, "--current", str(path))
     assert told["twins_in_current"] > 0
     assert "hold" in equipoise(*POOL, "--current", str(path))
@@ -235,7 +235,7 @@ def test_ambiguous_layer_numbers_are_refused(tmp_path):
     counted = tmp_path / "sglang.json"
     rows = [[i % 32 for i in range(40)]] * 5
     counted.write_text(json.dumps({"physical_to_logical_map": rows}))
-    with pytest.raises(FormatError, match=r"it has 5 MoE layers, expected are 4; .* dense layers"):
+    with pytest.raises(FormatError, match=r"it has 5 MoE layers, expected 4; .* dense layers"):
         equipoise(*POOL, "--current", str(counted))
     assert planned(*POOL, "--current", str(counted), "--first-moe-layer", "1")["moves"] > 0
 

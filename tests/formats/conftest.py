@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
 
 
@@ -15,7 +15,7 @@ def recording():
 @pytest.fixture
 def placement():
     """Two layers behind three dense ones, four experts in six slots of three ranks."""
-    return Placement(
+    return ExpertPlacement(
         expert_of_slot=np.array([[0, 1, 2, 3, 0, 2], [3, 0, 1, 2, 1, 3]], dtype=np.int32),
         num_experts=4,
         num_ranks=3,

@@ -43,7 +43,7 @@ def test_the_order_of_an_experts_slots_and_the_width_of_the_padding_are_free(sav
     ("tensors", "words"),
     [
         ({"phy2log": [[0, 1, 0]], "logcnt": [[1, 2]]}, "layer 0: logcnt says 1 replicas of exp"),
-        ({"phy2log": [[0, 1]], "logcnt": [[1, 1], [1, 1]]}, r"logcnt is of shape \[2, 2\], not"),
+        ({"phy2log": [[0, 1]], "logcnt": [[1, 1], [1, 1]]}, r"logcnt has the shape \[2, 2\], not"),
         ({"phy2log": [[0, 1]], "log2phy": [[[1], [0]]]}, "layer 0: log2phy does not name the sl"),
         ({"phy2log": [[0, 1]], "log2phy": [[[0, 5], [1, -1]]]}, "log2phy does not name"),
         ({"phy2log": [[0, 1]], "log2phy": [[0, 1]]}, r"log2phy must be .* shape \[1, 2, 1\]"),

@@ -33,7 +33,7 @@ def test_shares_survive_a_round_trip(write, tmp_path):
 def test_a_format_without_shares_does_not_drop_them(write, tmp_path, form):
     document = {**SHARED, "share_of_slot": [[1, 32768, 32767], [0, 32768, 32768]]}
     placement = read_placement(write(json.dumps(document)))
-    with pytest.raises(FormatError, match=f"{form} has no place for shares"):
+    with pytest.raises(FormatError, match=f"{form} cannot express shares"):
         write_placement(placement, tmp_path / "theirs", form=form)
     assert not (tmp_path / "theirs").exists()
 

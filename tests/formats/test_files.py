@@ -18,7 +18,7 @@ from equipoise.formats.files import (
     write_recording,
 )
 from equipoise.formats.format import Format
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
 
 # A fixture's folder is shared by examples on purpose, and a busy machine is no fault.
@@ -51,7 +51,7 @@ def placements(draw):
         draw(st.permutations([i % num_experts for i in range(num_ranks * slots_per_rank)]))
         for _ in range(draw(st.integers(1, 3)))
     ]
-    return Placement(
+    return ExpertPlacement(
         expert_of_slot=np.array(rows, dtype=np.int32),
         num_experts=num_experts,
         num_ranks=num_ranks,
@@ -133,7 +133,7 @@ def test_a_format_without_loads_says_which_have_some(tmp_path, recording, form):
 
 def test_a_layout_given_for_loads_is_named(tmp_path, placement):
     write_placement(placement, tmp_path / "map", form=Format.TENSORRT_LLM)
-    with pytest.raises(FormatError, match=r"map: it does not .* It is a layout of tensorrt-llm$"):
+    with pytest.raises(FormatError, match=r"map: it is not .* It is a layout of tensorrt-llm$"):
         read_recording(tmp_path / "map")
 
 
@@ -155,16 +155,16 @@ def test_a_forced_format_is_not_guessed(write):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "does not look like loads"),
-        ("{", "it is no JSON: Expecting property name"),
+        ("", "is not recognised as loads"),
+        ("{", "it is not valid JSON: Expecting property name"),
         ('{"logical_count": 1}', r"loads must be rows \[layers\]\[experts\], not 1"),
         ('{"logical_count": []}', "loads must be rows"),
         ("[" * 100_000, "its JSON is nested too deep"),
         ("- " * 100_000, "YAML is nested deeper than 8"),
-        ("a: &x [1]\nb: *x", "YAML aliases are not read"),
-        ("a: [1", "it is no YAML: "),
-        ('{"domains": {"a": [[[1]]], "a": [[[2]]]}}', "the JSON key 'a' is there twice"),
-        ("a: 1\na: 2", "the YAML key 'a' is there twice"),
+        ("a: &x [1]\nb: *x", "YAML aliases are not supported"),
+        ("a: [1", "it is not valid YAML: "),
+        ('{"domains": {"a": [[[1]]], "a": [[[2]]]}}', "the JSON key 'a' is duplicated"),
+        ("a: 1\na: 2", "the YAML key 'a' is duplicated"),
         ("? [a]\n: 1", "a YAML key must be a scalar, not a list of 1"),
         (b"\xff\xfe\x00", "it is neither text nor a .pt or .npz file"),
         (b"PK\x03\x04", "it is a damaged zip file"),
@@ -187,7 +187,7 @@ def test_a_file_that_is_not_there_is_a_fault_of_the_file(tmp_path, recording):
         read_recording(tmp_path / "nowhere")
     with pytest.raises(FormatError, match="No such file"):
         write_recording(recording, tmp_path / "no" / "loads.json", form=Format.EQUIPOISE)
-    with pytest.raises(FormatError, match=r"it is a folder without meta_info\.json"):
+    with pytest.raises(FormatError, match=r"the folder has no meta_info\.json"):
         read_recording(tmp_path)
 
 
@@ -198,7 +198,7 @@ def test_statistics_are_not_mixed_with_older_ones(tmp_path, recording):
 
 
 def test_a_wrong_number_of_experts_is_refused():
-    with pytest.raises(FormatError, match="it has 32 experts, expected are 256"):
+    with pytest.raises(FormatError, match="it has 32 experts, expected 256"):
         read_recording(OWN_LOADS, num_experts=256)
 
 

@@ -58,11 +58,11 @@ def test_mixtrals_names_are_known(config_of):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"n_routed_experts": None}, "it names no n_routed_experts or .* it is of no MoE model"),
+        ({"n_routed_experts": None}, "it has no n_routed_experts or .* it is not an MoE model"),
         ({"hidden_size": "7k"}, "hidden_size must be a whole number of 1 or more, not '7k'"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "other than fp8 .* --expert-bytes"),
         ({"quantization_config": 3}, "other than fp8"),
-        ({"quantization_config": None, "torch_dtype": "int3"}, "type 'int3' are not known"),
+        ({"quantization_config": None, "torch_dtype": "int3"}, "type 'int3' are not supported"),
     ],
 )
 def test_a_config_that_does_not_say_is_refused(config_of, change, words):

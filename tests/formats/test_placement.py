@@ -3,11 +3,13 @@ import pytest
 
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 
 
 def placed(rows, **facts):
-    return Placement(expert_of_slot=np.array(rows, dtype=np.int32), **{"num_experts": 2, **facts})
+    return ExpertPlacement(
+        expert_of_slot=np.array(rows, dtype=np.int32), **{"num_experts": 2, **facts}
+    )
 
 
 @pytest.mark.parametrize(
@@ -18,7 +20,7 @@ def placed(rows, **facts):
         ([[0, 1], [1, 1]], {"first_moe_layer": 3}, "layer 4 has no slot for expert 0"),
         ([[0]], {}, "1 slots cannot hold 2 experts"),
         ([[0, 1, 1]], {"num_ranks": 2}, "3 slots do not divide evenly over 2 ranks"),
-        ([[]], {}, r"there is no slot: the table is of shape \[1, 0\]"),
+        ([[]], {}, r"there are no slots: the table has the shape \[1, 0\]"),
     ],
 )
 def test_a_table_that_no_pool_could_run_is_refused(rows, facts, words):
@@ -33,10 +35,10 @@ def test_an_expert_twice_on_a_rank_is_the_peers_business():
 @pytest.mark.parametrize(
     ("expected", "words"),
     [
-        (Expected(num_experts=3), "it has 2 experts, expected are 3"),
-        (Expected(num_ranks=4), "it has 2 ranks, expected are 4"),
-        (Expected(num_layers=3), "it has 1 MoE layers, expected are 3; .* say --first-moe-layer"),
-        (Expected(first_moe_layer=1), "first MoE layer is layer 3 of the model, .* is layer 1"),
+        (Expected(num_experts=3), "it has 2 experts, expected 3"),
+        (Expected(num_ranks=4), "it has 2 ranks, expected 4"),
+        (Expected(num_layers=3), "it has 1 MoE layers, expected 3; .* set --first-moe-layer"),
+        (Expected(first_moe_layer=1), "first MoE layer is layer 3 of the model, expected layer 1"),
     ],
 )
 def test_a_file_that_disagrees_is_refused(expected, words):

@@ -66,7 +66,7 @@ def test_a_recording_of_zeros_is_refused(tmp_path):
         ('{"logical_count": [[1, true]]}', "layer 0, expert 1: the load must be a number .* True"),
         ('{"logical_count": [[1, 1' + "0" * 400 + "]]}", "not a number of more than 20 digits"),
         ('{"logical_count": [[[1]], [[1], [2]]]}', "window 1 has 2 layers x 1 experts, window 0"),
-        ('{"records": []}', "recordings of single passes are not read: record in mode stat"),
+        ('{"records": []}', "recordings of single passes are not supported: record in mode stat"),
     ],
 )
 def test_a_faulty_recording_is_refused_with_the_layer_and_the_value(write, text, words):

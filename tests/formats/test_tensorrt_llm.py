@@ -53,7 +53,7 @@ def test_yaml_is_read_however_it_is_laid_out(write, flow):
 @pytest.mark.parametrize(
     ("document", "words"),
     [
-        ({"num_slots": 2}, "does not look like a layout"),
+        ({"num_slots": 2}, "is not recognised as a layout"),
         ({"initial_global_assignments": {3: [0, 1]}}, "'num_slots' is missing"),
         ({"initial_global_assignments": {}, "num_slots": 2}, "must be a mapping of layers"),
         ({"initial_global_assignments": {3: [0, 1], 5: [0, 1]}, "num_slots": 2},
@@ -89,11 +89,11 @@ def test_statistics_are_summed_over_ranks_and_an_iteration_is_a_window(tmp_path)
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([], r"there is no tensor in rank\*\.safetensors"),
+        ([], r"rank\*\.safetensors"),
         ([{"0_3": [1, 2], "0_5": [1, 2]}], "layer 4 is missing between 3 and 5"),
         ([{"0_3": [1, 2], "0_4": [1, 2], "1_3": [1, 2]}], "layer 4 is missing in iteration 1"),
         ([{"0_3": [1, 2, 3]}], r"rank0\.safetensors: layer 3, iteration 0 has counts of shape \[3"),
-        ([{"x": [1, 2]}], "tensor 'x' is not called iteration_layer"),
+        ([{"x": [1, 2]}], "tensor 'x' is not named iteration_layer"),
         ([{"0_3": [0, 0]}], "all loads are 0"),
         ([{"0_3": [1, 2]}, {"0_3": [1, -3]}], "layer 3, expert 1 has load -1"),
     ],
@@ -120,5 +120,5 @@ def test_what_is_not_known_is_asked_for(tmp_path, write):
     with pytest.raises(FormatError, match=r"numbers layers as the model does.* --first-moe-layer"):
         write_placement(relative, tmp_path / "x", form=Format.TENSORRT_LLM)
     counted = read_recording(write('{"domains": {"a": [[[1, 2]]]}}'), first_moe_layer=1)
-    with pytest.raises(FormatError, match="wants num_experts_per_token: say --top-k"):
+    with pytest.raises(FormatError, match="needs num_experts_per_token: set --top-k"):
         write_recording(counted, tmp_path / "x", form=Format.TENSORRT_LLM)

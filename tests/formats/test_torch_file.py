@@ -79,7 +79,7 @@ def test_torch_reads_what_is_written():
 def test_no_function_is_called_whatever_a_file_names(tmp_path, function, protocol):
     ran = tmp_path / "ran"
     pickled = pickle.dumps(Call(function, f"touch {ran}"), protocol=protocol)
-    with pytest.raises(FormatError, match="no part of a plain tensor"):
+    with pytest.raises(FormatError, match="not part of a plain tensor"):
         torch_file.load(with_pickle(pickled))
     assert not ran.exists()
 
@@ -104,7 +104,9 @@ def test_values_nested_deeper_than_python_can_print_are_refused(write):
 
 
 def test_a_long_pickle_is_a_recording_of_single_passes():
-    with pytest.raises(FormatError, match="single passes or tokens are not read, record in mode"):
+    with pytest.raises(
+        FormatError, match="single passes or tokens are not supported: record in mode"
+    ):
         torch_file.load(saved(list(range(20_000))))
 
 
@@ -140,5 +142,5 @@ def test_an_oddly_compressed_zip_is_refused():
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_BZIP2) as odd:
         odd.writestr("archive/data.pkl", b"N.")
-    with pytest.raises(FormatError, match="encrypted or oddly compressed"):
+    with pytest.raises(FormatError, match="encrypted or uses an unknown compression"):
         torch_file.load(file.getvalue())

@@ -24,7 +24,7 @@ def test_a_flat_list_holds_for_every_layer(write):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[]", r"a list \[layers\]\[slots\] was expected, not a list of 0"),
+        ("[]", r"a list \[layers\]\[slots\] is required, not a list of 0"),
         ("[[0, 1], [0]]", "layer 1 has 1 slots, layer 0 has 2"),
         ("[[0, 1], [0, 2, 1]]", "layer 1 has 3 slots, layer 0 has 2"),
         ("[[0, 1, 2], [1, 1, 0]]", "layer 1 has no slot for expert 2"),

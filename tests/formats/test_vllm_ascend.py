@@ -40,8 +40,8 @@ def test_layers_and_devices_may_come_in_any_order(write):
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        ([layer(1, [0, 1])], "layer_list: layer_id 0 is missing; they count from 0"),
-        ([layer(0, [0]), layer(0, [0])], "layer_list: layer_id 0 is there twice"),
+        ([layer(1, [0, 1])], "layer_list: layer_id 0 is missing; they must count from 0"),
+        ([layer(0, [0]), layer(0, [0])], "layer_list: layer_id 0 is duplicated"),
         ([layer(0, [0, 0, 1])], "layer 0: device 0 holds expert 0 twice"),
         ([layer(0, [0, 1], [1])], "layer 0: device 1 has 1 slots, those before have 2 each"),
         ([layer(0, [0]), layer(1, [0], [0])], "layer 1 has 2 devices, layer 0 has 1"),
@@ -67,5 +67,5 @@ def test_a_wrong_count_of_layers_is_refused(write):
 
 def test_without_the_number_of_ranks_nothing_is_written(tmp_path, write):
     flat = read_placement(write("[[0, 1]]"))
-    with pytest.raises(FormatError, match="lists experts by device: say --ranks"):
+    with pytest.raises(FormatError, match="lists experts by device: set --ranks"):
         write_placement(flat, tmp_path / "map", form=Format.VLLM_ASCEND)

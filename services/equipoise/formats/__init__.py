@@ -1,5 +1,5 @@
-"""Files of loads and layouts, the peers' and our own: one format a file, in and out, lossless.
+"""Lossless readers and writers for load and layout files of Equipoise and other engines.
 
-Here files are distrusted: whatever is in one, reading ends with a value or with `FormatError`, and
-never executes what it reads. Nothing here plans, and nothing here needs torch.
+Files are untrusted: reading returns a value or raises `FormatError`, and never executes content.
+Nothing here needs torch.
 """

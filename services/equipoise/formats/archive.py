@@ -1,4 +1,4 @@
-"""Zip files in memory, which .pt and .npz are: bounded, so that a small file cannot fill memory."""
+"""Reads and writes zip files (.pt, .npz) in memory, with a size limit against zip bombs."""
 
 import io
 import zipfile
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from equipoise.formats.errors import FormatError
 
 MAX_BYTES = 2 * 1024**3
-"""Bytes of a file, or of what it unpacks to. A recorder's buffer of 1,000 steps has 125 MB."""
+"""Limit for a file and its unpacked contents. A recorder's buffer of 1,000 steps has 125 MB."""
 
 MAGIC = b"PK\x03\x04"
 
@@ -17,10 +17,10 @@ _ENCRYPTED = 0x1
 
 
 def unpacked(data: bytes) -> dict[str, bytes]:
-    """Members by name.
+    """Return the members by name.
 
     Raises:
-        FormatError: this is no whole zip file, or it unpacks to more than `MAX_BYTES`.
+        FormatError: the zip file is damaged or unpacks to more than `MAX_BYTES`.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -30,7 +30,9 @@ def unpacked(data: bytes) -> dict[str, bytes]:
                 raise FormatError(f"it unpacks to {size} bytes, more than {MAX_BYTES}")
             for info in infos:
                 if info.compress_type not in _METHODS or info.flag_bits & _ENCRYPTED:
-                    raise FormatError(f"member {info.filename!r} is encrypted or oddly compressed")
+                    raise FormatError(
+                        f"member {info.filename!r} is encrypted or uses an unknown compression"
+                    )
             return {info.filename: archive.read(info) for info in infos}
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:
         if isinstance(error, FormatError):
@@ -39,7 +41,7 @@ def unpacked(data: bytes) -> dict[str, bytes]:
 
 
 def packed(members: Mapping[str, bytes]) -> bytes:
-    """A zip file of these members, uncompressed, the same bytes for the same members."""
+    """Write an uncompressed, reproducible zip file of these members."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, data in members.items():

@@ -1,4 +1,4 @@
-"""What wraps a file's content: a folder, a zip of tensors, JSON or YAML. Knows no format."""
+"""Opens containers: a folder, a zip of tensors, JSON or YAML. Independent of formats."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from equipoise.formats import archive, npz_file, torch_file, yaml_file
 from equipoise.formats.errors import FormatError
 
 META_INFO = "meta_info.json"
-"""A folder with such a file holds statistics."""
+"""Marks a folder of statistics."""
 
 
 class Folder(dict[str, bytes]):
@@ -16,12 +16,12 @@ class Folder(dict[str, bytes]):
 
 
 def open_document(path: Path) -> Any:
-    """What is in a file, as lists, dicts and arrays, whatever wraps it.
+    """Read the content of a file as lists, dicts and arrays.
 
-    JSON's numbers are numbers, YAML's are text, and those of .pt and .npz files are arrays.
+    Numbers of JSON are numbers, those of YAML text, and those of .pt and .npz files arrays.
 
     Raises:
-        FormatError: it is none of these, or damaged, or too big.
+        FormatError: the file has no known type, is damaged, or is too large.
         OSError: it cannot be read.
     """
     if path.is_dir():
@@ -40,7 +40,7 @@ def open_document(path: Path) -> Any:
 
 def _folder(path: Path) -> Folder:
     if not (path / META_INFO).is_file():
-        raise FormatError(f"it is a folder without {META_INFO}")
+        raise FormatError(f"the folder has no {META_INFO}")
     files = [path / META_INFO, *sorted(path.glob("rank*.safetensors"))]
     size = sum(file.stat().st_size for file in files)
     if size > archive.MAX_BYTES:
@@ -58,18 +58,18 @@ def _text_document(data: bytes) -> Any:
     except FormatError:
         raise
     except RecursionError:
-        raise FormatError("its JSON is nested too deep") from None
+        raise FormatError("its JSON is nested too deeply") from None
     except ValueError as error:
         if text.lstrip().startswith(("{", "[")):
-            raise FormatError(f"it is no JSON: {error}") from None
+            raise FormatError(f"it is not valid JSON: {error}") from None
     return yaml_file.load(text)
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key that is there twice, only one value would be used."""
+    """Build a JSON object; refuses duplicate keys."""
     document = dict(members)
     if len(document) != len(members):
         names = [name for name, _ in members]
         twin = next(name for name in names if names.count(name) > 1)
-        raise FormatError(f"the JSON key {twin[:40]!r} is there twice")
+        raise FormatError(f"the JSON key {twin[:40]!r} is duplicated")
     return document

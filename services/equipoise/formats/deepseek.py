@@ -2,7 +2,7 @@
 
 Loads: `weight` [layers, experts]; several windows have three dimensions.
 Layouts: `phy2log` [layers, slots], `log2phy` [layers, experts, most replicas], padded with -1, and
-`logcnt` [layers, experts]; and `num_gpus`, its word for ranks, if known.
+`logcnt` [layers, experts]; and `num_gpus`, the number of ranks, if known.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from equipoise.formats import npz_file
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
 from equipoise.formats.tables import ids_2d, loads_3d, member, shown, whole
 from equipoise.planning.arrays import ExpertTable
@@ -23,41 +23,41 @@ LAYOUT_KEY = "phy2log"
 
 
 def has_recording(document: Any) -> bool:
-    """Whether a document is one of these."""
+    """Whether a document has this form."""
     return isinstance(document, dict) and LOADS_KEY in document
 
 
 def has_placement(document: Any) -> bool:
-    """Whether a document is one of these."""
+    """Whether a document has this form."""
     return isinstance(document, dict) and LAYOUT_KEY in document
 
 
 def recording(document: Any) -> Recording:
-    """The loads.
+    """Read loads.
 
     Raises:
         FormatError: the document has another form.
     """
     if not isinstance(document, dict):
-        raise FormatError(f"tensors with {LOADS_KEY!r} were expected, not {shown(document)}")
+        raise FormatError(f"tensors with {LOADS_KEY!r} are required, not {shown(document)}")
     windows = loads_3d(member(document, LOADS_KEY))
     return Recording(windows=windows, names=tuple(str(i) for i in range(len(windows))))
 
 
 def recording_npz(recording: Recording) -> bytes:
-    """`weight`; two dimensions if there is one window."""
+    """Write `weight`, with two dimensions if there is one window."""
     windows = recording.windows
     return npz_file.dump({LOADS_KEY: windows[0] if len(windows) == 1 else windows})
 
 
-def placement(document: Any, expected: Expected) -> Placement:
-    """The layout; the other two tensors must agree with `phy2log` if they are there.
+def placement(document: Any, expected: Expected) -> ExpertPlacement:
+    """Read a layout; the other two tensors, if present, must agree with `phy2log`.
 
     Raises:
         FormatError: the document has another form, or contradicts itself.
     """
     if not isinstance(document, dict):
-        raise FormatError(f"tensors with {LAYOUT_KEY!r} were expected, not {shown(document)}")
+        raise FormatError(f"tensors with {LAYOUT_KEY!r} are required, not {shown(document)}")
     table = ids_2d(member(document, LAYOUT_KEY))
     counts = document.get("logcnt")
     ranks = document.get("num_gpus")
@@ -73,8 +73,8 @@ def placement(document: Any, expected: Expected) -> Placement:
     return placement
 
 
-def placement_npz(placement: Placement) -> bytes:
-    """All three tensors, int64 as EPLB's are."""
+def placement_npz(placement: ExpertPlacement) -> bytes:
+    """Write all three tensors as int64, like EPLB."""
     table, num_experts = placement.expert_of_slot, placement.num_experts
     tensors = {
         LAYOUT_KEY: table.astype(np.int64),
@@ -87,7 +87,7 @@ def placement_npz(placement: Placement) -> bytes:
 
 
 def _slots_of_experts(table: ExpertTable, num_experts: int) -> Any:
-    """Slots of each expert, ascending, int64 [layers, experts, most replicas], padded with -1."""
+    """List slots by expert, int64 [layers, experts, most replicas], ascending, padded with -1."""
     counts = count_replicas(table, num_experts=num_experts)
     slots = np.full((*counts.shape, counts.max()), -1, dtype=np.int64)
     for layer, row in enumerate(table):
@@ -98,14 +98,16 @@ def _slots_of_experts(table: ExpertTable, num_experts: int) -> Any:
     return slots
 
 
-def _check_agreement(document: dict[str, Any], placement: Placement) -> None:
+def _check_agreement(document: dict[str, Any], placement: ExpertPlacement) -> None:
     table, num_experts = placement.expert_of_slot, placement.num_experts
     counts = document.get("logcnt")
     if counts is not None:
         found = ids_2d(counts)
         expected = count_replicas(table, num_experts=num_experts)
         if found.shape != expected.shape:
-            raise FormatError(f"logcnt is of shape {list(found.shape)}, not {list(expected.shape)}")
+            raise FormatError(
+                f"logcnt has the shape {list(found.shape)}, not {list(expected.shape)}"
+            )
         if (found != expected).any():
             layer, expert = (int(index) for index in np.argwhere(found != expected)[0])
             raise FormatError(
@@ -117,8 +119,8 @@ def _check_agreement(document: dict[str, Any], placement: Placement) -> None:
         _check_slots(slots, placement)
 
 
-def _check_slots(slots: Any, placement: Placement) -> None:
-    """The order of an expert's slots is free, and so is the padding's width."""
+def _check_slots(slots: Any, placement: ExpertPlacement) -> None:
+    """Compare slots per expert; their order and the width of the padding are free."""
     expected = _slots_of_experts(placement.expert_of_slot, placement.num_experts)
     width = expected.shape[2]
     is_ids = isinstance(slots, np.ndarray) and slots.dtype.kind in "iu" and slots.ndim == 3

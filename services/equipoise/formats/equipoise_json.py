@@ -1,10 +1,10 @@
 """Equipoise's own files, JSON, MoE layers only.
 
-Loads: {"domains": {name: [windows][layers][experts]}}, or, where windows are not in order of
-domains, {"windows": {name: [layers][experts]}}; and "first_moe_layer" and "top_k" where they are
-known. Windows are in order of time.
+Loads: {"domains": {name: [windows][layers][experts]}}, or {"windows": {name: [layers][experts]}} if
+windows are not ordered by domain; also "first_moe_layer" and "top_k", if known. Windows are in
+order of time.
 Layouts: {"num_experts", "num_ranks", "first_moe_layer", "expert_of_slot": [layers][slots]}, and
-"share_of_slot", of the same shape, where experts are not split evenly over their slots: the part of
+"share_of_slot", of the same shape, if experts are not split evenly over their slots: the share of
 its expert's load that each slot serves, in 1/32768ths.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
 from equipoise.formats.tables import Numbers, ids_2d, loads_3d, member, shown, whole
 from equipoise.formats.text import number_rows
@@ -30,23 +30,23 @@ SHARES_KEY = "share_of_slot"
 
 
 def has_recording(document: Any) -> bool:
-    """Whether a document is one of these."""
+    """Whether a document has this form."""
     return isinstance(document, dict) and bool({DOMAINS_KEY, WINDOWS_KEY} & document.keys())
 
 
 def has_placement(document: Any) -> bool:
-    """Whether a document is one of these."""
+    """Whether a document has this form."""
     return isinstance(document, dict) and LAYOUT_KEY in document
 
 
 def recording(document: Any) -> Recording:
-    """The windows by name; those of domains are called "code/0", "code/1" and so on.
+    """Read windows by name; those of domains are called "code/0", "code/1" and so on.
 
     Raises:
         FormatError: the document has another form.
     """
     if not isinstance(document, dict):
-        raise FormatError(f"an object with {DOMAINS_KEY!r} was expected, not {shown(document)}")
+        raise FormatError(f"an object with {DOMAINS_KEY!r} is required, not {shown(document)}")
     key = WINDOWS_KEY if WINDOWS_KEY in document else DOMAINS_KEY
     parts = member(document, key)
     if not isinstance(parts, dict) or not parts:
@@ -74,7 +74,7 @@ def recording(document: Any) -> Recording:
 
 
 def recording_json(recording: Recording) -> bytes:
-    """The file, a line a layer."""
+    """Write one line per layer."""
     facts = {"first_moe_layer": recording.first_moe_layer, "top_k": recording.top_k}
     head = "".join(f'"{key}": {value}, ' for key, value in facts.items() if value is not None)
     matrices = [f"[{number_rows(window)}]" for window in recording.windows]
@@ -88,14 +88,14 @@ def recording_json(recording: Recording) -> bytes:
     return f'{{{head}"{key}": {{\n{body}}}}}\n'.encode()
 
 
-def placement(document: Any, expected: Expected) -> Placement:
-    """The layout.
+def placement(document: Any, expected: Expected) -> ExpertPlacement:
+    """Read a layout.
 
     Raises:
         FormatError: the document has another form.
     """
     if not isinstance(document, dict):
-        raise FormatError(f"an object with {LAYOUT_KEY!r} was expected, not {shown(document)}")
+        raise FormatError(f"an object with {LAYOUT_KEY!r} is required, not {shown(document)}")
     first = _optional(document, "first_moe_layer", least=0)
     return expected.placement(
         ids_2d(member(document, LAYOUT_KEY), first_layer=first or 0),
@@ -106,8 +106,8 @@ def placement(document: Any, expected: Expected) -> Placement:
     )
 
 
-def placement_json(placement: Placement) -> bytes:
-    """The file, a line a layer."""
+def placement_json(placement: ExpertPlacement) -> bytes:
+    """Write one line per layer."""
     facts = {
         "num_experts": placement.num_experts,
         "num_ranks": placement.num_ranks,
@@ -135,7 +135,7 @@ def _shares(document: dict[str, Any], *, first_layer: int) -> ShareTable | None:
 
 
 def _domains(names: tuple[str, ...]) -> dict[str, int] | None:
-    """How many windows each domain has, if the names say nothing more than that."""
+    """Count the windows of each domain, if the names are regular; else None."""
     counts = Counter(name.rpartition("/")[0] for name in names)
     regular = [f"{domain}/{index}" for domain, num in counts.items() for index in range(num)]
     return dict(counts) if list(names) == regular else None

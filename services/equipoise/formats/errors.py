@@ -1,5 +1,5 @@
-"""What can be wrong with a file."""
+"""Errors about files."""
 
 
 class FormatError(ValueError):
-    """A file that cannot be used; the message names the file, the layer, the value, the remedy."""
+    """A file that cannot be used; the message names the file, layer, value and remedy."""

@@ -1,7 +1,7 @@
-"""From a path to a value and back: which format a file has, and which file a fault is in.
+"""Reads and writes files of any format; error messages name the file.
 
-A file's format is found by what is in it, never by its name alone. Dense layers are taken out here,
-so that values have MoE layers only.
+The format is detected from the content, never from the name alone. Dense layers are removed, so
+values have MoE layers only.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ from equipoise.formats.container import Folder, open_document
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
 from equipoise.formats.format import Format
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
 
 Reader = TypeVar("Reader")
@@ -34,10 +34,10 @@ def read_recording(
     num_experts: int | None = None,
     first_moe_layer: int | None = None,
 ) -> Recording:
-    """Loads of the MoE layers. Without `form` the format is found by what is in the file.
+    """Read the loads of the MoE layers. Without `form`, the format is detected from the content.
 
-    Where a file has a row for each layer of the model and `first_moe_layer` is None, the rows at
-    its start that never have load are taken for dense layers.
+    If a file has a row for each layer of the model and `first_moe_layer` is None, leading rows
+    without load count as dense layers.
 
     Raises:
         FormatError: the file cannot be used; the message names it.
@@ -49,8 +49,8 @@ def read_recording(
 
 def read_placement(
     path: Path, *, form: Format | None = None, expected: Expected | None = None
-) -> Placement:
-    """A layout of the MoE layers. Without `form` the format is found by what is in the file.
+) -> ExpertPlacement:
+    """Read a layout of the MoE layers. Without `form`, the format is detected from the content.
 
     Raises:
         FormatError: the file cannot be used; the message names it.
@@ -59,8 +59,10 @@ def read_placement(
         return _placement(open_document(path), form, expected or Expected())
 
 
-def read_either(path: Path, *, form: Format | None, expected: Expected) -> Recording | Placement:
-    """Loads or a layout, whichever the file holds; as `read_recording` and `read_placement`.
+def read_either(
+    path: Path, *, form: Format | None, expected: Expected
+) -> Recording | ExpertPlacement:
+    """Read loads or a layout, like `read_recording` and `read_placement`.
 
     Raises:
         FormatError: the file cannot be used; the message names it.
@@ -73,11 +75,11 @@ def read_either(path: Path, *, form: Format | None, expected: Expected) -> Recor
 
 
 def write_recording(recording: Recording, path: Path, *, form: Format) -> None:
-    """Write loads; for TensorRT-LLM, `path` is a folder, made if need be.
+    """Write loads; for TensorRT-LLM, `path` is a folder, created if necessary.
 
     Raises:
-        FormatError: the format has no form for loads, or needs what is not known, or the file
-            cannot be written.
+        FormatError: the format has no file for loads or needs unknown facts, or the file cannot be
+            written.
     """
     with _naming(path):
         if form is not Format.TENSORRT_LLM:
@@ -86,23 +88,23 @@ def write_recording(recording: Recording, path: Path, *, form: Format) -> None:
         members = tensorrt_llm.recording_members(recording)
         path.mkdir(parents=True, exist_ok=True)
         if next(path.iterdir(), None) is not None:
-            # Ranks of an older recording would be added to this one.
+            # Readers would add the ranks of an older recording to this one.
             raise FormatError("the folder is not empty")
         for name, data in members.items():
             _write(path / name, data)
 
 
-def write_placement(placement: Placement, path: Path, *, form: Format) -> None:
+def write_placement(placement: ExpertPlacement, path: Path, *, form: Format) -> None:
     """Write a layout.
 
     Raises:
-        FormatError: the format needs what is not known or cannot say all there is, or the file
-            cannot be written.
+        FormatError: the format needs unknown facts or cannot express the layout, or the file cannot
+            be written.
     """
     with _naming(path):
         if placement.share_of_slot is not None and form is not Format.EQUIPOISE:
             raise FormatError(
-                f"{form} has no place for shares, and would split each expert evenly: write "
+                f"{form} cannot express shares and would split each expert evenly: write "
                 f"{Format.EQUIPOISE}, or plan without weights"
             )
         _write(path, _PLACEMENT_WRITERS[form](placement))
@@ -110,7 +112,7 @@ def write_placement(placement: Placement, path: Path, *, form: Format) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Faults name the file that they are in."""
+    """Prefix errors with the name of the file."""
     try:
         yield
     except OSError as error:
@@ -120,7 +122,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 class _Kind(NamedTuple, Generic[Reader]):
-    """How one format shows, and who reads it."""
+    """How to detect one format, and its reader."""
 
     is_this: Callable[[Any], bool]
     read: Reader
@@ -142,7 +144,7 @@ _RECORDINGS: Mapping[Format, _Kind[Callable[[Any], Recording]]] = {
     Format.TENSORRT_LLM: _Kind(_is_statistics, _statistics),
     Format.DEEPSEEK: _Kind(deepseek.has_recording, deepseek.recording),
 }
-_PLACEMENTS: Mapping[Format, _Kind[Callable[[Any, Expected], Placement]]] = {
+_PLACEMENTS: Mapping[Format, _Kind[Callable[[Any, Expected], ExpertPlacement]]] = {
     Format.EQUIPOISE: _Kind(equipoise_json.has_placement, equipoise_json.placement),
     Format.SGLANG: _Kind(sglang.has_placement, sglang.placement),
     Format.VLLM: _Kind(vllm.has_placement, vllm.placement),
@@ -150,7 +152,7 @@ _PLACEMENTS: Mapping[Format, _Kind[Callable[[Any, Expected], Placement]]] = {
     Format.TENSORRT_LLM: _Kind(tensorrt_llm.has_placement, tensorrt_llm.placement),
     Format.DEEPSEEK: _Kind(deepseek.has_placement, deepseek.placement),
 }
-_PLACEMENT_WRITERS: Mapping[Format, Callable[[Placement], bytes]] = {
+_PLACEMENT_WRITERS: Mapping[Format, Callable[[ExpertPlacement], bytes]] = {
     Format.EQUIPOISE: equipoise_json.placement_json,
     Format.SGLANG: sglang.placement_json,
     Format.VLLM: vllm.placement_json,
@@ -164,12 +166,12 @@ def _recording(document: Any, form: Format | None, expected: Expected) -> Record
     recording = _reader(document, form, _RECORDINGS, "loads")(document)
     if expected.num_experts not in {None, recording.num_experts}:
         raise FormatError(
-            f"it has {recording.num_experts} experts, expected are {expected.num_experts}"
+            f"it has {recording.num_experts} experts, expected {expected.num_experts}"
         )
     return _without_dense(recording, expected.first_moe_layer)
 
 
-def _placement(document: Any, form: Format | None, expected: Expected) -> Placement:
+def _placement(document: Any, form: Format | None, expected: Expected) -> ExpertPlacement:
     return _reader(document, form, _PLACEMENTS, "a layout")(document, expected)
 
 
@@ -184,7 +186,7 @@ def _reader(
         if kind.is_this(document):
             return kind.read
     raise FormatError(
-        f"it does not look like {what}; known are the files of {', '.join(kinds)}"
+        f"it is not recognised as {what}; supported formats are {', '.join(kinds)}"
         + _what_it_is_instead(document, what)
     )
 
@@ -226,7 +228,7 @@ def _encoded_recording(recording: Recording, path: Path, form: Format) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All or nothing: a reader never sees half a file."""
+    """Write atomically: a reader never sees a partial file."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_bytes(data)

@@ -1,13 +1,13 @@
-"""`Format`: whose files we read and write."""
+"""`Format`: the supported file formats."""
 
 from enum import StrEnum
 
 
 class Format(StrEnum):
-    """Who reads a file like this. Most have one form for loads and another for layouts."""
+    """A supported file format; most have one form for loads and another for layouts."""
 
     EQUIPOISE = "equipoise"
-    """JSON of our own, for loads (windows by domain) and for layouts."""
+    """Equipoise's own JSON for loads (windows by domain) and layouts."""
 
     SGLANG = "sglang"
     """Loads: a recorder's `stat` file, .pt or .json. Layouts: JSON for --init-expert-location."""

@@ -1,6 +1,6 @@
-"""A model's config.json (Hugging Face's form): what planning wants to know of a model.
+"""Reads a model's config.json (Hugging Face): the facts that planning needs.
 
-Names differ between model families; these are those of DeepSeek, Qwen, Kimi, GLM and Mixtral.
+Knows the names that DeepSeek, Qwen, Kimi, GLM and Mixtral use.
 """
 
 import json
@@ -18,40 +18,45 @@ _MATRICES = 3  # gate, up and down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Experts of a model. `expert_bytes` are one expert's weights and scales in one layer."""
+class ModelDescription:
+    """The experts of a model."""
 
     num_experts: int
+    """Routed experts per layer."""
     num_groups: int
+    """Expert groups; 1 if there are none."""
     first_moe_layer: int
+    """Number of leading dense layers."""
     expert_bytes: int
+    """Bytes of one expert's weights and scales in one layer."""
     top_k: int | None
+    """Experts per token, if known."""
 
 
-def read_model_config(path: Path) -> ModelConfig:
+def read_model_config(path: Path) -> ModelDescription:
     """Read a config.json.
 
     Raises:
-        FormatError: it cannot be read, is of no MoE model, or of weights in an unknown format.
+        FormatError: it cannot be read, is not an MoE model, or has weights in an unknown format.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(document, dict):
-            raise FormatError(f"a model's config is an object, not {shown(document)}")  # noqa: TRY301
+            raise FormatError(f"a model's config must be an object, not {shown(document)}")  # noqa: TRY301
         return _model_config(document)
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror}") from None
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: it is no JSON: {error}") from None
+        raise FormatError(f"{path}: it is not valid JSON: {error}") from None
 
 
-def _model_config(document: dict[str, Any]) -> ModelConfig:
+def _model_config(document: dict[str, Any]) -> ModelDescription:
     hidden = _first_of(document, ("hidden_size",))
     inner = _first_of(document, _EXPERT_SIZE)
     top_k = document.get("num_experts_per_tok")
-    return ModelConfig(
+    return ModelDescription(
         num_experts=_first_of(document, _NUM_EXPERTS),
         num_groups=whole(document.get("n_group") or 1, "n_group", least=1),
         first_moe_layer=whole(document.get("first_k_dense_replace", 0), "first_k_dense_replace"),
@@ -65,7 +70,9 @@ def _matrix_bytes(document: dict[str, Any], hidden: int, inner: int) -> int:
     if quantization is None:
         dtype = document.get("dtype", document.get("torch_dtype", "bfloat16"))
         if not isinstance(dtype, str) or dtype not in _BYTES_OF:
-            raise FormatError(f"weights of type {shown(dtype)} are not known: say --expert-bytes")
+            raise FormatError(
+                f"weights of type {shown(dtype)} are not supported: set --expert-bytes"
+            )
         return hidden * inner * _BYTES_OF[dtype]
     block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     match quantization, block:
@@ -74,7 +81,9 @@ def _matrix_bytes(document: dict[str, Any], hidden: int, inner: int) -> int:
         case {"quant_method": "fp8"}, [int(rows), int(columns)] if rows > 0 and columns > 0:
             scales = -(-hidden // rows) * -(-inner // columns)
         case _:
-            raise FormatError("quantized weights other than fp8 are not known: say --expert-bytes")
+            raise FormatError(
+                "quantized weights other than fp8 are not supported: set --expert-bytes"
+            )
     return hidden * inner + 4 * scales
 
 
@@ -82,4 +91,4 @@ def _first_of(document: dict[str, Any], names: tuple[str, ...]) -> int:
     for name in names:
         if document.get(name) is not None:
             return whole(document[name], name, least=1)
-    raise FormatError(f"it names no {' or '.join(names)}: it is of no MoE model")
+    raise FormatError(f"it has no {' or '.join(names)}: it is not an MoE model")

@@ -1,4 +1,4 @@
-"""`.npz` files: arrays by name. Objects, which could run code when loaded, are refused."""
+"""`.npz` files: arrays by name. Pickled objects, which could run code, are refused."""
 
 import io
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from equipoise.formats.errors import FormatError
 
 
 def load(members: Mapping[str, bytes]) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of an unpacked .npz.
+    """Return the arrays of an unpacked .npz.
 
     Raises:
-        FormatError: a member is no array of plain numbers, or is damaged.
+        FormatError: a member is not an array of plain numbers, or is damaged.
     """
     return {name.removesuffix(".npy"): _array(name, data) for name, data in members.items()}
 
 
 def dump(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """An .npz file, the same bytes for the same arrays."""
+    """Write a reproducible .npz file."""
     members = {}
     for name, array in arrays.items():
         file = io.BytesIO()
@@ -33,8 +33,8 @@ def dump(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
 def _array(name: str, data: bytes) -> npt.NDArray[Any]:
     try:
         array = np.load(io.BytesIO(data), allow_pickle=False)
-    except Exception as error:  # noqa: BLE001  # the header is Python literals: anything can be wrong
-        raise FormatError(f"{name} is no array of numbers: {error}") from None
+    except Exception as error:  # noqa: BLE001  # the header is Python literals: any error is possible
+        raise FormatError(f"{name} is not an array of numbers: {error}") from None
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
-        raise FormatError(f"{name} is no array of numbers")
+        raise FormatError(f"{name} is not an array of numbers")
     return array

@@ -1,4 +1,4 @@
-"""Where the checkpoint lies that comes with `equipoise_model`, which is not imported for it."""
+"""Locates the checkpoint shipped with `equipoise_model`, without importing it."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ from equipoise.formats.errors import FormatError
 
 
 def packaged_checkpoint() -> Path:
-    """Folder of the tiny checkpoint.
+    """Return the folder of the tiny checkpoint.
 
     Raises:
         FormatError: the model package is not installed.

@@ -1,4 +1,4 @@
-"""`Placement`: which expert each slot holds, as a file says it; a `Layout` without its history."""
+"""`ExpertPlacement`: the placement in a file; a `Layout` without a generation."""
 
 from dataclasses import dataclass
 
@@ -11,30 +11,29 @@ from equipoise.planning.shares import fault_in_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Placement:
-    """A table of experts, covering all of them; peers' files may hold one twice on a rank.
-
-    `expert_of_slot` is int32 [layers, slots], MoE layers only, and is made read-only;
-    `share_of_slot`, of the same shape, as in `Layout`, or None for even splits. `num_ranks`
-    and `first_moe_layer` (the layer of the model that row 0 belongs to) are None in formats that do
-    not say.
+class ExpertPlacement:
+    """A placement of all experts; other engines' files may hold one twice on a rank.
 
     Raises:
-        FormatError: an expert is out of range or missing, slots do not divide over ranks, or shares
-            do not sum up; it names the layer by the file's own counting.
+        FormatError: an expert is out of range or missing, slots do not divide evenly over ranks, or
+            shares do not sum to the whole; the message numbers layers like the file.
     """
 
     expert_of_slot: ExpertTable
+    """int32 [layers, slots], MoE layers only. Made read-only."""
     num_experts: int
     num_ranks: int | None = None
+    """None if the format does not have it."""
     first_moe_layer: int | None = None
+    """Number of row 0 in the model; None if the format does not have it."""
     share_of_slot: ShareTable | None = None
+    """int32 [layers, slots], as in `Layout`; None for even splits."""
 
     def __post_init__(self) -> None:
         table = np.array(self.expert_of_slot, dtype=np.int32)
         table.flags.writeable = False
         object.__setattr__(self, "expert_of_slot", table)
-        assert table.ndim == 2, "a placement is [layers, slots]"
+        assert table.ndim == 2, "a placement has the shape [layers, slots]"
         _check(self)
         if self.share_of_slot is not None:
             fault = fault_in_shares(self.share_of_slot, table, num_experts=self.num_experts)
@@ -43,7 +42,7 @@ class Placement:
 
     @property
     def num_layers(self) -> int:
-        """MoE layers."""
+        """Number of MoE layers."""
         return int(self.expert_of_slot.shape[0])
 
     @property
@@ -53,15 +52,15 @@ class Placement:
 
     @property
     def layer_ids(self) -> range:
-        """The layers by the file's own counting: the model's, if known, else from 0."""
+        """Layer numbers as in the file: those of the model, if known, else from 0."""
         first = self.first_moe_layer or 0
         return range(first, first + self.num_layers)
 
 
-def _check(placement: Placement) -> None:
+def _check(placement: ExpertPlacement) -> None:
     table, num_experts = placement.expert_of_slot, placement.num_experts
     if not table.size:
-        raise FormatError(f"there is no slot: the table is of shape {list(table.shape)}")
+        raise FormatError(f"there are no slots: the table has the shape {list(table.shape)}")
     outside = (table < 0) | (table >= num_experts)
     if outside.any():
         row, slot = (int(index) for index in np.argwhere(outside)[0])

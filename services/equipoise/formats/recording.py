@@ -1,4 +1,4 @@
-"""`Recording`: loads as somebody measured them, whatever file they came from."""
+"""`Recording`: recorded loads, independent of the file format."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,56 +19,55 @@ _MAX_ASSIGNMENTS = 2.0**53  # beyond this a float64 does not hold every whole nu
 class Recording:
     """Windows of loads, in order of time.
 
-    `windows` is float64 [windows, layers, experts], MoE layers only, and is made read-only. `names`
-    has a name for each window, such as "code/0". `first_moe_layer` is the layer of the model that
-    row 0 belongs to, or None if the file counts MoE layers only and does not say. `top_k` is how
-    many experts a token chooses, if known.
-
     Raises:
-        FormatError: nothing was recorded, or a load is no finite number of 0 or more; it names the
-            layer by the file's own counting.
+        FormatError: nothing was recorded, or a load is not a finite number of 0 or more; the
+            message numbers layers like the file.
     """
 
     windows: Windows
+    """float64 [windows, layers, experts], MoE layers only. Made read-only."""
     names: tuple[str, ...]
+    """Unique name of each window, such as "code/0"."""
     first_moe_layer: int | None = None
+    """Number of row 0 in the model; None if the file counts MoE layers only."""
     top_k: int | None = None
+    """Experts per token, if known."""
 
     def __post_init__(self) -> None:
         windows = np.array(self.windows, dtype=np.float64)
         windows.flags.writeable = False
         object.__setattr__(self, "windows", windows)
         assert windows.ndim == 3, "loads are [windows, layers, experts]"
-        assert len(windows) == len(set(self.names)), "a name for each window, and none twice"
+        assert len(windows) == len(set(self.names)), "one unique name per window"
         _check_values(self)
 
     @property
     def num_windows(self) -> int:
-        """Windows, in order of time."""
+        """Number of windows."""
         return int(self.windows.shape[0])
 
     @property
     def num_layers(self) -> int:
-        """MoE layers."""
+        """Number of MoE layers."""
         return int(self.windows.shape[1])
 
     @property
     def num_experts(self) -> int:
-        """Logical experts of a layer."""
+        """Logical experts per layer."""
         return int(self.windows.shape[2])
 
     def total(self) -> Load:
-        """Loads over all windows, [layers, experts]."""
+        """Sum the loads of all windows, [layers, experts]."""
         total: Load = self.windows.sum(axis=0)
         return total
 
     def only(self, names: Sequence[str]) -> Self:
-        """The windows with these names, or, of names such as "code/0", with these first parts.
+        """Select windows by name, or by the part before the slash, such as "code" for "code/0".
 
-        Each once, however often it is named.
+        Each window appears once.
 
         Raises:
-            FormatError: a name matches no window, or what is left has no load.
+            FormatError: a name matches no window, or the selection has no load.
         """
         matched: list[int] = []
         for name in names:
@@ -79,7 +78,7 @@ class Recording:
             ]
             if not matches:
                 raise FormatError(
-                    f"no window is called {name!r}; there are {', '.join(self.names[:12])}"
+                    f"no window is named {name!r}; there are {', '.join(self.names[:12])}"
                     f"{' ...' if self.num_windows > 12 else ''}"
                 )
             matched += matches
@@ -89,10 +88,10 @@ class Recording:
         )
 
     def from_layer(self, first_moe_layer: int) -> Self:
-        """Without the rows of dense layers, which are those below `first_moe_layer`.
+        """Remove the rows of dense layers, those below `first_moe_layer`.
 
         Raises:
-            FormatError: such a row has load, or there is none behind them.
+            FormatError: such a row has load, or no row is left.
         """
         assert self.first_moe_layer is not None, "layers are counted over the whole model"
         num_dense = first_moe_layer - self.first_moe_layer
@@ -116,16 +115,16 @@ class Recording:
         return replace(self, windows=self.windows[:, num_dense:], first_moe_layer=first_moe_layer)
 
     def numbered_from(self, first_moe_layer: int | None) -> Self:
-        """The same, knowing which layer of the model row 0 belongs to."""
+        """Set the number of row 0 in the model."""
         return replace(self, first_moe_layer=first_moe_layer)
 
     def num_leading_idle(self) -> int:
-        """Layers at the start that never have load: the dense ones, if dense ones are counted."""
+        """Count leading layers without load: the dense ones, if the file has them."""
         return int(np.argmax(self.windows.any(axis=(0, 2))))
 
 
 def joined(recordings: Mapping[str, Recording]) -> Recording:
-    """The windows of several recordings of one model, one after the other, called by their labels.
+    """Concatenate the windows of several recordings of one model, named by their labels.
 
     Raises:
         FormatError: they differ in layers or experts.
@@ -135,7 +134,7 @@ def joined(recordings: Mapping[str, Recording]) -> Recording:
         shapes = [(one.num_layers, one.num_experts) for one in (first, other)]
         if shapes[0] != shapes[1] or first.first_moe_layer != other.first_moe_layer:
             raise FormatError(
-                f"{first_label} and {label} are not of one model: {_shape_words(first)} against "
+                f"{first_label} and {label} are of different models: {_shape_words(first)} against "
                 f"{_shape_words(other)}"
             )
     names = [
@@ -156,7 +155,7 @@ def _shape_words(recording: Recording) -> str:
 def _check_values(recording: Recording) -> None:
     windows = recording.windows
     if not windows.size:
-        raise FormatError(f"nothing was recorded: loads are of shape {list(windows.shape)}")
+        raise FormatError(f"nothing was recorded: loads have the shape {list(windows.shape)}")
     with np.errstate(invalid="ignore"):
         good = (windows >= 0) & (windows <= _MAX_ASSIGNMENTS)
     if not good.all():

@@ -1,4 +1,4 @@
-"""`.safetensors` files of numbers: a JSON header, then the tensors' bytes. No torch, no package."""
+"""`.safetensors` files of numbers: a JSON header, then the tensors' bytes. Needs no package."""
 
 import json
 import math
@@ -26,13 +26,13 @@ _HEADER_LENGTH = struct.Struct("<Q")
 
 
 def load(data: bytes) -> dict[str, npt.NDArray[Any]]:
-    """Tensors by name.
+    """Return tensors by name.
 
     Raises:
         FormatError: the file is damaged, or a tensor is of another type.
     """
     if len(data) < _HEADER_LENGTH.size:
-        raise FormatError("it is no safetensors file: it has no header")
+        raise FormatError("it is not a safetensors file: the header is missing")
     (length,) = _HEADER_LENGTH.unpack_from(data)
     start = _HEADER_LENGTH.size + length
     if start > len(data):
@@ -40,7 +40,7 @@ def load(data: bytes) -> dict[str, npt.NDArray[Any]]:
     try:
         header = json.loads(data[_HEADER_LENGTH.size : start])
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"its header is no JSON: {error}") from None
+        raise FormatError(f"its header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
         raise FormatError(f"its header must be an object, not {shown(header)}")
     return {
@@ -51,7 +51,7 @@ def load(data: bytes) -> dict[str, npt.NDArray[Any]]:
 
 
 def dump(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """A file of these tensors."""
+    """Write a file of these tensors."""
     header, bodies, end = {}, [], 0
     for name, tensor in tensors.items():
         (kind,) = [key for key, dtype in _DTYPES.items() if tensor.dtype == np.dtype(dtype)]
@@ -77,7 +77,7 @@ def _tensor(name: str, entry: Any, bodies: bytes) -> npt.NDArray[Any]:
         } if kind in _DTYPES and all(type(n) is int and n >= 0 for n in shape):
             dtype = np.dtype(_DTYPES[kind])
         case _:
-            raise FormatError(f"tensor {name[:40]!r} is not described as a tensor of numbers")
+            raise FormatError(f"tensor {name[:40]!r} is not a tensor of numbers")
     size = math.prod(shape) * dtype.itemsize
     if not 0 <= begin <= end <= len(bodies) or end - begin != size or len(shape) > 8:
         raise FormatError(f"tensor {name[:40]!r} of shape {shape[:8]} should have {size} bytes")

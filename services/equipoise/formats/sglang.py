@@ -1,7 +1,7 @@
-"""SGLang's files. Its rows are all decoder layers of the model, so dense layers have rows too.
+"""SGLang's files. Rows are all decoder layers of the model, including dense ones.
 
 Loads: what the recorder dumps in mode `stat` or `stat_approx`, {rank, logical_count,
-average_utilization_rate_over_window}, as .pt or (as people keep them) as JSON. `logical_count` is
+average_utilization_rate_over_window}, as .pt or JSON. `logical_count` is
 [layers][experts], or [buffer][layers][experts] with a row of zeros for each dense layer; the buffer
 is circular, so its windows are not in order of time.
 Layouts: {"physical_to_logical_map": [layers][slots]} and no other key, for --init-expert-location.
@@ -15,7 +15,7 @@ import numpy as np
 from equipoise.formats import torch_file
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
 from equipoise.formats.tables import ids_2d, loads_3d, member
 from equipoise.formats.text import number_rows
@@ -27,27 +27,27 @@ _SINGLE_PASSES = "records"
 
 
 def has_recording(document: Any) -> bool:
-    """Whether a document is one of these."""
+    """Whether a document has this form."""
     return isinstance(document, dict) and bool({LOADS_KEY, _SINGLE_PASSES} & document.keys())
 
 
 def has_placement(document: Any) -> bool:
-    """Whether a document is one of these."""
+    """Whether a document has this form."""
     return isinstance(document, dict) and LAYOUT_KEY in document
 
 
 def recording(document: Any) -> Recording:
-    """Loads of all decoder layers: dense rows are still there.
+    """Read the loads of all decoder layers, including dense rows.
 
     Raises:
         FormatError: the document has another form.
     """
     if not isinstance(document, dict):
-        raise FormatError(f"an object with {LOADS_KEY!r} was expected")
+        raise FormatError(f"an object with {LOADS_KEY!r} is required")
     if _SINGLE_PASSES in document:
-        raise FormatError("recordings of single passes are not read: record in mode stat")
+        raise FormatError("recordings of single passes are not supported: record in mode stat")
     windows = loads_3d(member(document, LOADS_KEY))
-    # Slots of the circular buffer that were never filled are no windows.
+    # Unused entries of the circular buffer are not windows.
     filled = windows.any(axis=(1, 2)) | ~np.isfinite(windows).all(axis=(1, 2))
     windows = windows[filled] if filled.any() else windows
     return Recording(
@@ -56,10 +56,10 @@ def recording(document: Any) -> Recording:
 
 
 def recording_pt(recording: Recording) -> bytes:
-    """A recorder's .pt file, dense rows put back.
+    """Write a recorder's .pt file, including dense rows.
 
     Raises:
-        FormatError: it is not known how many there are.
+        FormatError: the number of dense layers is unknown.
     """
     windows = _with_dense_rows(recording)
     whole = windows == np.trunc(windows)
@@ -73,10 +73,10 @@ def recording_pt(recording: Recording) -> bytes:
 
 
 def recording_json(recording: Recording) -> bytes:
-    """The same as JSON; a single window has two dimensions.
+    """Write the same as JSON; a single window has two dimensions.
 
     Raises:
-        FormatError: it is not known how many dense layers there are.
+        FormatError: the number of dense layers is unknown.
     """
     windows = _with_dense_rows(recording)
     matrices = [f"[{number_rows(window)}]" for window in windows]
@@ -84,14 +84,14 @@ def recording_json(recording: Recording) -> bytes:
     return f'{{"{LOADS_KEY}": {body}}}\n'.encode()
 
 
-def placement(document: Any, expected: Expected) -> Placement:
-    """A layout of the MoE layers; without `expected.first_moe_layer`, of all rows.
+def placement(document: Any, expected: Expected) -> ExpertPlacement:
+    """Read a layout of the MoE layers; of all rows without `expected.first_moe_layer`.
 
     Raises:
         FormatError: the document has another form.
     """
     if not isinstance(document, dict):
-        raise FormatError(f"an object with {LAYOUT_KEY!r} was expected")
+        raise FormatError(f"an object with {LAYOUT_KEY!r} is required")
     table = ids_2d(member(document, LAYOUT_KEY))
     first = expected.first_moe_layer or 0
     if first >= len(table):
@@ -99,11 +99,11 @@ def placement(document: Any, expected: Expected) -> Placement:
     return expected.placement(table[first:], first_moe_layer=first)
 
 
-def placement_json(placement: Placement) -> bytes:
-    """JSON for --init-expert-location; dense rows hold experts in order, and nobody reads them.
+def placement_json(placement: ExpertPlacement) -> bytes:
+    """Write JSON for --init-expert-location; dense rows hold experts in order and are unused.
 
     Raises:
-        FormatError: it is not known how many there are.
+        FormatError: the number of dense layers is unknown.
     """
     num_dense = _num_dense(placement.first_moe_layer)
     plain = np.arange(placement.num_slots, dtype=np.int32) % placement.num_experts
@@ -120,7 +120,7 @@ def _with_dense_rows(recording: Recording) -> Any:
 def _num_dense(first_moe_layer: int | None) -> int:
     if first_moe_layer is None:
         raise FormatError(
-            "SGLang counts dense layers too, and what was read does not say how many there are: "
-            "say --first-moe-layer"
+            "SGLang counts dense layers too, and the input does not say how many there are: "
+            "set --first-moe-layer"
         )
     return first_moe_layer

@@ -1,6 +1,6 @@
-"""From lists as files hold them to arrays: nothing ragged, nothing that only looks like a number.
+"""Converts nested lists to arrays; refuses ragged rows and values that are not numbers.
 
-Values are judged by `Recording` and `Placement`; this judges shapes and types.
+Checks shapes and types; `Recording` and `ExpertPlacement` check values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ LARGEST_ID = 2**31 - 1
 
 
 def member(document: Mapping[Any, Any], key: str) -> Any:
-    """A value that a file must have.
+    """Return a required value.
 
     Raises:
-        FormatError: it has not.
+        FormatError: it is missing.
     """
     if key not in document:
         raise FormatError(f"{key!r} is missing")
@@ -29,10 +29,10 @@ def member(document: Mapping[Any, Any], key: str) -> Any:
 
 
 def whole(value: Any, what: str, *, least: int = 0) -> int:
-    """A whole number from `least` to 2^31 - 1; YAML's come as text.
+    """Parse a whole number from `least` to 2^31 - 1; those of YAML are text.
 
     Raises:
-        FormatError: it is none; it is called `what`.
+        FormatError: it is not one; the message calls it `what`.
     """
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value.item()
@@ -44,12 +44,12 @@ def whole(value: Any, what: str, *, least: int = 0) -> int:
 
 
 def loads_3d(value: Any, *, first_layer: int = 0) -> Numbers:
-    """Loads [layers][experts] or [windows][layers][experts] as float64 with three dimensions.
+    """Convert loads [layers][experts] or [windows][layers][experts] to three dimensions.
 
-    `first_layer` is what the file calls row 0.
+    `first_layer` is the number of row 0 in the file.
 
     Raises:
-        FormatError: rows have different lengths or hold something that is no number.
+        FormatError: rows have different lengths or hold values that are not numbers.
     """
     if isinstance(value, np.ndarray):
         return _loads_3d_of_array(value)
@@ -68,10 +68,10 @@ def loads_3d(value: Any, *, first_layer: int = 0) -> Numbers:
 
 
 def ids_2d(value: Any, *, first_layer: int = 0) -> ExpertTable:
-    """Expert ids [layers][slots] as int32; ids may be text of digits.
+    """Convert expert ids [layers][slots] to int32; ids may be digits as text.
 
     Raises:
-        FormatError: rows have different lengths or hold something that is no id.
+        FormatError: rows have different lengths or hold values that are not ids.
     """
     if isinstance(value, np.ndarray):
         return _ids_2d_of_array(value)
@@ -91,7 +91,7 @@ def ids_2d(value: Any, *, first_layer: int = 0) -> ExpertTable:
 
 
 def shown(value: Any) -> str:
-    """A value in an error message, short whatever it is."""
+    """Format a value for an error message, always short."""
     if isinstance(value, Mapping):
         return f"an object of {len(value)} members"
     if isinstance(value, np.ndarray):
@@ -107,7 +107,7 @@ def shown(value: Any) -> str:
 
 
 def _id(value: Any, what: str) -> int:
-    # Negative ids are whole numbers: whether they are in range is for `Placement` to say.
+    # Negative ids are whole numbers: `ExpertPlacement` checks the range.
     if type(value) is int and -LARGEST_ID <= value <= LARGEST_ID:
         return value
     if isinstance(value, str) and value.removeprefix("-").isdecimal() and len(value) < 10:
@@ -134,7 +134,7 @@ def _loads_2d(value: Any, first_layer: int, where: str) -> Numbers:
                 f"{layer} has {len(row)} experts, layer {first_layer} has {len(value[0])}"
             )
         for expert, one in enumerate(row):
-            # A whole number of any length is legal JSON, and float() of it would overflow.
+            # JSON allows integers of any length; float() of them could overflow.
             if type(one) is float or (type(one) is int and abs(one) <= 2**53):
                 continue
             raise FormatError(

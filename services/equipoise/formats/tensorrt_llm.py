@@ -18,7 +18,7 @@ from equipoise.formats import safetensors_file
 from equipoise.formats.container import META_INFO
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
 from equipoise.formats.tables import ids_2d, member, shown, whole
 
@@ -29,18 +29,18 @@ _TENSOR = re.compile(r"(\d{1,9})_(\d{1,9})")
 
 
 def has_placement(document: Any) -> bool:
-    """Whether a document is one of these."""
+    """Whether a document has this form."""
     return isinstance(document, dict) and LAYOUT_KEY in document
 
 
-def placement(document: Any, expected: Expected) -> Placement:
-    """The layout.
+def placement(document: Any, expected: Expected) -> ExpertPlacement:
+    """Read a layout.
 
     Raises:
         FormatError: the document has another form.
     """
     if not isinstance(document, dict):
-        raise FormatError(f"a mapping with {LAYOUT_KEY!r} was expected, not {shown(document)}")
+        raise FormatError(f"a mapping with {LAYOUT_KEY!r} is required, not {shown(document)}")
     rows = member(document, LAYOUT_KEY)
     if not isinstance(rows, dict) or not rows:
         raise FormatError(f"{LAYOUT_KEY} must be a mapping of layers, not {shown(rows)}")
@@ -55,11 +55,11 @@ def placement(document: Any, expected: Expected) -> Placement:
     return expected.placement(table, first_moe_layer=first)
 
 
-def placement_yaml(placement: Placement) -> bytes:
-    """The YAML of a static layout, a line a layer.
+def placement_yaml(placement: ExpertPlacement) -> bytes:
+    """Write the YAML of a static layout, one line per layer.
 
     Raises:
-        FormatError: it is not known which layer of the model is the first.
+        FormatError: the first MoE layer is unknown.
     """
     first = _known_first(placement.first_moe_layer)
     lines = [f"num_slots: {placement.num_slots}", "layer_updates_per_iter: 0", f"{LAYOUT_KEY}:"]
@@ -69,7 +69,7 @@ def placement_yaml(placement: Placement) -> bytes:
 
 
 def recording(members: Mapping[str, bytes]) -> Recording:
-    """Loads from the files of a folder, an iteration a window.
+    """Read loads from the files of a folder, one window per iteration.
 
     Raises:
         FormatError: a file is damaged, or the tensors are not those of a recording.
@@ -94,7 +94,7 @@ def recording(members: Mapping[str, bytes]) -> Recording:
             counted = counts.astype(np.float64)
             sums[place] = counted if before is None else before + counted
     if not sums:
-        raise FormatError("there is no tensor in rank*.safetensors")
+        raise FormatError("rank*.safetensors have no tensors")
     iterations = sorted({iteration for iteration, _ in sums})
     layers = sorted({layer for _, layer in sums})
     first = _first_of(layers, "statistics")
@@ -112,15 +112,14 @@ def recording(members: Mapping[str, bytes]) -> Recording:
 
 
 def recording_members(recording: Recording) -> dict[str, bytes]:
-    """The files of a folder of statistics, as of one rank.
+    """Write the files of a folder of statistics, as of one rank.
 
     Raises:
-        FormatError: it is not known which layer of the model is the first, or how many experts a
-            token chooses.
+        FormatError: the first MoE layer or the experts per token are unknown.
     """
     first = _known_first(recording.first_moe_layer)
     if recording.top_k is None:
-        raise FormatError("TensorRT-LLM wants num_experts_per_token: say --top-k")
+        raise FormatError("TensorRT-LLM needs num_experts_per_token: set --top-k")
     whole_numbers = (recording.windows == np.trunc(recording.windows)).all()
     windows = recording.windows.astype("<i8") if whole_numbers else recording.windows
     tensors = {
@@ -139,13 +138,13 @@ def recording_members(recording: Recording) -> dict[str, bytes]:
 
 
 def _meta_info(members: Mapping[str, bytes]) -> tuple[int | None, int]:
-    """Experts per token, if said, and experts."""
+    """Return the experts per token, if present, and the experts."""
     if META_INFO not in members:
         raise FormatError(f"{META_INFO} is missing")
     try:
         document = json.loads(members[META_INFO])
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{META_INFO} is no JSON: {error}") from None
+        raise FormatError(f"{META_INFO} is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise FormatError(f"{META_INFO} must be an object, not {shown(document)}")
     top_k = document.get("num_experts_per_token")
@@ -156,15 +155,15 @@ def _meta_info(members: Mapping[str, bytes]) -> tuple[int | None, int]:
 
 
 def _place(key: str, name: str) -> tuple[int, int]:
-    """Iteration and layer of a tensor."""
+    """Parse the iteration and layer of a tensor."""
     match = _TENSOR.fullmatch(key)
     if match is None:
-        raise FormatError(f"{name}: tensor {key[:40]!r} is not called iteration_layer")
+        raise FormatError(f"{name}: tensor {key[:40]!r} is not named iteration_layer")
     return int(match[1]), int(match[2])
 
 
 def _first_of(layers: Any, what: str) -> int:
-    """The lowest of layers that follow each other."""
+    """Return the first of consecutive layers."""
     first, last = min(layers), max(layers)
     if last - first + 1 != len(layers):
         missing = next(layer for layer in range(first, last) if layer not in set(layers))
@@ -175,7 +174,7 @@ def _first_of(layers: Any, what: str) -> int:
 def _known_first(first_moe_layer: int | None) -> int:
     if first_moe_layer is None:
         raise FormatError(
-            "TensorRT-LLM numbers layers as the model does, and what was read does not say which "
-            "is the first MoE layer: say --first-moe-layer"
+            "TensorRT-LLM numbers layers as the model does, and the input does not say which "
+            "is the first MoE layer: set --first-moe-layer"
         )
     return first_moe_layer

@@ -1,4 +1,4 @@
-"""Numbers as JSON text, a line a row, whole ones without a fraction."""
+"""Numbers as JSON text, one row per line, whole numbers without a fraction."""
 
 import json
 
@@ -7,11 +7,11 @@ import numpy.typing as npt
 
 
 def number_rows(matrix: npt.NDArray[np.float64]) -> str:
-    """The rows of [layers, experts], separated by commas, each on a line of its own."""
+    """Format the rows of [layers, experts], one per line, separated by commas."""
     return ",".join(f"\n{number_row(row)}" for row in matrix)
 
 
 def number_row(row: npt.NDArray[np.float64]) -> str:
-    """A list of numbers; reading it gives the same float64 values."""
+    """Format a list of numbers; reading it gives the same float64 values."""
     values = [int(value) if value.is_integer() else value for value in row.tolist()]
     return json.dumps(values, separators=(",", ":"))

@@ -1,8 +1,8 @@
-"""`.pt` files without torch, and without running what they say.
+"""Reads `.pt` files without torch and without executing code.
 
-A .pt file is a zip of a pickle and of the bytes of each tensor. A pickle may name any function and
-call it; here the only names that mean anything are those of a tensor's parts, and every other is
-refused. Only plain values, dicts, lists and dense tensors of numbers come out.
+A .pt file is a zip of a pickle and the bytes of each tensor. A pickle can call any function by
+name; this reader accepts only the names of a tensor's parts and refuses all others. The result
+has plain values, dicts, lists and dense tensors of numbers only.
 """
 
 import io
@@ -20,7 +20,7 @@ from equipoise.formats import archive
 from equipoise.formats.errors import FormatError
 
 MAX_PICKLE_BYTES = 16 * 1024
-"""A recorder's `stat` file has about 240. Deeper nesting than fits could overflow the C stack."""
+"""A recorder's `stat` file has about 240. The limit prevents nesting that overflows the C stack."""
 
 _STORAGES = {
     "DoubleStorage": "<f8",
@@ -36,15 +36,15 @@ _REBUILD = ("torch._utils", "_rebuild_tensor_v2")
 
 
 def load(data: bytes) -> Any:
-    """What was saved, tensors as arrays.
+    """Load the saved value, with tensors as arrays.
 
     Raises:
-        FormatError: the file is damaged, or names anything but plain values and tensors.
+        FormatError: the file is damaged or names anything except plain values and tensors.
     """
     members = archive.unpacked(data)
     pickles = [name for name in members if name.rpartition("/")[2] == "data.pkl"]
     if len(pickles) != 1:
-        raise FormatError("it is no .pt file: there is not one data.pkl in it")
+        raise FormatError("it is not a .pt file: it must contain exactly one data.pkl")
     folder = pickles[0].removesuffix("data.pkl")
     if members.get(f"{folder}byteorder", b"little").strip() != b"little":
         raise FormatError("its tensors are big-endian: save it on another machine")
@@ -52,18 +52,18 @@ def load(data: bytes) -> Any:
     if len(pickled) > MAX_PICKLE_BYTES:
         raise FormatError(
             f"its pickle has {len(pickled)} bytes, a recorder's `stat` file has about 240: "
-            f"recordings of single passes or tokens are not read, record in mode stat"
+            f"recordings of single passes or tokens are not supported: record in mode stat"
         )
     try:
         return _Unpickler(pickled, members, folder).load()
     except FormatError:
         raise
-    except Exception as error:  # noqa: BLE001  # a wrong pickle fails in any way it likes
+    except Exception as error:  # noqa: BLE001  # a damaged pickle can raise anything
         raise FormatError(f"its pickle is damaged: {type(error).__name__}: {error}") from None
 
 
 def dump(document: Mapping[str, Any]) -> bytes:
-    """A .pt file that torch.load(weights_only=True) reads: plain values and arrays by name."""
+    """Write a .pt file for torch.load(weights_only=True): plain values and arrays by name."""
     tensors: list[npt.NDArray[Any]] = []
     body = b"".join(
         _opcodes(key, tensors) + _opcodes(value, tensors) for key, value in document.items()
@@ -79,14 +79,14 @@ def dump(document: Mapping[str, Any]) -> bytes:
 
 
 class _Storage(NamedTuple):
-    """A tensor's memory, or the type of one. A tuple, so that a pickle cannot change it."""
+    """A tensor's storage, or its type. A tuple, so that a pickle cannot change it."""
 
     dtype: str
     data: bytes = b""
 
 
 class _Rebuild:
-    """What a pickle calls to make a tensor of a storage. Without state that it could change."""
+    """Builds a tensor from a storage for a pickle. Has no state that a pickle could change."""
 
     __slots__ = ()
 
@@ -114,7 +114,7 @@ class _Rebuild:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names of a tensor's parts, and nothing else."""
+    """Accepts only the names of a tensor's parts."""
 
     def __init__(self, pickled: bytes, members: Mapping[str, bytes], folder: str) -> None:
         super().__init__(io.BytesIO(pickled))
@@ -129,8 +129,8 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and name in _STORAGES:
             return _Storage(_STORAGES[name])
         raise FormatError(
-            f"it names {f'{module}.{name}'[:80]!r}, which is no part of a plain tensor; a file "
-            f"that could run code is not loaded"
+            f"it names {f'{module}.{name}'[:80]!r}, which is not part of a plain tensor; a file "
+            f"that could run code is refused"
         )
 
     def persistent_load(self, pid: Any, /) -> _Storage:
@@ -142,11 +142,11 @@ class _Unpickler(pickle.Unpickler):
                 data = self._members[name]
                 return _Storage(dtype, data[: len(data) - len(data) % np.dtype(dtype).itemsize])
             case _:
-                raise FormatError("a tensor's storage is described in an unknown way")
+                raise FormatError("the description of a tensor's storage is not supported")
 
 
 def _opcodes(value: Any, tensors: list[npt.NDArray[Any]]) -> bytes:
-    """The pickle (protocol 2) of a plain value; of an array, a reference to the bytes beside it."""
+    """Encode a plain value as a protocol 2 pickle; an array as a reference to its bytes."""
     match value:
         case None | True | False:
             return {None: b"N", True: b"\x88", False: b"\x89"}[value]

@@ -11,31 +11,31 @@ import numpy as np
 
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.tables import ids_2d, shown
 
 
 def has_placement(document: Any) -> bool:
-    """Whether a document is one of these."""
+    """Whether a document has this form."""
     return isinstance(document, list)
 
 
-def placement(document: Any, expected: Expected) -> Placement:
-    """The layout; a flat list is repeated for all layers that are expected, or stands for one.
+def placement(document: Any, expected: Expected) -> ExpertPlacement:
+    """Read a layout; a flat list is repeated for all expected layers, or is one layer.
 
     Raises:
         FormatError: the document has another form.
     """
     if not isinstance(document, list) or not document:
-        raise FormatError(f"a list [layers][slots] was expected, not {shown(document)}")
+        raise FormatError(f"a list [layers][slots] is required, not {shown(document)}")
     if isinstance(document[0], list):
         return expected.placement(ids_2d(document))
     table = ids_2d([document])
     return expected.placement(np.repeat(table, expected.num_layers or 1, axis=0))
 
 
-def placement_json(placement: Placement) -> bytes:
-    """A list [layers][slots], a line a layer."""
+def placement_json(placement: ExpertPlacement) -> bytes:
+    """Write a list [layers][slots], one line per layer."""
     rows = ",\n".join(
         json.dumps(row, separators=(",", ":")) for row in placement.expert_of_slot.tolist()
     )

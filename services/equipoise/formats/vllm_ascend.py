@@ -1,7 +1,7 @@
 """vllm-ascend's expert_map.json: devices of each layer, and the experts of each device.
 
-Layers count MoE layers from 0, devices are ranks. It allows no expert twice on a device, and every
-device has equally many.
+Layers are MoE layers from 0, devices are ranks. An expert may not be twice on a device, and all
+devices have equally many.
 """
 
 import json
@@ -11,23 +11,23 @@ import numpy as np
 
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.tables import ids_2d, member, shown, whole
 
 
 def has_placement(document: Any) -> bool:
-    """Whether a document is one of these."""
+    """Whether a document has this form."""
     return isinstance(document, dict) and "layer_list" in document
 
 
-def placement(document: Any, expected: Expected) -> Placement:
-    """The layout.
+def placement(document: Any, expected: Expected) -> ExpertPlacement:
+    """Read a layout.
 
     Raises:
-        FormatError: the document has another form, or a device an expert twice.
+        FormatError: the document has another form, or a device holds an expert twice.
     """
     if not isinstance(document, dict):
-        raise FormatError("an object with 'layer_list' was expected")
+        raise FormatError("an object with 'layer_list' is required")
     layers = _in_order(member(document, "layer_list"), "layer_id", "layer_list")
     num_layers = whole(document.get("moe_layer_count", len(layers)), "moe_layer_count")
     if num_layers != len(layers):
@@ -42,14 +42,14 @@ def placement(document: Any, expected: Expected) -> Placement:
     return expected.placement(ids_2d(table), num_ranks=num_ranks)
 
 
-def placement_json(placement: Placement) -> bytes:
-    """The file, a line a layer.
+def placement_json(placement: ExpertPlacement) -> bytes:
+    """Write one line per layer.
 
     Raises:
-        FormatError: the number of ranks is not known, or a rank holds an expert twice.
+        FormatError: the number of ranks is unknown, or a rank holds an expert twice.
     """
     if placement.num_ranks is None:
-        raise FormatError("vllm-ascend lists experts by device: say --ranks")
+        raise FormatError("vllm-ascend lists experts by device: set --ranks")
     by_rank = placement.expert_of_slot.reshape(placement.num_layers, placement.num_ranks, -1)
     ordered = np.sort(by_rank, axis=2)
     twins = np.argwhere(ordered[:, :, 1:] == ordered[:, :, :-1])
@@ -76,7 +76,7 @@ def _layer_json(layer: int, experts_of_rank: list[list[int]]) -> str:
 
 
 def _row(entry: dict[Any, Any], layer: str) -> tuple[list[Any], int]:
-    """The experts of a layer in order of slots, and the number of devices."""
+    """Return the experts of a layer in slot order, and the number of devices."""
     devices = _in_order(member(entry, "device_list"), "device_id", f"{layer}: device_list")
     if whole(entry.get("device_count", len(devices)), f"{layer}: device_count") != len(devices):
         raise FormatError(f"{layer}: device_count is not the {len(devices)} devices listed")
@@ -102,7 +102,7 @@ def _row(entry: dict[Any, Any], layer: str) -> tuple[list[Any], int]:
 
 
 def _in_order(entries: Any, key: str, what: str) -> list[dict[Any, Any]]:
-    """Objects sorted by a number that counts them from 0."""
+    """Sort objects by their number, which must count from 0."""
     if not isinstance(entries, list) or not entries:
         raise FormatError(f"{what} must be a list of objects, not {shown(entries)}")
     by_id: dict[int, dict[Any, Any]] = {}
@@ -111,9 +111,9 @@ def _in_order(entries: Any, key: str, what: str) -> list[dict[Any, Any]]:
             raise FormatError(f"{what} must hold objects, not {shown(entry)}")
         number = whole(member(entry, key), f"{what}: {key}")
         if number in by_id:
-            raise FormatError(f"{what}: {key} {number} is there twice")
+            raise FormatError(f"{what}: {key} {number} is duplicated")
         by_id[number] = entry
     missing = next((number for number in range(len(by_id)) if number not in by_id), None)
     if missing is not None:
-        raise FormatError(f"{what}: {key} {missing} is missing; they count from 0")
+        raise FormatError(f"{what}: {key} {missing} is missing; they must count from 0")
     return [by_id[number] for number in range(len(by_id))]

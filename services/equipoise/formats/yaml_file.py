@@ -1,7 +1,7 @@
-"""YAML as far as TensorRT-LLM's files go: mappings, lists and scalars, scalars as text.
+"""Reads the YAML of TensorRT-LLM's files: mappings, lists, and scalars as text.
 
-No tags, so nothing is constructed, and no aliases, so nothing grows: libyaml's events are put
-together here, with a bound for the depth.
+Built on libyaml's events with a depth limit, without tags (nothing is constructed) and aliases
+(nothing expands).
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ _Loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
 def load(text: str) -> Any:
-    """The document, every scalar as text; None if there is none.
+    """Parse a document, every scalar as text; None if it is empty.
 
     Raises:
-        FormatError: this is no YAML, or more than TensorRT-LLM's files need.
+        FormatError: it is not valid YAML, or uses more than TensorRT-LLM's files need.
     """
     document: list[Any] = []
     open_nodes: list[list[Any]] = [document]
@@ -29,7 +29,7 @@ def load(text: str) -> Any:
         for event in yaml.parse(text, Loader=_Loader):
             match event:
                 case yaml.AliasEvent():
-                    raise FormatError("YAML aliases are not read")
+                    raise FormatError("YAML aliases are not supported")
                 case yaml.ScalarEvent():
                     open_nodes[-1].append(event.value)
                 case yaml.SequenceStartEvent() | yaml.MappingStartEvent():
@@ -45,17 +45,17 @@ def load(text: str) -> Any:
                 case _:
                     pass
     except yaml.YAMLError as error:
-        raise FormatError(f"it is no YAML: {' '.join(str(error).split())}") from None
+        raise FormatError(f"it is not valid YAML: {' '.join(str(error).split())}") from None
     return document[0] if document else None
 
 
 def _mapping(items: list[Any]) -> dict[str, Any]:
-    """A mapping from keys and values in turn."""
+    """Build a mapping from alternating keys and values."""
     mapping: dict[str, Any] = {}
     for key, value in zip(items[::2], items[1::2], strict=True):
         if not isinstance(key, str):
             raise FormatError(f"a YAML key must be a scalar, not {shown(key)}")
         if key in mapping:
-            raise FormatError(f"the YAML key {key!r} is there twice")
+            raise FormatError(f"the YAML key {key!r} is duplicated")
         mapping[key] = value
     return mapping

@@ -20,7 +20,7 @@ from equipoise.cli.live.settings import (
 from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, write_placement
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 from equipoise.planning.shares import WHOLE
@@ -104,7 +104,7 @@ def export(settings: LayoutExportSettings) -> int:
     """
     with connected(settings) as client:
         layout = layout_from_proto(client.layout(settings.generation).layout)
-    placement = Placement(
+    placement = ExpertPlacement(
         expert_of_slot=layout.expert_of_slot,
         num_experts=layout.num_experts,
         num_ranks=layout.num_ranks,

@@ -7,7 +7,7 @@ from equipoise.cli.display import console
 from equipoise.cli.offline.settings import ConvertSettings
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_either, write_placement, write_recording
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
 
 
@@ -38,7 +38,7 @@ def run(settings: ConvertSettings) -> int:
     return 0
 
 
-def _facts(content: Recording | Placement) -> dict[str, int | str | None]:
+def _facts(content: Recording | ExpertPlacement) -> dict[str, int | str | None]:
     facts: dict[str, int | str | None] = {
         "kind": "loads" if isinstance(content, Recording) else "layout",
         "layers": content.num_layers,

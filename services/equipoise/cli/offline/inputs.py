@@ -10,7 +10,7 @@ from equipoise.cli.offline.settings import PoolSettings, RecordingSettings, Tool
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, read_recording
-from equipoise.formats.model_config import ModelConfig, read_model_config
+from equipoise.formats.model_config import ModelDescription, read_model_config
 from equipoise.formats.recording import Recording, joined
 from equipoise.planning.arrays import ExpertTable, ShareTable
 from equipoise.planning.layout import Layout
@@ -255,7 +255,7 @@ def _labelled(files: Sequence[str]) -> dict[str, Path]:
     return {path.stem if stems.count(path.stem) == 1 else str(path): path for path in paths}
 
 
-def _expert_bytes(settings: RecordingSettings, config: ModelConfig | None) -> tuple[int, str]:
+def _expert_bytes(settings: RecordingSettings, config: ModelDescription | None) -> tuple[int, str]:
     if settings.expert_bytes is not None:
         return settings.expert_bytes, "from --expert-bytes"
     if config is not None:

@@ -21,7 +21,7 @@ from equipoise.cli.offline.inputs import (
 )
 from equipoise.cli.offline.settings import PlanSettings, ToolInputError
 from equipoise.formats.files import write_placement
-from equipoise.formats.placement import Placement
+from equipoise.formats.placement import ExpertPlacement
 from equipoise.planning.arrays import ExpertTable, Load, ShareTable
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
@@ -124,8 +124,8 @@ class _PlanReport:
         return int((made.share_of_slot != even).any(axis=1).sum())
 
     @property
-    def placement(self) -> Placement:
-        return Placement(
+    def placement(self) -> ExpertPlacement:
+        return ExpertPlacement(
             expert_of_slot=self.plan.expert_of_slot,
             num_experts=self.case.model.num_experts,
             num_ranks=len(self.plan.ranks),
