@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.spans_settings import ENDPOINT_VARIABLE, check_endpoint
 from equipoise.telemetry.tracing import failed, parent_of, traceparent_of, tracing
@@ -77,7 +78,7 @@ def test_without_the_sdk_only_an_option_is_an_error(monkeypatch, caplog):
 
 @pytest.mark.parametrize("endpoint", ["otel:4317", "http://otel", "http://otel:4318/v1/traces"])
 def test_an_invalid_endpoint_is_an_error(endpoint):
-    with pytest.raises(TelemetryError, match="must be http://host:port"):
+    with pytest.raises(InvalidSettingsError, match="must be http://host:port"):
         check_endpoint(endpoint)
 
 

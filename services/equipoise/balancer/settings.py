@@ -42,7 +42,6 @@ class BalancerSettings:
     Raises:
         InvalidSettingsError: a value is out of range.
         TrustError: the certificates do not allow an address.
-        TelemetryError: `tracing_endpoint` is not an OTLP endpoint.
     """
 
     listen: str = "127.0.0.1:7070"

@@ -2,7 +2,7 @@
 
 import re
 
-from equipoise.telemetry.errors import TelemetryError
+from equipoise.settings.errors import InvalidSettingsError
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 """OpenTelemetry's own variable, used when no option names an endpoint."""
@@ -15,10 +15,10 @@ def check_endpoint(endpoint: str) -> None:
     """Check that an endpoint is empty or an OTLP/gRPC endpoint.
 
     Raises:
-        TelemetryError: it is neither.
+        InvalidSettingsError: it is neither.
     """
     if endpoint and not re.fullmatch(_ENDPOINT, endpoint):
-        raise TelemetryError(
+        raise InvalidSettingsError(
             "tracing_endpoint must be http://host:port of an OTLP collector's gRPC port, usually "
             f"4317, or https://host for port 443, not {endpoint!r}"
         )

@@ -22,6 +22,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.spans_settings import ENDPOINT_VARIABLE, check_endpoint
 
@@ -44,12 +45,13 @@ def tracing(endpoint: str, *, service: str) -> Iterator[Tracer]:
     OTEL_SERVICE_NAME is set.
 
     Raises:
-        TelemetryError: `endpoint` is not an OTLP endpoint, or the SDK is not installed.
+        InvalidSettingsError: `endpoint` is not an OTLP endpoint.
+        TelemetryError: the SDK is not installed.
     """
     provider = None
     try:
         provider = _provider(endpoint or os.environ.get(ENDPOINT_VARIABLE, ""), service=service)
-    except TelemetryError as error:
+    except (InvalidSettingsError, TelemetryError) as error:
         if endpoint:
             raise
         _log.warning("tracing is disabled, because %s is unusable: %s", ENDPOINT_VARIABLE, error)

@@ -22,7 +22,6 @@ class WorkerSettings:
     Raises:
         InvalidSettingsError: a value is out of range.
         TrustError: the certificates do not allow an address.
-        TelemetryError: `tracing_endpoint` is not an OTLP endpoint.
     """
 
     balancer: str = "127.0.0.1:7070"
@@ -168,7 +167,7 @@ class WorkerSettings:
     """File of bearer tokens to accept from peers and gateways, in the balancer's format."""
 
     def __post_init__(self) -> None:
-        for name in ("pool", "worker", "host"):
+        for name in ("pool", "worker", "host", "advertise_host"):
             if not getattr(self, name):
                 raise InvalidSettingsError(f"{name} must not be empty")
         balancers = self.balancer.split(",")
