@@ -333,7 +333,7 @@ async def test_another_layout_with_the_same_number_replaces_the_staged_one(
     rig.stager.stage(stage_to(rig.running, first))
     await rig.answer()
     rig.stager.stage(stage_to(rig.running, second))
-    assert rig.stager.staged_generation == 0, (
+    assert rig.engine.staged_generation == 0, (
         "what a forgetful balancer staged before is not switched to"
     )
     await rig.answer()
@@ -352,4 +352,4 @@ async def test_a_generation_unfinished_at_a_new_stream_is_never_staged(
     rig.stager.stage(stage_to(rig.running, random_layout(3)))
     assert (await rig.answer()).generation == 3
     rig.stager.drop_unfinished()
-    assert rig.stager.staged_generation == 3, "what is staged is staged"
+    assert rig.engine.staged_generation == 3, "what is staged is staged"

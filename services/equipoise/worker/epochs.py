@@ -10,7 +10,7 @@ import threading
 
 from equipoise.telemetry.loading import Loading
 from equipoise.telemetry.logs import about
-from equipoise.wire.messages import GroupLost, JoinEpoch, Wait
+from equipoise.wire.messages import JoinEpoch, Wait
 from equipoise.worker.epoch_state import EpochState
 from equipoise.worker.errors import GroupError, StepTimeoutError, TransferError, WorkerError
 from equipoise.worker.joining import EpochGroup, Slots, join
@@ -26,7 +26,7 @@ class Epochs:
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
         self._slots = Slots(parts, loading=Loading(log_format=parts.settings.log_format))
-        self._state = EpochState()
+        self.state = EpochState()
         self._next: asyncio.Queue[JoinEpoch] = asyncio.Queue()
         self._given_up = threading.Event()
         self._outage: asyncio.TimerHandle | None = None
@@ -34,23 +34,13 @@ class Epochs:
         self.rank: Rank | None = None
         """This worker's rank; None unless it serves."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether this worker ever took up an epoch."""
-        return self._state.has_begun
-
-    @property
-    def lost(self) -> GroupLost | None:
-        """Reports the latest group that was lost; None once the worker serves again."""
-        return self._state.lost
-
     def join(self, join_epoch: JoinEpoch) -> None:
         """Become a rank of an epoch; the newest epoch wins, and a repetition changes nothing."""
         rank = self.rank
         if rank is not None and rank.is_for(join_epoch):
             # Answered again, because the stream may have broken before the balancer received it.
             self._send_serving(rank)
-        elif self._state.take_up(join_epoch):
+        elif self.state.take_up(join_epoch):
             self._next.put_nowait(join_epoch)
             self._leave()
         else:
@@ -64,7 +54,7 @@ class Epochs:
         """
         while not self._ended:
             join_epoch = await self._next.get()
-            if self._state.is_newest(join_epoch):
+            if self.state.is_newest(join_epoch):
                 await self._run_epoch(join_epoch)
 
     def end(self) -> None:
@@ -100,7 +90,7 @@ class Epochs:
     async def _serve(self, joined: EpochGroup) -> None:
         rank = Rank(joined, self._parts)
         self.rank = rank
-        self._state.serve()
+        self.state.serve()
         if self._given_up.is_set():
             rank.leave()
         self._parts.transfer.open(joined.held, epoch=joined.join_epoch.epoch)
@@ -113,7 +103,7 @@ class Epochs:
         try:
             await rank.run()
         finally:
-            self._state.use(max(rank.engine.generation, rank.engine.staged_generation))
+            self.state.use(max(rank.engine.generation, rank.engine.staged_generation))
             self.rank = None
             self._parts.timings.num_corrupted += rank.num_corrupted
 
@@ -127,11 +117,11 @@ class Epochs:
         if self._ended:
             return
         held = self._slots.held
-        lost = self._state.lose(
+        lost = self.state.lose(
             join_epoch, reason, expert_of_slot=None if held is None else held.expert_of_slot
         )
         _log.warning("epoch %d ended: %s", join_epoch.epoch, reason)
-        if self._state.is_newest(join_epoch):
+        if self.state.is_newest(join_epoch):
             self._parts.send(lost)
         if self._outage is None or self._outage.cancelled():
             loop = asyncio.get_running_loop()

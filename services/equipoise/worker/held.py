@@ -66,7 +66,8 @@ class HeldExperts:
     def __init__(self, slots: Sequence[PhysicalSlots], *, layout: Layout, rank: int) -> None:
         """`slots` must already hold the experts of `rank` in `layout`."""
         self._slots = slots
-        self._rank = rank
+        self.rank = rank
+        """The rank whose share of the layout the slots hold."""
         self._version = 0
         self._contents = Contents(layout=layout, checksums=_checksums(slots))
 
@@ -76,15 +77,10 @@ class HeldExperts:
         return self._contents
 
     @property
-    def rank(self) -> int:
-        """The rank whose share of the layout the slots hold."""
-        return self._rank
-
-    @property
     def expert_of_slot(self) -> ExpertTable:
         """Logical experts in this rank's slots, int32 [layers, slots_per_rank]."""
         layout = self._contents.layout
-        return layout.expert_of_slot[:, layout.own_slots(self._rank)]
+        return layout.expert_of_slot[:, layout.own_slots(self.rank)]
 
     def prepare(
         self, base: Contents, contents: Contents, payloads: Mapping[SlotIndex, Tensor]
@@ -103,7 +99,7 @@ class HeldExperts:
 
     def switch(self, staged: StagedGeneration) -> None:
         """Copy staged experts into their slots; on the engine's thread, between steps."""
-        self.replace(staged.contents, rank=self._rank, fill=staged.experts.apply)
+        self.replace(staged.contents, rank=self.rank, fill=staged.experts.apply)
 
     def replace(self, contents: Contents, *, rank: int, fill: Callable[[], None]) -> None:
         """Hold another rank's share of another layout; `fill` writes it into the slots.
@@ -112,7 +108,7 @@ class HeldExperts:
         """
         self._version += 1
         fill()
-        self._contents, self._rank = contents, rank
+        self._contents, self.rank = contents, rank
         self._version += 1
 
     def read(self, *, layer: int, expert: int) -> Tensor:
@@ -131,17 +127,17 @@ class HeldExperts:
                 if self._version == version:
                     return payload
             time.sleep(_READ_PAUSE_S)
-        raise NotHeldError(f"rank {self._rank} is switching: ask another source")
+        raise NotHeldError(f"rank {self.rank} is switching: ask another source")
 
     def _slot_of(self, layer: int, expert: int) -> int:
         layout = self._contents.layout
         if 0 <= layer < layout.num_layers:
-            own = layout.own_slots(self._rank)
+            own = layout.own_slots(self.rank)
             found = np.flatnonzero(layout.expert_of_slot[layer, own] == expert)
             if len(found):
                 return int(found[0])
         raise NotHeldError(
-            f"rank {self._rank} does not hold expert {expert} of layer {layer} "
+            f"rank {self.rank} does not hold expert {expert} of layer {layer} "
             f"in generation {layout.generation}: ask another source"
         )
 

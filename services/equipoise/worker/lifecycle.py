@@ -8,7 +8,7 @@ import asyncio
 import logging
 import socket
 import uuid
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import grpc
@@ -291,9 +291,7 @@ class Worker:
             pool=self._settings.pool,
             worker=self._settings.worker,
             boot_id=self._parts.boot_id,
-            node=self._location.node,
-            host=self._location.host,
-            zone=self._location.zone,
+            **asdict(self._location),
             device=name_of(self._core.device),
             kernels=self._core.operations.kernels,
             backends=self._core.operations.backends,
@@ -305,7 +303,7 @@ class Worker:
             num_ranks=self._settings.num_ranks,
             checkpoint_fingerprint=self._core.checkpoint.fingerprint,
             running=rank.state() if rank else None,
-            group_lost=None if rank else self._epochs.lost,
+            group_lost=None if rank else self._epochs.state.lost,
         )
 
     def heartbeat(self, sequence: int) -> Heartbeat:
@@ -317,7 +315,7 @@ class Worker:
 
     def _receive_rejection(self, rejection: Rejection) -> None:
         """Stop if rejected before the first epoch; a balancer cannot stop a rank that serves."""
-        if rejection.fatal and not self._epochs.has_begun and not self._rejected.done():
+        if rejection.fatal and not self._epochs.state.has_begun and not self._rejected.done():
             self._rejected.set_exception(
                 RejectedError(f"the balancer rejects {self._settings.worker}: {rejection.reason}")
             )

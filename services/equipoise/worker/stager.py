@@ -53,7 +53,10 @@ class Stager:
         identifies nothing: a balancer that lost its store may use it again.
         """
         if self._is_current(stage.layout):
-            if self._staged is not None and self.staged_generation == stage.layout.generation:
+            if (
+                self._staged is not None
+                and self._engine.staged_generation == stage.layout.generation
+            ):
                 self._send(self._staged)
                 return
             if self._task is not None and not self._task.done():
@@ -70,13 +73,8 @@ class Stager:
 
     def drop_unfinished(self) -> None:
         """Drop a generation that is not staged yet, so that a Hello that omits it stays true."""
-        if not self.staged_generation:
+        if not self._engine.staged_generation:
             self._discard()
-
-    @property
-    def staged_generation(self) -> int:
-        """The generation that awaits the switch; 0 if there is none."""
-        return self._engine.staged_generation
 
     async def close(self) -> None:
         """Stop preparing."""
