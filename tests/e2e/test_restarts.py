@@ -56,7 +56,7 @@ async def average(pool):
 
 async def death(pool):
     """Wait until the balancer has died by itself."""
-    with pytest.raises(FleetError, match="balancer ended by itself with exit status -9"):
+    with pytest.raises(FleetError, match="balancer exited unexpectedly with status -9"):
         async with asyncio.timeout(BOUND_S):
             await pool.fleet.watch()
     await pool.fleet.stop("balancer")
