@@ -6,17 +6,19 @@ from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import pytest
+from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer import pools as pools_module
 from equipoise.balancer.mailbox import Mailbox
-from equipoise.balancer.planner import threads as threads_module
 from equipoise.balancer.pools import Pools
 from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.planning import proposal as planner_module
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import propose
 from equipoise.policy.book import PolicyBook
 from equipoise.wire.messages import JoinEpoch
+from tests.support.balancers import ThreadPlanner
 
 WAIT_S = 60.0
 TEXT = """
@@ -64,6 +66,17 @@ class Serving:
             await asyncio.sleep(0.02)
 
 
+def pools_on(store, book):
+    return Pools(
+        store=store,
+        policies=book,
+        clock=steady_clock(),
+        tenure=Tenure(),
+        planner=ThreadPlanner(),
+        tracer=NoOpTracer(),
+    )
+
+
 @asynccontextmanager
 async def pools_of(tmp_path, worker_of, hello_of, names):
     """Pools that serve, by name."""
@@ -72,7 +85,7 @@ async def pools_of(tmp_path, worker_of, hello_of, names):
     store = SqliteStore(tmp_path / "state.sqlite")
     tasks = []
     async with (
-        Pools(store=store, policies=book, clock=steady_clock(), tenure=Tenure()) as pools,
+        pools_on(store, book) as pools,
         asyncio.timeout(WAIT_S),
     ):
         for name in names:
@@ -111,7 +124,7 @@ def released(monkeypatch):
             raise MemoryError("no room")
         return propose(request)
 
-    monkeypatch.setattr(threads_module, "propose", planned)
+    monkeypatch.setattr(planner_module, "propose", planned)
     yield released
     released.set()
 
@@ -127,7 +140,6 @@ async def test_a_plan_that_hangs_or_breaks_down_is_told_tried_again_and_delays_n
         before = pools["stuck"].pool.windows.num_closed
         await until(pools["stuck"], lambda pool: pool.windows.num_closed >= before + 3)
         await until(pools["steady"], lambda pool: decided(pool, times=3))
-        await until(pools["stuck"], lambda pool: "run still" in reached(pool, "plan").latest)
         assert pools["stuck"].pool.journal.last_decision is None
         released.set()
         await until(pools["broken"], lambda pool: decided(pool, times=1))
@@ -169,7 +181,7 @@ async def test_a_pool_that_does_not_end_is_left_behind_and_named(
     book = PolicyBook(Policy())
     async with (
         asyncio.timeout(WAIT_S),
-        Pools(store=store, policies=book, clock=steady_clock(), tenure=Tenure()) as pools,
+        pools_on(store, book) as pools,
     ):
         await Serving(
             pools, worker_of(hello_of(pool="deaf", num_ranks=1, slots_per_rank=32))

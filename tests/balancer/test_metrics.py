@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from equipoise.balancer.leadership.standing import LeaseTiming
-from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.telemetry.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
 from equipoise.planning.topology import ModelShape
@@ -22,6 +21,7 @@ from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.histogram import Histogram
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Wait, WorkerBound
+from tests.support.balancers import serving
 from tests.support.scrapes import documented, ours, scrape, value_of
 
 
@@ -115,7 +115,7 @@ async def test_balancers_that_elect_tell_the_waits_of_it(tmp_path, policy):
         policies=PolicyBook(policy),
         stop_grace_s=0.0,
         metrics_listen="127.0.0.1:0",
-        metrics_heard=seen.append,
+        on_metrics=seen.append,
         timing=LeaseTiming.lasting(30.0),
     ):
         families = await scrape(seen[0])
@@ -151,7 +151,7 @@ async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
         policies=bench.policies,
         stop_grace_s=0.0,
         metrics_listen="127.0.0.1:0",
-        metrics_heard=seen.append,
+        on_metrics=seen.append,
     ):
         families = await scrape(seen[0])
     await store.close()
@@ -175,7 +175,7 @@ async def test_a_metrics_port_that_is_taken_is_said_in_one_line(tmp_path, policy
             policies=PolicyBook(policy),
             stop_grace_s=0.0,
             metrics_listen=metrics_listen,
-            metrics_heard=seen.append,
+            on_metrics=seen.append,
         )
 
     async with balancer("127.0.0.1:0"):

@@ -7,7 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.balancer import policy_file as policy_file_module
-from equipoise.balancer.server import READY, serving
+from equipoise.balancer.server import READY
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
@@ -15,6 +15,7 @@ from equipoise.trust.credentials import Credentials
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.messages import JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2_grpc
+from tests.support.balancers import serving
 
 WAIT_S = 60.0
 HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
+from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer import runner as runner_module
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.mailbox import Mailbox
-from equipoise.balancer.planner.threads import PlannerThreads
 from equipoise.balancer.runner import PoolRunner, steady_clock, tick_s
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.balancer.wave_turns import WaveTurns
@@ -19,6 +19,7 @@ from equipoise.pool.health import Health
 from equipoise.pool.records import PoolMemory
 from equipoise.pool.requests import Pause
 from equipoise.wire.messages import HeartbeatAck, JoinEpoch
+from tests.support.balancers import ThreadPlanner
 
 WAIT_S = 30.0
 
@@ -74,7 +75,8 @@ async def pool_runner(store, tenure):
         PoolController("tiny", policies=PolicyBook(Policy()), memory=PoolMemory()),
         store=store,
         tenure=tenure,
-        planner=PlannerThreads(),
+        planner=ThreadPlanner(),
+        tracer=NoOpTracer(),
         wave_turns=WaveTurns(),
         clock=steady_clock(),
     )
@@ -250,7 +252,8 @@ async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed
         bench.controller,
         store=store,
         tenure=tenure,
-        planner=PlannerThreads(),
+        planner=ThreadPlanner(),
+        tracer=NoOpTracer(),
         wave_turns=WaveTurns(),
         clock=lambda: bench.now,
     )

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
 from equipoise_api.v1 import worker_link_pb2
+from tests.support.balancers import serving
 from tests.support.grpc_streams import GrpcConnection
 
 NUM_STREAMS = 2000

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer.archive import Archive
 from equipoise.balancer.errors import UnknownPoolError
@@ -15,7 +16,6 @@ from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
-from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import StoreError, StoreFault
 from equipoise.planning.layout import contiguous_layout
@@ -25,6 +25,7 @@ from equipoise.trust.credentials import Credentials
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.messages import JoinEpoch
 from equipoise_api.v1 import worker_link_pb2_grpc
+from tests.support.balancers import ThreadPlanner, serving
 
 WAIT_S = 60.0
 QUICK = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.05, request_timeout_s=0.1)
@@ -72,6 +73,8 @@ def seat_of(store, elector):
         clock=steady_clock(),
         elector=elector,
         readiness=Readiness(),
+        planner=ThreadPlanner(),
+        tracer=NoOpTracer(),
     )
 
 

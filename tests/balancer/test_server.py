@@ -8,13 +8,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from equipoise.balancer.errors import BalancerError
-from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Stage
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from tests.support.balancer_links import POLICY, WAIT_S, is_serving, reporting, served, until
+from tests.support.balancers import serving
 
 
 async def test_the_main_life_of_a_pool_over_the_wire(channel, status, bench, skewed):

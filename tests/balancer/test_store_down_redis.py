@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from equipoise.balancer.server import serving
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from tests.support.agent_ranks import WAIT_S, ranks_of, staged_by_all, switch, traffic
+from tests.support.balancers import serving
 
 ANSWER_S = 0.4  # Longest that the store waits for Redis: less than a window lasts.
 

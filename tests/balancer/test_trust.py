@@ -9,7 +9,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
@@ -26,6 +25,7 @@ from equipoise_api.v1 import (
 )
 from tests.support.authority import Authority, write_token
 from tests.support.balancer_links import POLICY, WAIT_S, opened
+from tests.support.balancers import serving
 
 TOKENS = {
     "worker/tiny/worker-0": "token-of-worker-zero",

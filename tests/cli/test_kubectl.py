@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.cli.kubectl.plugin import CommandLine, asks_a_balancer, following, parted
 from equipoise.cli.kubectl.port_forward import ForwardError, forwarded
@@ -24,6 +23,7 @@ from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
 from tests.support.authority import Authority
+from tests.support.balancers import serving
 
 BOUND_S = 120.0
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from equipoise.balancer.server import serving
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
@@ -13,6 +12,7 @@ from equipoise.trust.credentials import Credentials
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, worker_link_pb2_grpc
+from tests.support.balancers import serving
 
 WAIT_S = 30.0
 POLICY = Policy(interval_s=0.3, min_assignments=100.0, report_interval_s=0.1)

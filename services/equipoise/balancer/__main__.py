@@ -21,7 +21,7 @@ from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
 from equipoise.balancer.leadership.standing import LeaseTiming
 from equipoise.balancer.planner.processes import PlannerProcesses
-from equipoise.balancer.server import serving
+from equipoise.balancer.server import BalancerParts, serving
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.sqlite_store import SqliteStore
@@ -81,8 +81,8 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
         if stop.is_set():
             return
         planner = await opened.enter_async_context(PlannerProcesses())
-        async with serving(
-            store,
+        parts = BalancerParts(
+            store=store,
             listen=settings.listen,
             credentials=credentials,
             tokens=settings.tokens,
@@ -100,7 +100,8 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             register=register,
             tracer=tracer,
             timing=_timing(settings) if settings.is_shared else ALONE,
-        ):
+        )
+        async with serving(parts):
             await stop.wait()
             _log.info("stopping; workers serve on without a balancer")
 

@@ -1,8 +1,8 @@
 """Reads a pool from the store, and writes what the pool wants recorded."""
 
-import logging
 from dataclasses import replace
 
+from equipoise.balancer.pool_log import PoolLog
 from equipoise.balancer.store.store import Store
 from equipoise.pool.effects import (
     Write,
@@ -16,8 +16,6 @@ from equipoise.pool.effects import (
 )
 from equipoise.pool.records import FAST, MAX_AUDIT, SLOW, SLOW_SQUARES, PoolMemory
 from equipoise.telemetry.logs import about
-
-_log = logging.getLogger(__name__)
 
 
 async def recall(store: Store, pool: str) -> PoolMemory:
@@ -40,47 +38,40 @@ async def recall(store: Store, pool: str) -> PoolMemory:
     )
 
 
-async def write_to(store: Store, write: Write, *, pool: str, term: int) -> Write:
-    """Write; records come back with the number that the store gave them.
+async def write_to(store: Store, write: Write, *, pool: str, term: int, log: PoolLog) -> Write:
+    """Write; a record comes back with the number that the store gave it.
 
     Raises:
-        StoreError: the store did not take it.
+        StoreError: the store did not accept it.
     """
     match write:
         case WriteProposed():
             await store.put_proposed(pool, write.layout, term=term)
-        case WriteCommitted():
-            await store.commit(pool, write.generation, previous=write.previous, term=term)
-            _log.info(
-                "%s: generation %d is committed",
-                pool,
-                write.generation,
-                extra=about(pool=pool, generation=write.generation, term=term),
-            )
+        case WriteCommitted(generation=generation):
+            await store.commit(pool, generation, previous=write.previous, term=term)
+            fields = about(generation=generation, term=term)
+            log.info("generation %d is committed", generation, extra=fields)
         case WriteAdopted():
             await store.adopt(pool, write.layout, term=term)
-        case WriteMembership():
-            await store.put_membership(pool, write.members, term=term)
-            _log.info(
-                "%s: epoch %d: %s",
-                pool,
-                write.members.epoch,
-                ", ".join(write.members.workers),
-                extra=about(pool=pool, epoch=write.members.epoch, term=term),
-            )
+        case WriteMembership(members=members):
+            await store.put_membership(pool, members, term=term)
+            fields = about(epoch=members.epoch, term=term)
+            log.info("epoch %d: %s", members.epoch, ", ".join(members.workers), extra=fields)
         case WriteAverage():
             await store.put_average(pool, write.name, write.record, term=term)
         case WriteDecision():
             record = await store.add_decision(pool, write.record, term=term)
+            fields = about(generation=record.base_generation, term=term)
             verdict = "yes" if record.accepted else "no"
-            _log.info("%s: decision %d: %s: %s", pool, record.sequence, verdict, record.reason)
+            log.info("decision %d: %s: %s", record.sequence, verdict, record.reason, extra=fields)
             return replace(write, record=record)
         case WriteAudit():
             entry = await store.add_audit(pool, write.record, hold=write.hold, term=term)
-            _log.info(
-                "%s: order %d of %s: %s: %s: %s",
-                *(pool, entry.sequence, entry.who, entry.what),
-                *("done" if entry.accepted else "refused", entry.outcome),
+            log.info(
+                "audit record %d: %s: %s: %s: %s",
+                *(entry.sequence, entry.who, entry.what),
+                *("accepted" if entry.accepted else "refused", entry.outcome),
+                extra=about(term=term),
             )
             return replace(write, record=entry)
     return write

@@ -13,7 +13,6 @@ from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.persistence import recall
 from equipoise.balancer.planner.planning import Planner
-from equipoise.balancer.planner.threads import PlannerThreads
 from equipoise.balancer.runner import Clock, PoolRunner
 from equipoise.balancer.store.store import Store
 from equipoise.balancer.wave_turns import WaveTurns
@@ -22,6 +21,7 @@ from equipoise.pool.controller import PoolController
 from equipoise.pool.hello_checks import RefusedWorkerError
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
+from equipoise.telemetry.logs import about
 from equipoise.wire.messages import Hello
 
 MAX_POOLS = 1024
@@ -66,10 +66,7 @@ _log = logging.getLogger(__name__)
 
 
 class Pools:
-    """Pools by name, those of the store from the start. Used as an asynchronous context.
-
-    Without a `planner` plans are made by threads of this process.
-    """
+    """Pools by name, those of the store from the start. Used as an asynchronous context."""
 
     def __init__(
         self,
@@ -78,15 +75,15 @@ class Pools:
         policies: PolicyBook,
         clock: Clock,
         tenure: Tenure,
-        planner: Planner | None = None,
-        tracer: Tracer | None = None,
+        planner: Planner,
+        tracer: Tracer,
     ) -> None:
         self._store = store
         self._policies = policies
         self._clock = clock
         self._tenure = tenure
         self._tracer = tracer
-        self._planner = planner or PlannerThreads()
+        self._planner = planner
         self._wave_turns = WaveTurns()
         self._runners: dict[str, PoolRunner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -144,7 +141,7 @@ class Pools:
         """Count a worker that was refused, in its pool if there is one."""
         runner = self._runners.get(pool)
         if runner is None:
-            _log.warning("refused (%s): %s", kind, reason)
+            _log.warning("refused (%s): %s", kind, reason, extra=about(pool=pool, worker=worker))
         else:
             runner.refuse(worker, kind=kind, reason=reason)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 from opentelemetry.trace import Tracer
 
@@ -23,6 +24,7 @@ from equipoise.balancer.planner.planning import (
     Planning,
     PlanTimeoutError,
 )
+from equipoise.balancer.pool_log import PoolLog
 from equipoise.balancer.spans import PoolSpans
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.balancer.wave_turns import WaveTurns
@@ -86,11 +88,12 @@ class PoolRunner:
         planner: Planner,
         wave_turns: WaveTurns,
         clock: Clock,
-        tracer: Tracer | None = None,
+        tracer: Tracer,
     ) -> None:
         self._controller = controller
         self._spans = PoolSpans(controller.pool.name, tracer=tracer)
         self._store = store
+        self._log = PoolLog(_log, pool=controller.pool.name)
         self._tenure = tenure
         self._clock = clock
         self._planning = Planning(controller.pool.name, planner=planner)
@@ -122,11 +125,12 @@ class PoolRunner:
         """
         chain = self._controller.hello(hello, now=self._clock())
         previous = self._mailboxes.get(hello.worker)
+        fields = self._about(hello.worker)
         if previous is not None:
-            _log.info("%s: worker %s opened a newer stream", hello.pool, hello.worker)
+            self._log.info("worker %s opened a newer stream", hello.worker, extra=fields)
             previous.close()
         self._mailboxes[hello.worker] = mailbox
-        _log.info("%s: worker %s at %s is connected", hello.pool, hello.worker, hello.address)
+        self._log.info("worker %s connected from %s", hello.worker, hello.address, extra=fields)
         self._submit(chain)
 
     def receive(self, worker: str, mailbox: Mailbox, value: WorkerMessage) -> None:
@@ -143,14 +147,15 @@ class PoolRunner:
         self._submit(self._controller.refuse(worker, kind=kind, reason=reason, now=self._clock()))
         count = self.pool.counters.refusals.of(kind)
         if is_worth_logging(count):  # A worker that repeats itself must not flood the log.
-            _log.warning("%s: refused (%s, time %d): %s", self.pool.name, kind, count, reason)
+            fields = self._about(worker)
+            self._log.warning("refused (%s, time %d): %s", kind, count, reason, extra=fields)
 
     def leave(self, worker: str, mailbox: Mailbox, *, reason: str) -> None:
         """A stream has ended; it matters only if it is the worker's newest."""
         if self._mailboxes.get(worker) is not mailbox:
             return
         del self._mailboxes[worker]
-        _log.info("%s: worker %s is gone: %s", self.pool.name, worker, reason)
+        self._log.info("worker %s is gone: %s", worker, reason, extra=self._about(worker))
         self._submit(self._controller.lost(worker, reason=reason, now=self._clock()))
 
     async def administer(self, operation: Operation, *, who: str, reason: str, what: str) -> Answer:
@@ -209,7 +214,7 @@ class PoolRunner:
         try:
             yield
         except Exception:  # noqa: BLE001
-            _log.exception("%s: %s failed", self.pool.name, what)
+            self._log.exception("%s failed", what)
 
     def _submit(self, chain: Chain) -> None:
         """Queue a chain; answers to heartbeats overtake it: a slow store is no hung balancer."""
@@ -226,16 +231,28 @@ class PoolRunner:
             self._chains.put_nowait(tuple(rest))
         self._notify()
 
+    def _about(self, worker: str | None = None) -> dict[str, Any]:
+        """Fields of a line about the pool now, or about one of its workers."""
+        pool = self.pool
+        member = pool.roster.members.get(worker) if worker is not None else None
+        current = pool.layouts.current
+        return about(
+            worker=worker,
+            rank=member.rank if member is not None else None,
+            epoch=pool.roster.epoch or None,
+            generation=current.generation if current is not None else None,
+            term=self._tenure.term,
+        )
+
     def _write_log(self, line: Log) -> None:
         level = logging.WARNING if line.is_warning else logging.INFO
         fields = about(
-            pool=self.pool.name,
             rank=line.rank,
             epoch=line.epoch,
             generation=line.generation,
             worker=line.worker,
         )
-        _log.log(level, "%s: %s", self.pool.name, line.text, extra=fields)
+        self._log.log(level, "%s", line.text, extra=fields)
 
     def _notify(self) -> None:
         """Wake whoever watches; mostly nobody does."""
@@ -320,14 +337,14 @@ class PoolRunner:
             with self.wave_turns.expecting() if is_awaited else nullcontext():
                 proposal = await self._planning.propose(effect.request)
         except (PlanTimeoutError, PlannerDiedError) as error:
-            _log.error("%s: %s", self.pool.name, error)
+            self._log.error("%s", error, extra=self._about())
             spans.given_up(str(error))
             is_late = isinstance(error, PlanTimeoutError)
             self._give_up_plan(effect, str(error), timed_out=is_late)
             return
         except Exception as error:  # noqa: BLE001
             # A fault of ours, which must not take the pool's streams down.
-            _log.exception("%s: planning failed", self.pool.name)
+            self._log.exception("planning failed", extra=self._about())
             reason = f"the planner failed ({error!r}); the next window tries again"
             spans.given_up(reason)
             self._give_up_plan(effect, reason, timed_out=False)
@@ -354,7 +371,7 @@ class PoolRunner:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 written = await write_to(
-                    self._store, write, pool=self.pool.name, term=self._tenure.term
+                    self._store, write, pool=self.pool.name, term=self._tenure.term, log=self._log
                 )
         except TimeoutError:
             reason = f"the store did not answer within {WRITE_TIMEOUT_S:g} s"
@@ -367,7 +384,7 @@ class PoolRunner:
             return False
         except Exception as error:  # noqa: BLE001
             # A fault of ours: the pool goes on without this write, and says so.
-            _log.exception("%s: a write failed", self.pool.name)
+            self._log.exception("a write failed")
             self._note_failure(write, f"the store failed: {error}", behind=behind)
             return False
         self._submit(self._controller.written(written, now=self._clock()))
@@ -386,7 +403,7 @@ class PoolRunner:
     def _note_failure(
         self, write: Write, reason: str, *, behind: Chain, timed_out: bool = False
     ) -> None:
-        _log.error("%s: %s", self.pool.name, reason, extra=about(pool=self.pool.name))
+        self._log.error("%s", reason, extra=self._about())
         self._controller.write_failed(write, reason=reason, timed_out=timed_out, behind=behind)
         for effect in (write, *behind):
             if isinstance(effect, WriteAudit):

@@ -37,8 +37,8 @@ class Seat:
         clock: Clock,
         elector: Elector,
         readiness: Readiness,
-        planner: Planner | None = None,
-        tracer: Tracer | None = None,
+        planner: Planner,
+        tracer: Tracer,
     ) -> None:
         self._store = store
         self._policies = policies

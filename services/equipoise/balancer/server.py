@@ -6,6 +6,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,80 +94,122 @@ _HealthServicer = health.aio.HealthServicer  # type: ignore[attr-defined]  # not
 _log = logging.getLogger(__name__)
 
 
+def _ignore(_: str) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerParts:
+    """What a balancer is made of. Whoever opened a part closes it."""
+
+    store: Store
+    """What outlives the balancer."""
+
+    policies: PolicyBook
+    """Policies in force."""
+
+    planner: Planner
+    """Makes plans."""
+
+    tracer: Tracer
+    """Makes the spans of plans and rollouts."""
+
+    listen: str
+    """host:port of the gRPC server; port 0 takes a free one."""
+
+    stop_grace_s: float
+    """Seconds that open calls may take to end at the stop."""
+
+    credentials: Credentials
+    """Certificates of the gRPC port."""
+
+    tokens: str = ""
+    """File of the tokens that callers must show; none without one."""
+
+    advertise: str = ""
+    """host:port by which others reach this balancer; `listen` if empty."""
+
+    metrics_listen: str = ""
+    """host:port of metrics and probes; none if empty."""
+
+    on_metrics: Callable[[str], None] = _ignore
+    """Called with the host:port of the metrics."""
+
+    web_listen: str = ""
+    """host:port of the page, which may be that of the metrics; none if empty."""
+
+    register: LeaseRegister | None = None
+    """Where balancers elect a leader; without it this one leads."""
+
+    timing: LeaseTiming = ALONE
+    """Timing of the election."""
+
+    policy_file: Path | None = None
+    """Policy file to follow."""
+
+    on_refusal: Callable[[str], Awaitable[None]] | None = None
+    """Called with the reason when a policy file is refused."""
+
+    warm_up: Callable[[], Awaitable[None]] | None = None
+    """Compiles the planner; until it ends the balancer is not ready."""
+
+
 @asynccontextmanager
-async def serving(
-    store: Store,
-    *,
-    listen: str,
-    policies: PolicyBook,
-    stop_grace_s: float,
-    credentials: Credentials,
-    tokens: str = "",
-    advertise: str = "",
-    metrics_listen: str = "",
-    metrics_heard: Callable[[str], None] | None = None,
-    web_listen: str = "",
-    web_heard: Callable[[str], None] | None = None,
-    register: LeaseRegister | None = None,
-    timing: LeaseTiming = ALONE,
-    policy_file: Path | None = None,
-    on_refusal: Callable[[str], Awaitable[None]] | None = None,
-    warm_up: Callable[[], Awaitable[None]] | None = None,
-    planner: Planner | None = None,
-    tracer: Tracer | None = None,
-) -> AsyncIterator[int]:
-    """Serve on `listen` (host:port) inside the block; gives the port, which is new for port 0.
+async def serving(parts: BalancerParts) -> AsyncIterator[int]:
+    """Serve inside the block; gives the port.
 
-    Among balancers that share `register` one leads at a time, which the others know by `advertise`
-    (host:port, that of `listen` if empty). Without a register this one leads. When the block
-    begins it is clear whether it does, unless it is not ready then. Callers prove who they are as
-    `credentials` and the file `tokens` ask. Metrics are told at
-    `metrics_listen`, if that is given; `metrics_heard` is told the host:port. So is the page for
-    people: `web_listen` and `web_heard`; both may be at one address.
+    Of the balancers that share a register one leads at a time. When the block begins it is clear
+    whether this one does, unless it is not ready then.
 
-    It answers questions at once, but takes no workers, and does not want to lead, before `warm_up`
-    has ended and a `policy_file` (followed from then on) was good. Until then the health of `ready`
-    is NOT_SERVING, and ListPools says why. `on_refusal` hears of policy files that are refused.
-    `planner` makes plans, or else threads of this process; `tracer` makes the spans of plans and
-    rollouts.
+    It answers requests at once, but accepts no workers, and does not want to lead, before `warm_up`
+    has ended and the policy file was good. Until then the health of `ready` is NOT_SERVING, and
+    ListPools reports why.
 
     Raises:
         BalancerError: the port cannot be listened on.
-        TrustError: the port would be open to other machines, or the tokens make no sense.
-        TelemetryError: that of the metrics, or of the page, cannot.
+        TrustError: the port would be open to other machines, or the tokens are not valid.
+        TelemetryError: the port of the metrics, or of the page, cannot be listened on.
         StoreError: the store cannot be read.
     """
     clock = steady_clock()
-    guard = Guard(credentials.tls, tokens=tokens, rights=_RIGHTS)
+    store, credentials = parts.store, parts.credentials
+    guard = Guard(credentials.tls, tokens=parts.tokens, rights=_RIGHTS)
     server = grpc.aio.server(
         options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
     )
-    port = _bind(server, listen, credentials)
-    host = parse_address(listen).host
-    register = register or SoleRegister(term=await store.highest_term())
-    elector = Elector(register, candidate=_candidate(advertise or f"{host}:{port}"), timing=timing)
+    port = _bind(server, parts.listen, credentials)
+    host = parse_address(parts.listen).host
+    elector = Elector(
+        parts.register or SoleRegister(term=await store.highest_term()),
+        candidate=_candidate(parts.advertise or f"{host}:{port}"),
+        timing=parts.timing,
+    )
     readiness = Readiness()
     seat = Seat(
         store=store,
-        policies=policies,
+        policies=parts.policies,
         clock=clock,
         elector=elector,
         readiness=readiness,
-        planner=planner,
-        tracer=tracer,
+        planner=parts.planner,
+        tracer=parts.tracer,
     )
     watched = _add_services(server, seat, store=store, clock=clock, guard=guard)
     await seat.open()
     async with AsyncExitStack() as running:
-        if policy_file is not None:
+        if parts.policy_file is not None:
             file = PolicyFile(
-                policy_file, book=policies, readiness=readiness, clock=clock, on_refusal=on_refusal
+                parts.policy_file,
+                book=parts.policies,
+                readiness=readiness,
+                clock=clock,
+                on_refusal=parts.on_refusal,
             )
             await file.look()
             await running.enter_async_context(_background(file.run()))
-        if warm_up is not None:
+        if parts.warm_up is not None:
             readiness.note("planner", _COMPILING)
-            await running.enter_async_context(_background(_compile(warm_up, readiness)))
+            await running.enter_async_context(_background(_compile(parts.warm_up, readiness)))
         await running.enter_async_context(_background(_take_part(seat, elector)))
         if not readiness.missing:
             await seat.until_settled()
@@ -175,23 +218,21 @@ async def serving(
         _log.info("listening on %s:%d", host, port)
         await running.enter_async_context(_background(_show_readiness(readiness, watched)))
         await running.enter_async_context(_background(_show_leadership(elector, watched)))
-        metrics_at, web_at = await open_http(
+        metrics_at = await open_http(
             running,
             seat,
             store=store,
             clock=clock,
             readiness=readiness,
-            metrics_listen=metrics_listen,
-            web_listen=web_listen,
+            metrics_listen=parts.metrics_listen,
+            web_listen=parts.web_listen,
         )
-        for heard, address in ((metrics_heard, metrics_at), (web_heard, web_at)):
-            if heard is not None:
-                heard(address)
+        parts.on_metrics(metrics_at)
         try:
             yield port
         finally:
             # Shielded, because a second Ctrl-C must not leave the stop half done.
-            await asyncio.shield(_stop(server, seat, watched, stop_grace_s))
+            await asyncio.shield(_stop(server, seat, watched, parts.stop_grace_s))
 
 
 def _candidate(address: str) -> Candidate:

@@ -4,7 +4,7 @@ One rebalancing is one trace: its plan, and of each wave the stage and the switc
 ranks did meanwhile below them.
 """
 
-from opentelemetry.trace import NoOpTracer, Span, Tracer, set_span_in_context
+from opentelemetry.trace import Span, Tracer, set_span_in_context
 
 from equipoise.planning.proposal import Proposal
 from equipoise.planning.rollout import Rollout, State
@@ -15,8 +15,8 @@ from equipoise.telemetry.tracing import failed, traceparent_of
 class PoolSpans:
     """Used by the hands of one pool. A span of what was under way at the end is never told."""
 
-    def __init__(self, pool: str, *, tracer: Tracer | None = None) -> None:
-        self._tracer = tracer or NoOpTracer()
+    def __init__(self, pool: str, *, tracer: Tracer) -> None:
+        self._tracer = tracer
         self._pool = pool
         self._rebalance: Span | None = None
         self._wave: Span | None = None

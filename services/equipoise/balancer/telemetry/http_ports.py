@@ -22,8 +22,8 @@ async def open_http(
     readiness: Readiness,
     metrics_listen: str,
     web_listen: str,
-) -> tuple[str, str]:
-    """Serve until `running` is left; gives both host:port, empty for what nobody asked for.
+) -> str:
+    """Serve until `running` is left; returns the host:port of the metrics, empty without them.
 
     Probes are answered where the metrics are.
 
@@ -35,7 +35,7 @@ async def open_http(
         *probe_routes(ready=lambda: not readiness.missing),
     )
     is_one = metrics_listen == web_listen
-    metrics_at = web_at = ""
+    metrics_at = ""
     if metrics_listen and not is_one:
         metrics_at = await running.enter_async_context(serving_http(metrics, listen=metrics_listen))
     if web_listen:
@@ -45,4 +45,5 @@ async def open_http(
             routes=metrics if is_one else (),
         )
         web_at = await running.enter_async_context(page)
-    return (web_at if is_one else metrics_at), web_at
+        metrics_at = web_at if is_one else metrics_at
+    return metrics_at
