@@ -12,12 +12,12 @@ from equipoise.balancer.leadership.standing import (
     Due,
     Failed,
     GaveUp,
+    LeaderRole,
     LeaseRecord,
     LeaseTiming,
     Outranked,
     Overtaken,
     Read,
-    Role,
     Saw,
     Sighting,
     Standing,
@@ -63,7 +63,7 @@ class Balancer:
 
     def apply(self, event, true_s):
         self.standing, request = self.standing.step(event, now=true_s + self.skew_s)
-        if self.standing.role is Role.LEADING and self.standing.term not in self.terms:
+        if self.standing.role is LeaderRole.LEADING and self.standing.term not in self.terms:
             self.terms.append(self.standing.term)
         return request
 
@@ -111,13 +111,13 @@ def pair():
 
 def test_the_table_answers_every_event_in_every_role():
     events = {Due, Saw, Wrote, Overtaken, Failed, Ticked, Outranked, GaveUp}
-    assert set(TABLE) == set(itertools.product(Role, events))
+    assert set(TABLE) == set(itertools.product(LeaderRole, events))
 
 
 def test_the_first_to_ask_leads_and_the_other_one_knows_where(pair):
     a, b = pair
     run(pair, from_s=100.0, to_s=120.0)
-    assert (a.standing.role, a.terms, b.terms) == (Role.LEADING, [1], [])
+    assert (a.standing.role, a.terms, b.terms) == (LeaderRole.LEADING, [1], [])
     assert b.standing.leader_address == "a:7070"
     assert a.standing.leader_address == ""
 
@@ -177,7 +177,7 @@ def test_a_paused_leader_that_wakes_up_knows_at_once_that_its_lease_is_over(pair
     a.running = True
     assert not a.leads(30.0)
     assert a.apply(Ticked(), 30.0) is None
-    assert a.standing.role is Role.FOLLOWING
+    assert a.standing.role is LeaderRole.FOLLOWING
     assert b.leads(30.0)
 
 
@@ -186,7 +186,7 @@ def test_an_answer_that_comes_after_the_pause_wins_and_renews_nothing(pair):
     campaign = a.apply(Saw(sighting=None), 0.0)
     late = Wrote(sighting=a.register.write(campaign), sent_s=0.0)
     assert a.apply(late, 2.0) is None
-    assert (a.standing.role, a.terms) == (Role.FOLLOWING, [])
+    assert (a.standing.role, a.terms) == (LeaderRole.FOLLOWING, [])
     run([b], from_s=0.0, to_s=5.0)
     assert b.terms == [2]
     renewal = b.apply(Due(), 5.0)
@@ -273,7 +273,10 @@ def test_a_leader_that_cannot_do_its_work_lets_another_one_try(pair):
     run(pair, from_s=0.0, to_s=5.0)
     request = a.apply(GaveUp(reason="the store cannot be read"), 5.0)
     assert a.answer(request, 5.0).sighting.record.holder == ""
-    assert (a.standing.role, a.standing.reason) == (Role.FOLLOWING, "the store cannot be read")
+    assert (a.standing.role, a.standing.reason) == (
+        LeaderRole.FOLLOWING,
+        "the store cannot be read",
+    )
     b.round(5.0)
     assert b.leads(5.0)
 
@@ -331,4 +334,4 @@ def test_a_record_is_compared_by_version_not_by_content():
     follower = Balancer("a", Register())
     for second in range(20):
         follower.apply(Saw(sighting=Sighting(record=record, version=str(second))), float(second))
-    assert follower.standing.role is Role.FOLLOWING
+    assert follower.standing.role is LeaderRole.FOLLOWING

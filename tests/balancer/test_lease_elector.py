@@ -7,7 +7,7 @@ import pytest
 from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import ALONE, RegisterError, SoleRegister
-from equipoise.balancer.leadership.standing import Candidate, LeaseTiming, Role
+from equipoise.balancer.leadership.standing import Candidate, LeaderRole, LeaseTiming
 
 BOUND_S = 60.0
 QUICK = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.1, request_timeout_s=0.1)
@@ -84,7 +84,7 @@ async def test_a_register_that_stops_answering_ends_the_term_within_the_deadline
         register.fault = fault
         register.answering.clear()
         await soon(elector.until_over(tenure))
-        assert elector.standing.role is Role.FOLLOWING
+        assert elector.standing.role is LeaderRole.FOLLOWING
         assert elector.standing.valid_until_s <= valid_until_s + QUICK.retry_s
         lease, request = elector.bounds
         assert (lease.name, lease.bound_s) == ("lease", QUICK.renew_deadline_s)

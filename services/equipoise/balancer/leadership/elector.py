@@ -17,12 +17,12 @@ from equipoise.balancer.leadership.standing import (
     Event,
     Failed,
     GaveUp,
+    LeaderRole,
     LeaseTiming,
     Outranked,
     Overtaken,
     Read,
     Request,
-    Role,
     Saw,
     Standing,
     Ticked,
@@ -167,7 +167,7 @@ class Elector:
         """End a term whose lease ran out, whatever the register is doing."""
         while True:
             changed, left_s = self._changed, None
-            if self._standing.role is Role.LEADING:
+            if self._standing.role is LeaderRole.LEADING:
                 left_s = max(0.0, self._standing.valid_until_s - self._clock())
             # Not wait_for: in Python 3.11 it can swallow a cancellation.
             with suppress(TimeoutError):
@@ -193,16 +193,16 @@ class Elector:
         return request
 
 
-def _position(standing: Standing) -> tuple[Role, int, str]:
+def _position(standing: Standing) -> tuple[LeaderRole, int, str]:
     return standing.role, standing.term, standing.leader_address
 
 
 def _report(before: Standing, after: Standing) -> None:
-    if after.role is Role.LEADING and before.role is not Role.LEADING:
+    if after.role is LeaderRole.LEADING and before.role is not LeaderRole.LEADING:
         _log.info("this balancer leads in term %d", after.term)
-    elif before.role is Role.LEADING and after.role is not Role.LEADING:
+    elif before.role is LeaderRole.LEADING and after.role is not LeaderRole.LEADING:
         _log.warning("this balancer no longer leads (term %d): %s", before.term, after.reason)
     elif after.leader_address != before.leader_address and after.leader_address:
         _log.info("the balancer at %s leads", after.leader_address)
-    elif after.reason != before.reason and after.role is Role.FOLLOWING:
+    elif after.reason != before.reason and after.role is LeaderRole.FOLLOWING:
         _log.debug("following: %s", after.reason)

@@ -90,7 +90,7 @@ class Sighting:
     version: str
 
 
-class Role(StrEnum):
+class LeaderRole(StrEnum):
     """What a balancer is to the others."""
 
     FOLLOWING = "following"
@@ -187,7 +187,7 @@ class Standing:
 
     candidate: Candidate
     timing: LeaseTiming
-    role: Role = Role.FOLLOWING
+    role: LeaderRole = LeaderRole.FOLLOWING
     term: int = 0
     valid_until_s: float = 0.0
     seen: Sighting | None = None
@@ -198,11 +198,11 @@ class Standing:
 
     def leads(self, *, now: float) -> bool:
         """Whether it may write and push at this moment."""
-        return self.role is Role.LEADING and now < self.valid_until_s
+        return self.role is LeaderRole.LEADING and now < self.valid_until_s
 
     def has_run_out(self, *, now: float) -> bool:
         """Whether a term is over because its lease was not renewed in time."""
-        return self.role is Role.LEADING and now >= self.valid_until_s
+        return self.role is LeaderRole.LEADING and now >= self.valid_until_s
 
     @property
     def leader_address(self) -> str:
@@ -220,7 +220,7 @@ class Standing:
 
     def release(self) -> Request:
         """Empty the register at the end, so that nobody has to wait for the lease to run out."""
-        return _freed(self) if self.role is Role.LEADING else None
+        return _freed(self) if self.role is LeaderRole.LEADING else None
 
 
 # Handlers: what an event does in the roles that the table lists it for. -------------------------
@@ -231,7 +231,7 @@ def _ignore(standing: Standing, _event: Event, _now: float) -> tuple[Standing, R
 
 
 def _look(standing: Standing, _event: Due, _now: float) -> tuple[Standing, Request]:
-    return replace(standing, role=Role.FOLLOWING), Read()
+    return replace(standing, role=LeaderRole.FOLLOWING), Read()
 
 
 def _consider(standing: Standing, event: Saw, now: float) -> tuple[Standing, Request]:
@@ -246,7 +246,7 @@ def _consider(standing: Standing, event: Saw, now: float) -> tuple[Standing, Req
         renewals=0,
         duration_s=noted.timing.duration_s,
     )
-    campaigning = replace(noted, role=Role.CAMPAIGNING, reason="the lease is free")
+    campaigning = replace(noted, role=LeaderRole.CAMPAIGNING, reason="the lease is free")
     return campaigning, Write(record=record, replacing=_version(noted))
 
 
@@ -257,7 +257,7 @@ def _win(standing: Standing, event: Wrote, now: float) -> tuple[Standing, Reques
         return _follow(standing, "a higher term was heard of meanwhile"), None
     leading = replace(
         _extend(standing, event, now),
-        role=Role.LEADING,
+        role=LeaderRole.LEADING,
         term=event.sighting.record.term,
         reason=f"elected in term {event.sighting.record.term}",
     )
@@ -314,7 +314,7 @@ def _yield(standing: Standing, event: GaveUp, _now: float) -> tuple[Standing, Re
 
 
 def _follow(standing: Standing, reason: str) -> Standing:
-    return replace(standing, role=Role.FOLLOWING, reason=reason)
+    return replace(standing, role=LeaderRole.FOLLOWING, reason=reason)
 
 
 def _note(standing: Standing, sighting: Sighting | None, now: float) -> Standing:
@@ -365,30 +365,30 @@ def _version(standing: Standing) -> str | None:
 
 _Handler = Callable[[Standing, Any, float], tuple[Standing, Request]]
 
-TABLE: dict[tuple[Role, type[Event]], _Handler] = {
-    (Role.FOLLOWING, Due): _look,
-    (Role.FOLLOWING, Saw): _consider,
-    (Role.FOLLOWING, Wrote): _ignore,  # It came too late; the next look finds our own record.
-    (Role.FOLLOWING, Overtaken): _ignore,
-    (Role.FOLLOWING, Failed): _doubt,
-    (Role.FOLLOWING, Ticked): _ignore,
-    (Role.FOLLOWING, Outranked): _heed,
-    (Role.FOLLOWING, GaveUp): _ignore,
-    (Role.CAMPAIGNING, Due): _look,
-    (Role.CAMPAIGNING, Saw): _ignore,
-    (Role.CAMPAIGNING, Wrote): _win,
-    (Role.CAMPAIGNING, Overtaken): _lose,
-    (Role.CAMPAIGNING, Failed): _doubt,
-    (Role.CAMPAIGNING, Ticked): _ignore,
-    (Role.CAMPAIGNING, Outranked): _heed,
-    (Role.CAMPAIGNING, GaveUp): _ignore,
-    (Role.LEADING, Due): _renew,
-    (Role.LEADING, Saw): _recognise,
-    (Role.LEADING, Wrote): _renewed,
-    (Role.LEADING, Overtaken): _look_again,
-    (Role.LEADING, Failed): _hold_on,
-    (Role.LEADING, Ticked): _ignore,
-    (Role.LEADING, Outranked): _heed,
-    (Role.LEADING, GaveUp): _yield,
+TABLE: dict[tuple[LeaderRole, type[Event]], _Handler] = {
+    (LeaderRole.FOLLOWING, Due): _look,
+    (LeaderRole.FOLLOWING, Saw): _consider,
+    (LeaderRole.FOLLOWING, Wrote): _ignore,  # It came too late; the next look finds our own record.
+    (LeaderRole.FOLLOWING, Overtaken): _ignore,
+    (LeaderRole.FOLLOWING, Failed): _doubt,
+    (LeaderRole.FOLLOWING, Ticked): _ignore,
+    (LeaderRole.FOLLOWING, Outranked): _heed,
+    (LeaderRole.FOLLOWING, GaveUp): _ignore,
+    (LeaderRole.CAMPAIGNING, Due): _look,
+    (LeaderRole.CAMPAIGNING, Saw): _ignore,
+    (LeaderRole.CAMPAIGNING, Wrote): _win,
+    (LeaderRole.CAMPAIGNING, Overtaken): _lose,
+    (LeaderRole.CAMPAIGNING, Failed): _doubt,
+    (LeaderRole.CAMPAIGNING, Ticked): _ignore,
+    (LeaderRole.CAMPAIGNING, Outranked): _heed,
+    (LeaderRole.CAMPAIGNING, GaveUp): _ignore,
+    (LeaderRole.LEADING, Due): _renew,
+    (LeaderRole.LEADING, Saw): _recognise,
+    (LeaderRole.LEADING, Wrote): _renewed,
+    (LeaderRole.LEADING, Overtaken): _look_again,
+    (LeaderRole.LEADING, Failed): _hold_on,
+    (LeaderRole.LEADING, Ticked): _ignore,
+    (LeaderRole.LEADING, Outranked): _heed,
+    (LeaderRole.LEADING, GaveUp): _yield,
 }
 """What every event does in every role; those that do nothing are listed too."""
