@@ -24,7 +24,7 @@ def asked(count=400, stream=0, **changes):
     return timed_requests(settings(**changes), count=count, stream=stream)
 
 
-def test_what_is_asked_depends_on_the_seed_alone():
+def test_requests_depend_on_the_seed_only():
     assert asked(seed=3) == asked(seed=3)
     assert asked(seed=3) != asked(seed=4)
     warm_up = {one.prompt for one in asked(count=50, stream=1)}

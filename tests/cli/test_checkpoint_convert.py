@@ -31,7 +31,7 @@ def in_fp8(tmp_path_factory):
     return path, convert("--checkpoint", TINY, "--out", path, "--ue8m0")
 
 
-def test_weights_in_fp8_are_about_half_and_what_belongs_to_the_model_goes_along(in_fp8):
+def test_fp8_weights_are_about_half_the_size_and_other_files_are_copied(in_fp8):
     path, said = in_fp8
     assert ": 3.9 MiB in FP8 (from 7.2 MiB), 1 file; copied " in said
     stored = Checkpoint.open(path, keep_fp8=True)

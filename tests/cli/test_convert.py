@@ -38,7 +38,7 @@ def test_loads_go_into_a_peers_format_and_come_back(tmp_path, form, name):
 
 
 @pytest.mark.parametrize("form", Format)
-def test_a_layout_goes_into_every_format(tmp_path, form):
+def test_a_layout_can_be_written_in_every_format(tmp_path, form):
     (tmp_path / "map.json").write_text("[[0, 1, 2, 0], [2, 1, 1, 0]]")
     told = json.loads(
         equipoise("--file", tmp_path / "map.json", "--out", tmp_path / "out", "--format", form,
@@ -57,12 +57,12 @@ def test_a_layout_goes_into_every_format(tmp_path, form):
     assert read_placement(tmp_path / "out").num_experts == 3
 
 
-def test_a_person_is_told_what_it_was(tmp_path):
+def test_the_output_describes_the_converted_file(tmp_path):
     text = equipoise("--file", LOADS, "--out", tmp_path / "x.npz", "--format", "deepseek")
     assert "(deepseek format): kind loads, layers 4, experts 32, windows 12" in text
 
 
-def test_what_the_other_format_needs_is_asked_for(tmp_path):
+def test_missing_facts_for_the_target_format_are_named(tmp_path):
     (tmp_path / "map.json").write_text("[[0, 1]]")
     for form, words in (("vllm-ascend", "--ranks"), ("tensorrt-llm", "--first-moe-layer")):
         with pytest.raises(FormatError, match=f"say {words}"):
@@ -84,7 +84,7 @@ def test_what_the_other_format_needs_is_asked_for(tmp_path):
         (["--format", "vllm"], FormatError, "vllm has no file for loads; there are equipoise"),
     ],
 )
-def test_what_cannot_be_converted_is_said(tmp_path, arguments, fault, words):
+def test_files_that_cannot_be_converted_are_refused(tmp_path, arguments, fault, words):
     files = ["--file", LOADS, "--out", tmp_path / "x"]
     with pytest.raises(fault, match=words):
         equipoise(*files, *arguments)

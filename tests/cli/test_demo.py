@@ -27,7 +27,7 @@ def test_settings_outside_their_range_are_named_with_it(changes, words):
         DemoSettings(**changes)
 
 
-def test_a_process_that_fails_at_the_start_ends_the_demo_with_its_last_words(tmp_path):
+def test_a_process_that_fails_at_startup_ends_the_demo_with_its_last_log_lines(tmp_path):
     state = tmp_path / "state.sqlite"
     state.write_text("this is no database, and long enough to be taken for a damaged one" * 100)
     settings = DemoSettings(listen="127.0.0.1:0")
@@ -50,7 +50,7 @@ def test_a_missing_checkpoint_is_one_fault(tmp_path):
         run(settings)
 
 
-def test_a_file_that_cannot_be_written_is_told_before_the_demo_and_not_behind_it(tmp_path):
+def test_an_unwritable_file_is_reported_before_the_demo_starts(tmp_path):
     (tmp_path / "config.json").touch()
     settings = DemoSettings(checkpoint=tmp_path, json=tmp_path / "nowhere" / "figures.json")
     with pytest.raises(InvalidSettingsError, match=r"cannot write .*figures\.json"):

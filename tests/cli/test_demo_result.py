@@ -7,7 +7,7 @@ import pytest
 from equipoise.cli.demo.result import (
     DemoResult,
     Latency,
-    SwitchRecord,
+    SwitchFigures,
     TimeSpan,
     WindowRecord,
     compare_tokens,
@@ -59,7 +59,7 @@ def outcome(**changes) -> DemoResult:
     good = DemoResult(
         shifts=(shift(1.1, 1.1, 1.5, 1.1), shift(1.1, 1.15, 1.8, 1.3, 1.18)),
         switches=(
-            SwitchRecord(
+            SwitchFigures(
                 generation=2,
                 span=TimeSpan(1.0, 1.4),
                 stall_ms=3.0,
@@ -137,7 +137,7 @@ def test_a_step_that_two_ranks_report_with_different_generations_is_found():
     assert steps_of_two_generations([earlier, later, crossing]) == 1
 
 
-def test_gaps_are_told_apart_by_whether_they_overlap_a_rollout():
+def test_latencies_are_split_by_overlap_with_a_rollout():
     gaps = [Gap(0.0, 0.01), Gap(9.0, 9.02), Gap(9.99, 10.02), Gap(10.5, 10.53), Gap(11.2, 11.24)]
     quiet, during = split_latency(gaps, [TimeSpan(10.0, 11.0)])
     assert (quiet.samples, during.samples) == (2, 2)
@@ -191,7 +191,7 @@ def test_the_document_is_json_even_when_nothing_was_measured():
     assert told["intervals_to_recover"] is None
 
 
-def test_windows_come_in_the_order_they_closed_and_empty_ones_are_left_out():
+def test_windows_are_ordered_by_closing_time_without_empty_ones():
     windows = [
         status_pb2.WindowStatus(
             closed_unix_s=8.0, balancedness=0.5, max_over_mean=2.1, assignments=10, generation=2

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from equipoise.cli.demo.result import DemoResult, DomainShift, Latency, SwitchRecord, TimeSpan
+from equipoise.cli.demo.result import DemoResult, DomainShift, Latency, SwitchFigures, TimeSpan
 from equipoise.cli.demo.summary import summary
 
 SHIFT = DomainShift(
@@ -23,7 +23,7 @@ LATENCY = Latency(p50_ms=40.0, p95_ms=50.0, p99_ms=80.0, samples=1000)
 GOOD = DemoResult(
     shifts=(SHIFT,),
     switches=(
-        SwitchRecord(
+        SwitchFigures(
             generation=2, span=TimeSpan(1.0, 1.4), stall_ms=3.0, median_step_ms=40.0, moves=12
         ),
     ),

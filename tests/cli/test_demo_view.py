@@ -121,7 +121,7 @@ def test_windows_from_before_the_traffic_are_not_printed():
     assert plain_lines(replace(SCENE, decisions=[], marks=[])) == []
 
 
-def test_a_shift_of_traffic_is_told_with_the_decision():
+def test_a_decision_mentions_a_traffic_shift():
     assert "traffic shift" in decision_line(status_pb2.Decision(sequence=4, shift_detected=True))
 
 
@@ -135,7 +135,7 @@ def test_the_live_picture_is_for_terminals(terminal, plain, kind, monkeypatch):
     assert isinstance(open_screen(console, plain=plain), kind)
 
 
-def test_what_is_said_scrolls_by_above_the_live_picture():
+def test_messages_scroll_by_above_the_live_picture():
     console = Console(width=120, force_terminal=True)
     with console.capture() as capture, LiveScreen(console) as screen:
         screen.show(SCENE)

@@ -52,7 +52,7 @@ async def test_a_process_that_ignores_the_request_to_stop_is_killed(tmp_path, mo
         assert await fleet.stop("balancer") == -signal.SIGKILL
 
 
-async def test_a_process_that_ends_by_itself_is_named_with_its_last_words(tmp_path):
+async def test_a_process_that_exits_unexpectedly_is_named_with_its_last_log_lines(tmp_path):
     async with Fleet(tmp_path, program=FAULTY) as fleet:
         await fleet.start("worker-1", [])
         with pytest.raises(FleetError, match=r"(?s)worker-1 .*status 3.*no such checkpoint"):

@@ -34,7 +34,7 @@ def test_the_model_in_this_process_makes_the_reference_models_tokens(capsys):
     assert shown(capsys, stop=(text[7:9],)) == text[: text.index(text[7:9])] + "\n"
 
 
-def test_loading_is_told_beside_the_text_and_not_in_it(capsys):
+def test_loading_progress_goes_to_stderr(capsys):
     assert run(settings(max_tokens=2)) == 0
     told = capsys.readouterr()
     assert "loaded" not in told.out

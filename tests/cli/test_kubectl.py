@@ -120,7 +120,7 @@ def test_only_a_command_that_asks_a_balancer_needs_one(line, asks):
     assert asks_a_balancer(app, line.split()) is asks
 
 
-def test_commands_and_their_options_are_proposed_with_what_they_mean():
+def test_completions_come_with_their_help():
     (pause,) = following(app, [], begun="pau")
     assert pause == ("pause", "Stop adopting plans until `resume`.")
     assert {word for word, _ in following(app, ["layout"], begun="")} >= {"show", "diff"}
@@ -162,13 +162,13 @@ def test_the_pod_that_leads_is_reached_with_the_name_in_its_certificate(cluster,
         ([pod("a")], "", "failed: error: unable to forward port"),
     ],
 )
-def test_what_cannot_be_reached_is_said_with_the_remedy(cluster, pods, release, words):
+def test_an_unreachable_balancer_is_reported_with_the_remedy(cluster, pods, release, words):
     cluster(pods=pods)
     with pytest.raises(ForwardError, match=words), forwarded([], release=release):
         pass
 
 
-def test_one_without_kubectl_is_told(monkeypatch):
+def test_a_missing_kubectl_is_reported(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ForwardError, match="kubectl is not installed"), forwarded([]):
         pass
@@ -204,7 +204,7 @@ async def test_a_status_comes_through_the_forward_under_tls(cluster, tmp_path, m
 
 
 @pytest.mark.parametrize("asked_by", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_kubectl_does_not_stay_behind_however_a_command_ends(cluster, monkeypatch, asked_by):
+def test_kubectl_ends_with_the_command_however_it_ends(cluster, monkeypatch, asked_by):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     program = "from equipoise.cli.kubectl.plugin import main; main()"
     command = [sys.executable, "-c", program, "status", "--timeout-s", "60"]
@@ -230,7 +230,7 @@ def test_the_programs_of_the_package_are_there():
         assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_the_real_kubectl_finds_the_plugin_and_what_may_follow_it(tmp_path):
+def test_the_real_kubectl_finds_the_plugin_and_its_completions(tmp_path):
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not here")

@@ -178,7 +178,7 @@ def test_loads_are_shown_by_layer_and_rank(address, balancer, capsys):
     assert ["2", "0.357", "0.40", "0.40", "0.40", "2.80"] in rows
 
 
-def test_loads_of_more_ranks_than_columns_show_the_busiest_of_neighbours():
+def test_more_ranks_than_columns_show_the_busiest_of_neighbours():
     heat = loads.Heat(
         pool="big",
         generation=1,
@@ -220,7 +220,7 @@ def test_decisions_are_shown_newest_first(address, balancer, capsys):
     assert (told["sequence"], told["accepted"], told["reason"]) == (2, True, "it pays")
 
 
-def test_epochs_are_shown_with_why_they_were_opened(address, balancer, capsys):
+def test_epochs_are_shown_with_their_reasons(address, balancer, capsys):
     assert decisions.epochs(BalancerClientSettings(address=address)) == 0
     assert "is in epoch 3" in capsys.readouterr().out
     balancer.status.epochs.add(

@@ -37,7 +37,7 @@ def test_the_version_is_the_packages():
     assert (done.returncode, done.stdout) == (0, f"equipoise {version('equipoise')}\n")
 
 
-def test_no_command_shows_what_there_is():
+def test_without_a_command_the_commands_are_listed():
     done = equipoise()
     assert done.returncode == 2
     for command in ("balancer", "worker", "status", "demo"):
@@ -65,7 +65,7 @@ def test_a_users_error_is_one_line(arguments, status, message):
     assert line.startswith(f"equipoise: {message}")
 
 
-def test_a_worker_without_torch_says_what_to_install():
+def test_a_worker_without_torch_names_the_package_to_install():
     done = equipoise("worker", before=WITHOUT_TORCH)
     assert done.returncode == 1
     assert done.stderr == "equipoise: this needs torch: pip install 'equipoise[worker]'\n"

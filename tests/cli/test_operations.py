@@ -100,7 +100,7 @@ ORDERS = [
 
 
 @pytest.mark.parametrize(("order", "settings", "fields"), ORDERS)
-def test_an_order_says_all_that_was_typed(order, settings, fields, capsys):
+def test_an_operation_sends_every_option(order, settings, fields, capsys):
     servicer = Answering()
     with listening(servicer) as address:
         status = order(settings(address=address, pool="p", reason="because", **fields))
@@ -126,7 +126,7 @@ def test_a_refusal_is_exit_status_3(capsys):
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-def test_all_pools_are_planned_by_one_call_and_each_answer_is_shown(accepted, capsys):
+def test_all_pools_are_planned_in_one_call_and_each_answer_is_printed(accepted, capsys):
     servicer = Answering(accepted=accepted)
     with listening(servicer) as address, listening(Answering(leader=address)) as follower:
         asked = RebalanceSettings(address=follower, all_pools=True, reason="because", force=True)
@@ -143,7 +143,7 @@ def test_all_pools_are_planned_by_one_call_and_each_answer_is_shown(accepted, ca
     assert [one["pool"] for one in json.loads(shown)] == ["decode", "prefill"]
 
 
-def test_a_pool_of_which_nobody_can_say_what_came_of_it_is_told_apart(capsys):
+def test_a_pool_without_an_answer_is_reported_as_unknown(capsys):
     class Unsure(Answering):
         def RebalanceAll(self, request, context):  # noqa: N802
             yield admin_pb2.RebalanceAllResponse(pool="decode", unanswered="ask for the status")
@@ -165,14 +165,14 @@ def test_a_preview_tells_the_plan_in_a_line_and_in_json(capsys):
     assert dict(servicer.asked[0].policy) == {"min_gain": 0.5}
 
 
-def test_a_follower_sends_the_order_on_to_the_leader(capsys):
+def test_a_follower_redirects_an_operation_to_the_leader(capsys):
     leader = Answering()
     with listening(leader) as address, listening(Answering(leader=address)) as follower:
         assert operations.pause(OperationSettings(address=follower)) == 0
     assert len(leader.asked) == 1
 
 
-def test_the_token_is_shown(tmp_path):
+def test_the_token_is_sent(tmp_path):
     path = tmp_path / "token"
     path.write_text("a-token-of-the-test\n")
     servicer = Answering()
@@ -181,12 +181,12 @@ def test_the_token_is_shown(tmp_path):
     assert servicer.metadata[0]["authorization"] == "Bearer a-token-of-the-test"
 
 
-def test_nobody_there_is_one_clear_sentence():
+def test_an_unreachable_balancer_is_one_sentence():
     with pytest.raises(BalancerRefusedError, match=r"no balancer answers at 127.0.0.1:9: start"):
         operations.pause(OperationSettings(address="127.0.0.1:9"))
 
 
-def test_an_order_that_is_not_answered_in_time_may_be_done_all_the_same():
+def test_a_timeout_warns_that_the_operation_may_complete():
     released = threading.Event()
 
     class Slow(Answering):

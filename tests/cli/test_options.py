@@ -78,7 +78,7 @@ def test_no_options_make_the_default_settings(kind):
 
 
 @pytest.mark.parametrize("line", ["--words x,y", "--words x --words y", "--words x, --words=,y"])
-def test_words_come_with_commas_or_one_option_each(line):
+def test_lists_are_comma_separated_or_repeated(line):
     assert settings_from(Outer, line)[0].words == ("x", "y")
 
 
@@ -150,7 +150,7 @@ def test_a_word_that_no_option_has_is_a_usage_error():
     assert "green" in result.output
 
 
-def test_what_settings_refuse_is_raised_as_it_is():
+def test_exceptions_of_settings_pass_through():
     with pytest.raises(ValueError, match="half_life_s must be above 0"):
         settings_from(Outer, "--half-life-s 0")
 

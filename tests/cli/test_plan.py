@@ -109,7 +109,7 @@ def test_a_target_is_reached_with_fewer_moves_than_a_plan_from_scratch(code_layo
     assert 0 < target["moves"] < scratch["moves"]
 
 
-def test_no_more_moves_are_made_than_allowed_and_the_curve_says_what_they_buy(code_layout):
+def test_max_moves_is_respected_and_the_curve_shows_the_gain(code_layout):
     english = [*POOL, "--windows", "english", "--current", str(code_layout)]
     limited = planned(*english, "--max-moves", "5")
     assert 0 < limited["moves"] <= 5
@@ -142,7 +142,7 @@ def test_chance_moves_nothing(tmp_path):
     assert again["reason"]
 
 
-def test_the_dial_goes_from_hierarchical_to_global():
+def test_locality_ranges_from_hierarchical_to_global():
     shares = [planned(*POOL, "--locality", dial)["off_node_share"] for dial in ("0", "0.3", "1")]
     assert shares[0] == pytest.approx(0)
     assert shares[0] <= shares[1] <= shares[2]
@@ -252,7 +252,7 @@ def test_bad_input_is_one_line_and_exit_status_2(monkeypatch, capsys, arguments)
     assert line.startswith("equipoise: ")
 
 
-def test_the_tools_need_neither_torch_nor_what_reads_or_draws_with_it():
+def test_the_tools_need_no_torch_safetensors_or_matplotlib():
     refuse = """
 import sys
 for name in ("torch", "safetensors", "matplotlib"):
@@ -294,7 +294,7 @@ def test_the_shared_expert_is_planned_as_one_routed_more():
     assert "shared expert" in equipoise(*pool)
 
 
-def test_without_a_shared_expert_nothing_is_said_of_one():
+def test_a_shared_expert_is_shown_only_if_planned():
     assert planned(*POOL)["shared_replicas"] is None
     assert "shared expert" not in equipoise(*POOL)
 
@@ -332,7 +332,7 @@ def test_ranks_may_have_unequal_slots():
         equipoise(*pool, "--slots-of-rank", "8x3,7")
 
 
-def test_weights_are_written_and_are_what_the_numbers_are_of(tmp_path):
+def test_shares_are_written_and_match_the_figures(tmp_path):
     out = tmp_path / "layout.json"
     sparse = ["--loads", LOADS, "--ranks", "24", "--slots", "48", "--algorithm", "global"]
     even = planned(*sparse)

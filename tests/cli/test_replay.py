@@ -147,7 +147,7 @@ def test_a_current_layout_is_where_a_replay_starts(tmp_path):
     assert never["windows"][0]["balancedness"] > in_order["windows"][0]["balancedness"]
 
 
-def test_several_files_are_a_series_in_their_order(tmp_path):
+def test_several_files_are_replayed_in_order(tmp_path):
     for name, hot in (("b", 1), ("a", 0)):
         load = [[5000.0 if expert == hot else 100.0 for expert in range(8)]]
         (tmp_path / f"{name}.json").write_text(json.dumps({"logical_count": load}))
@@ -158,7 +158,7 @@ def test_several_files_are_a_series_in_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
-def test_a_person_is_told_what_happened_in_each_window_and_in_all(columns):
+def test_windows_and_totals_are_printed(columns):
     text = equipoise(*POOL, "--policy", "calm=min_gain=0.05", columns=columns)
     calm = replayed(*POOL, "--policy", "calm=min_gain=0.05")["calm"]
     assert "12 windows of 10 s, 4 layers x 32 experts; 4 ranks on 2 nodes, 40 slots" in text
@@ -174,7 +174,7 @@ def test_a_person_is_told_what_happened_in_each_window_and_in_all(columns):
     assert f"{calm['moves']:,}" in total
 
 
-def test_reasons_are_shown_when_asked_for():
+def test_reasons_are_printed_on_request():
     assert "the minimum gain" not in equipoise(*POOL, columns="200")
     assert "assignments per layer" in " ".join(
         equipoise(*POOL, "--reasons", "--policy", "x=min_assignments=1e9", columns="200").split()

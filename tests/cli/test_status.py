@@ -117,7 +117,7 @@ async def test_the_latest_decisions_are_shown_with_their_reasons(balancer, addre
     assert out.index("because of 9") < out.index("because of 8")
 
 
-async def test_bounds_that_were_reached_are_shown(balancer, address, capsys):
+async def test_reached_bounds_are_shown(balancer, address, capsys):
     pool = a_pool()
     pool.bounds.add(name="stage", bound_s=30.0, reached=2, latest="rank 3 did not stage")
     pool.bounds.add(name="report", bound_s=15.0)
@@ -163,7 +163,7 @@ async def test_a_follower_is_asked_only_who_leads(balancer, address):
     await server.stop(None)
 
 
-async def test_no_pool_yet_is_said(address, capsys):
+async def test_a_balancer_without_a_pool_is_reported(address, capsys):
     assert await look(address) == EXIT_NOT_ALL_SERVE
     assert "knows no pool yet" in capsys.readouterr().out
 
@@ -179,7 +179,7 @@ async def test_json_has_every_field_in_plain_values(balancer, address, capsys):
     assert status["ranks"] == []
 
 
-def test_json_keeps_what_is_inside_and_has_no_nan():
+def test_json_keeps_nested_values_and_has_no_nan():
     status = a_pool()
     status.ranks.add(rank=1, worker="w", load_share=0.25)
     status.rollout.staged_ranks.extend([0, 2])
@@ -191,7 +191,7 @@ def test_json_keeps_what_is_inside_and_has_no_nan():
     json.dumps(plain, allow_nan=False)
 
 
-async def test_an_unknown_pool_is_told_in_the_balancers_words(balancer, address):
+async def test_an_unknown_pool_shows_the_balancers_message(balancer, address):
     await balancer.tell(a_pool())
     with pytest.raises(BalancerRefusedError, match="no pool 'other', only: decode"):
         await look(address, pool="other")
@@ -199,7 +199,7 @@ async def test_an_unknown_pool_is_told_in_the_balancers_words(balancer, address)
         await look(address, pool="other", watch=True)
 
 
-async def test_no_balancer_is_told_with_the_remedy():
+async def test_a_missing_balancer_is_reported_with_the_remedy():
     with pytest.raises(
         BalancerRefusedError, match=r"no balancer answers at 127.0.0.1:9: start one with"
     ):
@@ -217,7 +217,7 @@ async def test_a_balancer_that_never_answers_is_not_waited_for_longer_than_asked
     await server.stop(None)
 
 
-async def test_watching_goes_on_over_a_restart_until_ctrl_c(balancer, address):
+async def test_watching_survives_a_restart_until_ctrl_c(balancer, address):
     server, own = await start(balancer)
     await balancer.tell(a_pool(revision=1))
     watcher = await asyncio.create_subprocess_exec(

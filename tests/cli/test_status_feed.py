@@ -50,7 +50,7 @@ def status(revision: int, **fields) -> status_pb2.PoolStatus:
     return status_pb2.PoolStatus(pool="demo", revision=revision, **fields)
 
 
-async def test_what_would_scroll_out_of_the_status_is_kept():
+async def test_history_beyond_the_status_is_kept():
     balancer = Balancer()
     for number in (1, 2):
         balancer.told.put_nowait(
@@ -76,7 +76,7 @@ async def test_a_condition_that_holds_already_is_not_waited_for():
     assert again.pool == "demo"
 
 
-async def test_waiting_for_what_never_comes_is_bounded():
+async def test_waiting_is_bounded():
     async with serving(Balancer()) as address, following(address) as feed:
         with pytest.raises(TimeoutError):
             await feed.until(lambda _: True, timeout_s=0.05)

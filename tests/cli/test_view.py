@@ -148,13 +148,13 @@ def test_an_unchecked_gain_shows_the_expectation():
     assert "generation 9 is expected to gain 0.125 over generation 7; to be" in text
 
 
-def test_an_empty_pool_is_shown_too():
+def test_an_empty_pool_is_shown():
     text = printed(pool_view(pb.PoolStatus(pool="new", health=pb.POOL_HEALTH_WAITING)))
     assert "waiting" in text
     assert "no window has closed yet" in text
 
 
-def test_words_from_outside_are_never_markup():
+def test_text_from_messages_is_never_markup():
     status = a_pool()
     status.pool = "[red]p"
     status.health_reason = "[/] [bold]!"
@@ -166,7 +166,7 @@ def test_words_from_outside_are_never_markup():
     assert "[blue]q" in printed(pools_view([pb.PoolSummary(pool="[blue]q")]))
 
 
-def test_one_line_says_what_a_log_needs():
+def test_the_status_line_has_the_essentials():
     status = a_pool()
     assert status_line(status) == (
         "pool decode · serving · generation 7 · window 12: balancedness 0.934 on 43,210 assignments"
@@ -200,7 +200,7 @@ def test_a_load_bar_is_half_full_at_the_mean(share, bar):
     assert load_bar(share, num_ranks=4).plain == bar
 
 
-def test_balance_is_coloured_by_how_good_it_is():
+def test_balance_is_coloured():
     assert [balance_style(value) for value in (1.0, 0.9, 0.89, 0.8, 0.79, 0.0)] == (
         ["green", "green", "yellow", "yellow", "red", "red"]
     )

@@ -52,7 +52,7 @@ def test_pools_have_slots_from_the_fewest_to_the_redundancy_allowed():
     ]  # fmt: skip
 
 
-def test_the_fewest_slots_are_tried_however_many_are_redundant():
+def test_the_fewest_slots_are_always_tried():
     assert shapes(32, rank_counts=[24, 40], ranks_per_node=8, max_redundant=0) == [
         (24, 3, 2),
         (40, 5, 1),
@@ -76,7 +76,7 @@ def test_the_best_is_taken_where_nothing_else_is_near():
     assert reason.endswith(", the best of 2 options")
 
 
-def test_what_does_not_fit_is_not_taken():
+def test_pools_that_do_not_fit_are_not_chosen():
     large = replace(POOL, balancedness=0.99, memory_bytes=2000)
     chosen, _ = choose([POOL, large], tolerance=0.01, memory_bytes=1500)
     assert chosen is POOL
@@ -94,7 +94,7 @@ def test_replayed_balance_counts_more_than_planned_and_moves_break_ties():
     assert "replayed balance 0.850" in reason
 
 
-def test_every_choice_is_told_with_balance_memory_and_moves():
+def test_every_option_has_balance_memory_and_moves():
     document = json.loads(equipoise(*SMALL, "--json"))
     choices = document["choices"]
     assert [(one["num_ranks"], one["num_redundant"]) for one in choices] == [
@@ -118,7 +118,7 @@ def test_a_single_window_has_no_moves_per_hour():
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
-def test_a_person_is_told_the_same_in_a_table(columns):
+def test_the_table_has_the_same_figures(columns):
     text = equipoise(*SMALL, columns=columns)
     document = json.loads(equipoise(*SMALL, "--json"))
     assert "36.0 KiB (from the model config), 4 windows" in text
@@ -133,7 +133,7 @@ def test_a_person_is_told_the_same_in_a_table(columns):
     assert document["reason"] in " ".join(text.split())
 
 
-def test_moves_are_told_by_the_hour():
+def test_moves_are_given_per_hour():
     pool = [*NODES, "--ranks", "4", "--max-redundant", "0", "--window-s", "20", "--json"]
     (moved,) = json.loads(equipoise(*pool, "--windows", "code,english"))["choices"]
     moves = moved["moves_per_hour"] * 8 * 20 / 3600

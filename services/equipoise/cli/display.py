@@ -3,6 +3,7 @@
 from datetime import datetime
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -30,3 +31,14 @@ def format_time(unix_s: float) -> str:
 def console(*, stderr: bool = False) -> Console:
     """A console without markup, because names in files and messages may look like markup."""
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A progress bar on stderr that disappears when done; hidden unless stderr is a terminal."""
+    screen = console(stderr=True)
+    return Progress(
+        *(TextColumn("{task.description}"), BarColumn(), *columns),
+        console=screen,
+        transient=True,
+        disable=not screen.is_terminal,
+    )

@@ -6,31 +6,17 @@ needs no torch. Only settings, which import nothing heavy, are imported here.
 
 import sys
 from importlib.metadata import version
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.generate.settings import GenerateSettings
-from equipoise.cli.live.settings import (
-    BalancerClientSettings,
-    DecisionsSettings,
-    LayoutDiffSettings,
-    LayoutExportSettings,
-    LayoutImportSettings,
-    LayoutShowSettings,
-    LoadsSettings,
-    OperationSettings,
-    PinSettings,
-    PreviewSettings,
-    RebalanceSettings,
-    RollbackSettings,
-    StatusSettings,
-)
+from equipoise.cli.help import OFFLINE, SERVICES, TRY, Sections
+from equipoise.cli.live.commands import commands as live_commands
 from equipoise.cli.offline.settings import (
     ConvertSettings,
     PlanSettings,
@@ -39,12 +25,6 @@ from equipoise.cli.offline.settings import (
     WhatIfSettings,
 )
 from equipoise.cli.options import options_from_settings
-from equipoise.cli.policy.settings import (
-    PolicyDiffSettings,
-    PolicyPreviewSettings,
-    PolicyShowSettings,
-    PolicyValidateSettings,
-)
 from equipoise.formats.errors import FormatError
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.planning.errors import InvalidPolicyError
@@ -67,12 +47,6 @@ _BAD_INPUT = (
 )
 _OWN_PACKAGES = {"equipoise", "equipoise_model", "equipoise_kernels"}
 _EXTRA_OF_PACKAGE = {"torch": "worker", "safetensors": "worker", "matplotlib": "plots"}
-
-_SERVICES = "Services"
-_INSPECT = "Inspect a running fleet"
-_OPERATE = "Operate a running fleet"
-_OFFLINE = "Work with files"
-_TRY = "Try and measure"
 
 
 def main() -> NoReturn:
@@ -102,39 +76,18 @@ def _user_message(error: Exception) -> str | None:
     return None
 
 
-class _Sections(TyperGroup):
-    """Lists commands by section, with whole sentences."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for name in self.list_commands(ctx):
-            command: Any = self.get_command(ctx, name)
-            section = getattr(command, "rich_help_panel", None) or "Commands"
-            row = (name, command.get_short_help_str(limit=200))
-            sections.setdefault(section, []).append(row)
-        for section, rows in sections.items():
-            with formatter.section(section):
-                formatter.write_dl(rows)
-
-
 app = typer.Typer(
     help="Keep a Mixture-of-Experts fleet balanced.",
-    cls=_Sections,
+    cls=Sections,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Rich tables cut the names of options and variables at 80 columns.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-layout = typer.Typer(
-    cls=_Sections, help="Show, compare, export and import layouts.", no_args_is_help=True
-)
-policy = typer.Typer(
-    cls=_Sections, help="Check, show, compare and preview policy files.", no_args_is_help=True
-)
-checkpoint = typer.Typer(cls=_Sections, help="Prepare a model's weights.", no_args_is_help=True)
+checkpoint = typer.Typer(cls=Sections, help="Prepare a model's weights.", no_args_is_help=True)
 bench = typer.Typer(
-    cls=_Sections, help="Measure a server's latency and throughput.", no_args_is_help=True
+    cls=Sections, help="Measure a server's latency and throughput.", no_args_is_help=True
 )
 
 
@@ -156,7 +109,7 @@ def _equipoise(
     pass
 
 
-@app.command(rich_help_panel=_SERVICES)
+@app.command(rich_help_panel=SERVICES)
 @options_from_settings
 def balancer(settings: BalancerSettings) -> int:
     """Run a balancer: collect loads, plan layouts and roll them out."""
@@ -165,7 +118,7 @@ def balancer(settings: BalancerSettings) -> int:
     return run(settings)
 
 
-@app.command(rich_help_panel=_SERVICES)
+@app.command(rich_help_panel=SERVICES)
 @options_from_settings
 def worker(settings: WorkerSettings) -> int:
     """Run one expert-parallel rank: serve requests and switch layouts."""
@@ -174,7 +127,7 @@ def worker(settings: WorkerSettings) -> int:
     return run(settings)
 
 
-@app.command(rich_help_panel=_SERVICES)
+@app.command(rich_help_panel=SERVICES)
 @options_from_settings
 def gateway(settings: GatewaySettings) -> int:
     """Serve an OpenAI-compatible API over the ranks of a pool."""
@@ -183,231 +136,10 @@ def gateway(settings: GatewaySettings) -> int:
     return run(settings)
 
 
-@app.command(rich_help_panel=_INSPECT)
-@options_from_settings
-def status(settings: StatusSettings) -> int:
-    """Show the balance, ranks, rollout and latest decisions of a pool.
+app.add_typer(live_commands)
 
-    Exits with status 3 unless every rank serves.
-    """
-    from equipoise.cli.live.status import run
 
-    return run(settings)
-
-
-@app.command(rich_help_panel=_INSPECT)
-@options_from_settings
-def decisions(settings: DecisionsSettings) -> int:
-    """List past decisions with their reasons, newest first."""
-    from equipoise.cli.live.decisions import run
-
-    return run(settings)
-
-
-@app.command(rich_help_panel=_INSPECT)
-@options_from_settings
-def epochs(settings: BalancerClientSettings) -> int:
-    """List recent membership changes with their reasons."""
-    from equipoise.cli.live.decisions import epochs
-
-    return epochs(settings)
-
-
-@app.command(rich_help_panel=_INSPECT)
-@options_from_settings
-def loads(settings: LoadsSettings) -> int:
-    """Show the latest window's load by layer and rank as a heat map."""
-    from equipoise.cli.live.loads import run
-
-    return run(settings)
-
-
-app.add_typer(layout, name="layout", rich_help_panel=_INSPECT)
-
-
-@layout.command("show")
-@options_from_settings
-def layout_show(settings: LayoutShowSettings) -> int:
-    """Show a layout."""
-    from equipoise.cli.live.layouts import show
-
-    return show(settings)
-
-
-@layout.command("diff")
-@options_from_settings
-def layout_diff(settings: LayoutDiffSettings) -> int:
-    """Show the moves from one layout to another.
-
-    Exits with status 3 if they place experts differently.
-    """
-    from equipoise.cli.live.layouts import diff
-
-    return diff(settings)
-
-
-@layout.command("export")
-@options_from_settings
-def layout_export(settings: LayoutExportSettings) -> int:
-    """Write a layout to a file in an engine's format."""
-    from equipoise.cli.live.layouts import export
-
-    return export(settings)
-
-
-@layout.command("import")
-@options_from_settings
-def layout_import(settings: LayoutImportSettings) -> int:
-    """Pin the pool to the layout in a file.
-
-    Exits with status 3 if the balancer refuses.
-    """
-    from equipoise.cli.live.layouts import import_
-
-    return import_(settings)
-
-
-@app.command(rich_help_panel=_OPERATE)
-@options_from_settings
-def rebalance(settings: RebalanceSettings) -> int:
-    """Plan now, and roll the plan out if it is worth its moves.
-
-    Exits with status 3 if the balancer refuses.
-    """
-    from equipoise.cli.live.operations import rebalance
-
-    return rebalance(settings)
-
-
-@app.command(rich_help_panel=_OPERATE)
-@options_from_settings
-def pause(settings: OperationSettings) -> int:
-    """Stop adopting plans until `resume`.
-
-    A rollout in progress still completes. Exits with status 3 if the balancer refuses.
-    """
-    from equipoise.cli.live.operations import pause
-
-    return pause(settings)
-
-
-@app.command(rich_help_panel=_OPERATE)
-@options_from_settings
-def resume(settings: OperationSettings) -> int:
-    """Adopt plans again after `pause` or `rollback`.
-
-    Exits with status 3 if the balancer refuses.
-    """
-    from equipoise.cli.live.operations import resume
-
-    return resume(settings)
-
-
-@app.command(rich_help_panel=_OPERATE)
-@options_from_settings
-def rollback(settings: RollbackSettings) -> int:
-    """Restore an earlier placement as a new generation, and pause.
-
-    Exits with status 3 if the balancer refuses.
-    """
-    from equipoise.cli.live.operations import rollback
-
-    return rollback(settings)
-
-
-@app.command(rich_help_panel=_OPERATE)
-@options_from_settings
-def pin(settings: PinSettings) -> int:
-    """Keep one placement, whatever the traffic, until `unpin`.
-
-    Exits with status 3 if the balancer refuses.
-    """
-    from equipoise.cli.live.operations import pin
-
-    return pin(settings)
-
-
-@app.command(rich_help_panel=_OPERATE)
-@options_from_settings
-def unpin(settings: OperationSettings) -> int:
-    """Adopt plans again after `pin`.
-
-    Exits with status 3 if the balancer refuses.
-    """
-    from equipoise.cli.live.operations import unpin
-
-    return unpin(settings)
-
-
-@app.command(rich_help_panel=_OPERATE)
-@options_from_settings
-def preview(settings: PreviewSettings) -> int:
-    """Plan now and show the result without rolling it out.
-
-    Exits with status 3 if the balancer would not roll it out.
-    """
-    from equipoise.cli.live.operations import preview
-
-    return preview(settings)
-
-
-app.add_typer(policy, name="policy", rich_help_panel=_OPERATE)
-
-
-@policy.command("validate")
-@options_from_settings
-def policy_validate(settings: PolicyValidateSettings) -> int:
-    """Check a policy file.
-
-    Prints every fault with its line, and exits with status 2 if there is one.
-    """
-    from equipoise.cli.policy.files import validate
-
-    return validate(settings)
-
-
-@policy.command("show")
-@options_from_settings
-def policy_show(settings: PolicyShowSettings) -> int:
-    """Show every value in effect under a file, defaults included."""
-    from equipoise.cli.policy.files import show
-
-    return show(settings)
-
-
-@policy.command("diff")
-@options_from_settings
-def policy_diff(settings: PolicyDiffSettings) -> int:
-    """Show what changes from one policy file to another.
-
-    Exits with status 3 if anything changes.
-    """
-    from equipoise.cli.policy.files import diff
-
-    return diff(settings)
-
-
-@policy.command("schema")
-def policy_schema() -> None:
-    """Print the JSON Schema of policy files, for editors."""
-    from equipoise.cli.policy.files import schema
-
-    schema()
-
-
-@policy.command("preview")
-@options_from_settings
-def policy_preview(settings: PolicyPreviewSettings) -> int:
-    """Plan under a policy file without changing anything.
-
-    Plans for the loads of a running pool, or for recorded ones with --loads.
-    """
-    from equipoise.cli.policy.preview import run
-
-    return run(settings)
-
-
-@app.command(rich_help_panel=_OFFLINE)
+@app.command(rich_help_panel=OFFLINE)
 @options_from_settings
 def plan(settings: PlanSettings) -> int:
     """Plan a layout for recorded loads and show its balance and cost."""
@@ -416,7 +148,7 @@ def plan(settings: PlanSettings) -> int:
     return run(settings)
 
 
-@app.command(rich_help_panel=_OFFLINE)
+@app.command(rich_help_panel=OFFLINE)
 @options_from_settings
 def replay(settings: ReplaySettings) -> int:
     """Replay recorded windows under one or more policies."""
@@ -425,7 +157,7 @@ def replay(settings: ReplaySettings) -> int:
     return run(settings)
 
 
-@app.command(rich_help_panel=_OFFLINE)
+@app.command(rich_help_panel=OFFLINE)
 @options_from_settings
 def whatif(settings: WhatIfSettings) -> int:
     """Compare GPU counts and redundant slots for recorded loads."""
@@ -434,7 +166,7 @@ def whatif(settings: WhatIfSettings) -> int:
     return run(settings)
 
 
-@app.command(rich_help_panel=_OFFLINE)
+@app.command(rich_help_panel=OFFLINE)
 @options_from_settings
 def convert(settings: ConvertSettings) -> int:
     """Convert loads or a layout from one engine's format to another's."""
@@ -443,7 +175,7 @@ def convert(settings: ConvertSettings) -> int:
     return run(settings)
 
 
-app.add_typer(checkpoint, name="checkpoint", rich_help_panel=_OFFLINE)
+app.add_typer(checkpoint, name="checkpoint", rich_help_panel=OFFLINE)
 
 
 @checkpoint.command("convert")
@@ -455,7 +187,7 @@ def checkpoint_convert(settings: ConvertCheckpointSettings) -> int:
     return run(settings)
 
 
-@app.command(rich_help_panel=_TRY)
+@app.command(rich_help_panel=TRY)
 @options_from_settings
 def demo(settings: DemoSettings) -> int:
     """Watch a local fleet drift out of balance and recover.
@@ -467,7 +199,7 @@ def demo(settings: DemoSettings) -> int:
     return run(settings)
 
 
-@app.command(rich_help_panel=_TRY)
+@app.command(rich_help_panel=TRY)
 @options_from_settings
 def generate(settings: GenerateSettings) -> int:
     """Complete a prompt, in this process or on a server."""
@@ -476,7 +208,7 @@ def generate(settings: GenerateSettings) -> int:
     return run(settings)
 
 
-app.add_typer(bench, name="bench", rich_help_panel=_TRY)
+app.add_typer(bench, name="bench", rich_help_panel=TRY)
 
 
 @bench.command("serve")

@@ -107,7 +107,7 @@ class BenchClients:
         return [task.result() for task in tasks]
 
     async def _send(self, request: TimedRequest, *, model: str) -> RequestResult:
-        began_s, failure, stream = self._clock(), "", _Stream()
+        began_s, failure, stream = self._clock(), "", _TextStream()
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._read(request, stream, model=model)
@@ -132,7 +132,7 @@ class BenchClients:
         self._done(result)
         return result
 
-    async def _read(self, request: TimedRequest, stream: "_Stream", *, model: str) -> None:
+    async def _read(self, request: TimedRequest, stream: "_TextStream", *, model: str) -> None:
         body = {
             "model": model,
             "prompt": request.prompt,
@@ -150,7 +150,7 @@ class BenchClients:
                     stream.take(event, now_s=self._clock())
 
 
-class _Stream:
+class _TextStream:
     """What a stream has sent so far."""
 
     def __init__(self) -> None:

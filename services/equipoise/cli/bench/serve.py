@@ -5,7 +5,7 @@ import json
 import time
 from dataclasses import asdict
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 
 from equipoise.cli.bench.clients import BenchClients, RequestResult
@@ -19,7 +19,7 @@ from equipoise.cli.bench.report import (
 )
 from equipoise.cli.bench.requests import timed_requests
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.display import console
+from equipoise.cli.display import console, progress_bar
 
 EXIT_FAILURES = 1
 
@@ -50,18 +50,9 @@ def run(settings: BenchServeSettings) -> int:
 
 
 async def _measured(settings: BenchServeSettings) -> tuple[str, list[RequestResult]]:
-    screen = console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     warm_up = timed_requests(settings, count=settings.warm_up, stream=1) if settings.warm_up else ()
     measured = timed_requests(settings, count=settings.requests, stream=0)
-    with Progress(
-        *columns, console=screen, transient=True, disable=not screen.is_terminal
-    ) as progress:
+    with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task("warming up", total=len(warm_up))
         async with BenchClients(
             settings, clock=time.perf_counter, done=lambda _: progress.advance(task)

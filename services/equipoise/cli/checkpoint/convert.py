@@ -2,15 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import DownloadColumn, TaskProgressColumn
 
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings, Weights
-from equipoise.cli.display import console, format_bytes, format_count
+from equipoise.cli.display import console, format_bytes, format_count, progress_bar
 from equipoise.cli.offline.settings import ToolInputError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.checkpoint_convert import convert
@@ -34,13 +32,14 @@ def run(settings: ConvertCheckpointSettings) -> int:
     fp8 = Fp8Config(scale_fmt=scales) if settings.weights is Weights.FP8 else None
     try:
         checkpoint = Checkpoint.open(source)
-        with _bar(f"writing {out}") as progress:
+        with progress_bar(TaskProgressColumn(), DownloadColumn(binary_units=True)) as bar:
+            task = bar.add_task(f"writing {out}", total=None)
             convert(
                 checkpoint,
                 out,
                 fp8=fp8,
                 max_shard_bytes=settings.max_shard_bytes,
-                progress=progress,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
         copied = _copy_beside_weights(source, out)
     except CheckpointError as error:
@@ -94,21 +93,6 @@ class _Conversion:
             f"wrote {self.out}: {after} in {self.weights.upper()} (from {before}), "
             f"{format_count(self.files, 'file')}{copied}"
         )
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal; yields a function of bytes done and total bytes."""
-    screen = console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        DownloadColumn(binary_units=True),
-    )
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _copy_beside_weights(source: Path, out: Path) -> list[str]:

@@ -46,7 +46,7 @@ class TimeSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchRecord:
+class SwitchFigures:
     """One switch of layouts, as the ranks reported it."""
 
     generation: int
@@ -110,7 +110,7 @@ class DemoResult:
 
     shifts: tuple[DomainShift, ...]
     """Changes of traffic, in order."""
-    switches: tuple[SwitchRecord, ...]
+    switches: tuple[SwitchFigures, ...]
     """Switches of layouts, in order."""
     rollouts: int
     """Rollouts completed."""
@@ -327,10 +327,10 @@ def windows_of(windows: Iterable[status_pb2.WindowStatus]) -> tuple[WindowRecord
     )
 
 
-def switches_of(switches: Iterable[status_pb2.SwitchStatus]) -> tuple[SwitchRecord, ...]:
+def switches_of(switches: Iterable[status_pb2.SwitchStatus]) -> tuple[SwitchFigures, ...]:
     """Records of switches, by generation."""
     return tuple(
-        SwitchRecord(
+        SwitchFigures(
             generation=switch.generation,
             span=TimeSpan(
                 switch.time_unix_s - switch.staging_s - _SWITCH_REPORT_S, switch.time_unix_s

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from equipoise.cli.display import console, format_bytes, format_count
+from equipoise.cli.display import console, format_bytes, format_count, progress_bar
 from equipoise.cli.offline.inputs import Case, pool_topology, read_case, read_current
 from equipoise.cli.offline.policies import policies_of
 from equipoise.cli.offline.replay_run import ReplayedWindow, ReplayRun, replay
@@ -68,11 +68,7 @@ def _replayed(
             slots_per_rank=topology.slots_per_rank,
         )
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    screen = console(stderr=True)
-    with Progress(
-        *columns, console=screen, transient=True, disable=not screen.is_terminal
-    ) as progress:
+    with progress_bar(MofNCompleteColumn()) as progress:
         runs = []
         for name, policy in policies.items():
             task = progress.add_task(name, total=case.recording.num_windows)

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from equipoise.cli.display import console, format_bytes, format_count
+from equipoise.cli.display import console, format_bytes, format_count, progress_bar
 from equipoise.cli.offline.inputs import Case, numbers, read_case
 from equipoise.cli.offline.policies import policies_of
 from equipoise.cli.offline.replay_run import replay
@@ -222,11 +222,7 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
             f"{len(tried)} pools are more than {MAX_OPTIONS}: use fewer --ranks or a smaller "
             "--max-redundant"
         )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    screen = console(stderr=True)
-    with Progress(
-        *columns, console=screen, transient=True, disable=not screen.is_terminal
-    ) as progress:
+    with progress_bar(MofNCompleteColumn()) as progress:
         return tuple(
             evaluate(
                 case.recording,
