@@ -1,4 +1,4 @@
-"""Two ranks by script, and a gateway in front of them."""
+"""Two scripted ranks with a gateway in front of them."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The model's own template makes the prompt; what it must not do it cannot."""
+"""The model's own template renders the prompt, inside a sandbox."""
 
 import json
 
@@ -32,23 +32,23 @@ def template_of(tmp_path):
     return read
 
 
-def test_a_conversation_is_written_as_the_model_was_taught(template_of):
+def test_a_conversation_is_rendered_by_the_models_template(template_of):
     template = template_of(chat_template=TEMPLATE, bos_token={"content": "<begin>"})
     assert template.render(MESSAGES) == "<begin>Be brief.<|User|><b>Hello</b><|Assistant|>"
 
 
-def test_of_several_templates_the_default_is_taken(template_of):
+def test_the_template_named_default_is_used_among_several(template_of):
     named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
     assert template_of(chat_template=named).render(MESSAGES) == "b"
 
 
-def test_a_file_of_its_own_goes_first(template_of, tmp_path):
+def test_the_template_file_takes_precedence(template_of, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages | tojson }}{{ eos_token }}")
     rendered = template_of(chat_template="other", eos_token="<end>").render(MESSAGES[1:])
     assert rendered == '[{"role": "user", "content": "<b>Hello</b>"}]<end>'
 
 
-def test_the_tiny_model_goes_on_with_what_was_said():
+def test_the_tiny_model_continues_the_joined_messages():
     assert ChatTemplate.of_checkpoint(packaged_checkpoint()).render(MESSAGES) == (
         "Be brief.\n<b>Hello</b>"
     )
@@ -71,12 +71,12 @@ def test_a_checkpoint_without_a_template_has_none(template_of, tmp_path):
         "{% for i in range(10**9) %}x{% endfor %}",
     ],
 )
-def test_what_a_template_may_not_do_is_a_refusal(template_of, source):
+def test_a_forbidden_operation_in_a_template_rejects_the_request(template_of, source):
     with pytest.raises(InvalidRequestError, match="the model's chat template refuses"):
         template_of(chat_template=source).render(MESSAGES)
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{{", 5, [{"name": "default"}]])
-def test_a_template_that_cannot_be_read_is_one_line(template_of, template):
+def test_an_invalid_template_is_a_one_line_error(template_of, template):
     with pytest.raises(GatewayError):
         template_of(chat_template=template)

@@ -1,4 +1,4 @@
-"""An answer's text and its tokens' probabilities come together, whatever stops it."""
+"""Text and logprobs arrive together, whatever ends the choice."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def read(tokens, *, cuts=(), stops=(), finish=FinishReason.LENGTH):
     st.lists(st.text("ab☃é", min_size=1, max_size=3), max_size=2),
     st.lists(st.integers(0, 100), max_size=6),
 )
-def test_tokens_are_shown_with_their_text_and_never_before(text, stops, cuts):
+def test_tokens_appear_with_their_text_and_never_earlier(text, stops, cuts):
     tokens = text.encode()
     got = read(tokens, cuts=cuts, stops=stops)
     ends = [(text.find(one) + len(one), text.find(one)) for one in stops if one in text]
@@ -59,20 +59,20 @@ def test_tokens_are_shown_with_their_text_and_never_before(text, stops, cuts):
         assert one.offset == len(expected.encode()[: shown.index(one)].decode(errors="ignore"))
 
 
-def test_the_token_that_ends_an_answer_is_no_part_of_it():
+def test_the_stop_token_is_not_part_of_the_text():
     (piece,) = read([*b"ab", END], finish=FinishReason.STOP)
     assert piece.text == "ab"
     assert piece.tokens == (97, 98, END)
     assert [one.token for one in piece.shown] == [97, 98]
 
 
-def test_bytes_that_never_become_a_character_are_shown_at_the_end():
+def test_incomplete_characters_are_emitted_at_the_end():
     first, last = read(b"a\xe2\x98", cuts=[2])
     assert (first.text, last.text) == ("a", "\ufffd")
     assert [one.token for one in last.shown] == [0xE2, 0x98]
 
 
-async def test_choices_come_as_they_are_made_and_closing_ends_all():
+async def test_choices_are_interleaved_as_they_arrive_and_closing_ends_all():
     ended = []
 
     async def endless(name):
@@ -96,7 +96,7 @@ async def test_choices_come_as_they_are_made_and_closing_ends_all():
     assert sorted(ended) == [0, 2]
 
 
-async def test_a_fault_of_one_choice_ends_the_others():
+async def test_an_error_in_one_choice_ends_the_others():
     ended = []
 
     async def endless():

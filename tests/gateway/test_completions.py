@@ -1,4 +1,4 @@
-"""Clients get what OpenAI's form promises, over real HTTP, and every fault in that form too."""
+"""Responses and errors over real HTTP have OpenAI's form."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def says(text):
     )
 
 
-async def test_a_whole_answer_has_openais_form(gateway):
+async def test_a_whole_response_has_openais_form(gateway):
     response = await gateway.post(model="tiny", prompt=PROMPT, max_tokens=8)
     assert response.status_code == 200
     answer = response.json()
@@ -71,7 +71,7 @@ async def test_a_stream_is_server_sent_events_that_add_up_to_the_whole(gateway):
     assert all("usage" not in part for part in parts)
 
 
-async def test_a_stream_comes_as_it_is_made(gateway, fleet):
+async def test_a_stream_is_sent_as_it_is_generated(gateway, fleet):
     fleet.fail(Fault(after=3, hang=True))
     async with gateway.stream(prompt=PROMPT, max_tokens=9) as response:
         coming = events(response)
@@ -79,7 +79,7 @@ async def test_a_stream_comes_as_it_is_made(gateway, fleet):
     assert "".join(part["choices"][0]["text"] for part in three) == text_of(9)[:3]
 
 
-async def test_a_stream_tells_its_usage_when_asked(gateway):
+async def test_a_stream_reports_usage_on_request(gateway):
     async with gateway.stream(
         prompt=PROMPT, max_tokens=3, stream_options={"include_usage": True}
     ) as response:
@@ -100,7 +100,7 @@ async def test_no_event_has_half_a_character(gateway, fleet):
     assert [piece for piece in texts if piece] == list(text)
 
 
-async def test_the_models_own_end_is_a_stop_without_text(gateway, fleet):
+async def test_the_end_token_stops_without_text(gateway, fleet):
     fleet.fail(says("the end"))
     answer = (await gateway.post(prompt=PROMPT, max_tokens=99)).json()
     assert answer["choices"][0]["text"] == "the end"
@@ -110,7 +110,7 @@ async def test_the_models_own_end_is_a_stop_without_text(gateway, fleet):
     ]
 
 
-async def test_ignore_eos_asks_for_no_stop_token(gateway, fleet):
+async def test_ignore_eos_sends_no_stop_tokens(gateway, fleet):
     await gateway.post(prompt=PROMPT, ignore_eos=True)
     assert [list(rank.requests[0].stop_tokens) for rank in fleet.ranks if rank.requests] == [[]]
 
@@ -149,32 +149,32 @@ async def test_a_client_that_hangs_up_frees_the_rank(gateway, fleet, stream):
     await fleet.until_idle()
 
 
-async def test_a_client_that_hangs_up_leaves_the_line(run_gateway):
+async def test_a_client_that_hangs_up_leaves_the_queue(run_gateway):
     async with run_gateway(balancer=("127.0.0.1:1",), max_queued_requests=1) as gateway:
-        waiting = asyncio.create_task(gateway.post(prompt=PROMPT))
+        requests = {asyncio.create_task(gateway.post(prompt=PROMPT)) for _ in range(2)}
+        # Whichever arrives first takes the only place; the refusal of the other shows that it has.
+        (refused,), (queued,) = await asyncio.wait(
+            requests, timeout=BOUND_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        assert refused.result().json()["error"]["code"] == "queue_full"
+        queued.cancel()
+        await asyncio.gather(queued, return_exceptions=True)
+        # The place is free again as soon as a request is not refused.
         async with asyncio.timeout(BOUND_S):
-            # The only place in line is taken as soon as a second request is turned away.
-            while (await turned_away(gateway)) is None:
-                pass
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            # And it is free again as soon as one is not.
-            while (await turned_away(gateway)) is not None:
+            while await is_refused(gateway):
                 pass
 
 
-async def turned_away(gateway):
-    """The answer of a request that is refused at once; None when it stands in line."""
+async def is_refused(gateway):
+    """Whether a request is refused at once; it is cancelled when it is queued."""
     request = asyncio.create_task(gateway.post(prompt=PROMPT))
     done, _ = await asyncio.wait({request}, timeout=0.1)
-    if not done:
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
-        return None
-    return request.result()
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    return bool(done)
 
 
-async def test_a_client_that_does_not_read_is_let_go(run_gateway, fleet):
+async def test_a_client_that_does_not_read_is_disconnected(run_gateway, fleet):
     text = "x" * 4000
     fleet.fail(Fault(also=(pb.GenerateResponse(tokens=text.encode()),) * 4000, hang=True))
     async with run_gateway(
@@ -229,7 +229,7 @@ async def test_a_client_that_does_not_read_is_let_go(run_gateway, fleet):
         ({"prompt": "a", "max_token": 5}, "max_token", 'unknown field "max_token"'),
     ],
 )
-async def test_what_cannot_be_served_is_named(gateway, fleet, fields, param, words):
+async def test_an_invalid_request_names_the_field(gateway, fleet, fields, param, words):
     response = await gateway.client.post("/v1/completions", content=json.dumps(fields))
     assert response.status_code == 400
     error = response.json()["error"]
@@ -248,14 +248,14 @@ async def test_what_cannot_be_served_is_named(gateway, fleet, fields, param, wor
         {"model": "tiny", "stop": None, "max_tokens": None, "stream": None},
     ],
 )
-async def test_what_changes_nothing_is_accepted(gateway, fields):
+async def test_fields_without_effect_are_accepted(gateway, fields):
     response = await gateway.post(prompt=PROMPT, **fields)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["text"] == text_of(16)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b"3", b"[" * 100_000])
-async def test_a_body_that_is_no_object_is_said(gateway, body):
+async def test_a_body_that_is_not_a_json_object_is_rejected(gateway, body):
     response = await gateway.client.post("/v1/completions", content=body)
     assert response.status_code == 400
     assert "the body" in response.json()["error"]["message"]
@@ -267,7 +267,7 @@ async def test_a_body_above_the_limit_is_refused(run_gateway, fleet):
         assert (await gateway.post(prompt="a" * 10)).status_code == 200
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(run_gateway, fleet):
+async def test_a_body_that_does_not_arrive_times_out(run_gateway, fleet):
     async with run_gateway(workers=tuple(fleet.addresses), client_timeout_s=0.2) as gateway:
         url = gateway.client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -287,7 +287,7 @@ async def test_another_model_is_not_found(gateway):
     ("method", "path", "status"),
     [("GET", "/v1/completions", 405), ("GET", "/v2", 404), ("POST", "/v1/models", 405)],
 )
-async def test_unknown_paths_and_methods_are_errors_in_form(gateway, method, path, status):
+async def test_unknown_paths_and_methods_get_openai_errors(gateway, method, path, status):
     response = await gateway.client.request(method, path)
     assert response.status_code == status
     assert response.json()["error"]["type"] == "invalid_request_error"
@@ -299,14 +299,14 @@ async def test_the_one_model_is_listed(gateway):
     assert entry["object"] == "model"
 
 
-async def test_a_request_that_the_worker_cannot_serve_has_the_workers_words(gateway, fleet):
+async def test_a_workers_refusal_reaches_the_client(gateway, fleet):
     fleet.fail(Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False))
     async with gateway.stream(prompt=PROMPT) as response:
         assert response.status_code == 400
         assert "as the script says" in (await response.aread()).decode()
 
 
-async def test_streams_of_one_connection_follow_each_other(gateway):
+async def test_one_connection_carries_several_streams_in_turn(gateway):
     for max_tokens in (1, 5):
         async with gateway.stream(prompt=PROMPT, max_tokens=max_tokens) as response:
             assert len(tokens_of(await all_events(response))) == max_tokens

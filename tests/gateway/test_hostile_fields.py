@@ -1,4 +1,4 @@
-"""No value of any field of either API, or of the workers' own, stops a live rank from serving.
+"""No value of any field of the HTTP APIs or the workers' gRPC stops a live rank from serving.
 
 The rank is a real engine of the tiny checkpoint in this process, behind real gRPC and HTTP.
 """

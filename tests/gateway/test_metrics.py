@@ -1,4 +1,4 @@
-"""A gateway's metrics: requests by outcome, times to tokens, and that docs know each of them."""
+"""The gateway's metrics: requests by outcome, token times, and their documentation."""
 
 from contextlib import aclosing
 from itertools import count
@@ -25,7 +25,7 @@ def every_second():
     return lambda: float(next(seconds))
 
 
-async def test_a_request_is_counted_with_its_first_token_and_those_between():
+async def test_first_token_and_inter_token_times_are_counted():
     tally = RequestTally()
     parts = [part async for part in tally.counted(two_parts(), now=every_second())]
     assert len(parts) == 2
@@ -34,7 +34,7 @@ async def test_a_request_is_counted_with_its_first_token_and_those_between():
     assert tally.itl_s.sum == pytest.approx(tally.ttft_s.sum / 2), "two tokens came at once"
 
 
-async def test_failures_and_clients_that_go_away_are_told_apart():
+async def test_failures_and_disconnects_are_counted_separately():
     tally = RequestTally()
     failing = two_parts(NoRankError("nobody is here"))
     with pytest.raises(NoRankError):
@@ -44,7 +44,7 @@ async def test_failures_and_clients_that_go_away_are_told_apart():
     assert tally.outcomes == {"finished": 0, "failed": 1, "ended": 1}
 
 
-async def test_a_gateway_tells_what_the_docs_say_and_nothing_else():
+async def test_the_gateway_exports_exactly_the_documented_metrics():
     tally = RequestTally(replays=3)
     collector = GatewayCollector(tally, ranks=RankTable(max_queued=1, clock=lambda: 0.0))
     async with metrics_at("127.0.0.1:0", collector) as address:

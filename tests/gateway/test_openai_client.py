@@ -1,4 +1,4 @@
-"""OpenAI's own client is served as it expects, over real HTTP."""
+"""OpenAI's own client works over real HTTP."""
 
 import asyncio
 
@@ -50,7 +50,7 @@ async def test_a_completion_has_text_usage_and_probabilities(client):
         assert top == {letter: -ord(letter) / 64, chr(ord(letter) + 1): -ord(letter) / 64 - 1}
 
 
-async def test_a_prompt_is_repeated_when_asked(client):
+async def test_echo_repeats_the_prompt(client):
     answer = await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3, echo=True)
     assert answer.choices[0].text == PROMPT + text_of(PROMPT, 3)
     stream = await client.completions.create(
@@ -105,7 +105,7 @@ async def test_a_streamed_chat_adds_up_to_the_whole(client):
     assert {part.id for part in [*parts, last]} == {last.id}
 
 
-async def test_a_chat_that_leaves_the_length_open_gets_what_the_context_leaves(client, fleet):
+async def test_a_chat_without_max_tokens_may_fill_the_context(client, fleet):
     await client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "x" * 240}]
     )
@@ -113,7 +113,7 @@ async def test_a_chat_that_leaves_the_length_open_gets_what_the_context_leaves(c
     assert request.max_tokens == 256 - len("[user]") - 240
 
 
-async def test_choices_are_told_apart_and_draw_by_seeds_of_their_own(client, fleet):
+async def test_choices_have_indices_and_seeds_of_their_own(client, fleet):
     stream = await client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "hi"}],
@@ -136,7 +136,7 @@ async def test_choices_are_told_apart_and_draw_by_seeds_of_their_own(client, fle
     assert whole.usage.completion_tokens == 6
 
 
-async def test_sampling_reaches_the_ranks_and_goes_on_behind_a_break(client, fleet):
+async def test_sampling_reaches_the_ranks_and_continues_after_a_break(client, fleet):
     fleet.ranks[0].faults.append(Fault(after=2))
     fleet.ranks[1].faults.append(Fault(after=2))
     answer = await client.completions.create(
@@ -161,7 +161,7 @@ async def test_sampling_reaches_the_ranks_and_goes_on_behind_a_break(client, fle
         assert len(request.prompt) == 12 + request.num_replayed
 
 
-async def test_requests_without_a_seed_get_one_each(client, fleet):
+async def test_each_request_without_a_seed_gets_its_own(client, fleet):
     for _ in range(2):
         await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1)
     asked = [request for rank in fleet.ranks for request in rank.requests]
@@ -169,7 +169,7 @@ async def test_requests_without_a_seed_get_one_each(client, fleet):
     assert asked[0].sampling.temperature == 1
 
 
-async def test_a_stop_string_hides_the_probabilities_of_what_it_cuts_off(client):
+async def test_a_stop_string_removes_the_logprobs_of_the_text_it_cuts(client):
     text = text_of(PROMPT, 30)
     answer = await client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=30, stop=[text[5:8]], logprobs=0
@@ -215,7 +215,7 @@ async def test_a_stream_that_is_closed_frees_the_rank(client, fleet):
         ({"prompt": "a"}, "prompt"),
     ],
 )
-async def test_a_chat_that_cannot_be_served_is_named(client, fleet, fields, param):
+async def test_an_invalid_chat_names_the_field(client, fleet, fields, param):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], **fields}
     with pytest.raises(openai.BadRequestError) as caught:
         await client.post("/chat/completions", body=body, cast_to=object)
@@ -240,7 +240,7 @@ async def _drained(stream):
     return [part async for part in stream]
 
 
-async def test_more_requests_than_may_be_open_are_told_to_come_again(run_gateway, fleet):
+async def test_requests_beyond_the_limit_get_429_with_retry_after(run_gateway, fleet):
     fleet.fail(Fault(after=1, hang=True))
     async with run_gateway(workers=tuple(fleet.addresses), max_open_requests=1) as gateway:
         async with gateway.stream(prompt=PROMPT) as first:
@@ -252,7 +252,7 @@ async def test_more_requests_than_may_be_open_are_told_to_come_again(run_gateway
         await fleet.until_idle()
 
 
-async def test_requests_whose_bodies_are_still_coming_are_open_too(run_gateway, fleet):
+async def test_requests_whose_body_is_incomplete_count_as_open(run_gateway, fleet):
     async with run_gateway(workers=tuple(fleet.addresses), max_open_requests=1) as gateway:
         url = gateway.client.base_url
         _, writer = await asyncio.open_connection(url.host, url.port)
@@ -265,7 +265,7 @@ async def test_requests_whose_bodies_are_still_coming_are_open_too(run_gateway, 
                 pass
 
 
-async def test_only_those_with_a_key_are_served_and_keys_change_while_serving(
+async def test_only_valid_keys_are_served_and_the_key_file_is_reloaded(
     run_gateway, fleet, tmp_path
 ):
     keys = tmp_path / "keys"

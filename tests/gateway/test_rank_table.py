@@ -1,4 +1,4 @@
-"""The line for a place at a rank: fair, bounded, and never longer than it must be."""
+"""The queue for a rank: fair, bounded, and served as soon as possible."""
 
 import asyncio
 
@@ -58,7 +58,7 @@ def load(ranks, name):
     return next(rank for rank in ranks.loads() if rank.name == name)
 
 
-async def test_a_place_is_counted_until_it_is_released(ranks):
+async def test_a_reservation_counts_until_it_is_released(ranks):
     ranks.update(told("a"))
     one = await place(ranks)
     assert (load(ranks, "a").num_open, load(ranks, "a").tokens_in_flight) == (1, 10)
@@ -73,7 +73,7 @@ async def test_a_place_is_counted_until_it_is_released(ranks):
     assert (idle.num_open, idle.tokens_in_flight, idle.kv_tokens) == (0, 0, 0)
 
 
-async def test_places_are_given_in_the_order_of_the_line_and_those_who_return_first(ranks, clock):
+async def test_the_queue_is_served_in_order_with_retries_first(ranks, clock):
     new = [await in_line(ranks, 1), await in_line(ranks, 2)]
     returning = [
         await in_line(ranks, 3, is_retry=True),
@@ -87,7 +87,7 @@ async def test_places_are_given_in_the_order_of_the_line_and_those_who_return_fi
     assert "".join(order) == "ABCD"
 
 
-async def test_a_line_that_is_full_turns_new_requests_away_but_nobody_who_returns(ranks):
+async def test_a_full_queue_refuses_new_requests_but_no_retries(ranks):
     waiting = [await in_line(ranks, 1), await in_line(ranks, 2)]
     with pytest.raises(TooManyQueuedError, match="2 requests already wait for a rank"):
         await place(ranks)
@@ -96,21 +96,21 @@ async def test_a_line_that_is_full_turns_new_requests_away_but_nobody_who_return
     await asyncio.gather(*waiting)
 
 
-async def test_whoever_waits_too_long_hears_what_is_wrong_with_each_rank(ranks):
+async def test_a_queue_timeout_names_the_trouble_of_each_rank(ranks):
     ranks.update(told("a", state=RankState.CLOSED))
     with pytest.raises(NoRankError, match=r"within 0.01 s \(queue\): a: is leaving"):
         await place(ranks, bound_s=0.01)
     assert ranks.num_waiting == 0
 
 
-async def test_a_wait_that_is_over_before_it_begins_asks_nobody(ranks):
+async def test_an_expired_wait_reserves_nothing(ranks):
     ranks.update(told("a"))
     with pytest.raises(NoRankError):
         await place(ranks, bound_s=0.0)
     assert load(ranks, "a").num_open == 0
 
 
-async def test_whoever_gives_up_leaves_no_trace(ranks):
+async def test_a_cancelled_wait_leaves_no_trace(ranks):
     waiting = await in_line(ranks, 1)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
@@ -119,7 +119,7 @@ async def test_whoever_gives_up_leaves_no_trace(ranks):
     assert load(ranks, "a").num_open == 0
 
 
-async def test_a_place_given_in_the_moment_of_giving_up_is_given_back(ranks):
+async def test_a_reservation_made_while_its_caller_is_cancelled_is_released(ranks):
     waiting = await in_line(ranks, 1)
     ranks.update(told("a"))
     assert load(ranks, "a").num_open == 1
@@ -128,7 +128,7 @@ async def test_a_place_given_in_the_moment_of_giving_up_is_given_back(ranks):
     assert load(ranks, "a").num_open == 0
 
 
-async def test_a_rank_that_failed_rests_and_is_then_tried_with_one_request(ranks, clock):
+async def test_a_failed_rank_backs_off_and_is_then_tried_with_one_request(ranks, clock):
     ranks.update(told("a"))
     with await place(ranks) as failed:
         failed.lost("it broke")
@@ -141,9 +141,7 @@ async def test_a_rank_that_failed_rests_and_is_then_tried_with_one_request(ranks
     await asyncio.gather(second, third)
 
 
-async def test_a_rank_that_turns_requests_away_while_it_serves_others_is_no_better_for_them(
-    ranks, clock
-):
+async def test_serving_other_requests_does_not_end_the_backoff_of_a_refusing_rank(ranks, clock):
     ranks.update(told("a"))
     served = await place(ranks)
     served.accepted()
@@ -163,7 +161,7 @@ async def test_a_rank_that_turns_requests_away_while_it_serves_others_is_no_bett
     assert load(ranks, "a").num_unanswered == 0
 
 
-async def test_rests_grow_with_failures_to_a_bound_and_many_at_once_are_one(ranks, clock):
+async def test_backoff_doubles_up_to_a_limit_and_simultaneous_failures_count_once(ranks, clock):
     ranks.update(told("a"))
     rests = []
     for _ in range(8):
@@ -177,7 +175,7 @@ async def test_rests_grow_with_failures_to_a_bound_and_many_at_once_are_one(rank
     assert (rests[0], rests[-1]) == pytest.approx((FIRST_REST_S, LONGEST_REST_S))
 
 
-async def test_a_rank_that_is_not_told_any_more_ends_what_it_has_and_is_forgotten(ranks):
+async def test_a_missing_rank_finishes_its_requests_and_is_removed(ranks):
     ranks.update(told("a", "b"))
     places = [await place(ranks), await place(ranks)]
     on_a = next(one for one in places if one.name == "a")
@@ -188,7 +186,7 @@ async def test_a_rank_that_is_not_told_any_more_ends_what_it_has_and_is_forgotte
     assert [rank.name for rank in ranks.loads()] == ["b"]
 
 
-async def test_a_rank_that_is_told_again_is_the_old_one(ranks):
+async def test_a_rank_that_reappears_keeps_its_counters(ranks):
     ranks.update(told("a", "b"))
     await place(ranks)
     ranks.update(told("b", state=RankState.CLOSED))
@@ -197,13 +195,13 @@ async def test_a_rank_that_is_told_again_is_the_old_one(ranks):
     assert {rank.state for rank in ranks.loads()} == {RankState.OPEN}
 
 
-async def test_being_told_of_nobody_is_no_news(ranks):
+async def test_an_empty_update_changes_nothing(ranks):
     ranks.update(told("a"))
     ranks.update([])
     assert (await place(ranks)).name == "a"
 
 
-async def test_requests_beyond_ours_are_of_others(ranks):
+async def test_reported_requests_beyond_ours_are_foreign(ranks):
     ranks.update(told("a", report=1))
     ours = [await place(ranks) for _ in range(3)]
     ranks.update(told("a", num_requests=5, report=2))
@@ -218,7 +216,7 @@ async def test_requests_beyond_ours_are_of_others(ranks):
     assert load(ranks, "a").num_foreign == 2
 
 
-async def test_cache_beyond_what_ours_may_hold_is_of_others(ranks):
+async def test_reported_cache_use_beyond_ours_is_foreign(ranks):
     ranks.update(told("a", report=1))
     ours = await place(ranks)
     may_hold = load(ranks, "a").tokens_in_flight
@@ -230,7 +228,7 @@ async def test_cache_beyond_what_ours_may_hold_is_of_others(ranks):
     assert load(ranks, "a").foreign_kv_tokens == 0
 
 
-async def test_the_same_report_told_twice_is_one(ranks):
+async def test_a_repeated_report_counts_once(ranks):
     ranks.update(told("a", num_requests=2, report=7))
     ours = await place(ranks)
     ranks.update(told("a", num_requests=2, report=7))

@@ -1,4 +1,4 @@
-"""Whatever a rank does to a request, the client sees the undisturbed stream, or a clear error."""
+"""Whatever ranks do, the client sees an undisturbed stream or a clear error."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ async def test_an_undisturbed_stream_has_the_ranks_tokens(gateway, fleet):
 
 @pytest.mark.parametrize("name", BREAKS)
 @pytest.mark.parametrize("after", [0, 1, 5, MAX_TOKENS - 1])
-async def test_a_break_is_not_seen(gateway, fleet, name, after):
+async def test_a_break_is_invisible_to_the_client(gateway, fleet, name, after):
     fault = BREAKS[name](after)
     fleet.ranks[0].faults.append(fault)
     fleet.ranks[1].faults.append(fault)
@@ -78,7 +78,7 @@ async def test_a_break_is_not_seen(gateway, fleet, name, after):
     assert fleet.num_requests == (3 if 2 * after < MAX_TOKENS else 2)
 
 
-async def test_a_death_at_every_position_is_not_seen(gateway, fleet):
+async def test_a_death_at_any_position_is_invisible_to_the_client(gateway, fleet):
     for after in range(MAX_TOKENS):
         for rank in fleet.ranks:
             rank.faults.clear()
@@ -86,7 +86,7 @@ async def test_a_death_at_every_position_is_not_seen(gateway, fleet):
         assert await streamed(gateway) == EXPECTED, after
 
 
-async def test_a_replay_asks_for_the_rest_only(gateway, fleet):
+async def test_a_retry_requests_only_the_remaining_tokens(gateway, fleet):
     fleet.fail(Fault(after=5, code=UNAVAILABLE))
     await streamed(gateway)
     requests = sorted(
@@ -100,13 +100,13 @@ async def test_a_replay_asks_for_the_rest_only(gateway, fleet):
     assert len({one.request_id for one in requests}) == 1
 
 
-async def test_a_death_behind_the_last_token_is_no_break(gateway, fleet):
+async def test_a_death_after_the_last_token_is_not_a_break(gateway, fleet):
     fleet.fail(Fault(after=MAX_TOKENS, code=UNAVAILABLE))
     assert await streamed(gateway) == EXPECTED
     assert fleet.num_requests == 1
 
 
-async def test_several_tokens_a_message_are_cut_by_a_break_nowhere(gateway, fleet):
+async def test_a_break_between_messages_of_several_tokens_loses_none(gateway, fleet):
     for rank in fleet.ranks:
         rank.tokens_a_message = 5
     fleet.fail(Fault(after=7, code=UNAVAILABLE))
@@ -114,7 +114,7 @@ async def test_several_tokens_a_message_are_cut_by_a_break_nowhere(gateway, flee
 
 
 @pytest.mark.parametrize("after", [0, 1, 6])
-async def test_a_rank_that_hangs_is_left_within_the_bound(run_gateway, fleet, after):
+async def test_a_hanging_rank_is_left_after_the_timeout(run_gateway, fleet, after):
     fleet.ranks[0].faults.append(Fault(after=after, hang=True))
     async with run_gateway(
         workers=tuple(fleet.addresses), first_token_timeout_s=0.2, silence_timeout_s=0.2
@@ -124,21 +124,21 @@ async def test_a_rank_that_hangs_is_left_within_the_bound(run_gateway, fleet, af
     await fleet.until_idle()
 
 
-async def test_messages_without_tokens_are_no_sign_of_life(run_gateway, fleet):
+async def test_messages_without_tokens_do_not_extend_the_timeout(run_gateway, fleet):
     fleet.ranks[0].faults.append(Fault(after=2, also=(pb.GenerateResponse(),) * 3, hang=True))
     async with run_gateway(workers=tuple(fleet.addresses), silence_timeout_s=0.2) as gateway:
         assert await streamed(gateway) == EXPECTED
     assert fleet.num_requests == 2
 
 
-async def test_a_rank_that_does_not_take_a_request_is_left_within_the_bound(run_gateway, fleet):
+async def test_a_rank_that_does_not_accept_a_request_is_left_after_the_timeout(run_gateway, fleet):
     fleet.ranks[0].faults.append(Fault(hang=True, accept=False))
     async with run_gateway(workers=tuple(fleet.addresses), accept_timeout_s=0.2) as gateway:
         assert await streamed(gateway) == EXPECTED
     assert fleet.num_requests == 2
 
 
-async def test_ranks_that_turn_requests_away_cost_no_attempt(run_gateway, fleet):
+async def test_refusals_by_ranks_cost_no_attempt(run_gateway, fleet):
     away = Fault(code=UNAVAILABLE, accept=False)
     full = Fault(code=grpc.StatusCode.RESOURCE_EXHAUSTED, accept=False)
     fleet.fail(away, full, away)
@@ -147,7 +147,7 @@ async def test_ranks_that_turn_requests_away_cost_no_attempt(run_gateway, fleet)
     assert fleet.num_requests >= 2
 
 
-async def test_a_rank_that_nobody_listens_for_is_passed_over(run_gateway, fleet):
+async def test_an_unreachable_rank_is_skipped(run_gateway, fleet):
     async with listening(fleet.ranks[0]) as gone:
         pass
     async with run_gateway(workers=(gone, fleet.addresses[1])) as gateway:
@@ -155,7 +155,7 @@ async def test_a_rank_that_nobody_listens_for_is_passed_over(run_gateway, fleet)
             assert await streamed(gateway) == EXPECTED
 
 
-async def test_a_request_that_breaks_every_rank_is_given_up(run_gateway, fleet):
+async def test_a_request_fails_after_the_last_attempt(run_gateway, fleet):
     fleet.fail(*[Fault(after=2, code=UNAVAILABLE)] * 5)
     async with (
         run_gateway(workers=tuple(fleet.addresses), max_attempts=3) as gateway,
@@ -202,7 +202,7 @@ async def test_a_request_under_which_three_ranks_die_in_a_row_is_refused(run_gat
         assert fleet.num_requests == 3
 
 
-async def test_ranks_that_explain_themselves_or_make_tokens_accuse_no_request(run_gateway, fleet):
+async def test_explained_breaks_and_progress_keep_a_request_from_refusal(run_gateway, fleet):
     explained = Fault(code=UNAVAILABLE, blame=Blame.NONE)
     fleet.fail(explained, explained, Fault(after=1, code=UNAVAILABLE), explained)
     async with run_gateway(workers=tuple(fleet.addresses), max_attempts=99) as gateway:
@@ -210,7 +210,7 @@ async def test_ranks_that_explain_themselves_or_make_tokens_accuse_no_request(ru
     assert fleet.num_requests >= 4
 
 
-async def test_the_neighbours_of_a_request_that_kills_ranks_are_all_served(run_gateway, fleet):
+async def test_requests_beside_one_that_kills_ranks_are_all_served(run_gateway, fleet):
     """Every rank dies under the poison with all that it has; it has more ranks than it may kill."""
     poison = (99, 99)
     for rank in fleet.ranks:
@@ -233,7 +233,7 @@ async def test_the_neighbours_of_a_request_that_kills_ranks_are_all_served(run_g
     await fleet.until_idle()
 
 
-async def test_a_refusal_of_the_request_is_its_clients_fault_and_costs_one_try(gateway, fleet):
+async def test_a_refusal_of_a_new_request_is_final(gateway, fleet):
     fleet.fail(Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False))
     response = await gateway.post(prompt="hello")
     assert response.status_code == 400
@@ -241,7 +241,7 @@ async def test_a_refusal_of_the_request_is_its_clients_fault_and_costs_one_try(g
     assert fleet.num_requests == 1
 
 
-async def test_a_refusal_of_the_rest_is_the_ranks_fault(gateway, fleet):
+async def test_a_refusal_of_a_retry_is_a_break_of_that_rank(gateway, fleet):
     first = Fault(after=4, code=UNAVAILABLE)
     refuses = Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False)
     fleet.fail(first)
@@ -251,7 +251,7 @@ async def test_a_refusal_of_the_rest_is_the_ranks_fault(gateway, fleet):
     assert await streamed(gateway) == EXPECTED
 
 
-async def test_a_refusal_of_the_rest_by_every_rank_costs_attempts(gateway, fleet):
+async def test_refusals_of_a_retry_count_as_attempts(gateway, fleet):
     for rank in fleet.ranks:
         rank.faults.append(Fault(after=4, code=UNAVAILABLE))
         rank.faults.extend(
@@ -279,7 +279,7 @@ async def test_a_stop_token_ends_a_stream_after_a_break_too(gateway, fleet):
     assert fleet.num_requests == 1
 
 
-async def test_requests_wait_while_no_rank_is_there_and_are_served_when_one_is(run_gateway, fleet):
+async def test_requests_wait_until_a_rank_is_available(run_gateway, fleet):
     rank = fleet.ranks[0]
     async with listening(rank) as address:
         pass
@@ -290,7 +290,7 @@ async def test_requests_wait_while_no_rank_is_there_and_are_served_when_one_is(r
             assert await asyncio.gather(*waiting) == [EXPECTED] * 4
 
 
-async def test_a_pool_that_dies_and_comes_back_in_mid_stream_is_not_seen(run_gateway, fleet):
+async def test_a_pool_that_restarts_in_mid_stream_is_invisible_to_the_client(run_gateway, fleet):
     rank = fleet.ranks[0]
     rank.faults.append(Fault(after=4, hang=True))
     async with AsyncExitStack() as stack:
@@ -306,7 +306,7 @@ async def test_a_pool_that_dies_and_comes_back_in_mid_stream_is_not_seen(run_gat
     assert tokens_of(chunks) == EXPECTED
 
 
-async def test_a_pool_that_stays_away_is_said_with_when_to_try_again(run_gateway, fleet):
+async def test_an_unavailable_pool_gets_503_with_retry_after(run_gateway, fleet):
     async with listening(fleet.ranks[0]) as gone:
         pass
     async with run_gateway(workers=(gone,), queue_timeout_s=0.3) as gateway:
@@ -318,7 +318,7 @@ async def test_a_pool_that_stays_away_is_said_with_when_to_try_again(run_gateway
     assert gone in error["message"]
 
 
-async def test_a_line_that_is_full_is_said_at_once(run_gateway):
+async def test_a_full_queue_gets_503_at_once(run_gateway):
     nowhere = ("127.0.0.1:1",)
     async with run_gateway(balancer=nowhere, max_queued_requests=0) as gateway:
         response = await gateway.post(prompt="hello")
@@ -337,7 +337,7 @@ async def test_work_is_spread_over_the_ranks(gateway, fleet):
     assert await asyncio.gather(*running) == [EXPECTED] * 6
 
 
-async def test_many_streams_with_many_breaks_keep_their_tokens_apart(gateway, fleet):
+async def test_many_streams_with_many_breaks_keep_their_own_tokens(gateway, fleet):
     fleet.fail(*(Fault(after=after % 7, code=UNAVAILABLE) for after in range(8)))
     prompts = [(number, 2, 3) for number in range(16)]
 
@@ -351,7 +351,7 @@ async def test_many_streams_with_many_breaks_keep_their_tokens_apart(gateway, fl
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_any_mix_of_faults_leaves_right_tokens_and_even_books(fleet, seed):
+async def test_any_mix_of_faults_keeps_tokens_right_and_counters_balanced(fleet, seed):
     dice = random.Random(seed)
     kinds = [
         *BREAKS.values(),

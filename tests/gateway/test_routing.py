@@ -1,4 +1,4 @@
-"""Requests go where there is least work, never where they must not, and always for a reason."""
+"""Requests go to the available rank with the least work, for a stated reason."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def usable(ranks):
 
 @settings(deadline=None)
 @given(pools, avoided, turns)
-def test_a_rank_is_chosen_exactly_when_one_may_be_asked(ranks, avoid, turn):
+def test_a_rank_is_chosen_exactly_when_one_is_available(ranks, avoid, turn):
     choice = found(ranks, avoid=avoid, turn=turn)
     assert isinstance(choice, RankChoice) == bool(usable(ranks))
     if isinstance(choice, RankChoice):
@@ -64,7 +64,7 @@ def badness(rank, avoid):
 
 @settings(deadline=None)
 @given(pools, avoided, turns)
-def test_nobody_else_would_be_better(ranks, avoid, turn):
+def test_no_other_rank_has_a_lower_cost(ranks, avoid, turn):
     if not usable(ranks):
         return
     best = chosen(ranks, avoid=avoid, turn=turn)
@@ -100,7 +100,7 @@ def test_more_work_elsewhere_changes_nothing(ranks, avoid, turn, more):
 
 @settings(deadline=None)
 @given(pools)
-def test_where_nobody_may_be_asked_every_rank_says_why(ranks):
+def test_without_a_choice_every_rank_has_a_reason(ranks):
     nothing = found(ranks)
     if isinstance(nothing, RankChoice):
         assert nothing.reason
@@ -126,11 +126,11 @@ def test_ranks_with_equal_work_take_turns(num_ranks, turn):
     assert len(addresses) == num_ranks
 
 
-def test_no_rank_at_all_is_a_reason_too():
+def test_no_known_rank_is_a_reason():
     assert found([]) == NoRankChoice(reason="no rank is known", retry_at_s=None)
 
 
-def test_work_counts_tokens_to_make_tokens_held_and_requests_of_others():
+def test_work_counts_tokens_in_flight_cached_tokens_and_foreign_requests():
     idle = RankLoad(name="idle", address="a", state=RankState.OPEN)
     for busier in ({"tokens_in_flight": 8}, {"kv_tokens": 8}, {"num_foreign": 1}):
         assert chosen([replace(idle, name="busy", address="b", **busier), idle]).name == "idle"
@@ -139,21 +139,21 @@ def test_work_counts_tokens_to_make_tokens_held_and_requests_of_others():
     assert chosen([to_make, made]).name == "made"
 
 
-def test_a_rank_that_broke_under_a_request_is_asked_again_only_when_it_is_the_last():
+def test_a_rank_that_broke_under_a_request_is_the_last_resort():
     broke = RankLoad(name="broke", address="a", state=RankState.OPEN)
     other = RankLoad(name="other", address="b", state=RankState.OPEN, tokens_in_flight=1000)
     assert chosen([broke, other], avoid=frozenset("a")).name == "other"
     assert chosen([broke], avoid=frozenset("a")).name == "broke"
 
 
-def test_a_rank_nobody_hears_is_asked_when_all_others_are_busy_with_breaking():
+def test_a_doubtful_rank_is_chosen_when_all_others_rest():
     silent = RankLoad(name="silent", address="a", state=RankState.DOUBTFUL)
     heard = RankLoad(name="heard", address="b", state=RankState.OPEN, tokens_in_flight=1000)
     assert chosen([silent, heard]).name == "heard"
     assert chosen([silent, replace(heard, resting_until_s=NOW_S + 1)]).name == "silent"
 
 
-def test_a_rank_with_a_full_cache_is_asked_after_one_with_room():
+def test_a_rank_with_a_full_cache_comes_after_one_with_room():
     full = RankLoad(
         name="full", address="f:1", state=RankState.OPEN, kv_tokens=950, kv_tokens_total=1000
     )
@@ -165,7 +165,7 @@ def test_a_rank_with_a_full_cache_is_asked_after_one_with_room():
     assert chosen([replace(full, kv_tokens_total=2000), busy]).name == "full"
 
 
-def test_what_others_hold_in_the_cache_counts_as_ours_does():
+def test_foreign_cache_use_counts_like_our_own():
     mine = RankLoad(name="mine", address="m:1", state=RankState.OPEN, kv_tokens=400)
     theirs = replace(mine, name="theirs", address="t:1", kv_tokens=0, foreign_kv_tokens=399)
     assert chosen([mine, theirs]) is theirs

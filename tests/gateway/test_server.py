@@ -1,4 +1,4 @@
-"""A gateway starts where it is told, says how it is, and stops without cutting anybody short."""
+"""The gateway's start, probes, limits and graceful shutdown."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from tests.support.scripted_ranks import BOUND_S, Fault, all_events, events, tok
 PROMPT = (7, 8, 9)
 
 
-async def test_it_is_ready_when_a_rank_can_be_asked(run_gateway, fleet):
+async def test_it_is_ready_when_a_rank_is_available(run_gateway, fleet):
     async with run_gateway(workers=tuple(fleet.addresses)) as gateway:
         assert (await gateway.client.get("/healthz")).status_code == 200
         assert (await gateway.client.get("/readyz")).json() == {"status": "ready"}
@@ -31,7 +31,7 @@ async def test_it_is_alive_but_not_ready_before_it_knows_a_rank(run_gateway):
     assert response.json()["reason"] == "no rank is known"
 
 
-async def test_a_stop_lets_open_streams_end_and_turns_new_requests_away(run_gateway, fleet):
+async def test_shutdown_finishes_open_streams_and_refuses_new_requests(run_gateway, fleet):
     for rank in fleet.ranks:
         rank.gate.clear()
     async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=BOUND_S) as gateway:
@@ -52,7 +52,7 @@ async def test_a_stop_lets_open_streams_end_and_turns_new_requests_away(run_gate
         await asyncio.wait_for(gateway.task, BOUND_S)
 
 
-async def test_a_stream_that_outlasts_the_grace_ends_with_an_error_event(run_gateway, fleet):
+async def test_a_stream_beyond_the_grace_period_ends_with_an_error_event(run_gateway, fleet):
     fleet.fail(Fault(after=2, hang=True))
     async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=0.1) as gateway:
         async with gateway.stream(prompt=list(PROMPT), max_tokens=12) as response:
@@ -66,7 +66,7 @@ async def test_a_stream_that_outlasts_the_grace_ends_with_an_error_event(run_gat
         await fleet.until_idle()
 
 
-async def test_an_answer_that_outlasts_the_grace_is_an_error(run_gateway, fleet):
+async def test_a_response_beyond_the_grace_period_is_an_error(run_gateway, fleet):
     fleet.fail(Fault(after=2, hang=True))
     async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=0.1) as gateway:
         answer = asyncio.create_task(gateway.post(prompt=list(PROMPT)))
@@ -77,7 +77,7 @@ async def test_an_answer_that_outlasts_the_grace_is_an_error(run_gateway, fleet)
     assert response.json()["error"]["code"] == "gateway_stopping"
 
 
-async def test_a_stop_with_nothing_open_leaves_nobody_listening(run_gateway, fleet):
+async def test_shutdown_without_open_requests_closes_the_port(run_gateway, fleet):
     async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=BOUND_S) as gateway:
         gateway.stop.set()
         await asyncio.wait_for(gateway.task, BOUND_S)
@@ -85,7 +85,7 @@ async def test_a_stop_with_nothing_open_leaves_nobody_listening(run_gateway, fle
             await gateway.client.get("/healthz")
 
 
-async def test_a_fault_of_ours_is_an_error_in_form_and_the_next_request_is_served(
+async def test_an_internal_error_has_openais_form_and_the_next_request_is_served(
     run_gateway, fleet, monkeypatch
 ):
     async with run_gateway(workers=tuple(fleet.addresses)) as gateway:
@@ -97,7 +97,7 @@ async def test_a_fault_of_ours_is_an_error_in_form_and_the_next_request_is_serve
         assert (await gateway.post(prompt="hello")).status_code == 200
 
 
-async def test_a_used_port_is_one_line(checkpoint):
+async def test_a_used_port_is_a_one_line_error(checkpoint):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(GatewayError, match=f"cannot listen on {address}"):
@@ -135,7 +135,7 @@ async def whole_stream(gateway):
 
 @pytest.mark.parametrize("before", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"])
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/completions HT"])
-async def test_a_header_that_does_not_come_is_not_waited_for(run_gateway, fleet, before, begun):
+async def test_a_header_that_does_not_arrive_times_out(run_gateway, fleet, before, begun):
     async with run_gateway(
         workers=tuple(fleet.addresses), client_timeout_s=0.3, idle_timeout_s=1
     ) as gateway:
@@ -160,7 +160,7 @@ async def test_a_header_that_is_too_long_is_refused(gateway):
     assert b" 400 " in status
 
 
-async def test_a_slow_answer_is_no_slow_header(run_gateway, fleet):
+async def test_a_slow_response_is_not_a_slow_header(run_gateway, fleet):
     fleet.ranks[0].gate.clear()
     fleet.ranks[1].gate.clear()
     async with run_gateway(workers=tuple(fleet.addresses), client_timeout_s=0.2) as gateway:
@@ -176,7 +176,7 @@ async def test_a_slow_answer_is_no_slow_header(run_gateway, fleet):
 @pytest.mark.parametrize(
     ("content", "words"), [(None, "No such file"), ("# nobody\n\n", "contains no key")]
 )
-async def test_keys_that_cannot_be_read_are_one_line(checkpoint, tmp_path, content, words):
+async def test_an_unreadable_key_file_is_a_one_line_error(checkpoint, tmp_path, content, words):
     keys = tmp_path / "keys"
     if content is not None:
         keys.write_text(content)

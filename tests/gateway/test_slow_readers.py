@@ -1,4 +1,4 @@
-"""A client that does not read what it asked for: it is held in bounds, stops nobody, and is cut."""
+"""A client that does not read is bounded, blocks no other client, and is disconnected."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def ask_and_read_nothing(base_url):
     return client
 
 
-async def test_a_client_that_does_not_read_is_cut_and_delays_nobody(run_gateway, caplog):
+async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(run_gateway, caplog):
     caplog.set_level(logging.INFO)
     rank, served = ChattyRank(), 0
     sizes = {"max_tokens": MANY_TOKENS, "context_length": 2 * MANY_TOKENS}

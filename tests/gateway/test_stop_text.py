@@ -1,4 +1,4 @@
-"""A stop string cuts a text at the same place however the text comes."""
+"""A stop string cuts a text at the same place however the text is split."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def test_text_ends_before_the_first_stop_string(text, stops, cuts):
     assert read == (text[: min(complete)[1]] if complete else text)
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back():
+def test_only_a_possible_start_of_a_stop_string_is_held_back():
     stop = StopText(("END",))
     assert stop.read("one E", final=False) == "one "
     assert stop.read("x EN", final=False) == "Ex "

@@ -1,4 +1,4 @@
-"""A request is refused for what it does to ranks, and not for what happens to be near it."""
+"""A request is refused for breaking ranks, not for being near a request that does."""
 
 import pytest
 

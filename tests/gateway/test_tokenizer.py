@@ -1,4 +1,4 @@
-"""Text is the same however its tokens come, and a stop string cuts it at the same place."""
+"""Decoded text does not depend on how its tokens are grouped."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ cuts = st.lists(st.integers(0, 100), max_size=6)
 
 @settings(deadline=None)
 @given(texts, cuts)
-def test_text_comes_back_however_its_tokens_are_grouped(text, cuts):
+def test_text_does_not_depend_on_how_tokens_are_grouped(text, cuts):
     spelling = TokenDecoder(BYTES)
     tokens = text.encode()
     read = [spelling.read(part, final=False) for part in merged_deltas(tokens, cuts)]
@@ -33,7 +33,7 @@ def test_text_comes_back_however_its_tokens_are_grouped(text, cuts):
 
 @settings(deadline=None)
 @given(st.binary(), cuts)
-def test_bytes_that_are_no_text_read_the_same_however_they_are_grouped(data, cuts):
+def test_invalid_utf8_does_not_depend_on_how_tokens_are_grouped(data, cuts):
     spelling = TokenDecoder(BYTES)
     read = [spelling.read(tuple(part), final=False) for part in merged_deltas(data, cuts)]
     assert "".join(read) + spelling.read((), final=True) == data.decode(errors="replace")
@@ -41,7 +41,7 @@ def test_bytes_that_are_no_text_read_the_same_however_they_are_grouped(data, cut
 
 @settings(deadline=None)
 @given(texts, cuts)
-def test_no_piece_has_half_a_character(text, cuts):
+def test_no_part_has_half_a_character(text, cuts):
     spelling = TokenDecoder(BYTES)
     for part in merged_deltas(text.encode(), cuts):
         read = spelling.read(tuple(part), final=False)
@@ -52,7 +52,7 @@ def test_special_tokens_have_no_text():
     assert TokenDecoder(BYTES).read((104, 256, 105, 257), final=True) == "hi"
 
 
-def test_the_checkpoint_says_what_tokens_there_are(tmp_path):
+def test_the_checkpoint_defines_the_vocabulary(tmp_path):
     config = {"vocab_size": 272, "eos_token_id": 257}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.of_checkpoint(tmp_path)
@@ -70,7 +70,7 @@ def test_the_checkpoint_says_what_tokens_there_are(tmp_path):
         ('{"vocab_size": 272, "eos_token_id": 272}', "eos_token_id 272 is not in the vocabulary"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_spelled_is_one_line(tmp_path, content, words):
+def test_an_unsupported_checkpoint_is_a_one_line_error(tmp_path, content, words):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(GatewayError, match=words):

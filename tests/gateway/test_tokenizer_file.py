@@ -1,4 +1,4 @@
-"""tokenizer.json is read and spelled as Hugging Face's own library does."""
+"""tokenizer.json is encoded and decoded as by Hugging Face's library."""
 
 import json
 
@@ -61,7 +61,7 @@ def ours(tmp_path_factory):
 
 @settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_text_becomes_the_same_tokens_and_comes_back(ours, text):
+def test_encoding_and_decoding_match_the_library(ours, text):
     tokens = ours.encode(text)
     assert list(tokens) == THEIRS.encode(text).ids
     if END not in text and BEGIN not in text:
@@ -70,7 +70,7 @@ def test_text_becomes_the_same_tokens_and_comes_back(ours, text):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, THEIRS.get_vocab_size() - 1), max_size=40))
-def test_any_tokens_are_spelled_as_the_library_does_and_alike_one_by_one(ours, tokens):
+def test_any_tokens_decode_as_in_the_library_also_one_by_one(ours, tokens):
     assert ours.decode(tokens) == THEIRS.decode(tokens, skip_special_tokens=True)
     spelling = ours.decoder()
     one_by_one = [spelling.read((token,), final=False) for token in tokens]
@@ -84,7 +84,7 @@ def test_special_and_spare_tokens_have_no_text_and_added_ones_have_theirs(ours):
     assert ours.decode([THEIRS.token_to_id(THINK)]) == THINK
 
 
-def test_a_text_begins_as_the_tokenizers_config_says(folder):
+def test_the_first_token_follows_the_tokenizer_config(folder):
     tokenizer = Tokenizer.of_checkpoint(
         folder(tokenizer_config={"add_bos_token": True, "bos_token": {"content": BEGIN}})
     )
@@ -113,6 +113,6 @@ def changed(**fields):
         ({"tokenizer_config": []}, "tokenizer_config.json: not a JSON object"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_line(folder, files, words):
+def test_an_invalid_tokenizer_file_is_a_one_line_error(folder, files, words):
     with pytest.raises(GatewayError, match=words):
         Tokenizer.of_checkpoint(folder(**files))

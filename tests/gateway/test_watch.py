@@ -1,4 +1,4 @@
-"""The gateway follows its balancers, and goes on without them."""
+"""The gateway follows its balancers, and serves without them."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -83,7 +83,7 @@ async def following(*balancers):
         await asyncio.gather(task, return_exceptions=True)
 
 
-def test_a_rank_that_is_heard_is_open_and_one_that_is_not_is_doubtful():
+def test_connected_ranks_are_open_and_silent_ones_doubtful():
     told = ranks_of_status(
         status(rank(0), rank(1, state="silent"), rank(2, state="gone"), rank(3, state="leaving"))
     )
@@ -92,24 +92,24 @@ def test_a_rank_that_is_heard_is_open_and_one_that_is_not_is_doubtful():
     ]  # fmt: skip
 
 
-def test_a_ranks_work_is_what_it_serves_and_what_waits():
+def test_a_ranks_work_counts_active_and_queued_requests():
     (told,) = ranks_of_status(
         status(rank(0, active_requests=3, queued_requests=2, tokens_processed=77))
     )
     assert (told.name, told.num_requests, told.report) == ("worker-0", 5, 77)
 
 
-def test_a_ranks_cache_is_told_with_what_is_taken():
+def test_a_ranks_cache_size_and_use_are_read():
     (told,) = ranks_of_status(status(rank(0, cache_tokens=4096, cache_tokens_used=48)))
     assert (told.kv_tokens_total, told.kv_tokens_used) == (4096, 48)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "a b:1", "host:0", "host:99999"])
-def test_a_rank_that_nobody_can_dial_is_left_out(address):
+def test_a_rank_with_an_invalid_address_is_left_out(address):
     assert [one.name for one in ranks_of_status(status(rank(0, address), rank(1)))] == ["worker-1"]
 
 
-async def test_every_change_is_heard():
+async def test_every_change_reaches_the_rank_table():
     balancer = FakeBalancer()
     async with telling(balancer) as address, following(address) as ranks:
         balancer.told.put_nowait(status(rank(0), rank(1)))
@@ -119,7 +119,7 @@ async def test_every_change_is_heard():
         assert (await balancer.watches.get()).pool == "default"
 
 
-async def test_a_stream_that_ends_is_opened_anew():
+async def test_a_stream_that_ends_is_opened_again():
     balancer = FakeBalancer()
     async with telling(balancer) as address, following(address) as ranks:
         balancer.told.put_nowait(status(rank(0)))
@@ -129,7 +129,7 @@ async def test_a_stream_that_ends_is_opened_anew():
         assert len(await ranks.next()) == 2
 
 
-async def test_a_balancer_that_is_not_there_is_asked_until_it_is():
+async def test_an_unreachable_balancer_is_retried():
     balancer = FakeBalancer()
     async with telling(balancer) as address:
         pass
@@ -138,7 +138,7 @@ async def test_a_balancer_that_is_not_there_is_asked_until_it_is():
         assert await ranks.next() == {"worker-0": RankState.OPEN}
 
 
-async def test_another_balancer_is_asked_when_the_first_is_away():
+async def test_the_next_balancer_is_tried_when_one_is_down():
     away, here = FakeBalancer(), FakeBalancer()
     here.told.put_nowait(status(rank(0)))
     async with telling(away) as gone:
@@ -147,7 +147,7 @@ async def test_another_balancer_is_asked_when_the_first_is_away():
         assert await ranks.next() == {"worker-0": RankState.OPEN}
 
 
-async def test_a_balancer_that_says_nothing_is_left_for_the_next_one(monkeypatch):
+async def test_a_silent_balancer_is_left_for_the_next_one(monkeypatch):
     monkeypatch.setattr(watch, "SILENCE_S", 0.1)
     silent, here = FakeBalancer(), FakeBalancer()
     here.told.put_nowait(status(rank(0)))
@@ -160,7 +160,7 @@ async def test_a_balancer_that_says_nothing_is_left_for_the_next_one(monkeypatch
     assert not silent.watches.empty()
 
 
-async def test_a_balancer_that_follows_is_left_for_the_one_that_leads_whatever_its_news():
+async def test_a_follower_is_left_for_the_leader_whatever_it_sends():
     follower, leader = FakeBalancer(), FakeBalancer()
     # The decisions it reads are news, again and again; the ranks are the leader's to know.
     follower.told.put_nowait(status())
@@ -174,7 +174,7 @@ async def test_a_balancer_that_follows_is_left_for_the_one_that_leads_whatever_i
     assert not follower.watches.empty()
 
 
-async def test_ranks_known_last_serve_on_without_a_balancer(run_gateway, fleet):
+async def test_the_last_known_ranks_serve_without_a_balancer(run_gateway, fleet):
     balancer = FakeBalancer()
     balancer.told.put_nowait(
         status(*(rank(number, address) for number, address in enumerate(fleet.addresses)))

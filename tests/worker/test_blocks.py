@@ -1,4 +1,4 @@
-"""Blocks are never lost, never given twice, and found only by the tokens that filled them."""
+"""Blocks are never lost, never taken twice, and found only by the tokens that filled them."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -86,14 +86,14 @@ def run_whole(pool, tokens):
     return table
 
 
-def test_the_last_token_is_never_found_because_it_must_run():
+def test_the_last_token_is_never_cached_because_it_must_run():
     pool = BlockPool(num_blocks=4, block_tokens=2)
     run_whole(pool, [1, 2, 3, 4]).release()
     assert BlockTable(pool, [1, 2, 3, 4]).num_found_tokens == 2
     assert BlockTable(pool, [1, 2, 3, 4, 5]).num_found_tokens == 4
 
 
-def test_the_same_tokens_behind_others_are_not_the_same_block():
+def test_the_same_tokens_after_another_prefix_are_another_block():
     pool = BlockPool(num_blocks=8, block_tokens=2)
     run_whole(pool, [1, 2, 3, 4])
     assert BlockTable(pool, [3, 4, 9]).num_found_tokens == 0
@@ -101,7 +101,7 @@ def test_the_same_tokens_behind_others_are_not_the_same_block():
     assert BlockTable(pool, [1, 2, 9, 9, 9]).num_found_tokens == 2
 
 
-def test_what_was_unused_longest_makes_room_and_ends_of_sequences_before_beginnings():
+def test_least_recently_used_blocks_are_evicted_first_and_sequence_ends_before_starts():
     pool = BlockPool(num_blocks=4, block_tokens=1)
     for tokens in ([1, 2], [3, 4]):
         run_whole(pool, tokens).release()
@@ -113,7 +113,7 @@ def test_what_was_unused_longest_makes_room_and_ends_of_sequences_before_beginni
     assert BlockTable(pool, [3, 4, 9]).num_found_tokens == 1
 
 
-def test_a_block_that_two_sequences_hold_is_held_until_both_let_go():
+def test_a_shared_block_is_held_until_both_sequences_release_it():
     pool = BlockPool(num_blocks=2, block_tokens=2)
     first = run_whole(pool, [1, 2])
     second = BlockTable(pool, [1, 2, 3])

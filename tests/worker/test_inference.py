@@ -1,4 +1,4 @@
-"""Clients get the model's tokens over real gRPC, and every fault has its code and its words."""
+"""Clients get the model's tokens over real gRPC, and errors have a code and a reason."""
 
 import asyncio
 import threading
@@ -130,7 +130,7 @@ async def test_a_client_gets_the_solo_tokens_step_by_step(bench, solo):
     assert bench.service._streams == {}
 
 
-async def test_a_stop_token_is_the_last_and_the_reason(bench, solo):
+async def test_a_stop_token_is_the_last_token_and_the_finish_reason(bench, solo):
     expected = solo(PROMPT, 30)
     tokens, responses = await generated(
         bench.stub.Generate(request(max_tokens=30, stop_tokens=[expected[3]]), timeout=60)
@@ -165,7 +165,7 @@ async def test_many_clients_at_once_get_their_own_tokens(bench, solo):
         (request(sampling=pb.Sampling(logprobs=21)), "sampling.logprobs = 21 is out of range"),
     ],
 )
-async def test_a_request_that_cannot_be_served_names_the_limit(bench, bad, words):
+async def test_an_invalid_request_names_the_limit(bench, bad, words):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generated(bench.stub.Generate(bad, timeout=60))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -180,7 +180,7 @@ VARIED = [
 ]
 
 
-async def test_a_sampled_request_is_the_same_alone_together_and_gone_on_elsewhere(bench):
+async def test_sampled_tokens_are_the_same_alone_batched_and_continued_elsewhere(bench):
     alone = [await generated(bench.stub.Generate(request(sampling=one))) for one in VARIED]
     tokens = [made for made, _ in alone]
     assert len({tuple(made) for made in tokens}) == len(VARIED)
@@ -192,7 +192,7 @@ async def test_a_sampled_request_is_the_same_alone_together_and_gone_on_elsewher
         assert (await generated(bench.stub.Generate(rest)))[0] == made[3:]
 
 
-async def test_probabilities_come_with_their_tokens_when_asked(bench, solo):
+async def test_logprobs_come_with_their_tokens_on_request(bench, solo):
     _, silent = await generated(bench.stub.Generate(request()))
     assert not any(response.logprobs for response in silent)
     tokens, told = await generated(
@@ -214,7 +214,7 @@ def test_a_request_that_fills_the_context_to_the_last_token_is_served():
         request_from_proto(request(max_tokens=92), vocab_size=64, context_length=96)
 
 
-async def test_a_full_line_is_said_at_once_and_nobody_else_suffers(bench, solo):
+async def test_a_full_queue_refuses_at_once_and_affects_no_other_request(bench, solo):
     bench.gate.open.clear()
     calls = [bench.stub.Generate(request(), timeout=60) for _ in range(3)]
     tasks = [asyncio.create_task(generated(call)) for call in calls]
@@ -227,7 +227,7 @@ async def test_a_full_line_is_said_at_once_and_nobody_else_suffers(bench, solo):
         assert tokens == solo(PROMPT, 8)
 
 
-async def test_a_client_that_goes_away_frees_its_blocks(bench):
+async def test_a_client_that_disconnects_frees_its_blocks(bench):
     calls = [bench.stub.Generate(request(max_tokens=90), timeout=60) for _ in range(2)]
     for call in calls:
         assert (await call.read()).tokens
@@ -239,7 +239,7 @@ async def test_a_client_that_goes_away_frees_its_blocks(bench):
     assert bench.service._streams == {}
 
 
-async def test_when_the_engine_ends_clients_hear_why(bench):
+async def test_clients_get_the_reason_when_the_engine_ends(bench):
     call = bench.stub.Generate(request(max_tokens=90), timeout=60)
     assert (await call.read()).tokens
     bench.gate.open.clear()
@@ -283,7 +283,7 @@ async def test_a_step_that_fails_blames_the_requests_that_were_in_it(bench, blam
     assert sorted(blames) == sorted([blame, Blame.NONE])
 
 
-async def test_before_there_is_a_rank_clients_are_told_to_wait():
+async def test_requests_before_the_first_rank_are_unavailable():
     async with stub_of(
         InferenceService(vocab_size=64, context_length=96, itl_s=Histogram(SHORT_S))
     ) as stub:

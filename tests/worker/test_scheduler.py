@@ -141,7 +141,7 @@ def test_every_request_gets_its_solo_tokens_within_budget_and_blocks(
 
 @settings(deadline=None)
 @given(requests(max_size=8), st.integers(11, 30), st.data())
-def test_a_cancel_at_any_moment_harms_nobody_else(offered, num_blocks, data):
+def test_a_cancellation_at_any_moment_affects_no_other_request(offered, num_blocks, data):
     scheduler = scheduler_of(num_blocks=num_blocks)
     model, got, cancelled = Model(), {one.key: [] for one in offered}, set()
     for request in offered:
@@ -178,7 +178,7 @@ def test_first_tokens_come_in_the_order_of_arrival_when_prompts_are_equal(rows, 
     assert order == list(range(count))
 
 
-def test_when_blocks_run_out_the_youngest_is_paused_and_finds_its_beginning_again():
+def test_the_youngest_is_paused_for_blocks_and_finds_its_prefix_cached():
     scheduler = scheduler_of(num_blocks=6, max_requests=3, max_step_tokens=12)
     model, got = Model(), {0: [], 1: []}
     prompts = {0: (1, 2, 3, 4, 5, 6, 7), 1: (9, 8, 7, 6, 5, 4, 3)}
@@ -196,7 +196,7 @@ def test_when_blocks_run_out_the_youngest_is_paused_and_finds_its_beginning_agai
     assert scheduler.counts.processed > 2 * (7 + 14)
 
 
-def test_a_prompt_that_was_run_before_is_not_run_again():
+def test_a_cached_prompt_does_not_run_again():
     scheduler, model = scheduler_of(max_step_tokens=30), Model()
     prompt = tuple(range(20))
     for key, num_run in ((0, 20), (1, 4), (2, 4)):
@@ -220,7 +220,7 @@ def test_a_broken_steps_plan_is_planned_again():
     assert scheduler.num_active == 0
 
 
-def test_drafts_that_come_true_give_several_tokens_a_step():
+def test_accepted_drafts_yield_several_tokens_per_step():
     scheduler = scheduler_of(num_drafts=2, max_step_tokens=6)
     model, steps = Model(num_drafts=2), []
     scheduler.submit(Request(key=0, prompt=(1, 2), max_tokens=8))
@@ -232,7 +232,7 @@ def test_drafts_that_come_true_give_several_tokens_a_step():
     assert scheduler.counts.processed == 2 + 7
 
 
-def test_drafts_that_fail_cost_no_token():
+def test_rejected_drafts_cost_no_token():
     scheduler = scheduler_of(num_drafts=1, max_step_tokens=4)
     model, request = Model(lambda: False, 1), Request(key=0, prompt=(1, 2), max_tokens=5)
     scheduler.submit(request)
@@ -245,7 +245,7 @@ def test_drafts_that_fail_cost_no_token():
     assert scheduler.counts.processed == 2 + 4
 
 
-def test_while_many_requests_are_active_nothing_is_guessed():
+def test_nothing_is_drafted_while_many_requests_are_active():
     scheduler = scheduler_of(
         max_requests=3, num_drafts=1, max_drafting=1, max_step_tokens=3, max_queued=0
     )
@@ -269,7 +269,7 @@ def test_while_many_requests_are_active_nothing_is_guessed():
     assert scheduler.counts.accepted > 0
 
 
-def test_generating_requests_run_in_every_step_while_a_long_prompt_is_read():
+def test_generating_requests_run_in_every_step_during_a_long_prefill():
     scheduler = scheduler_of(max_requests=2, max_queued=2, max_step_tokens=4)
     scheduler.submit(Request(key=0, prompt=(1,), max_tokens=20))
     scheduler.commit(scheduler.plan(), [told(7)])
@@ -280,7 +280,7 @@ def test_generating_requests_run_in_every_step_while_a_long_prompt_is_read():
         scheduler.commit(plan, [told(7)] * sum(chunk.samples for chunk in plan.chunks))
 
 
-def test_a_full_line_refuses_and_takes_again_when_somebody_leaves():
+def test_a_full_queue_refuses_until_a_request_leaves():
     scheduler = scheduler_of(max_requests=1, max_queued=1, max_step_tokens=1)
     for key in range(2):
         scheduler.submit(Request(key=key, prompt=(1,), max_tokens=1))
@@ -291,7 +291,7 @@ def test_a_full_line_refuses_and_takes_again_when_somebody_leaves():
     assert scheduler.num_queued == 2
 
 
-def test_clearing_names_everybody_and_frees_all_blocks():
+def test_clearing_returns_all_keys_and_frees_all_blocks():
     scheduler = scheduler_of(max_requests=1, max_queued=2, max_step_tokens=1)
     for key in range(3):
         scheduler.submit(Request(key=key, prompt=(1,), max_tokens=1))
@@ -301,7 +301,7 @@ def test_clearing_names_everybody_and_frees_all_blocks():
     assert scheduler.num_active == scheduler.num_queued == 0
 
 
-def test_rows_to_sample_tell_output_from_prompt_also_where_another_rank_made_it():
+def test_sampling_rows_separate_prompt_from_output_also_after_a_replay():
     scheduler = scheduler_of(max_requests=2, max_queued=0, max_step_tokens=9)
     params = SamplingParams(seed=5)
     whole = Request(key=0, prompt=(1, 2, 3), max_tokens=4, sampling=params)

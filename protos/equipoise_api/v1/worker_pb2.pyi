@@ -26,21 +26,21 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """The request goes on."""
+    """The request continues."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 1
     """max_tokens reached."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 2
-    """A stop token was made."""
+    """A stop token was generated."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """FinishReason says why a request ended."""
+    """FinishReason is why a request ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""The request goes on."""
+"""The request continues."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 1
 """max_tokens reached."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 2
-"""A stop token was made."""
+"""A stop token was generated."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -108,12 +108,12 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     NUM_REPLAYED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Chosen by the client; appears in logs."""
+    """Chosen by the client, for logs."""
     max_tokens: _builtins.int
-    """Tokens to generate, at least 1; prompt and output together must fit the worker's context."""
+    """Most tokens to generate, at least 1; prompt and output together must fit the worker's context."""
     num_replayed: _builtins.int
-    """So many tokens at the prompt's end were made by another rank, less than all: a request that goes
-    on here makes the tokens that it would have made there, draws and penalties included.
+    """How many tokens at the prompt's end another rank generated; fewer than the prompt has. The request
+    continues with the tokens that rank would have generated, draws and penalties included.
     """
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -121,11 +121,11 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """End early when one of these tokens is made; it is part of the output."""
+        """The first of these tokens ends the request and is part of the output."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """How tokens are chosen; unset is greedy."""
+        """How tokens are chosen; greedy if unset."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """Sampling says how each token is chosen. The order is penalties, temperature, top_k, top_p, min_p."""
+    """Sampling defines how each token is chosen, in this order: penalties, temperature, top_k, top_p, min_p."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -165,13 +165,13 @@ class Sampling(_message.Message):
     to 100.
     """
     top_p: _builtins.float
-    """Share of probability, above 0, that the likeliest tokens which may be drawn reach together; unset
-    is 1, all tokens.
+    """Draw from the most likely tokens that together reach this probability, above 0 to 1; 1, all tokens,
+    if unset.
     """
     top_k: _builtins.int
-    """So many likeliest tokens may be drawn; 0 is all."""
+    """Draw from this many most likely tokens; 0 is all."""
     min_p: _builtins.float
-    """Least probability of a token that may be drawn, as a share of the likeliest one's; 0 is all."""
+    """Draw from tokens with at least this fraction of the most likely one's probability; 0 is all."""
     repetition_penalty: _builtins.float
     """Divides positive and multiplies negative logits of tokens in prompt or output, from 0.01
     to 100; unset is 1.
@@ -179,13 +179,13 @@ class Sampling(_message.Message):
     presence_penalty: _builtins.float
     """Subtracted from the logits of tokens in the output, from -2 to 2."""
     frequency_penalty: _builtins.float
-    """The same for every time that the output has them."""
+    """Subtracted once for every time the output has them, from -2 to 2."""
     seed: _builtins.int
-    """A draw is a function of this and of the token's position, so that the same request makes the same
-    tokens at any time on any rank.
+    """A draw depends on this and on the token's position only, so the same request gets the same tokens
+    at any time on any rank.
     """
     logprobs: _builtins.int
-    """Tell each token's probability, and those of so many likeliest tokens (0 to 20); unset tells none."""
+    """Send each token's logprob, and those of this many most likely tokens (0 to 20); none if unset."""
     def __init__(
         self,
         *,
@@ -233,18 +233,18 @@ class GenerateResponse(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Set on the last message."""
     generation: _builtins.int
-    """Generation of the layout used by the step that made the last of these tokens."""
+    """Layout generation of the step that generated the last of these tokens."""
     step: _builtins.int
-    """Step that made the last of these tokens; it is counted from 1 in every epoch, alike on all ranks."""
+    """That step's number, counted from 1 in every epoch, the same on all ranks."""
     epoch: _builtins.int
-    """Membership number of the group of ranks that took that step."""
+    """Epoch of that step."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids; usually one."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One for each of the tokens if the request asked for logprobs."""
+        """One for each token if the request asked for logprobs."""
 
     def __init__(
         self,
@@ -279,11 +279,11 @@ class TokenLogprob(_message.Message):
     """Of the token itself."""
     @_builtins.property
     def top_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The likeliest tokens, falling, the lower token first among equals."""
+        """The most likely tokens in descending order, the lower token first among equals."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Theirs, in the same order."""
+        """Their logprobs, in the same order."""
 
     def __init__(
         self,

@@ -123,11 +123,11 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Generate streams tokens as they are made. INVALID_ARGUMENT: the request cannot be served; the
+        """Generate streams tokens as they are generated. INVALID_ARGUMENT: the request cannot be served; the
         message names the field, its value and the range. RESOURCE_EXHAUSTED: the queue is full.
-        UNAVAILABLE: ask another rank. INTERNAL: this request failed by itself; the rank goes on. A stream
-        that ends early has the trailing metadata "equipoise-blame": "none", "step" if the request was one
-        of several in a step that failed, or "request" if it failed alone. Without it the rank has died.
+        UNAVAILABLE: use another rank. INTERNAL: this request failed by itself; the rank serves on. A stream
+        that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
+        of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -65,11 +65,11 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]
-    """Generate streams tokens as they are made. INVALID_ARGUMENT: the request cannot be served; the
+    """Generate streams tokens as they are generated. INVALID_ARGUMENT: the request cannot be served; the
     message names the field, its value and the range. RESOURCE_EXHAUSTED: the queue is full.
-    UNAVAILABLE: ask another rank. INTERNAL: this request failed by itself; the rank goes on. A stream
-    that ends early has the trailing metadata "equipoise-blame": "none", "step" if the request was one
-    of several in a step that failed, or "request" if it failed alone. Without it the rank has died.
+    UNAVAILABLE: use another rank. INTERNAL: this request failed by itself; the rank serves on. A stream
+    that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
+    of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.
     """
 
 @_typing.type_check_only
@@ -78,11 +78,11 @@ class InferenceAsyncStub(InferenceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate streams tokens as they are made. INVALID_ARGUMENT: the request cannot be served; the
+    """Generate streams tokens as they are generated. INVALID_ARGUMENT: the request cannot be served; the
     message names the field, its value and the range. RESOURCE_EXHAUSTED: the queue is full.
-    UNAVAILABLE: ask another rank. INTERNAL: this request failed by itself; the rank goes on. A stream
-    that ends early has the trailing metadata "equipoise-blame": "none", "step" if the request was one
-    of several in a step that failed, or "request" if it failed alone. Without it the rank has died.
+    UNAVAILABLE: use another rank. INTERNAL: this request failed by itself; the rank serves on. A stream
+    that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
+    of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.
     """
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
@@ -94,11 +94,11 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GenerateResponse], _abc.AsyncIterator[_worker_pb2.GenerateResponse]]:
-        """Generate streams tokens as they are made. INVALID_ARGUMENT: the request cannot be served; the
+        """Generate streams tokens as they are generated. INVALID_ARGUMENT: the request cannot be served; the
         message names the field, its value and the range. RESOURCE_EXHAUSTED: the queue is full.
-        UNAVAILABLE: ask another rank. INTERNAL: this request failed by itself; the rank goes on. A stream
-        that ends early has the trailing metadata "equipoise-blame": "none", "step" if the request was one
-        of several in a step that failed, or "request" if it failed alone. Without it the rank has died.
+        UNAVAILABLE: use another rank. INTERNAL: this request failed by itself; the rank serves on. A stream
+        that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
+        of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.
         """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -48,18 +48,18 @@ def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Serv
 
 
 class _BoundedHeader(H11Protocol):
-    """Hangs up on a connection that has no request for too long."""
+    """Closes a connection that waits too long for a request's header."""
 
     bound_s: float
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A connection waits for its first request."""
+        """Start the timeout of the first request."""
         super().connection_made(transport)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Behind the bytes there is a request, or still none."""
+        """Stop the timeout if the header is complete; start it if a new request has begun."""
         super().data_received(data)
         if self._has_request():
             self._stop_waiting()
@@ -67,7 +67,7 @@ class _BoundedHeader(H11Protocol):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
+        """Stop the timeout."""
         self._stop_waiting()
         super().connection_lost(exc)
 

@@ -1,6 +1,6 @@
 """`Suspicion`: whether a request is what breaks the ranks that run it. Pure.
 
-Why it counts as it does: docs/decisions/0019-poison-requests.md.
+Why it counts as it does: docs/decisions/0021-poison-requests.md.
 """
 
 from dataclasses import dataclass
