@@ -39,12 +39,15 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor's place: bytes `start` to `end` of its file; `dtype` is safetensors' name."""
+    """Where a tensor is stored in its file."""
 
     dtype: str
+    """Safetensors' name of the type."""
     shape: tuple[int, ...]
     start: int
+    """First byte in the file."""
     end: int
+    """Byte after the last."""
 
 
 class Shard:

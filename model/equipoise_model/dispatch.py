@@ -44,7 +44,7 @@ class SlotLoad:
     """The assignments that one rank's slots received in one generation."""
 
     generation: int
-    rows_LS: npt.NDArray[np.int64]
+    slot_load_LS: npt.NDArray[np.int64]
     """Assignments, int64 [layers, slots per rank]."""
 
 
@@ -139,7 +139,7 @@ class ExpertParallel:
             ranks=self._ranks,
             tokens_by_rank=tokens_by_rank,
             token_ids_T=token_ids_T,
-            rows_LS=self._rows_LS,
+            slot_load_LS=self._rows_LS,
             exchange=self._exchange,
         )
 
@@ -169,7 +169,8 @@ class ExpertParallel:
 
     def _load(self) -> SlotLoad:
         return SlotLoad(
-            generation=self._placement.generation, rows_LS=self._rows_LS.numpy(force=True).copy()
+            generation=self._placement.generation,
+            slot_load_LS=self._rows_LS.numpy(force=True).copy(),
         )
 
 
@@ -183,7 +184,7 @@ class ExpertStep:
         ranks: the group of ranks that take the step.
         tokens_by_rank: rows that each rank brings.
         token_ids_T: running numbers of this rank's rows, int64.
-        rows_LS: counters of the generation, int64 [layers, slots per rank]; the step adds to them.
+        slot_load_LS: counters, int64 [layers, slots per rank]; the step adds to them.
         exchange: sends rows between several ranks of an FP8 model; None otherwise.
     """
 
@@ -194,7 +195,7 @@ class ExpertStep:
         ranks: RankGroup,
         tokens_by_rank: tuple[int, ...],
         token_ids_T: Tensor,
-        rows_LS: Tensor,
+        slot_load_LS: Tensor,
         exchange: SlotExchange | None = None,
     ) -> None:
         self._placement = placement
@@ -202,7 +203,7 @@ class ExpertStep:
         self._tokens_by_rank = tokens_by_rank
         self.exchange = exchange
         self.token_ids_T = token_ids_T
-        self.rows_LS = rows_LS
+        self.slot_load_LS = slot_load_LS
         self._layer = 0
 
     @property
@@ -241,7 +242,7 @@ class ExpertStep:
         assert experts.num_slots == self._placement.slots_per_rank
         slots_TK = self._choose_slots(routing.expert_ids_TK, layer=layer)
         run = self._run_here if self._ranks.alone else self._run_everywhere
-        y_ND = run(x_TD, slots_TK, experts, self.rows_LS[layer])
+        y_ND = run(x_TD, slots_TK, experts, self.slot_load_LS[layer])
         return _combine(y_ND, routing.weights_TK).to(x_TD.dtype)
 
     def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:

@@ -190,8 +190,11 @@ class CacheStep:
     """One step's tokens in the cache: where they are stored, and which queries attend together."""
 
     latents_LBPC: Tensor
+    """The cache's latents of all layers."""
     written_T: Tensor
+    """Where each token's latent is stored, in positions from the start of the cache."""
     groups: tuple[QueryGroup, ...]
+    """Queries that attend together."""
 
     def write(self, layer: int, latents_TC: Tensor) -> None:
         """Store the latents of the step's tokens in decoder layer `layer`."""

@@ -122,12 +122,12 @@ def run_mode(*, rank, num_ranks, row_block, group):
         staged.apply()
         model.ep.switch(model.placement(2))
         seen["switched"] = model.forward(rows_of_rank(rank, first_only))
-        seen["loads"] = [(load.generation, load.rows_LS) for load in model.ep.loads()]
+        seen["loads"] = [(load.generation, load.slot_load_LS) for load in model.ep.loads()]
         model = RankModel(rank=rank, num_ranks=num_ranks, row_block=row_block, group=group)
         for moe in model.layers:
             moe.gate.e_score_correction_bias[[0, 1, 2, 3]] = 100.0
         seen["skewed"] = model.forward(rows_of_rank(rank, even))
-        seen["skewed loads"] = model.ep.loads()[0].rows_LS
+        seen["skewed loads"] = model.ep.loads()[0].slot_load_LS
     model = RankModel(rank=rank, num_ranks=num_ranks, row_block=row_block, group=group)
     x = rows_of_rank(rank, even).requires_grad_()
     model.forward(x).square().sum().backward()

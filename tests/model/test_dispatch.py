@@ -113,7 +113,7 @@ def test_slots_get_the_shares_of_their_expert_and_no_bit_changes(payloads):
         x, routing = make_rows(25), make_routing(25, seed=seed, experts=[0, 1, 2, 3])
         plain = run(ExpertParallel.local(CONFIG), plain_layers, x, routing)
         assert torch.equal(run(weighted, layers, x, routing), plain)
-    rows = weighted.loads()[0].rows_LS
+    rows = weighted.loads()[0].slot_load_LS
     for layer in range(NUM_LAYERS):
         # 1,000 tokens; the sequence is off by a few of them, whatever the batches were.
         np.testing.assert_allclose(rows[layer, [0, 16, 17]], [610, 0, 390], atol=8)
@@ -150,10 +150,10 @@ def test_every_choice_of_every_row_is_counted_once_at_its_expert(payloads):
         run(ep, layers, make_rows(num_tokens), routing)
         np.add.at(expected, (slice(None), routing.expert_ids_TK.flatten().numpy()), 1)
     (load,) = ep.loads()
-    assert load.rows_LS.sum(axis=1).tolist() == [23 * TOP_K] * NUM_LAYERS
+    assert load.slot_load_LS.sum(axis=1).tolist() == [23 * TOP_K] * NUM_LAYERS
     by_expert = np.zeros_like(expected)
     for layer in range(NUM_LAYERS):
-        np.add.at(by_expert[layer], layout[layer], load.rows_LS[layer])
+        np.add.at(by_expert[layer], layout[layer], load.slot_load_LS[layer])
     assert (by_expert == expected).all()
 
 
@@ -167,7 +167,7 @@ def test_no_row_is_dropped_when_all_choose_the_same_experts(payloads):
     (load,) = ep.loads()
     for layer in range(NUM_LAYERS):
         for expert in (3, 7, 1, 0):
-            assert load.rows_LS[layer][layout[layer] == expert].sum() == 100
+            assert load.slot_load_LS[layer][layout[layer] == expert].sum() == 100
 
 
 def test_replicas_of_a_hot_expert_share_its_rows_evenly(payloads):
@@ -176,7 +176,7 @@ def test_replicas_of_a_hot_expert_share_its_rows_evenly(payloads):
     for _ in range(50):
         run(ep, layers, make_rows(8), make_routing(8, experts=[5, 1, 2, 3]))
     (load,) = ep.loads()
-    of_five = load.rows_LS[:, layout[0] == 5]
+    of_five = load.slot_load_LS[:, layout[0] == 5]
     assert of_five.sum(axis=1).tolist() == [400, 400]
     assert of_five.min() >= 97
     assert of_five.max() <= 103
@@ -201,8 +201,8 @@ def test_a_switch_in_the_middle_changes_no_bit_and_starts_a_count_of_its_own(pay
     assert torch.equal(before, after)
     new, old = ep.loads()
     assert (new.generation, old.generation) == (2, 1)
-    assert new.rows_LS.sum(axis=1).tolist() == [12 * TOP_K] * NUM_LAYERS
-    assert old.rows_LS.sum(axis=1).tolist() == [24 * TOP_K] * NUM_LAYERS
+    assert new.slot_load_LS.sum(axis=1).tolist() == [12 * TOP_K] * NUM_LAYERS
+    assert old.slot_load_LS.sum(axis=1).tolist() == [24 * TOP_K] * NUM_LAYERS
 
 
 def test_loads_are_copies_that_later_steps_leave_alone(payloads):
@@ -210,7 +210,7 @@ def test_loads_are_copies_that_later_steps_leave_alone(payloads):
     run(ep, layers, make_rows(3), make_routing(3))
     (load,) = ep.loads()
     run(ep, layers, make_rows(3), make_routing(3))
-    assert load.rows_LS.sum() == 3 * TOP_K * NUM_LAYERS
+    assert load.slot_load_LS.sum() == 3 * TOP_K * NUM_LAYERS
 
 
 def test_gradients_reach_rows_weights_and_only_the_chosen_experts(payloads):

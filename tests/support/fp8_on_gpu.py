@@ -96,7 +96,7 @@ def run(checkpoint, *, switches, graphs=None):
             staged(checkpoint, model, LAYOUTS[before], LAYOUTS[after]).apply()
             generation += 1
             experts.switch(placement(after, generation=generation))
-    return [one.cpu() for one in logits], [load.rows_LS.tolist() for load in experts.loads()]
+    return [one.cpu() for one in logits], [load.slot_load_LS.tolist() for load in experts.loads()]
 
 
 def placement(number, *, generation):

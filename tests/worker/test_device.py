@@ -75,7 +75,9 @@ def tokens_and_loads(core, held, staged, settings):
         engine.submit(Request(key=key, prompt=prompt, max_tokens=12, sampling=sampling))
     engine.run()
     assert switches == [2]
-    return tokens, [(load.generation, load.rows_LS.tolist()) for load in engine.progress().loads]
+    return tokens, [
+        (load.generation, load.slot_load_LS.tolist()) for load in engine.progress().loads
+    ]
 
 
 def built(core, held, stage):

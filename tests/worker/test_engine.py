@@ -123,9 +123,9 @@ def test_counters_have_every_assignment_of_every_token_once(
     assert progress.stats.tokens_generated == 40
     assert progress.stats.steps == len(engine.step_log)
     assert progress.stats.median_step_us > 0
-    np.testing.assert_array_equal((now.rows_LS + before.rows_LS).sum(axis=1), tokens * 2)
-    assert now.rows_LS.sum() > 0
-    assert before.rows_LS.sum() > 0
+    np.testing.assert_array_equal((now.slot_load_LS + before.slot_load_LS).sum(axis=1), tokens * 2)
+    assert now.slot_load_LS.sum() > 0
+    assert before.slot_load_LS.sum() > 0
     assert engine.progress().stats.median_step_us == 0
 
 

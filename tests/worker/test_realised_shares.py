@@ -63,7 +63,7 @@ def served(layout, *, num_steps=60, num_rows=64):
             step = ep.begin_step(num_tokens=num_rows)
             for experts in layers:
                 step.run(torch.zeros(num_rows, CONFIG.hidden_size), routing, experts)
-    return ep.loads()[0].rows_LS.astype(np.float64)
+    return ep.loads()[0].slot_load_LS.astype(np.float64)
 
 
 def test_slots_serve_the_shares_of_the_layout_within_chance():

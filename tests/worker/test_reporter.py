@@ -35,7 +35,7 @@ def reporter():
 def progress(*generations):
     return Progress(
         loads=tuple(
-            SlotLoad(generation=generation, rows_LS=np.full((2, 3), generation))
+            SlotLoad(generation=generation, slot_load_LS=np.full((2, 3), generation))
             for generation in generations
         ),
         stats=STATS,

@@ -113,7 +113,7 @@ def test_drafts_do_not_change_sampled_tokens_with_penalties_and_seeds(core):
     assert 0 < stats.drafts_accepted < stats.drafts
     verified = stats.tokens_processed + stats.drafts - stats.drafts_accepted
     top_k = core.checkpoint.config.num_experts_per_tok
-    assert load.rows_LS.sum(axis=1).tolist() == [verified * top_k] * core.shape.num_layers
+    assert load.slot_load_LS.sum(axis=1).tolist() == [verified * top_k] * core.shape.num_layers
 
 
 def test_drafting_starts_once_few_enough_requests_are_active(core):

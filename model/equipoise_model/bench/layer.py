@@ -27,6 +27,7 @@ class LayerTiming:
     """A layer's step: median time in microseconds, and spread over replays."""
 
     phase: str
+    """"decode" or "prefill"."""
     rows: int
     median_us: float
     spread: float

@@ -59,7 +59,7 @@ class Fp8MoE(nn.Module):
             ExchangeError: another rank is gone or stuck, or runs another generation.
         """
         layer = step.enter_layer()
-        exchange, load_S = step.exchange, step.rows_LS[layer]
+        exchange, load_S = step.exchange, step.slot_load_LS[layer]
         # A rank alone counts assignments while routing; several ranks count what they receive.
         counted_S = load_S if exchange is None else None
         routes = self._route(x_TD, step, layer=layer, rows_S=counted_S, num_valid=num_valid)

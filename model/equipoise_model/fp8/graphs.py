@@ -82,12 +82,12 @@ class DecodeGraphs:
                 lambda: forward(views, cache, memory.step(size), num_valid=memory.num_valid)
             )
             # Capturing may have run the work once or more.
-            memory.rows_LS.zero_()
+            memory.slot_load_LS.zero_()
         hidden_TD = self._graphs[key]()
         if step.exchange is not None:
             step.exchange.check()
-        step.rows_LS.add_(memory.rows_LS)
-        memory.rows_LS.zero_()
+        step.slot_load_LS.add_(memory.slot_load_LS)
+        memory.slot_load_LS.zero_()
         return hidden_TD[: rows.num_rows]
 
 
@@ -131,7 +131,7 @@ class _Memory:
         self.rows = StepRows.padding(max_rows, cache=cache, device=device)
         self.num_valid = torch.zeros(1, dtype=torch.int32, device=device)
         self._token_ids_T = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.rows_LS = torch.zeros(
+        self.slot_load_LS = torch.zeros(
             placement.num_layers, placement.slots_per_rank, dtype=torch.int64, device=device
         )
         self._ranks, self._exchange = step.ranks, step.exchange
@@ -149,7 +149,7 @@ class _Memory:
             ranks=self._ranks,
             tokens_by_rank=(num_rows,) * self._ranks.count,
             token_ids_T=self._token_ids_T[:num_rows],
-            rows_LS=self.rows_LS,
+            slot_load_LS=self.slot_load_LS,
             exchange=self._exchange,
         )
 

@@ -112,18 +112,17 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step's losses in nats per token, before the step's update.
-
-    `balance` and `specialization` are means over routers of these losses without their weights;
-    `max_over_mean` is the batch's most loaded expert against the mean, in the worst layer.
-    """
+    """One step's losses in nats per token, before the step's update."""
 
     step: int
     loss: float
     mtp_loss: float
     balance: float
+    """Mean over routers of the balance loss, without its weight."""
     specialization: float
+    """Mean over routers of the specialisation loss, without its weight."""
     max_over_mean: float
+    """The batch's most loaded expert against the mean, in the worst layer."""
 
 
 def new_model(config: ModelConfig, *, seed: int) -> Transformer:

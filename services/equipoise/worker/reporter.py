@@ -72,7 +72,7 @@ class Reporter:
                     generation=load.generation,
                     # Prompt and generated tokens share steps, so their loads are one.
                     phase=Phase.MIXED,
-                    assignments=load.rows_LS.astype(np.uint64),
+                    assignments=load.slot_load_LS.astype(np.uint64),
                 ),
                 stats=stats,
             )

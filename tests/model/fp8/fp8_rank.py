@@ -89,7 +89,7 @@ def served_together(checkpoint, rank, num_ranks):
     logits = part.serve(experts)
     seen = {
         "logits": logits,
-        "loads": [(load.generation, load.rows_LS) for load in experts.loads()],
+        "loads": [(load.generation, load.slot_load_LS) for load in experts.loads()],
         "backend": exchange.backend,
         "obstacle": capture_obstacle(exchange),
         "captured rows": exchange.max_captured_rows,

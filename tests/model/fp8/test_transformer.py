@@ -130,7 +130,7 @@ def served(model, checkpoint, *, steps=STEPS, switched=None, shares=(None, None)
             staged(checkpoint, FIRST, switched, model).apply()
             experts.switch(placement(switched, 2, shares=shares[1]))
         logits.append(model.step(batch(step), cache, experts).logits_SV.float())
-    return logits, [load.rows_LS.tolist() for load in experts.loads()]
+    return logits, [load.slot_load_LS.tolist() for load in experts.loads()]
 
 
 def test_the_twins_match_the_model_within_the_precision_of_fp8(path, checkpoint):

@@ -158,7 +158,10 @@ class _SafeQuery:
     tables_BS: Tensor
     lengths_B: Tensor
     is_lost_B: Tensor
+    """Queries with a block outside the cache or a length beyond the table; their results are
+    NaN."""
     is_empty_B: Tensor
+    """Queries that see nothing."""
 
     @classmethod
     def of(cls, latents: Latents, *, tables_BS: Tensor, lengths_B: Tensor) -> _SafeQuery:

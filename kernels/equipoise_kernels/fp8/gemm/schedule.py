@@ -77,14 +77,13 @@ class PrefixSumRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedRows:
-    """How many rows each group has: int32 [G].
-
-    `expected_rows` is a hint for choosing a configuration; the capacity M by default.
-    """
+    """How many rows each group has."""
 
     number: ClassVar[int] = 2
     rows_of_group: Tensor
+    """Rows of each group, int32 [G]."""
     expected_rows: int | None = None
+    """Expected rows per group, a hint for choosing a configuration; the capacity M by default."""
 
     @property
     def groups(self) -> Tensor:

@@ -29,10 +29,15 @@ class RoutingRule:
 
     num_experts: int
     num_groups: int
+    """Groups of consecutive experts."""
     top_groups: int
+    """Groups that a row may use."""
     top_k: int
+    """Experts per row."""
     normalize: bool
+    """Whether to divide weights by their sum."""
     scale: float
+    """Factor of the weights."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_groups <= self.num_experts <= MAX_EXPERTS:
