@@ -65,7 +65,7 @@ def test_the_output_describes_the_converted_file(tmp_path):
 def test_missing_facts_for_the_target_format_are_named(tmp_path):
     (tmp_path / "map.json").write_text("[[0, 1]]")
     for form, words in (("vllm-ascend", "--ranks"), ("tensorrt-llm", "--first-moe-layer")):
-        with pytest.raises(FormatError, match=f"say {words}"):
+        with pytest.raises(FormatError, match=f"set {words}"):
             equipoise("--file", tmp_path / "map.json", "--out", tmp_path / "x", "--format", form)
     (tmp_path / "rec.json").write_text('{"logical_count": [[0, 0], [1, 2]]}')
     statistics = ["--file", tmp_path / "rec.json", "--out", tmp_path / "y", "--format",

@@ -1,4 +1,4 @@
-"""Whatever is in a file, reading ends with a value or with `FormatError`."""
+"""Reading any file ends with a value or `FormatError`."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""The checkpoint that comes with the package."""
+"""The checkpoint shipped with the package."""
 
 import importlib.util
 

@@ -25,7 +25,7 @@ def test_no_plan_is_better_than_the_bound(seed, num_ranks, spare, tail):
     assert made.bound == pytest.approx(bounds.mean())
 
 
-def test_an_expert_too_hot_for_its_replicas_bounds_the_balance():
+def test_an_expert_too_hot_for_its_replicas_limits_the_balance():
     # Four ranks, one spare slot: expert 0 is at best halved, to 4 where the mean is 2.75.
     bounds = upper_bounds(np.array([[8.0, 1.0, 1.0, 1.0]]), num_slots=5, num_ranks=4)
     assert bounds == pytest.approx([2.75 / 4.0])

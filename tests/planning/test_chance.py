@@ -1,4 +1,4 @@
-"""A new plan after noise moves nothing, one after a change of traffic does."""
+"""A plan after noise moves nothing; a plan after a change of traffic does."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_another_sample_of_the_same_load_moves_nothing(current, algorithm, seed)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_who_does_not_know_how_much_was_counted_moves_after_noise(current, algorithm):
+def test_without_a_sample_size_a_plan_follows_noise(current, algorithm):
     made = planned(counted(shares(0), seed=2), current, algorithm, None)
     assert made.moves > 0
 
@@ -66,7 +66,7 @@ def test_other_traffic_moves_experts_in_every_layer(current, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_single_layer_with_other_traffic_is_told_from_noise_in_the_others(current, algorithm):
+def test_a_shift_in_a_single_layer_is_distinguished_from_noise_in_the_others(current, algorithm):
     changed = shares(0)
     changed[4] = shares(8)[4]
     made = planned(counted(changed, seed=2), current, algorithm, SAMPLES)
@@ -74,7 +74,7 @@ def test_a_single_layer_with_other_traffic_is_told_from_noise_in_the_others(curr
     np.testing.assert_array_equal(np.flatnonzero(moved), [4])
 
 
-def test_more_counting_tells_smaller_gains_from_noise(current):
+def test_larger_samples_distinguish_smaller_gains_from_noise(current):
     nearly = shares(0) * np.random.default_rng(3).uniform(0.97, 1.03, size=shares(0).shape)
     nearly /= nearly.sum(axis=1, keepdims=True)
     few, many = (

@@ -1,4 +1,4 @@
-"""A layout told by what it changes is the layout, or an error."""
+"""Layout changes: applied to their base they give the target, or an error."""
 
 import pickle
 from dataclasses import replace

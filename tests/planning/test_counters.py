@@ -79,7 +79,7 @@ def test_counters_of_another_boot_generation_or_phase_are_not_compared():
         np.testing.assert_array_equal(counted, [[1, 0], [0, 0]])
 
 
-def test_a_generation_that_began_unheard_gives_a_baseline_first():
+def test_the_first_report_of_a_generation_that_began_earlier_is_only_a_baseline():
     counters = LoadCounters(epoch=5, counted_from=4)
     first = counters.accept(report([[1000, 2], [1, 4]]), LAYOUT)
     second = counters.accept(report([[1001, 2], [1, 4]]), LAYOUT)
@@ -95,7 +95,7 @@ def test_a_shrinking_counter_is_refused_and_forgotten():
     np.testing.assert_array_equal(delta.slot_load.sum(axis=1), [1, 0])
 
 
-def test_a_report_of_later_steps_is_believed_against_one_that_was_above_it():
+def test_a_lower_count_with_later_steps_corrects_an_earlier_report():
     counters = LoadCounters(epoch=5)
     counters.accept(report([[1_000_000, 2], [1, 4]]), LAYOUT, num_steps=10)
     late = report([[6, 2], [1, 3]])
@@ -130,7 +130,7 @@ def test_a_stray_report_of_an_earlier_boot_does_not_count_twice():
     assert refused_kind(counters, stray) == "report_old_boot"
 
 
-def test_only_a_few_generations_are_remembered_and_a_forgotten_one_does_not_count_twice():
+def test_only_a_few_generations_are_kept_and_a_dropped_one_does_not_count_twice():
     counters = LoadCounters(epoch=5)
     for generation in range(3, 40):
         layout = LAYOUT.with_placement(LAYOUT.expert_of_slot, generation=generation)

@@ -1,4 +1,4 @@
-"""Moves of a plan on the demo's pool: the published algorithm beside our planners.
+"""Moves of a plan on the demo's pool: the published algorithm compared with our planners.
 
 `-s` prints the figures of README's comparison.
 """

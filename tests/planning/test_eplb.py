@@ -32,7 +32,7 @@ def test_plans_are_those_of_the_published_program(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
-def test_the_baseline_of_benchmarks_is_the_published_program_too(case):
+def test_the_baseline_of_benchmarks_equals_the_published_program(case):
     hierarchical = case["num_groups"] % case["num_nodes"] == 0
     table = published(
         np.array(case["weight"], dtype=np.float64),
@@ -80,7 +80,7 @@ def test_hierarchical_placement_keeps_every_group_within_one_node(
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None)
-def test_renaming_experts_renames_the_plan_and_nothing_else(seed):
+def test_renaming_experts_only_renames_the_plan(seed):
     rng = np.random.default_rng(seed)
     load = rng.lognormal(size=(3, 16))
     new_name = rng.permutation(16)

@@ -1,4 +1,4 @@
-"""Whether a rollout is kept: by its promise, and by what the layout before would have done."""
+"""Whether a rollout is kept: by its expected gain, and by what the previous layout would gain."""
 
 import numpy as np
 import pytest
@@ -32,43 +32,43 @@ def judged(*windows, optimism=0.0, policy=POLICY):
     return judge_gain(promise, witnesses, policy=policy)
 
 
-def test_a_rollout_that_brought_what_it_promised_is_kept():
+def test_a_rollout_that_realises_its_expected_gain_is_kept():
     told = judged((BAD_FOR_OLD, 0.93), (BAD_FOR_OLD, 0.94))
     assert not told.goes_back
     assert told.reason.startswith("kept, as expected")
     assert told.gain == pytest.approx(0.935 - 0.625)
 
 
-def test_one_that_is_worse_than_the_layout_before_is_rolled_back():
+def test_a_rollout_worse_than_the_previous_layout_is_rolled_back():
     told = judged((BAD_FOR_OLD, 0.50), (BAD_FOR_OLD, 0.52))
     assert told.goes_back
     assert "would have reached 0.625" in told.reason
     assert told.gain < 0
 
 
-def test_traffic_that_moved_is_not_blamed_on_the_plan():
+def test_a_change_of_traffic_is_not_blamed_on_the_plan():
     # It fell far short, but the old layout would have fallen further.
     told = judged((BAD_FOR_OLD, 0.70), (BAD_FOR_OLD, 0.72))
     assert not told.goes_back
     assert "traffic changed" in told.reason
 
 
-def test_traffic_that_went_back_to_what_suits_the_old_layout_goes_back_to_it():
+def test_traffic_that_suits_the_previous_layout_again_rolls_back():
     assert judged((GOOD_FOR_OLD, 0.70), (GOOD_FOR_OLD, 0.72)).goes_back
 
 
-def test_a_disappointment_within_the_tolerance_is_kept():
+def test_a_shortfall_within_the_tolerance_is_kept():
     assert not judged((BAD_FOR_OLD, 0.60), (BAD_FOR_OLD, 0.58)).goes_back
 
 
-def test_the_old_layout_is_not_believed_to_do_better_than_it_did():
+def test_the_previous_layout_is_not_credited_with_more_than_it_measured():
     # Computed, it would have 0.625; but it was measured 0.2 below what was computed.
     windows = ((BAD_FOR_OLD, 0.50), (BAD_FOR_OLD, 0.50))
     assert judged(*windows).goes_back
     assert not judged(*windows, optimism=0.2).goes_back
 
 
-def test_windows_with_too_few_assignments_say_nothing():
+def test_windows_with_too_few_assignments_are_ignored():
     assert judged((BAD_FOR_OLD, 0.5)) is None
     assert judged((BAD_FOR_OLD, 0.5), (BAD_FOR_OLD / 100, 0.5)) is None
     assert judged((BAD_FOR_OLD, 0.5), (BAD_FOR_OLD / 100, 1.0), (BAD_FOR_OLD, 0.5)).goes_back
@@ -78,7 +78,7 @@ def test_windows_with_too_few_assignments_say_nothing():
     ("rolled_back_s", "shifted", "waits"),
     [(None, False, False), (95.0, False, True), (95.0, True, False), (0.0, False, False)],
 )
-def test_the_same_load_is_not_planned_for_again_at_once(rolled_back_s, shifted, waits):
+def test_the_same_load_is_not_planned_for_again_immediately(rolled_back_s, shifted, waits):
     policy = Policy(rollback_cooldown_s=60.0)
     told = too_soon_again(policy, rolled_back_s=rolled_back_s, shift_detected=shifted, now=100.0)
     assert (told is not None) == waits

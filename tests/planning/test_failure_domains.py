@@ -1,4 +1,4 @@
-"""Planning for the ranks that are left, and for ranks that are not alike."""
+"""Planning for the remaining ranks, and for ranks with unequal slots."""
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_after_a_loss_incremental_restores_first_and_moves_little():
     assert missing <= even.moves < fresh.moves / 2
 
 
-def test_with_too_few_ranks_left_the_remedy_is_named():
+def test_with_too_few_ranks_left_the_error_names_the_remedy():
     with pytest.raises(InvalidLayoutError, match="give each rank at least 8 slots"):
         plan(LOAD, model=MODEL, topology=TOPOLOGY, exclude_ranks=frozenset({0, 1, 2, 3}))
     with pytest.raises(InvalidLayoutError, match="no rank is left"):
@@ -125,7 +125,7 @@ def test_moves_between_unequal_ranks_go_to_the_rank_that_owns_the_slot():
     assert moves[1] == ()
 
 
-def test_replicas_lie_on_different_nodes_where_it_costs_next_to_nothing():
+def test_replicas_lie_on_different_nodes_where_that_costs_little():
     model = ModelShape(num_layers=3, num_experts=64, num_groups=4, expert_bytes=1)
     topology = Topology(node_of_rank=TOPOLOGY.node_of_rank, slots_per_rank=12)
     load = np.random.default_rng(0).lognormal(size=(3, 64))

@@ -104,21 +104,21 @@ def test_limits_make_auto_incremental():
     )
 
 
-def test_at_the_target_nothing_moves():
+def test_nothing_moves_at_the_target():
     (load,) = loads(3, num=1)
     made = improved(load, layout_for(load), target_balancedness=0.9)
     assert made.moves == 0
     assert "has reached the target of 0.900" in made.reason
 
 
-def test_a_target_out_of_reach_is_said_to_be():
+def test_a_target_out_of_reach_is_reported():
     old, new = loads(4)
     made = improved(new, layout_for(old), target_balancedness=0.99999)
     assert made.balancedness > 0.99
     assert "the target of 1.000 is out of reach" in made.reason
 
 
-def test_the_curve_tells_what_any_number_of_moves_buys():
+def test_the_curve_has_the_balance_for_any_number_of_moves():
     old, new = loads(5)
     current = layout_for(old)
     curve = improved(new, current).curve
@@ -133,7 +133,7 @@ def test_the_curve_tells_what_any_number_of_moves_buys():
     assert made.balancedness == pytest.approx(balance[len(moves) // 2], abs=1e-9)
 
 
-def test_renaming_experts_changes_the_plan_in_nothing_but_names():
+def test_renaming_experts_only_renames_the_plan():
     old, new = loads(6)
     name = np.random.default_rng(6).permutation(NUM_EXPERTS)
     renamed = np.empty_like(new)
@@ -148,7 +148,7 @@ def test_renaming_experts_changes_the_plan_in_nothing_but_names():
     np.testing.assert_array_equal(name[made.expert_of_slot], other.expert_of_slot)
 
 
-def test_the_same_question_has_the_same_answer():
+def test_plans_are_deterministic():
     old, new = loads(7)
     first, second = (improved(new, layout_for(old), max_moves=50) for _ in range(2))
     np.testing.assert_array_equal(first.expert_of_slot, second.expert_of_slot)
@@ -156,9 +156,7 @@ def test_the_same_question_has_the_same_answer():
 
 
 @pytest.mark.parametrize(("hot_slot", "near_slot"), [(6, 4), (0, 2)])
-def test_of_two_moves_that_gain_alike_the_one_with_a_source_on_its_node_is_made(
-    hot_slot, near_slot
-):
+def test_between_equal_gains_the_move_with_a_source_on_its_node_is_made(hot_slot, near_slot):
     # Two slots a rank, two ranks a node; a spare replica of expert 2 on either node.
     start = np.array([1, 3, 2, 4, 2, 5, 1, 6], dtype=np.int32)
     start[hot_slot] = 0

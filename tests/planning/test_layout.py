@@ -19,9 +19,7 @@ def layout_of(*rows, num_experts, num_ranks, generation=1):
 @given(
     num_experts=st.integers(1, 12), num_ranks=st.integers(1, 6), slots_per_rank=st.integers(1, 20)
 )
-def test_the_contiguous_layout_is_valid_wherever_one_is_possible(
-    num_experts, num_ranks, slots_per_rank
-):
+def test_the_contiguous_layout_is_always_valid(num_experts, num_ranks, slots_per_rank):
     def build():
         return contiguous_layout(
             num_layers=2,
@@ -63,7 +61,7 @@ def test_a_twin_on_a_rank_with_more_slots_is_found():
 
 
 @pytest.mark.parametrize("slots_of_rank", [(1, 2), (0, 4), (4, 1)])
-def test_slots_of_ranks_that_do_not_make_the_table_are_refused(slots_of_rank):
+def test_slots_of_rank_that_do_not_sum_to_the_table_are_refused(slots_of_rank):
     with pytest.raises(InvalidLayoutError, match="slots_of_rank"):
         unequal([0, 1, 2, 0], slots_of_rank)
 

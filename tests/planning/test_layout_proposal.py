@@ -1,4 +1,4 @@
-"""The way to a layout that no planner chose."""
+"""The waves to a layout that no planner chose."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def given(current, target, *, window=None, max_wave_bytes=2**20):
     )
 
 
-def test_the_last_wave_places_experts_as_the_target_does_under_a_number_of_its_own():
+def test_the_last_wave_has_the_targets_placement_under_a_new_generation():
     target = layout_of(3, shift=1)
     found = given(layout_of(7), target)
     assert [wave.generation for wave in found.waves] == [9]
@@ -43,13 +43,13 @@ def test_waves_bound_what_a_rank_stages():
     assert [wave.generation for wave in found.waves] == [9, 10, 11]
 
 
-def test_nothing_moves_to_where_everything_is():
+def test_an_equal_target_needs_no_moves():
     found = given(layout_of(7), layout_of(3))
     assert not found.waves
     assert found.moves == 0
 
 
-def test_the_balance_told_is_that_of_the_window():
+def test_the_reported_balance_is_that_of_the_window():
     skewed = np.tile([6.0, 1.0, 1.0, 1.0, 1.0, 1.0], (3, 1))
     found = given(layout_of(7), layout_of(3, shift=1), window=skewed)
     assert found.balancedness_current != found.balancedness_proposed

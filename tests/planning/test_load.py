@@ -1,4 +1,4 @@
-"""Windows of loads, their averages, and shifts between these."""
+"""Load windows, their averages, and shifts between these."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ def delta(load, *, rank, generation=1, experts=(0, 1, 2, 0)):
     return LoadDelta(rank=rank, layout=layout, slot_load=np.array(load, dtype=np.float64))
 
 
-def test_a_window_holds_what_came_since_the_last_close():
+def test_a_window_holds_the_load_since_the_last_close():
     window = make_window()
     window.add(delta([[7, 2], [1, 4]], rank=0))
     window.add(delta([[1, 1], [0, 0]], rank=1))
@@ -40,7 +40,7 @@ def test_a_window_holds_what_came_since_the_last_close():
     assert closed.expert_load.sum() == 16
 
 
-def test_a_window_counts_each_generation_by_its_own_layout_however_late_it_comes():
+def test_a_window_counts_late_reports_by_the_layout_of_their_generation():
     window = make_window()
     window.add(delta([[7, 2], [1, 4]], rank=0))
     window.add(delta([[1, 1], [0, 0]], rank=1, generation=2, experts=(1, 0, 0, 2)))
@@ -58,7 +58,7 @@ def test_a_window_counts_each_generation_by_its_own_layout_however_late_it_comes
     assert window.close(now=14.0).layout is None
 
 
-def test_layers_of_a_window_count_alike_or_it_is_a_contradiction():
+def test_layers_of_a_window_that_count_differently_are_a_contradiction():
     window = make_window()
     window.add(delta([[500, 500], [300, 600]], rank=1))
     assert window.close(now=11.0).contradiction == ""
@@ -86,7 +86,7 @@ def test_after_one_half_life_without_traffic_the_old_sum_weighs_half():
 
 
 @given(st.lists(st.floats(0.01, 20.0), min_size=1, max_size=20))
-def test_how_time_is_cut_into_folds_does_not_matter(steps_s):
+def test_the_average_does_not_depend_on_how_time_is_cut_into_folds(steps_s):
     cut, now = average(), 0.0
     for step_s in steps_s:
         now += step_s
@@ -96,7 +96,7 @@ def test_how_time_is_cut_into_folds_does_not_matter(steps_s):
     np.testing.assert_allclose(cut.per_second(), [[3.0, 1.0]], rtol=1e-9)
 
 
-def test_a_long_past_is_forgotten():
+def test_old_load_is_forgotten():
     then = average().fold(np.array([[100.0, 0.0]]), now=10.0)
     later = then.fold(np.array([[0.0, 10_000.0]]), now=1010.0)
     np.testing.assert_allclose(later.per_second(), [[0.0, 10.0]], atol=1e-9)
@@ -113,7 +113,7 @@ def test_an_average_that_saw_no_time_is_zero():
     np.testing.assert_array_equal(average().per_second(), [[0.0, 0.0]])
 
 
-def test_a_restarted_average_knows_the_given_load_only():
+def test_a_restarted_average_has_only_the_given_load():
     old = average().fold(np.array([[1000.0, 0.0]]), now=100.0)
     fresh = old.restarted(np.array([[0.0, 20.0]]), duration_s=10.0, now=110.0)
     np.testing.assert_allclose(fresh.per_second(), [[0.0, 2.0]], rtol=1e-12)
@@ -129,12 +129,12 @@ def alternating(num_folds):
     return folded
 
 
-def test_the_variance_tells_a_load_that_comes_and_goes_from_a_steady_one():
+def test_the_variance_distinguishes_a_bursty_load_from_a_steady_one():
     np.testing.assert_allclose(alternating(20).per_second(), [[2.0, 2.0]], rtol=1e-4)
     np.testing.assert_allclose(alternating(20).variance(), [[4.0, 0.0]], atol=1e-3)
 
 
-def test_planning_for_risk_gives_room_to_what_varies():
+def test_planning_for_risk_leaves_room_for_variable_experts():
     np.testing.assert_allclose(alternating(20).at_risk(1.5), [[5.0, 2.0]], atol=1e-2)
     np.testing.assert_array_equal(alternating(20).at_risk(0.0), alternating(20).per_second())
 
@@ -196,7 +196,7 @@ def test_the_noise_bound_is_above_the_mean_distance_of_samples():
     assert mean_distance < mean_noise < 2 * mean_distance
 
 
-def test_traffic_that_goes_elsewhere_is_a_shift_and_the_reason_has_the_numbers():
+def test_traffic_to_other_experts_is_a_shift_and_the_reason_has_the_numbers():
     slow = np.array([[100.0, 100.0, 0.0, 0.0]])
     fast = np.array([[0.0, 0.0, 10.0, 10.0]])
     shift = detect_shift(fast, slow, assignments=10_000, threshold=0.15)
@@ -205,7 +205,7 @@ def test_traffic_that_goes_elsewhere_is_a_shift_and_the_reason_has_the_numbers()
     assert "100.0% of the load" in shift.reason
 
 
-def test_few_assignments_are_no_witness_of_a_shift():
+def test_too_few_assignments_are_not_a_shift():
     slow = np.ones((1, 256))
     fast = np.zeros((1, 256))
     fast[0, :4] = 1.0

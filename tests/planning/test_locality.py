@@ -40,7 +40,7 @@ def off_home(load, table, homes):
 
 @given(st.integers(0, 1000), st.floats(0.01, 0.99))
 @settings(max_examples=25, deadline=None)
-def test_no_more_load_leaves_its_home_than_the_dial_says(seed, locality):
+def test_no_more_load_leaves_its_home_node_than_the_locality_allows(seed, locality):
     load = skewed_load(seed)
     homes, table = (place_locally(problem(load), locality=dial) for dial in (0.0, locality))
     Layout(generation=1, num_experts=64, num_ranks=16, expert_of_slot=table)
@@ -50,7 +50,7 @@ def test_no_more_load_leaves_its_home_than_the_dial_says(seed, locality):
     assert (better(table) >= better(homes) - 1e-9).all()
 
 
-def test_the_ends_of_the_dial_are_hierarchical_and_global():
+def test_the_ends_of_locality_are_hierarchical_and_global():
     load = skewed_load(1)
     at_ends = [plan(load, model=MODEL, topology=TOPOLOGY, locality=dial) for dial in (0.0, 1.0)]
     named = [
@@ -63,7 +63,7 @@ def test_the_ends_of_the_dial_are_hierarchical_and_global():
     assert at_ends[1].off_node_share > 0.4
 
 
-def test_a_quarter_of_the_dial_buys_most_of_the_balance():
+def test_a_quarter_of_locality_gains_most_of_the_balance():
     load = skewed_load(2)
     strict, mild, free = (
         plan(load, model=MODEL, topology=TOPOLOGY, locality=dial) for dial in (0.0, 0.25, 1.0)
@@ -76,7 +76,7 @@ def test_a_quarter_of_the_dial_buys_most_of_the_balance():
     assert f"{1 - mild.off_node_share:.1%} of the load stays on its home node" in mild.reason
 
 
-def test_turning_the_dial_up_loses_no_balance():
+def test_a_higher_locality_value_never_loses_balance():
     load = skewed_load(3)
     balance = [
         plan(load, model=MODEL, topology=TOPOLOGY, locality=dial).balancedness
@@ -85,7 +85,7 @@ def test_turning_the_dial_up_loses_no_balance():
     assert balance == pytest.approx(sorted(balance), abs=0.002)
 
 
-def test_without_homes_a_local_plan_is_global_and_says_why():
+def test_without_home_nodes_a_local_plan_is_global_and_gives_the_reason():
     model = ModelShape(num_layers=4, num_experts=64, num_groups=1, expert_bytes=1)
     made = plan(skewed_load(4), model=model, topology=TOPOLOGY, locality=0.2)
     assert made.algorithm is Algorithm.GLOBAL

@@ -1,4 +1,4 @@
-"""When ranks are dealt anew, to whom, and in which words."""
+"""When a pool opens a new epoch, with which workers, and for which reason."""
 
 import pytest
 
@@ -31,35 +31,35 @@ def workers(state, count, *, first=0, **changes):
     return [worker(f"w-{first + number}", state, **changes) for number in range(count)]
 
 
-def test_nobody_wants_nothing():
+def test_without_workers_nothing_is_decided():
     opening = decide()
     assert (opening.workers, opening.reason, opening.is_down) == ((), "", False)
 
 
-def test_a_whole_group_is_left_alone():
+def test_a_complete_group_is_not_interrupted():
     assert decide(*workers(SERVING, 4), now=1e6).workers == ()
 
 
 # The start ---------------------------------------------------------------------------------------
 
 
-def test_a_pool_opens_when_all_its_workers_are_here():
+def test_a_pool_opens_when_all_its_workers_are_connected():
     assert set(decide(*workers(NEW, 4)).workers) == {"w-0", "w-1", "w-2", "w-3"}
 
 
-def test_a_pool_waits_for_its_workers_and_says_for_how_many():
+def test_a_pool_waits_for_its_workers_and_reports_how_many():
     opening = decide(*workers(NEW, 3), now=59.9)
     assert not opening.workers
     assert "3 of 4 workers are connected (w-0, w-1, w-2): waiting for 1 more" in opening.reason
 
 
-def test_a_start_is_not_waited_for_without_end():
+def test_waiting_for_the_start_times_out():
     opening = decide(*workers(NEW, 3), now=60.0)
     assert len(opening.workers) == 3
     assert opening.bound == "start"
 
 
-def test_too_few_slots_at_the_bound_are_a_pool_that_is_down():
+def test_too_few_slots_at_the_timeout_mean_the_pool_is_down():
     opening = decide(*workers(NEW, 2), now=60.0)
     assert opening.is_down
     assert not opening.workers
@@ -70,21 +70,21 @@ def test_too_few_slots_at_the_bound_are_a_pool_that_is_down():
 # A rank is lost ----------------------------------------------------------------------------------
 
 
-def test_a_death_that_all_noticed_opens_at_once_on_the_survivors():
+def test_a_loss_that_all_noticed_opens_an_epoch_of_the_survivors_at_once():
     opening = decide(worker("w-0", MISSING), *workers(SURVIVOR, 3, first=1))
     assert set(opening.workers) == {"w-1", "w-2", "w-3"}
     assert opening.reason == "the group was lost: w-0 is missing: its stream was cut"
     assert opening.bound == ""
 
 
-def test_who_has_not_noticed_yet_is_waited_for():
+def test_workers_that_have_not_noticed_a_loss_are_waited_for():
     pool = [worker("w-0", MISSING), *workers(SURVIVOR, 2, first=1), worker("w-3", SERVING)]
     opening = decide(*pool, now=4.9)
     assert not opening.workers
     assert "waiting for w-3 to leave it, at most 5 s" in opening.reason
 
 
-def test_who_never_notices_is_left_out_at_the_bound():
+def test_a_worker_that_never_notices_a_loss_is_left_out_at_the_timeout():
     pool = [*workers(SURVIVOR, 3), worker("w-3", SERVING)]
     opening = decide(*pool, now=5.0)
     assert set(opening.workers) == {"w-0", "w-1", "w-2"}
@@ -93,24 +93,24 @@ def test_who_never_notices_is_left_out_at_the_bound():
     assert "w-3 did not leave it within 5 s" in opening.reason
 
 
-def test_who_is_left_out_is_not_waited_for_nor_seated():
+def test_a_worker_left_out_is_neither_waited_for_nor_assigned_a_rank():
     opening = decide(*workers(SURVIVOR, 3), worker("w-3", STUCK))
     assert set(opening.workers) == {"w-0", "w-1", "w-2"}
 
 
-def test_who_cannot_be_spared_is_taken_along_at_the_bound():
+def test_a_worker_that_is_needed_is_included_at_the_timeout():
     opening = decide(*workers(SURVIVOR, 2), worker("w-3", SERVING), now=5.0)
     assert set(opening.workers) == {"w-0", "w-1", "w-3"}
     assert "w-3 did not leave it within 5 s, but all are needed" in opening.reason
 
 
-def test_a_group_that_broke_although_nobody_is_missing_forms_anew():
+def test_a_group_lost_without_a_missing_worker_re_forms():
     opening = decide(*workers(SURVIVOR, 4, reason="a step timed out"))
     assert len(opening.workers) == 4
     assert opening.reason == "the group was lost: a step timed out"
 
 
-def test_two_deaths_that_leave_too_few_slots_take_the_pool_down_and_a_return_brings_it_up():
+def test_losing_too_many_slots_takes_the_pool_down_until_a_worker_returns():
     pool = [*workers(MISSING, 2), *workers(SURVIVOR, 2, first=2)]
     opening = decide(*pool)
     assert opening.is_down
@@ -118,7 +118,7 @@ def test_two_deaths_that_leave_too_few_slots_take_the_pool_down_and_a_return_bri
     assert len(decide(*pool, worker("w-4", NEW)).workers) == 3
 
 
-def test_a_broken_stream_alone_is_no_loss_because_its_rank_may_still_step():
+def test_a_broken_stream_alone_is_not_a_loss_because_the_rank_may_still_step():
     assert decide(worker("w-0", MISSING), *workers(SERVING, 3, first=1), now=1e6).workers == ()
 
 
@@ -126,7 +126,7 @@ def test_a_broken_stream_alone_is_no_loss_because_its_rank_may_still_step():
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_death_while_ranks_form_opens_the_next_epoch_at_once_whoever_it_was(number):
+def test_a_loss_while_ranks_form_opens_the_next_epoch_at_once(number):
     pool = workers(JOINING, 4)
     pool[number] = worker(f"w-{number}", MISSING)
     opening = decide(*pool)
@@ -134,13 +134,13 @@ def test_a_death_while_ranks_form_opens_the_next_epoch_at_once_whoever_it_was(nu
     assert f"w-{number} is missing: its stream was cut, before all ranks served" in opening.reason
 
 
-def test_newcomers_wait_until_the_ranks_that_form_serve():
+def test_new_workers_wait_until_joining_ranks_serve():
     opening = decide(*workers(JOINING, 4), worker("w-4", NEW), now=1e6)
     assert not opening.workers
     assert "w-4 joins when w-0, w-1, w-2, w-3 serves" in opening.reason
 
 
-def test_a_rank_that_cannot_meet_while_others_load_waits_for_them_up_to_the_bound():
+def test_a_rank_that_cannot_join_while_others_load_waits_until_the_timeout():
     pool = [*workers(SURVIVOR, 3), worker("w-3", JOINING)]
     assert not decide(*pool, now=4.9).workers
     assert decide(*pool, now=5.0).left_out == ("w-3",)
@@ -149,18 +149,18 @@ def test_a_rank_that_cannot_meet_while_others_load_waits_for_them_up_to_the_boun
 # Newcomers ---------------------------------------------------------------------------------------
 
 
-def test_newcomers_are_taken_in_together_when_they_have_settled():
+def test_new_workers_join_together_after_the_settling_time():
     pool = [*workers(SERVING, 4), worker("w-4", NEW), worker("w-5", NEW, since_s=0.3)]
     assert decide(*pool, now=0.7).reason == "w-4, w-5 joins shortly"
     assert len(decide(*pool, now=0.8).workers) == 6
 
 
-def test_newcomers_wait_for_a_rollout():
+def test_new_workers_wait_for_a_rollout_to_end():
     opening = decide(*workers(SERVING, 4), worker("w-4", NEW), now=9.0, is_rolling_out=True)
     assert opening.reason == "w-4 joins when the rollout is over"
 
 
-def test_a_newcomer_beside_a_gap_waits_for_the_others_to_notice_up_to_the_bound():
+def test_a_new_worker_beside_a_missing_one_waits_until_the_timeout():
     pool = [worker("w-0", MISSING), *workers(SERVING, 3, first=1), worker("w-4", NEW, since_s=1.0)]
     assert not decide(*pool, now=5.9).workers
     opening = decide(*pool, now=6.0)
@@ -168,7 +168,7 @@ def test_a_newcomer_beside_a_gap_waits_for_the_others_to_notice_up_to_the_bound(
     assert opening.bound == "reform"
 
 
-def test_a_newcomer_waits_for_ranks_that_a_new_balancer_has_not_heard_of():
+def test_a_new_worker_waits_for_ranks_not_yet_connected_to_a_new_balancer():
     pool = [*workers(SERVING, 3), worker("w-4", NEW)]
     opening = decide(*pool, now=4.9, unheard=frozenset({"w-3"}))
     assert not opening.workers
@@ -179,7 +179,7 @@ def test_a_newcomer_waits_for_ranks_that_a_new_balancer_has_not_heard_of():
 # A balancer that was restarted -------------------------------------------------------------------
 
 
-def test_survivors_that_return_to_a_new_balancer_wait_for_those_it_has_not_heard_of():
+def test_survivors_wait_for_ranks_not_yet_connected_to_a_new_balancer():
     pool = workers(NEW, 3, holds=True)
     assert not decide(*pool, now=4.9, unheard=frozenset({"w-3"})).workers
     opening = decide(*pool, now=5.0, unheard=frozenset({"w-3"}))
@@ -191,7 +191,7 @@ def test_survivors_that_return_to_a_new_balancer_wait_for_those_it_has_not_heard
 # Slow workers ------------------------------------------------------------------------------------
 
 
-def test_a_group_goes_on_without_who_is_slow():
+def test_a_group_continues_without_slow_workers():
     slow = worker("w-3", SLOW, reason="3.0 times longer")
     opening = decide(*workers(SERVING, 3), slow)
     assert set(opening.workers) == {"w-0", "w-1", "w-2"}
@@ -199,19 +199,19 @@ def test_a_group_goes_on_without_who_is_slow():
     assert opening.reason == "continues without slow workers: w-3: 3.0 times longer"
 
 
-def test_a_newcomer_makes_up_for_who_is_slow():
+def test_a_new_worker_replaces_a_slow_one():
     slow = worker("w-2", SLOW, reason="3.0 times longer")
     opening = decide(*workers(SERVING, 2), slow, *workers(NEW, 1, first=3))
     assert set(opening.workers) == {"w-0", "w-1", "w-3"}
 
 
-def test_who_is_slow_stays_when_it_cannot_be_spared():
+def test_a_slow_worker_that_is_needed_stays():
     slow = worker("w-2", SLOW, reason="3.0 times longer")
     opening = decide(*workers(SERVING, 2), slow)
     assert not opening.workers
     assert opening.reason == "slow, but needed for all experts to have slots: w-2: 3.0 times longer"
 
 
-def test_nobody_is_left_out_during_a_rollout():
+def test_no_worker_is_left_out_during_a_rollout():
     slow = worker("w-3", SLOW, reason="3.0 times longer")
     assert not decide(*workers(SERVING, 3), slow, is_rolling_out=True).workers

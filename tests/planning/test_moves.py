@@ -84,7 +84,7 @@ def test_moves_applied_to_the_current_layout_give_the_target(change):
     np.testing.assert_array_equal(table, target.expert_of_slot)
 
 
-def test_the_nearest_holder_is_asked_first():
+def test_the_nearest_holder_is_the_first_source():
     # Expert 1 is on ranks 1 (other node), 2 (own node) and 3 (own rank, in another slot).
     current = one_layer(0, 2, 1, 0, 1, 2, 1, 2, num_ranks=4)
     target = one_layer(0, 2, 1, 0, 1, 2, 0, 1, num_ranks=4, generation=2)
@@ -95,7 +95,7 @@ def test_the_nearest_holder_is_asked_first():
     assert moves[0] == moves[1] == moves[2] == ()
 
 
-def test_holders_share_the_work_of_sending():
+def test_first_sources_are_spread_over_holders():
     # Ranks 0 and 1 hold expert 0; the six others all want it.
     current = one_layer(0, 0, 1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, num_ranks=14)
     wanted = [0, 0, 1, 2, 3, 4, 5, 6] + [0] * 6
@@ -135,7 +135,7 @@ def test_waves_are_valid_small_and_end_in_the_target(change, most_moves, by_gain
         assert np.flatnonzero(first).max() == np.flatnonzero(every).max()
 
 
-def test_no_change_is_no_wave():
+def test_an_unchanged_layout_has_no_waves():
     current = one_layer(0, 1, num_ranks=2)
     same = one_layer(0, 1, num_ranks=2, generation=2)
     assert not waves(current, same, expert_bytes=1, max_wave_bytes=1)

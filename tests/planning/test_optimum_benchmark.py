@@ -1,4 +1,4 @@
-"""How far plans are from the best there is: exactly on small pools, by a bound on large ones.
+"""How far plans are from the optimum: exactly on small pools, by a bound on large ones.
 
 Small ones are solved as mixed integer programs by SciPy's HiGHS; at EP144 `chain_bound` proves what
 weighted replicas cannot reach. `EQUIPOISE_BOUND_EVERY=1` asks it of every layer (an hour).
@@ -60,7 +60,7 @@ def test_small_pools_beside_the_exact_optimum(capsys):
     assert np.mean(gaps["weighted"]) < 0.02
 
 
-def test_weighted_replicas_beside_what_is_proven_out_of_reach(capsys):
+def test_weighted_replicas_compared_with_proven_bounds(capsys):
     every = int(os.environ.get("EQUIPOISE_BOUND_EVERY", "29"))
     greedy, ours, bounds = [], [], []
     for load in as_recorded(loads_to_measure()).values():

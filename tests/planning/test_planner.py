@@ -73,7 +73,7 @@ def pools_with_load(draw):
 
 @given(pools_with_load(), st.sampled_from(list(Algorithm)))
 @settings(max_examples=200, deadline=None)
-def test_every_plan_is_valid_and_never_worse_than_what_is_there(case, algorithm):
+def test_every_plan_is_valid_and_never_worse_than_the_current_layout(case, algorithm):
     model, topology, load = case
     start = start_of(model, topology)
     made = plan(load, model=model, topology=topology, current=start, algorithm=algorithm)
@@ -87,7 +87,7 @@ def test_every_plan_is_valid_and_never_worse_than_what_is_there(case, algorithm)
 
 @given(pools_with_load())
 @settings(max_examples=100, deadline=None)
-def test_planning_again_for_the_same_load_moves_nothing_that_gains_nothing(case):
+def test_planning_again_for_the_same_load_moves_nothing(case):
     model, topology, load = case
     chosen = {"model": model, "topology": topology, "algorithm": Algorithm.GLOBAL}
     first = plan(load, current=None, **chosen)
@@ -133,7 +133,7 @@ def test_hierarchical_keeps_each_group_within_a_node():
         assert not left & right
 
 
-def test_auto_takes_the_more_balanced_plan_and_says_what_the_other_reaches():
+def test_auto_takes_the_more_balanced_plan_and_reports_the_other():
     model, topology = pool()
     load = np.random.default_rng(5).lognormal(sigma=1.5, size=(3, 16))
     by = {
@@ -155,7 +155,7 @@ def test_auto_takes_the_more_balanced_plan_and_says_what_the_other_reaches():
         (("a", "a", "b", "b"), 4, 9, "more slots than the 8 experts of a node"),
     ],
 )
-def test_where_groups_cannot_be_given_to_nodes_the_plan_is_global_and_says_why(
+def test_if_groups_cannot_be_assigned_to_nodes_the_plan_is_global_with_a_reason(
     nodes, num_groups, slots, obstacle
 ):
     model, _ = pool(num_groups=num_groups)
@@ -168,7 +168,7 @@ def test_where_groups_cannot_be_given_to_nodes_the_plan_is_global_and_says_why(
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.GLOBAL, Algorithm.HIERARCHICAL])
-def test_renaming_experts_within_their_groups_renames_the_plan_and_nothing_else(algorithm):
+def test_renaming_experts_within_their_groups_only_renames_the_plan(algorithm):
     model, topology = pool(num_layers=4, slots=6)
     rng = np.random.default_rng(8)
     load = rng.lognormal(size=(4, 16))
@@ -182,7 +182,7 @@ def test_renaming_experts_within_their_groups_renames_the_plan_and_nothing_else(
     np.testing.assert_array_equal(_by_rank(name[made]), _by_rank(other))
 
 
-def test_the_same_question_has_the_same_answer():
+def test_plans_are_deterministic():
     model, topology = pool(num_layers=4)
     load = np.random.default_rng(9).lognormal(size=(4, 16))
     first, second = (plan(load, model=model, topology=topology) for _ in range(2))
@@ -190,7 +190,7 @@ def test_the_same_question_has_the_same_answer():
     assert first.reason == second.reason
 
 
-def test_a_plan_counts_its_moves_and_names_what_is_left_to_gain():
+def test_a_plan_counts_its_moves_and_has_an_upper_bound():
     model, topology = pool(num_layers=4)
     start = start_of(model, topology)
     load = np.random.default_rng(10).lognormal(sigma=1.5, size=(4, 16))

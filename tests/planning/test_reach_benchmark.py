@@ -1,4 +1,4 @@
-"""What the planner must reach, beside its peers in the same run: one table at the end.
+"""Balance and time of the planner compared with other planners in the same run, as one table.
 
 `make bench`, or this file alone: `pytest -m benchmark -s tests/planning/test_reach_benchmark.py`.
 Loads are those of `planner_loads` (`EQUIPOISE_LOADS` names others); with `EQUIPOISE_BENCH_OUT`, a
@@ -223,7 +223,7 @@ def test_the_dial_buys_balance_for_little_load_off_its_home(table, loads):
     table.add("EP32, global: balance", words(free), reach=f">= {least}", holds=min(free) >= least)
 
 
-def test_two_slots_a_rank_gain_from_weighted_replicas(table, loads):
+def test_weighted_replicas_gain_with_two_slots_per_rank(table, loads):
     greedy, even, weighted, bound = [], [], [], []
     for load in loads.values():
         theirs = eplb(
@@ -319,7 +319,7 @@ def test_sampling_noise_moves_nothing(table, loads):
     )
 
 
-def test_the_shared_expert_as_one_routed_more(table, loads):
+def test_the_shared_expert_as_one_more_routed_expert(table, loads):
     free, fixed, even_mix, times_ms = [], [], [], []
     shape = shape_with_shared_expert(MODEL)
     topology = Topology(

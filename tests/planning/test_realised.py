@@ -18,7 +18,7 @@ def layout_of(generation=1, shares=(QUARTER, WHOLE, WHOLE, 3 * QUARTER)):
     )
 
 
-def test_what_slots_served_is_held_against_what_they_should():
+def test_realised_shares_are_compared_with_planned_ones():
     told = realised_shares(np.array([[300.0, 50.0, 9.0, 700.0]]), layout_of(generation=4))
     assert (told.generation, told.layer, told.expert, told.assignments) == (4, 0, 0, 1000.0)
     assert told.slot in {0, 3}
@@ -33,6 +33,6 @@ def test_even_splits_are_measured_too():
     assert told.misplaced == pytest.approx(0.05)
 
 
-def test_too_few_assignments_say_nothing():
+def test_experts_with_too_few_assignments_are_ignored():
     few = np.array([[MIN_ASSIGNMENTS - 1, 1e6, 1e6, 0.0]])
     assert realised_shares(few, layout_of()) is None

@@ -26,20 +26,20 @@ def found(running, staged=(0, 0), *, proposed=None, committed=7):
     )
 
 
-def test_a_quiet_pool_goes_on_as_it_is():
+def test_a_pool_without_a_rollout_continues_unchanged():
     result = found((7, 7))
     assert (result.generation, result.rollout, result.commands) == (7, None, ())
     assert "the committed one" in result.reason
 
 
-def test_a_generation_that_all_have_staged_goes_on():
+def test_a_generation_staged_by_all_ranks_resumes():
     result = found((7, 7), (8, 8), proposed=8)
     assert result.generation == 7
     assert result.rollout.state is State.STAGED
     assert result.commands == ()
 
 
-def test_a_generation_that_some_have_staged_is_dropped():
+def test_a_generation_staged_by_some_ranks_is_dropped():
     result = found((7, 7), (8, 0), proposed=8)
     assert result.rollout.state is State.ABORTED
     assert [command.generation for command in result.commands] == [8]
@@ -69,7 +69,7 @@ def test_a_switch_that_was_not_committed_is_committed():
     assert [command.layout.generation for command in result.commands] == [8]
 
 
-def test_a_switch_that_some_reported_awaits_the_others():
+def test_a_switch_reported_by_some_ranks_waits_for_the_others():
     result = found((8, 7), (0, 8), proposed=8)
     assert result.generation == 8
     assert result.rollout.state is State.STAGED
@@ -80,13 +80,13 @@ def test_a_switch_that_some_reported_awaits_the_others():
     assert [type(command) for command in commands] == [PersistCommitted]
 
 
-def test_a_store_that_lost_its_memory_learns_from_the_ranks():
+def test_a_store_that_lost_its_data_is_restored_from_the_ranks():
     result = found((12, 12))
     assert (result.generation, result.rollout) == (12, None)
     assert "taken from the ranks" in result.reason
 
 
-def test_a_stale_proposal_is_no_proposal():
+def test_a_stale_proposal_is_ignored():
     result = found((7, 7), proposed=6)
     assert (result.rollout, result.commands) == (None, ())
 

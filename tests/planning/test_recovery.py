@@ -1,4 +1,4 @@
-"""The layout of a new epoch: complete, near to what survived, and pulled from who has it."""
+"""The layout of a new epoch: complete, close to what survived, and fetched from its holders."""
 
 import numpy as np
 import pytest
@@ -109,7 +109,7 @@ def test_the_committed_layout_stays_when_its_workers_return_to_their_ranks():
         assert layout is before
 
 
-def test_a_fleet_of_another_size_that_holds_nothing_starts_balanced_for_the_load_that_is_known():
+def test_an_empty_fleet_of_another_size_starts_balanced_for_the_known_load():
     before = contiguous_layout(num_layers=1, num_experts=8, num_ranks=2, slots_per_rank=6)
     load = np.array([[100.0, 100, 100, 100, 1, 1, 1, 1]])
     layout = recover(
@@ -125,7 +125,7 @@ def test_a_fleet_of_another_size_that_holds_nothing_starts_balanced_for_the_load
     assert max(carried) < 1.2 * np.mean(carried)
 
 
-def test_a_newcomer_gets_replicas_of_the_heaviest_experts_and_pulls_them_from_all_holders():
+def test_a_new_worker_gets_replicas_of_the_heaviest_experts_from_all_holders():
     before = contiguous_layout(num_layers=1, num_experts=8, num_ranks=2, slots_per_rank=4)
     load = np.array([[1.0, 9, 1, 9, 1, 9, 1, 9]])
     held = [*parts(before), None]
@@ -146,7 +146,7 @@ def test_a_newcomer_gets_replicas_of_the_heaviest_experts_and_pulls_them_from_al
     assert {move.sources[0] for move in moves[2]} == {RankSource(rank=0), RankSource(rank=1)}
 
 
-def test_a_rank_that_says_it_holds_an_expert_twice_gets_another_one_there():
+def test_a_rank_that_reports_an_expert_twice_gets_another_one_instead():
     before = contiguous_layout(num_layers=2, num_experts=8, num_ranks=2, slots_per_rank=5)
     held = [part.copy() for part in parts(before)]
     held[1][0, 4] = held[1][0, 0]

@@ -87,7 +87,7 @@ def test_refining_within_nodes_moves_no_expert_to_another_node(case):
             assert set(old) == set(new)
 
 
-def test_swaps_and_replicas_bring_a_skewed_load_to_even_ranks():
+def test_swaps_and_replicas_balance_a_skewed_load():
     load = np.random.default_rng(3).lognormal(size=(20, 64))
     case = (load, 1, 8, 10)
     table = published(case, hierarchical=False)
@@ -155,7 +155,7 @@ def _replicas_too_many(table):
     return too_many
 
 
-def test_a_large_layer_ends_after_bounded_work():
+def test_the_work_on_a_large_layer_is_bounded():
     load = np.random.default_rng(0).lognormal(size=(1, 128))
     case = (load, 1, 1024, 2)
     table = published(case, hierarchical=False)

@@ -99,7 +99,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(st.tuples(EVENTS, st.floats(0.0, 40.0)), max_size=25))
 @settings(max_examples=300, deadline=None)
-def test_whatever_happens_a_rollout_keeps_its_promises(events):
+def test_every_sequence_of_events_keeps_the_invariants_of_a_rollout(events):
     rollout, now = ready(), 0.0
     persisted = switched = False
     for event, passed_s in events:

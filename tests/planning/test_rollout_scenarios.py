@@ -1,4 +1,4 @@
-"""Rollouts as told in scenarios/*.txt: what happens, when, and what is to be done about it.
+"""Rollouts as scripted in scenarios/*.txt: events with their times, and the expected commands.
 
 # A comment, and a title.
 ranks 0 1, generation 7 to 8
@@ -40,7 +40,7 @@ LONG_AFTER_S = 1000.0
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_scenario_goes_as_told(name):
+def test_a_scenario_has_the_expected_commands(name):
     told = read_scenario(name)
     rollout, commands = None, ()
     for moment in told.moments:
@@ -53,7 +53,7 @@ def test_a_scenario_goes_as_told(name):
 
 
 @pytest.mark.parametrize("name", MENDABLE)
-def test_a_balancer_that_restarts_at_any_moment_ends_with_what_ranks_run(name):
+def test_a_balancer_restarted_at_any_line_ends_with_the_generation_of_the_ranks(name):
     told = read_scenario(name)
     for restart_at in range(1, len(told.moments) + 1):
         before, after = told.moments[:restart_at], told.moments[restart_at:]

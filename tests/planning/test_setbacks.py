@@ -1,4 +1,4 @@
-"""After rollouts that came to nothing the next one waits, each time longer, and not for ever."""
+"""Backoff after failed rollouts: longer each time, up to a maximum."""
 
 import pytest
 
@@ -15,25 +15,25 @@ def setbacks(count, *, at_s=100.0):
     return result
 
 
-def test_without_a_setback_nothing_waits():
+def test_without_a_failed_rollout_there_is_no_backoff():
     assert Setbacks().wait(POLICY, now=0.0) is None
 
 
 @pytest.mark.parametrize(
     ("count", "wait_s"), [(1, 10.0), (2, 20.0), (3, 40.0), (4, 60.0), (9999, 60.0)]
 )
-def test_every_further_one_doubles_the_wait_up_to_a_bound(count, wait_s):
+def test_every_further_failure_doubles_the_backoff_up_to_a_maximum(count, wait_s):
     assert setbacks(count).wait(POLICY, now=100.0 + wait_s - 0.1)
     assert setbacks(count).wait(POLICY, now=100.0 + wait_s) is None
 
 
-def test_an_interval_is_waited_for_even_where_a_rollback_is_not():
+def test_the_backoff_is_at_least_an_interval():
     policy = Policy(interval_s=10.0, rollback_cooldown_s=0.0)
     assert setbacks(5).wait(policy, now=109.9)
     assert setbacks(5).wait(policy, now=110.0) is None
 
 
-def test_the_wait_is_explained():
+def test_the_reason_names_the_failures_and_the_backoff():
     assert setbacks(3).wait(POLICY, now=112.0) == (
         "the last 3 rollouts failed, 12.0 s ago (refusal 2); retrying 40 s after that"
     )

@@ -43,7 +43,7 @@ def test_every_token_loads_the_shared_expert_once():
     assert (windows[..., -1] == 32.0).all()
 
 
-def test_even_traffic_asks_for_the_published_unit_of_32_shared_and_32_redundant_replicas():
+def test_even_traffic_gives_the_published_unit_of_32_shared_and_32_redundant_replicas():
     load = with_shared_expert(np.ones((2, 256)), top_k=8)
     made = plan(load, model=MODEL, topology=ranks(320))
     replicas = layout_of(made, 320).replica_counts()
@@ -113,7 +113,7 @@ def test_ranks_for_the_shared_expert_have_one_slot():
         )
 
 
-def test_with_several_slots_a_rank_no_rank_has_the_shared_expert_twice():
+def test_with_several_slots_per_rank_no_rank_has_the_shared_expert_twice():
     load = with_shared_expert(skewed_load(4), top_k=8)
     made = plan(load, model=MODEL, topology=ranks(32, slots_per_rank=9))
     layout_of(made, 32)

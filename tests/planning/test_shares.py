@@ -78,10 +78,10 @@ def test_layouts_that_differ_in_shares_alone_are_not_the_same():
         ([WHOLE], r"shares have the shape \(1, 1\), slots \(1, 4\)"),
     ],
 )
-def test_shares_that_do_not_sum_up_make_no_layout(shares, words):
+def test_shares_that_do_not_sum_to_the_whole_are_refused(shares, words):
     with pytest.raises(InvalidLayoutError, match=words):
         layout_with(shares)
 
 
-def test_a_replica_may_wait_in_reserve():
+def test_a_replica_may_have_a_share_of_zero():
     assert layout_with([WHOLE, WHOLE, 0, WHOLE]).shares().tolist() == [[WHOLE, WHOLE, 0, WHOLE]]

@@ -1,4 +1,4 @@
-"""Traffic moves to other experts: how many windows until ranks are even again."""
+"""Windows until ranks are balanced again after traffic shifts to other experts."""
 
 import numpy as np
 

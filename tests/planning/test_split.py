@@ -86,6 +86,6 @@ def test_a_hot_expert_leaves_the_rank_that_is_busy_with_another():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_where_nothing_can_be_chosen_nothing_is(num_ranks):
+def test_single_replicas_keep_the_whole_share(num_ranks):
     table = np.arange(3, dtype=np.int32)[None]
     np.testing.assert_array_equal(parted(table, np.ones((1, 3)), num_ranks=num_ranks), 1.0)

@@ -42,7 +42,7 @@ def test_staying_in_place_changes_no_ranks_load_but_its_owner(seed, num_nodes):
     )
 
 
-def test_what_shares_a_node_goes_on_sharing_one():
+def test_experts_that_share_a_node_keep_sharing_one():
     current = layout(slots_per_rank=3)
     sets = current.expert_of_slot.reshape(2, 4, 3)
     # Each node's first rank is most like a rank of the other node.

@@ -1,4 +1,4 @@
-"""Steps and computing time that ranks tell of: windows of them, and what to do with false ones."""
+"""Reported steps and computing time: their windows, and the correction of wrong reports."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ class Ranks:
 HONEST = ([1.0, 1.0], [10_000.0, 10_000.0])
 
 
-def test_loads_of_ranks_that_told_of_more_steps_count_less():
+def test_loads_of_ranks_that_reported_more_steps_count_less():
     ranks = Ranks()
     ranks.run(seconds=1)
     ranks.run(seconds=2, ranks=(1,))
@@ -57,7 +57,7 @@ def test_loads_of_ranks_that_told_of_more_steps_count_less():
     assert busy_us == [10_000.0, 10_000.0]
 
 
-def test_ranks_are_not_compared_where_one_told_of_no_step():
+def test_ranks_are_not_compared_if_one_reported_no_steps():
     ranks = Ranks()
     ranks.run()
     ranks.window()
@@ -65,7 +65,7 @@ def test_ranks_are_not_compared_where_one_told_of_no_step():
     assert ranks.window() == ([1.0, 1.0], None)
 
 
-def test_what_came_before_we_listened_is_of_no_window():
+def test_steps_before_the_balancer_started_are_in_no_window():
     ranks = Ranks(steps=1_000_000, is_heard_from_start=False)
     ranks.run(seconds=1)
     ranks.tell(1, steps=ranks.steps + 50)
@@ -78,7 +78,7 @@ def test_what_came_before_we_listened_is_of_no_window():
     [(FALSE_STEPS, None), (3, None), (None, 100_000_000)],
     ids=["too many steps", "too few", "too much computing"],
 )
-def test_a_count_that_was_false_is_taken_back_by_the_next(steps, busy_us):
+def test_the_next_report_corrects_a_wrong_count(steps, busy_us):
     ranks = Ranks()
     ranks.run()
     ranks.tell(1, steps=ranks.steps if steps is None else steps, busy_us=busy_us or 7)
@@ -86,7 +86,7 @@ def test_a_count_that_was_false_is_taken_back_by_the_next(steps, busy_us):
     assert ranks.window() == HONEST
 
 
-def test_a_false_count_at_the_end_of_a_window_is_forgotten_in_the_one_after_the_next():
+def test_a_wrong_count_at_the_end_of_a_window_is_corrected_two_windows_later():
     ranks = Ranks()
     ranks.run()
     ranks.tell(1, steps=FALSE_STEPS, busy_us=7)
@@ -97,7 +97,7 @@ def test_a_false_count_at_the_end_of_a_window_is_forgotten_in_the_one_after_the_
     assert ranks.window() == HONEST
 
 
-def test_a_false_count_is_taken_back_in_the_next_generation_too():
+def test_a_wrong_count_is_corrected_in_the_next_generation_too():
     ranks = Ranks()
     ranks.run()
     ranks.tell(1, steps=FALSE_STEPS, busy_us=7)
@@ -110,7 +110,7 @@ def test_a_false_count_is_taken_back_in_the_next_generation_too():
     [(2, False), (1, True), (1, False)],
     ids=["no new assignments", "of the generation before", "both"],
 )
-def test_a_report_that_comes_late_takes_nothing_back(generation, has_grown):
+def test_a_late_report_corrects_nothing(generation, has_grown):
     ranks = Ranks()
     ranks.run(generation=2)
     ranks.tell(1, steps=20, generation=generation, has_grown=has_grown)
@@ -131,7 +131,7 @@ def test_counts_that_rise_faster_than_time_are_refused_and_named():
     ranks.tell(1, steps=ranks.steps + steps, busy_us=busy_us)
 
 
-def test_a_rank_whose_reports_were_held_up_for_long_is_believed_again():
+def test_a_rank_whose_reports_were_delayed_for_long_is_accepted_again():
     """They come at once then, and tell of more time than passed since the first of them."""
     ranks = Ranks()
     ranks.tell(0, steps=1, busy_us=0)

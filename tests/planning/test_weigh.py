@@ -1,4 +1,4 @@
-"""Plans with uneven shares: never less balanced than even ones, and layouts carry them whole."""
+"""Plans with uneven shares: never less balanced than even ones, and valid as layouts."""
 
 import numpy as np
 import pytest
@@ -184,7 +184,7 @@ def judged(current, proposed, load):
     )
 
 
-def test_other_shares_alone_are_judged_and_cost_a_switch_but_no_bytes():
+def test_new_shares_alone_are_judged_and_cost_a_switch_but_no_bytes():
     current, load = drifted(0)
     model, topology = FEW_SLOTS
     made = plan(

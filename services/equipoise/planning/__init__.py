@@ -1,4 +1,4 @@
-"""Deciding what a pool's layout should be. Pure: data in, data with a reason out.
+"""Decides what a pool's layout should be. Pure: data in, data with a reason out.
 
-Nothing here does I/O, reads a clock, starts a thread, draws a random number, logs, or knows torch.
+Nothing here does I/O, reads a clock, starts threads, draws random numbers, logs, or imports torch.
 """
