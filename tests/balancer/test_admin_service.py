@@ -24,9 +24,9 @@ async def refusal(call):
 
 
 async def test_operators_pause_pin_and_free_a_pool_and_every_order_is_recorded(
-    channel, status, admin, bench
+    channel, status, admin, harness
 ):
-    async with served(channel, bench):
+    async with served(channel, harness):
         await until(status, is_serving)
         paused = await admin.Pause(admin_pb2.PauseRequest(reason="night"))
         assert paused.outcome.accepted
@@ -56,9 +56,9 @@ async def test_operators_pause_pin_and_free_a_pool_and_every_order_is_recorded(
 
 
 async def test_many_pools_are_ordered_by_one_call_each_with_an_order_of_its_own(
-    channel, status, admin, bench
+    channel, status, admin, harness
 ):
-    async with served(channel, bench):
+    async with served(channel, harness):
         await until(status, is_serving)
         every = admin_pb2.RebalanceAllRequest(reason="a test", force=True)
         some = admin_pb2.RebalanceAllRequest(pools=["tiny", "tiny"])
@@ -78,8 +78,8 @@ async def test_many_pools_are_ordered_by_one_call_each_with_an_order_of_its_own(
     assert "there is no pool 'gone'" in words
 
 
-async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admin, bench, skewed):
-    async with served(channel, bench) as links:
+async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admin, harness, skewed):
+    async with served(channel, harness) as links:
         await until(status, is_serving)
         code, words = await refusal(admin.Rollback(admin_pb2.RollbackRequest()))
         assert code is grpc.StatusCode.NOT_FOUND
@@ -150,18 +150,18 @@ async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admi
     ],
 )
 async def test_orders_that_make_no_sense_are_refused_in_words(
-    channel, status, admin, bench, order, code, words
+    channel, status, admin, harness, order, code, words
 ):
-    async with served(channel, bench):
+    async with served(channel, harness):
         await until(status, is_serving)
         assert (await refusal(order(admin)))[0] is grpc.StatusCode[code]
         assert words in (await refusal(order(admin)))[1]
 
 
-async def test_what_operators_ordered_outlives_the_balancer(tmp_path, bench):
+async def test_what_operators_ordered_outlives_the_balancer(tmp_path, harness):
     async with opened(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
         status, admin = status_pb2_grpc.StatusStub(channel), admin_pb2_grpc.AdminStub(channel)
-        async with served(channel, bench):
+        async with served(channel, harness):
             await until(status, is_serving)
             await admin.Pin(admin_pb2.PinRequest(reason="keep it"))
             await admin.Pause(admin_pb2.PauseRequest(reason="and rest"))

@@ -42,8 +42,8 @@ pytestmark = pytest.mark.timeout(7200)
 class FuzzedPool:
     """A pool of scripted workers whose words are broken on the way, and what must hold of it."""
 
-    def __init__(self, bench, seed, load) -> None:
-        self._bench, self._load = bench, load
+    def __init__(self, harness, seed, load) -> None:
+        self._bench, self._load = harness, load
         self._random, self._mutator = random.Random(seed), Mutator(seed)
         self._tokens = 0
         self._epoch = self._stored = 0
@@ -79,8 +79,8 @@ class FuzzedPool:
                 self.outcomes["accepted"] += 1
 
     def _say_something(self):
-        bench = self._bench
-        worker = self._random.choice(list(bench.workers.values()))
+        harness = self._bench
+        worker = self._random.choice(list(harness.workers.values()))
         value = self._word(worker)
         message = self._mutator.mutated(to_balancer(value))
         if message is None:
@@ -107,18 +107,18 @@ class FuzzedPool:
         assert kind.replace("_", "").isalpha(), kind
 
     def _hear(self, worker, value):
-        bench = self._bench
+        harness = self._bench
         if isinstance(value, Hello):
-            if value.worker not in bench.workers:
-                bench.disconnected.add(value.worker)
+            if value.worker not in harness.workers:
+                harness.disconnected.add(value.worker)
             try:
-                bench.hello(value)
+                harness.hello(value)
             finally:
                 self._lose(value.worker)
-                bench.disconnected.discard(value.worker)
+                harness.disconnected.discard(value.worker)
                 self._return()
-        elif worker.hello.worker in bench.pool.roster.members:
-            bench.say(worker, value)
+        elif worker.hello.worker in harness.pool.roster.members:
+            harness.say(worker, value)
 
     def _word(self, worker):  # noqa: PLR0911 - a case a word
         """Something that this worker could say now; mostly reports, like in life."""
@@ -149,23 +149,23 @@ class FuzzedPool:
 
     def _heal(self):
         """Who lost touch comes back as a new process; all serve and report what they counted."""
-        bench = self._bench
-        for name in list(bench.pool.roster.members):
+        harness = self._bench
+        for name in list(harness.pool.roster.members):
             self._lose(name)
-        for worker in bench.workers.values():
+        for worker in harness.workers.values():
             worker.hello = replace(worker.hello, boot_id=f"boot-{self._random.random()}")
             worker.join_epoch = None
             worker.steps = worker.busy_us = 0
         for _ in range(60):
             self._return()
-            bench.tick(1.0)
-            if all(worker.join_epoch for worker in bench.workers.values()):
+            harness.tick(1.0)
+            if all(worker.join_epoch for worker in harness.workers.values()):
                 break
-        for worker in bench.ranks:
-            bench.say(worker, worker.serving())
-        assert bench.pool.roster.complete, bench.pool.diagnosis()
-        bench.run_traffic(self._load, seconds=12)
-        assert bench.pool.windows.loads is not None
+        for worker in harness.ranks:
+            harness.say(worker, worker.serving())
+        assert harness.pool.roster.complete, harness.pool.diagnosis()
+        harness.run_traffic(self._load, seconds=12)
+        assert harness.pool.windows.loads is not None
         self.outcomes["healed"] += 1
 
     def _return(self):
@@ -240,23 +240,23 @@ def _assert_sane_part(part, hello):
             assert_sane(part, hello)
 
 
-def test_no_fuzzed_message_is_decoded_to_nonsense(make_bench, skewed, capsys):
-    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, assignments_per_layer=1_000.0))
+def test_no_fuzzed_message_is_decoded_to_nonsense(make_harness, skewed, capsys):
+    pool = FuzzedPool(make_harness(), SEED, skewed(SEED, assignments_per_layer=1_000.0))
     for begun in range(0, NUM_DECODED, 50_000):
         pool.decode(min(50_000, NUM_DECODED - begun))
     _tell(capsys, f"decoded: {dict(pool.outcomes)}")
     assert min(pool.outcomes[what] for what in ("unreadable", "refused", "accepted")) > 50
 
 
-def test_a_decoding_that_takes_any_number_would_be_noticed(make_bench, skewed, monkeypatch):
+def test_a_decoding_that_takes_any_number_would_be_noticed(make_harness, skewed, monkeypatch):
     monkeypatch.setattr(checks, "MAX_COUNT", 2**64)
-    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, assignments_per_layer=1_000.0))
+    pool = FuzzedPool(make_harness(), SEED, skewed(SEED, assignments_per_layer=1_000.0))
     with pytest.raises(AssertionError):
         pool.decode(5000)
 
 
-def test_no_fuzzed_message_breaks_a_pool_or_passes_as_nonsense(make_bench, skewed, capsys):
-    pool = FuzzedPool(make_bench(), SEED, skewed(SEED, assignments_per_layer=1_000.0))
+def test_no_fuzzed_message_breaks_a_pool_or_passes_as_nonsense(make_harness, skewed, capsys):
+    pool = FuzzedPool(make_harness(), SEED, skewed(SEED, assignments_per_layer=1_000.0))
     for _ in range(NUM_HEARD // ROUND):
         pool.round(ROUND)
     _tell(capsys, f"heard by a pool: {dict(pool.outcomes)}")

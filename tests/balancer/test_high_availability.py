@@ -111,19 +111,19 @@ async def store(redis_server):
     await opened.close()
 
 
-async def test_a_follower_answers_reads_and_sends_workers_on_to_the_leader(redis_server, bench):
+async def test_a_follower_answers_reads_and_sends_workers_on_to_the_leader(redis_server, harness):
     leader = Process(redis_server.url)
     try:
-        async with ranks_of(bench, [leader.address]):
+        async with ranks_of(harness, [leader.address]):
             await leader.until_committed(1)
         follower = Process(redis_server.url)
         try:
-            points = f"the one at {leader.address} leads: ask there"
+            points = f"follows the leader at {leader.address}: connect there"
             status = await follower.until_status(lambda pool: points in pool.health_reason)
             assert status.generation == 1
             assert await follower.named_leader() == leader.address
             assert await leader.named_leader() is None
-            async with ranks_of(bench, [follower.address]) as (ranks, _):
+            async with ranks_of(harness, [follower.address]) as (ranks, _):
                 assert {rank.obeyed[0].term for rank in ranks} == {1}
         finally:
             follower.end()
@@ -133,11 +133,11 @@ async def test_a_follower_answers_reads_and_sends_workers_on_to_the_leader(redis
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 async def test_the_second_leads_when_the_first_is_gone_and_the_ranks_go_on(
-    redis_server, store, bench, skewed, end
+    redis_server, store, harness, skewed, end
 ):
     async with (
         balancers_on(redis_server.url) as (leader, follower),
-        ranks_of(bench, [leader.address, follower.address]) as (ranks, news),
+        ranks_of(harness, [leader.address, follower.address]) as (ranks, news),
     ):
         await leader.until_committed(1)
         leader.signal(end)
@@ -153,11 +153,11 @@ async def test_the_second_leads_when_the_first_is_gone_and_the_ranks_go_on(
 
 
 async def test_a_paused_leader_that_wakes_up_cannot_switch_anything(
-    redis_server, store, bench, skewed
+    redis_server, store, harness, skewed
 ):
     async with (
         balancers_on(redis_server.url) as (leader, follower),
-        ranks_of(bench, [leader.address, follower.address]) as (ranks, news),
+        ranks_of(harness, [leader.address, follower.address]) as (ranks, news),
     ):
         for rank in ranks:
             rank.answers = False
@@ -180,7 +180,7 @@ async def test_a_paused_leader_that_wakes_up_cannot_switch_anything(
         before = [len(rank.obeyed) for rank in ranks]
 
         leader.signal(signal.SIGCONT)
-        points = f"the one at {follower.address} leads: ask there"
+        points = f"follows the leader at {follower.address}: connect there"
         await leader.until_status(lambda pool: points in pool.health_reason)
         for rank, count in zip(ranks, before, strict=True):
             assert all(message.term == 2 for message in rank.obeyed[count:])
@@ -191,11 +191,11 @@ async def test_a_paused_leader_that_wakes_up_cannot_switch_anything(
 
 @pytest.mark.parametrize("trouble", ["killed", "paused", "emptied", "back in time"])
 async def test_ranks_serve_on_without_redis_and_are_balanced_again_with_it(
-    redis_server, store, bench, skewed, tmp_path, trouble
+    redis_server, store, harness, skewed, tmp_path, trouble
 ):
     balancer = Process(redis_server.url)
     try:
-        async with ranks_of(bench, [balancer.address]) as (ranks, news):
+        async with ranks_of(harness, [balancer.address]) as (ranks, news):
             await balancer.until_committed(1)
             redis_server.back_up(tmp_path / "older")
             async with traffic(ranks, skewed(1)):

@@ -44,10 +44,10 @@ def told_of(pool, *, now):
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def test_a_pool_tells_its_balance_as_receivers_measured_it(serving_bench, skewed):
-    bench = serving_bench
-    bench.run_traffic(skewed(1), seconds=10)
-    told, window = told_of(bench.pool, now=bench.now), bench.pool.windows.closed[-1]
+def test_a_pool_tells_its_balance_as_receivers_measured_it(serving_harness, skewed):
+    harness = serving_harness
+    harness.run_traffic(skewed(1), seconds=10)
+    told, window = told_of(harness.pool, now=harness.now), harness.pool.windows.closed[-1]
     per_layer = window.rank_load.mean(axis=1) / window.rank_load.max(axis=1)
     labels = {"pool": "tiny", "phase": "mixed"}
     assert value_of(told, "equipoise_balancedness", **labels) == pytest.approx(per_layer.mean())
@@ -63,10 +63,10 @@ def test_a_pool_tells_its_balance_as_receivers_measured_it(serving_bench, skewed
     assert max(ratios) > 1.01
 
 
-def test_a_pool_counts_decisions_waves_moves_and_the_time_they_took(serving_bench, skewed):
-    bench = serving_bench
-    bench.run_traffic(skewed(1), seconds=20)
-    told, pool = told_of(bench.pool, now=bench.now), bench.pool
+def test_a_pool_counts_decisions_waves_moves_and_the_time_they_took(serving_harness, skewed):
+    harness = serving_harness
+    harness.run_traffic(skewed(1), seconds=20)
+    told, pool = told_of(harness.pool, now=harness.now), harness.pool
     waves = value_of(told, "equipoise_waves_total", pool="tiny")
     assert waves == len(pool.rollouts.switches) > 0
     assert value_of(told, "equipoise_moves_total", pool="tiny") == sum(
@@ -80,10 +80,10 @@ def test_a_pool_counts_decisions_waves_moves_and_the_time_they_took(serving_benc
     assert value_of(told, "equipoise_generation", pool="tiny") == pool.layouts.stored_generation
 
 
-def test_ranks_are_counted_by_what_they_do(serving_bench):
-    bench = serving_bench
-    bench.lose(bench.ranks[3])
-    told = told_of(bench.pool, now=bench.now)
+def test_ranks_are_counted_by_what_they_do(serving_harness):
+    harness = serving_harness
+    harness.lose(harness.ranks[3])
+    told = told_of(harness.pool, now=harness.now)
     counts = {
         state: value_of(told, "equipoise_ranks", pool="tiny", state=state)
         for state in ("serving", "loading", "silent", "gone")
@@ -92,16 +92,18 @@ def test_ranks_are_counted_by_what_they_do(serving_bench):
     assert value_of(told, "equipoise_pool_health", pool="tiny", health="degraded") == 1
 
 
-def test_promises_are_counted_by_what_became_of_them_and_the_policy_is_named(serving_bench, skewed):
-    bench = serving_bench
-    bench.run_traffic(skewed(1), seconds=50)
-    told = told_of(bench.pool, now=bench.now)
+def test_promises_are_counted_by_what_became_of_them_and_the_policy_is_named(
+    serving_harness, skewed
+):
+    harness = serving_harness
+    harness.run_traffic(skewed(1), seconds=50)
+    told = told_of(harness.pool, now=harness.now)
     counts = {
         outcome: value_of(told, "equipoise_promises_total", pool="tiny", outcome=outcome)
         for outcome in ("kept", "traffic_changed", "rolled_back")
     }
     assert counts == {"kept": 1, "traffic_changed": 0, "rolled_back": 0}
-    hash_of = bench.pool.policy.in_force.digest
+    hash_of = harness.pool.policy.in_force.digest
     assert value_of(told, "equipoise_policy_info", pool="tiny", hash=hash_of) == 1
 
 
@@ -139,16 +141,16 @@ def test_ranks_beyond_a_bound_have_no_series_of_their_own(hello_of, policy):
 
 
 async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
-    serving_bench, skewed, tmp_path
+    serving_harness, skewed, tmp_path
 ):
-    bench = serving_bench
+    harness = serving_harness
     store = SqliteStore(tmp_path / "state.sqlite")
     seen = []
     async with serving(
         store,
         credentials=Credentials(),
         listen="127.0.0.1:0",
-        policies=bench.policies,
+        policies=harness.policies,
         stop_grace_s=0.0,
         metrics_listen="127.0.0.1:0",
         on_metrics=seen.append,
@@ -157,9 +159,9 @@ async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
     await store.close()
     assert value_of(families, "equipoise_leader") == 1
     assert "process_resident_memory_bytes" in families
-    bench.run_traffic(skewed(1), seconds=50)
-    bench.pool.counters.refusals.count("report_shape", "worker worker-0: ...")
-    told = {**ours(families), **ours(told_of(bench.pool, now=bench.now))}
+    harness.run_traffic(skewed(1), seconds=50)
+    harness.pool.counters.refusals.count("report_shape", "worker worker-0: ...")
+    told = {**ours(families), **ours(told_of(harness.pool, now=harness.now))}
     assert told == documented("Balancer")
 
 

@@ -70,11 +70,11 @@ async def test_until_the_planner_is_compiled_workers_are_asked_to_wait(store, wo
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         assert await ready(channel) == HEALTH.NOT_SERVING
-        assert "is being compiled" in await missing(channel)
+        assert "compiling the planner" in await missing(channel)
         refusal = await first_word_to(channel, worker)
         assert isinstance(refusal, Rejection)
         assert refusal.not_leading
-        assert "is being compiled" in refusal.reason
+        assert "compiling the planner" in refusal.reason
         compiled.set()
         await until_ready(channel)
         assert await missing(channel) == ""

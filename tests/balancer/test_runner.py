@@ -169,7 +169,7 @@ async def test_a_tick_that_breaks_down_does_not_end_the_pool(pool_runner, hello_
 async def test_an_order_of_a_term_that_is_over_is_answered_at_once(pool_runner):
     pool_runner.close_streams()
     async with asyncio.timeout(WAIT_S):
-        with pytest.raises(UnansweredError, match="ceased to lead"):
+        with pytest.raises(UnansweredError, match="no longer leads"):
             await pool_runner.administer(Pause(), who="me", reason="", what="pause")
 
 
@@ -245,17 +245,17 @@ async def test_what_was_written_in_time_is_not_pushed_after_the_term(
 
 @pytest.mark.parametrize("leads_on", [True, False])
 async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed(
-    serving_bench, store, tenure, skewed, leads_on
+    serving_harness, store, tenure, skewed, leads_on
 ):
-    bench, planning, may_end = serving_bench, asyncio.Event(), asyncio.Event()
+    harness, planning, may_end = serving_harness, asyncio.Event(), asyncio.Event()
     runner = PoolRunner(
-        bench.controller,
+        harness.controller,
         store=store,
         tenure=tenure,
         planner=ThreadPlanner(),
         tracer=NoOpTracer(),
         wave_turns=WaveTurns(),
-        clock=lambda: bench.now,
+        clock=lambda: harness.now,
     )
 
     async def slow(request):
@@ -264,10 +264,10 @@ async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed
         return propose(request)
 
     runner._planning.propose = slow
-    bench.now += bench.pool.policy.values.interval_s
-    for worker in bench.ranks:
+    harness.now += harness.pool.policy.values.interval_s
+    for worker in harness.ranks:
         worker.serve_traffic(10 * skewed(1))
-        bench.say(worker, worker.report())
+        harness.say(worker, worker.report())
     task = asyncio.create_task(runner.run())
     await asyncio.wait_for(planning.wait(), WAIT_S)
     if not leads_on:

@@ -17,8 +17,8 @@ from tests.support.balancer_links import POLICY, WAIT_S, is_serving, reporting, 
 from tests.support.balancers import serving
 
 
-async def test_the_main_life_of_a_pool_over_the_wire(channel, status, bench, skewed):
-    async with served(channel, bench) as links:
+async def test_the_main_life_of_a_pool_over_the_wire(channel, status, harness, skewed):
+    async with served(channel, harness) as links:
         assert (await until(status, is_serving)).generation == 1
         async with reporting(links, skewed(1)):
             stages = await asyncio.gather(*(link.receive_until(Stage) for link in links))
@@ -72,7 +72,7 @@ async def test_a_used_port_is_one_clear_sentence(address, tmp_path):
     await store.close()
 
 
-async def test_stopping_lets_go_of_workers_and_watchers_at_once(tmp_path, bench):
+async def test_stopping_lets_go_of_workers_and_watchers_at_once(tmp_path, harness):
     store = SqliteStore(tmp_path / "stopped.sqlite")
     # A grace that no test would survive waiting for.
     balancer = serving(
@@ -85,7 +85,7 @@ async def test_stopping_lets_go_of_workers_and_watchers_at_once(tmp_path, bench)
     port = await balancer.__aenter__()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         status = status_pb2_grpc.StatusStub(channel)
-        async with served(channel, bench) as links:
+        async with served(channel, harness) as links:
             await until(status, is_serving)
             watch = status.WatchStatus(status_pb2.WatchStatusRequest(min_interval_s=0.05))
             await watch.read()

@@ -35,7 +35,7 @@ WAVES = (
 )
 
 
-class Bench:
+class Harness:
     """Rollouts that are followed after every event."""
 
     def __init__(self):
@@ -90,8 +90,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench():
-    return Bench()
+def harness():
+    return Harness()
 
 
 def proposal(*, accepted):
@@ -104,51 +104,53 @@ def proposal(*, accepted):
 WAVE = [("rebalance", "wave"), ("wave", "stage"), ("wave", "switch"), ("wave", "commit")]
 
 
-def test_a_plan_and_all_its_waves_are_one_trace(bench):
-    planning = bench.spans.planning()
+def test_a_plan_and_all_its_waves_are_one_trace(harness):
+    planning = harness.spans.planning()
     planning.made(proposal(accepted=True))
-    bench.spans.decided(planning, adopted=True)
-    bench.start()
-    bench.switch(8)
-    assert ("rebalance", "rebalance") not in bench.told
-    bench.switch(9)
-    assert bench.told == [(None, "rebalance"), ("rebalance", "plan"), *WAVE, *WAVE]
-    assert len(bench.traces) == 1
-    assert bench.faults == {}
+    harness.spans.decided(planning, adopted=True)
+    harness.start()
+    harness.switch(8)
+    assert ("rebalance", "rebalance") not in harness.told
+    harness.switch(9)
+    assert harness.told == [(None, "rebalance"), ("rebalance", "plan"), *WAVE, *WAVE]
+    assert len(harness.traces) == 1
+    assert harness.faults == {}
 
 
-def test_a_plan_that_is_not_adopted_is_a_trace_by_itself(bench):
-    bench.start()
-    planning = bench.spans.planning()
+def test_a_plan_that_is_not_adopted_is_a_trace_by_itself(harness):
+    harness.start()
+    planning = harness.spans.planning()
     planning.made(proposal(accepted=False))
-    bench.spans.decided(planning, adopted=False)
-    assert bench.told == [(None, "rebalance"), ("rebalance", "plan")]
-    bench.spans.planning().given_up("it took too long")
-    assert bench.faults == {"plan": "it took too long"}
+    harness.spans.decided(planning, adopted=False)
+    assert harness.told == [(None, "rebalance"), ("rebalance", "plan")]
+    harness.spans.planning().given_up("it took too long")
+    assert harness.faults == {"plan": "it took too long"}
 
 
-def test_an_abort_ends_the_trace_with_its_reason(bench):
-    bench.start()
-    bench.handle(Persisted(generation=8), RankLost(rank=1, reason="it died"))
-    assert bench.told == [(None, "rebalance"), *WAVE[:2]]
-    assert bench.faults == dict.fromkeys(("stage", "wave", "rebalance"), "rank 1 was lost: it died")
+def test_an_abort_ends_the_trace_with_its_reason(harness):
+    harness.start()
+    harness.handle(Persisted(generation=8), RankLost(rank=1, reason="it died"))
+    assert harness.told == [(None, "rebalance"), *WAVE[:2]]
+    assert harness.faults == dict.fromkeys(
+        ("stage", "wave", "rebalance"), "rank 1 was lost: it died"
+    )
 
 
-def test_a_pool_that_forms_anew_leaves_no_span_open(bench):
-    bench.start()
-    bench.handle(Persisted(generation=8))
-    bench.rollouts.begin_epoch()
-    bench.spans.follow(bench.rollouts)
-    assert bench.told == [(None, "rebalance"), *WAVE[:2]]
-    assert set(bench.faults) == {"wave", "rebalance"}
+def test_a_pool_that_forms_anew_leaves_no_span_open(harness):
+    harness.start()
+    harness.handle(Persisted(generation=8))
+    harness.rollouts.begin_epoch()
+    harness.spans.follow(harness.rollouts)
+    assert harness.told == [(None, "rebalance"), *WAVE[:2]]
+    assert set(harness.faults) == {"wave", "rebalance"}
 
 
-def test_ranks_are_told_of_the_wave_that_they_stage_and_of_no_other(bench):
-    bench.start()
-    bench.handle(Persisted(generation=8))
-    told = bench.spans.parent_for_ranks(8)
+def test_ranks_are_told_of_the_wave_that_they_stage_and_of_no_other(harness):
+    harness.start()
+    harness.handle(Persisted(generation=8))
+    told = harness.spans.parent_for_ranks(8)
     assert told.startswith("00-")
-    assert bench.spans.parent_for_ranks(9) == ""
-    bench.switch(8)
-    bench.handle(Persisted(generation=9))
-    assert bench.spans.parent_for_ranks(9) not in {"", told}
+    assert harness.spans.parent_for_ranks(9) == ""
+    harness.switch(8)
+    harness.handle(Persisted(generation=9))
+    assert harness.spans.parent_for_ranks(9) not in {"", told}

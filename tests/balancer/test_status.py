@@ -7,22 +7,22 @@ from equipoise.balancer.service.status import loads_response, pool_status, pool_
 from equipoise_api.v1 import status_pb2 as pb
 
 
-def test_a_pool_that_waits_says_for_whom(bench):
-    bench.hello(bench.workers["worker-0"].hello)
-    status = pool_status(bench.pool, now=bench.now)
+def test_a_pool_that_waits_says_for_whom(harness):
+    harness.hello(harness.workers["worker-0"].hello)
+    status = pool_status(harness.pool, now=harness.now)
     assert status.health == pb.POOL_HEALTH_WAITING
     assert "1 of 4 workers are connected (worker-0): waiting for 3 more" in status.health_reason
     assert list(status.ranks) == []
-    assert loads_response(bench.pool) is None
-    summary = pool_summary(bench.pool)
+    assert loads_response(harness.pool) is None
+    summary = pool_summary(harness.pool)
     assert (summary.ranks_serving, summary.num_ranks) == (0, 4)
 
 
-def test_ranks_show_what_they_reported(serving_bench, skewed):
-    bench = serving_bench
-    bench.run_traffic(skewed(1), seconds=10, carry_out=False)
-    bench.now += 2.0
-    ranks = pool_status(bench.pool, now=bench.now).ranks
+def test_ranks_show_what_they_reported(serving_harness, skewed):
+    harness = serving_harness
+    harness.run_traffic(skewed(1), seconds=10, carry_out=False)
+    harness.now += 2.0
+    ranks = pool_status(harness.pool, now=harness.now).ranks
     assert [rank.worker for rank in ranks] == ["worker-0", "worker-2", "worker-1", "worker-3"]
     assert [rank.node for rank in ranks] == ["node-0", "node-0", "node-1", "node-1"]
     first = ranks[0]
@@ -31,25 +31,25 @@ def test_ranks_show_what_they_reported(serving_bench, skewed):
     assert (first.active_requests, first.queued_requests) == (3, 1)
     assert (first.device, first.kernels) == ("cuda:0 (NVIDIA H200)", "triton, gemm_large=deep_gemm")
     assert (first.cache_token_bytes, first.steps) == (70_272, "captured; rows by deep_ep")
-    measured = bench.pool.windows.closed[-1].rank_load.sum(axis=0)
+    measured = harness.pool.windows.closed[-1].rank_load.sum(axis=0)
     shares = [rank.load_share for rank in ranks]
     assert shares == pytest.approx(list(measured / measured.sum()))
 
 
-def test_a_rollout_is_shown_while_it_is_under_way(serving_bench, skewed):
-    bench = serving_bench
-    assert not pool_status(bench.pool, now=bench.now).HasField("rollout")
-    bench.run_traffic(skewed(1), seconds=10, carry_out=False)
-    bench.say(bench.ranks[2], bench.ranks[2].answer_staged())
-    bench.now += 3.0
-    rollout = pool_status(bench.pool, now=bench.now).rollout
-    moves = sum(len(worker.staged.moves) for worker in bench.ranks)
+def test_a_rollout_is_shown_while_it_is_under_way(serving_harness, skewed):
+    harness = serving_harness
+    assert not pool_status(harness.pool, now=harness.now).HasField("rollout")
+    harness.run_traffic(skewed(1), seconds=10, carry_out=False)
+    harness.say(harness.ranks[2], harness.ranks[2].answer_staged())
+    harness.now += 3.0
+    rollout = pool_status(harness.pool, now=harness.now).rollout
+    moves = sum(len(worker.staged.moves) for worker in harness.ranks)
     assert (rollout.generation, rollout.state, rollout.moves) == (2, "staging", moves)
     assert rollout.bytes == 1000 * moves
     assert list(rollout.staged_ranks) == [2]
     assert rollout.state_age_s == pytest.approx(3.0)
-    bench.carry_out_rollout()
-    status = pool_status(bench.pool, now=bench.now)
+    harness.carry_out_rollout()
+    status = pool_status(harness.pool, now=harness.now)
     assert not status.HasField("rollout")
     assert status.generation == 2
     assert status.rollouts_completed == 1
@@ -57,10 +57,12 @@ def test_a_rollout_is_shown_while_it_is_under_way(serving_bench, skewed):
     assert (switch.generation, switch.moves, switch.staging_s) == (2, moves, pytest.approx(3.0))
 
 
-def test_windows_are_listed_oldest_first_with_the_generation_they_closed_in(serving_bench, skewed):
-    bench = serving_bench
-    bench.run_traffic(skewed(1), seconds=30)
-    status = pool_status(bench.pool, now=bench.now)
+def test_windows_are_listed_oldest_first_with_the_generation_they_closed_in(
+    serving_harness, skewed
+):
+    harness = serving_harness
+    harness.run_traffic(skewed(1), seconds=30)
+    status = pool_status(harness.pool, now=harness.now)
     assert [window.window for window in status.windows] == [1, 2, 3]
     assert [window.generation for window in status.windows] == [1, 2, 2]
     assert status.windows_closed == 3
@@ -69,31 +71,31 @@ def test_windows_are_listed_oldest_first_with_the_generation_they_closed_in(serv
     assert status.window_assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
 
 
-def test_gone_and_silent_ranks_are_told_apart(serving_bench):
-    bench = serving_bench
-    bench.lose(bench.ranks[0])
-    for worker in bench.ranks[2:]:
-        bench.now += 3.0
-        bench.say(worker, worker.heartbeat())
-    bench.tick()
-    states = [rank.state for rank in pool_status(bench.pool, now=bench.now).ranks]
+def test_gone_and_silent_ranks_are_told_apart(serving_harness):
+    harness = serving_harness
+    harness.lose(harness.ranks[0])
+    for worker in harness.ranks[2:]:
+        harness.now += 3.0
+        harness.say(worker, worker.heartbeat())
+    harness.tick()
+    states = [rank.state for rank in pool_status(harness.pool, now=harness.now).ranks]
     assert states == ["gone", "silent", "connected", "connected"]
-    assert pool_summary(bench.pool).ranks_serving == 2
+    assert pool_summary(harness.pool).ranks_serving == 2
 
 
-def test_the_revision_grows_with_every_change(serving_bench):
-    bench = serving_bench
-    before = pool_status(bench.pool, now=bench.now).revision
-    assert pool_status(bench.pool, now=bench.now).revision == before
-    bench.say(bench.ranks[0], bench.ranks[0].report())
-    assert pool_status(bench.pool, now=bench.now).revision > before
+def test_the_revision_grows_with_every_change(serving_harness):
+    harness = serving_harness
+    before = pool_status(harness.pool, now=harness.now).revision
+    assert pool_status(harness.pool, now=harness.now).revision == before
+    harness.say(harness.ranks[0], harness.ranks[0].report())
+    assert pool_status(harness.pool, now=harness.now).revision > before
 
 
-def test_loads_tell_what_each_rank_received_in_each_layer(serving_bench, skewed):
-    bench = serving_bench
-    assert not loads_response(bench.pool).window_rank_assignments
-    bench.run_traffic(skewed(1), seconds=10)
-    loads, window = loads_response(bench.pool), bench.pool.windows.closed[-1]
+def test_loads_tell_what_each_rank_received_in_each_layer(serving_harness, skewed):
+    harness = serving_harness
+    assert not loads_response(harness.pool).window_rank_assignments
+    harness.run_traffic(skewed(1), seconds=10)
+    loads, window = loads_response(harness.pool), harness.pool.windows.closed[-1]
     table = np.frombuffer(loads.window_rank_assignments, dtype="<f8").reshape(
         loads.num_layers, loads.num_ranks
     )

@@ -9,10 +9,10 @@ from equipoise_api.v1 import status_pb2
 from tests.support.balancer_links import WAIT_S, is_serving, linked, served, until
 
 
-async def test_a_question_for_an_unknown_pool_names_those_there_are(channel, status, bench):
+async def test_a_question_for_an_unknown_pool_names_those_there_are(channel, status, harness):
     with pytest.raises(grpc.aio.AioRpcError, match="no pool yet"):
         await status.GetStatus(status_pb2.GetStatusRequest(), timeout=WAIT_S)
-    async with served(channel, bench):
+    async with served(channel, harness):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await status.GetStatus(status_pb2.GetStatusRequest(pool="big"), timeout=WAIT_S)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -20,10 +20,10 @@ async def test_a_question_for_an_unknown_pool_names_those_there_are(channel, sta
 
 
 async def test_pools_are_listed_and_a_name_is_needed_only_among_several(
-    channel, status, bench, worker_of, hello_of
+    channel, status, harness, worker_of, hello_of
 ):
     other = worker_of(hello_of(pool="other"))
-    async with served(channel, bench), linked(channel, [other]):
+    async with served(channel, harness), linked(channel, [other]):
         pools = await until_two_pools(status)
         assert [(each.pool, each.num_ranks) for each in pools] == [("other", 4), ("tiny", 4)]
         with pytest.raises(grpc.aio.AioRpcError, match="name one of them: other, tiny"):
@@ -38,8 +38,8 @@ async def until_two_pools(status):
                 return pools
 
 
-async def test_layouts_loads_and_decisions_can_be_read(channel, status, bench):
-    async with served(channel, bench):
+async def test_layouts_loads_and_decisions_can_be_read(channel, status, harness):
+    async with served(channel, harness):
         await until(status, is_serving)
         layout = await status.GetLayout(status_pb2.GetLayoutRequest(), timeout=WAIT_S)
         assert layout.layout.generation == 1

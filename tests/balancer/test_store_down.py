@@ -9,62 +9,62 @@ FAULT = "redis://store: no answer within 2 s"
 
 
 @pytest.fixture
-def bench_of(make_bench):
-    def bench(store_down):
-        made = make_bench(
+def bench_of(make_harness):
+    def harness(store_down):
+        made = make_harness(
             policy=Policy(interval_s=10.0, min_assignments=100.0, store_down=store_down)
         )
         made.serve()
         return made
 
-    return bench
+    return harness
 
 
 @pytest.mark.parametrize(
     ("store_down", "words"), [("pause", "planning is paused"), ("memory", "continues in memory")]
 )
 def test_nothing_is_switched_and_health_says_what_goes_on(bench_of, skewed, store_down, words):
-    bench = bench_of(store_down)
-    generation = bench.pool.layouts.current.generation
-    bench.store_fault = FAULT
-    bench.run_traffic(skewed(1), seconds=40)
-    diagnosis = bench.pool.diagnosis()
+    harness = bench_of(store_down)
+    generation = harness.pool.layouts.current.generation
+    harness.store_fault = FAULT
+    harness.run_traffic(skewed(1), seconds=40)
+    diagnosis = harness.pool.diagnosis()
     assert diagnosis.health is Health.DEGRADED
     assert FAULT in diagnosis.reason
     assert words in diagnosis.reason
-    assert bench.pool.layouts.current.generation == generation
-    assert all(worker.staged is None for worker in bench.ranks)
+    assert harness.pool.layouts.current.generation == generation
+    assert all(worker.staged is None for worker in harness.ranks)
 
 
 def test_a_paused_pool_gives_no_verdicts(bench_of, skewed):
-    bench = bench_of("pause")
-    bench.store_fault = FAULT
-    bench.run_traffic(skewed(1), seconds=40)
-    bench.store_fault = ""
-    bench.tick()
-    assert bench.decisions() == []
+    harness = bench_of("pause")
+    harness.store_fault = FAULT
+    harness.run_traffic(skewed(1), seconds=40)
+    harness.store_fault = ""
+    harness.tick()
+    assert harness.decisions() == []
 
 
 def test_verdicts_given_in_memory_are_shown_and_written_later(bench_of, skewed):
-    bench = bench_of("memory")
-    bench.store_fault = FAULT
+    harness = bench_of("memory")
+    harness.store_fault = FAULT
     # The first plan is under way before the fault shows, and ends by its bound of 30 s.
-    bench.run_traffic(skewed(1), seconds=60)
-    shown = bench.pool.last_decision
+    harness.run_traffic(skewed(1), seconds=60)
+    shown = harness.pool.last_decision
     assert "the rollout waits for the store" in shown.reason
     assert not shown.accepted
-    bench.store_fault = ""
-    bench.run_traffic(skewed(1), seconds=20)
-    written = bench.decisions()
+    harness.store_fault = ""
+    harness.run_traffic(skewed(1), seconds=20)
+    written = harness.decisions()
     assert shown in written
     assert any(one.accepted for one in written), "the plan is rolled out at last"
-    assert bench.pool.layouts.stored_generation > 1
+    assert harness.pool.layouts.stored_generation > 1
 
 
 def test_averages_go_on_in_memory(bench_of, skewed):
-    bench = bench_of("pause")
-    bench.store_fault = FAULT
-    bench.run_traffic(skewed(1), seconds=40)
-    assert bench.pool.loads.slow.per_second().sum() == pytest.approx(
+    harness = bench_of("pause")
+    harness.store_fault = FAULT
+    harness.run_traffic(skewed(1), seconds=40)
+    assert harness.pool.loads.slow.per_second().sum() == pytest.approx(
         skewed(1).round().sum(), rel=0.05
     )

@@ -67,11 +67,11 @@ def bound(status, name):
 @pytest.mark.parametrize("trouble", ["stopped", "late"])
 @pytest.mark.parametrize("store_down", ["pause", "memory"])
 async def test_nothing_is_switched_without_redis_and_the_plan_follows_once_it_is_back(
-    redis_server, bench, skewed, store_down, trouble
+    redis_server, harness, skewed, store_down, trouble
 ):
     async with (
         balancer_on(redis_server.url, store_down=store_down) as balancer,
-        ranks_of(bench, [balancer.address]) as (ranks, news),
+        ranks_of(harness, [balancer.address]) as (ranks, news),
     ):
         await balancer.until(lambda pool: pool.generation == 1)
         hurt, heal = {

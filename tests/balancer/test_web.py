@@ -30,7 +30,7 @@ class Seat:
     def __init__(self, *pools, leader=""):
         self.sources = {pool.name: SimpleNamespace(pool=pool) for pool in pools}
         self.leader_address = leader or None
-        self.elsewhere = f"this balancer follows, the one at {leader} leads: ask there"
+        self.elsewhere = f"this balancer follows the leader at {leader}: connect there"
 
     @property
     def pools(self):
@@ -60,10 +60,10 @@ def state_of(*pools, leader=""):
 
 
 @pytest.fixture
-def busy(serving_bench, skewed):
+def busy(serving_harness, skewed):
     """A pool that was balanced once."""
-    serving_bench.run_traffic(skewed(1), seconds=40)
-    return serving_bench.pool
+    serving_harness.run_traffic(skewed(1), seconds=40)
+    return serving_harness.pool
 
 
 def browse(state, **settings):
@@ -192,11 +192,13 @@ async def until(events, name, holds=lambda value: True):
     raise AssertionError(f"the stream ended before {name}")
 
 
-async def test_a_stream_begins_with_everything_and_goes_on_with_what_changes(serving_bench, skewed):
-    bench = serving_bench
-    bench.run_traffic(skewed(1), seconds=10)
+async def test_a_stream_begins_with_everything_and_goes_on_with_what_changes(
+    serving_harness, skewed
+):
+    harness = serving_harness
+    harness.run_traffic(skewed(1), seconds=10)
     async with (
-        serving_page(state_of(bench.pool), listen="127.0.0.1:0") as address,
+        serving_page(state_of(harness.pool), listen="127.0.0.1:0") as address,
         stream(address) as (head, events),
     ):
         assert "text/event-stream" in head
@@ -204,7 +206,7 @@ async def test_a_stream_begins_with_everything_and_goes_on_with_what_changes(ser
         assert (await until(events, "fleet"))["pools"][0]["pool"] == "tiny"
         await until(events, "pool", lambda pool: pool["windows_closed"] == 1)
         await until(events, "heat", lambda heat: heat["window"] == 1)
-        bench.run_traffic(skewed(1), seconds=10)
+        harness.run_traffic(skewed(1), seconds=10)
         await until(events, "heat", lambda heat: heat["window"] == 2)
 
 

@@ -21,11 +21,11 @@ from tests.support.balancer_links import WAIT_S, is_serving, linked, served, unt
     ],
 )
 async def test_a_worker_that_differs_is_turned_away_and_the_pool_goes_on(
-    channel, status, bench, worker_of, hello_of, kind, changes, theirs, ours
+    channel, status, harness, worker_of, hello_of, kind, changes, theirs, ours
 ):
-    for worker in bench.workers.values():
+    for worker in harness.workers.values():
         worker.hello = replace(worker.hello, backends=("gemm=triton|reference",))
-    async with served(channel, bench):
+    async with served(channel, harness):
         await until(status, is_serving)
         stray = worker_of(hello_of("stray", **changes))
         async with linked(channel, [stray]) as (link,):
@@ -39,8 +39,10 @@ async def test_a_worker_that_differs_is_turned_away_and_the_pool_goes_on(
         assert is_serving(pool)
 
 
-async def test_a_bad_report_is_answered_and_counted_and_the_stream_lives_on(channel, status, bench):
-    async with served(channel, bench) as links:
+async def test_a_bad_report_is_answered_and_counted_and_the_stream_lives_on(
+    channel, status, harness
+):
+    async with served(channel, harness) as links:
         await until(status, is_serving)
         link = links[2]
         report = link.worker.report()
@@ -56,9 +58,9 @@ async def test_a_bad_report_is_answered_and_counted_and_the_stream_lives_on(chan
 
 
 async def test_a_heartbeat_that_goes_with_a_report_is_answered_whatever_the_report_is_worth(
-    channel, status, bench
+    channel, status, harness
 ):
-    async with served(channel, bench) as links:
+    async with served(channel, harness) as links:
         await until(status, is_serving)
         link = links[1]
         good = link.worker.report()
@@ -80,8 +82,8 @@ async def test_a_stream_that_does_not_begin_with_hello_is_closed_with_words(chan
     assert await asyncio.wait_for(stream.read(), WAIT_S) is grpc.aio.EOF
 
 
-async def test_a_broken_stream_is_noticed_and_its_worker_comes_back(channel, status, bench):
-    async with served(channel, bench) as links:
+async def test_a_broken_stream_is_noticed_and_its_worker_comes_back(channel, status, harness):
+    async with served(channel, harness) as links:
         await until(status, is_serving)
         links[1].call.cancel()
         pool = await until(status, lambda pool: not is_serving(pool))
@@ -95,8 +97,8 @@ async def test_a_broken_stream_is_noticed_and_its_worker_comes_back(channel, sta
             assert (await until(status, is_serving)).epoch == 1
 
 
-async def test_a_newer_stream_of_a_worker_ends_the_older(channel, status, bench):
-    async with served(channel, bench) as links:
+async def test_a_newer_stream_of_a_worker_ends_the_older(channel, status, harness):
+    async with served(channel, harness) as links:
         await until(status, is_serving)
         older = links[0]
         older.worker.hello, first = older.worker.reconnecting(), older.worker.hello

@@ -1,4 +1,4 @@
-"""What befalls the workers of a bench: deaths, what survivors say, and who comes in their place."""
+"""Deaths of a harness's workers, what survivors report, and workers that replace the dead."""
 
 from dataclasses import replace
 
@@ -6,11 +6,11 @@ from equipoise.pool.effects import WriteMembership
 from equipoise.wire.messages import GroupLost
 
 
-def with_spare_slots(bench):
+def with_spare_slots(harness):
     """Its workers have 12 slots, so that three of them hold the 32 experts."""
-    for worker in bench.workers.values():
+    for worker in harness.workers.values():
         worker.hello = replace(worker.hello, slots_per_rank=12)
-    return bench
+    return harness
 
 
 def lost(worker, reason="a peer rank failed or hangs"):
@@ -20,48 +20,48 @@ def lost(worker, reason="a peer rank failed or hangs"):
     )
 
 
-def die(bench, *victims):
+def die(harness, *victims):
     """Processes end: their streams too, and what they held is gone."""
     for victim in victims:
-        bench.lose(victim, reason="its stream was cut")
-        bench.disconnected.add(victim.hello.worker)
-        del bench.workers[victim.hello.worker]
+        harness.lose(victim, reason="its stream was cut")
+        harness.disconnected.add(victim.hello.worker)
+        del harness.workers[victim.hello.worker]
 
 
-def notice(bench, *workers):
+def notice(harness, *workers):
     for worker in workers:
-        bench.say(worker, lost(worker))
+        harness.say(worker, lost(worker))
 
 
-def serve_all(bench):
-    for worker in bench.ranks:
-        bench.say(worker, worker.serving())
+def serve_all(harness):
+    for worker in harness.ranks:
+        harness.say(worker, worker.serving())
 
 
-def names(bench):
-    return [worker.hello.worker for worker in bench.ranks]
+def names(harness):
+    return [worker.hello.worker for worker in harness.ranks]
 
 
-def come(bench, worker_of, hello):
+def come(harness, worker_of, hello):
     """A new process says hello."""
-    bench.workers[hello.worker] = worker_of(hello)
-    bench.disconnected.discard(hello.worker)
-    bench.hello(hello)
+    harness.workers[hello.worker] = worker_of(hello)
+    harness.disconnected.discard(hello.worker)
+    harness.hello(hello)
 
 
-def epochs_written(bench):
-    return [write.members.epoch for write in bench.writes if isinstance(write, WriteMembership)]
+def epochs_written(harness):
+    return [write.members.epoch for write in harness.writes if isinstance(write, WriteMembership)]
 
 
-def check(bench):
+def check(harness):
     """What must hold at any time of workers that were told their place."""
-    ranks = bench.ranks
+    ranks = harness.ranks
     assert [worker.rank for worker in ranks] == list(range(len(ranks)))
     (epoch,) = {worker.epoch for worker in ranks}
     (generation,) = {worker.layout.generation for worker in ranks}
-    assert bench.pool.roster.epoch == epoch
-    assert bench.pool.layouts.stored_generation == generation
-    assert epochs_written(bench) == sorted(set(epochs_written(bench)))
+    assert harness.pool.roster.epoch == epoch
+    assert harness.pool.layouts.stored_generation == generation
+    assert epochs_written(harness) == sorted(set(epochs_written(harness)))
     (table,) = {worker.layout.expert_of_slot.tobytes() for worker in ranks}
     assert table
     nodes = [worker.hello.node for worker in ranks]

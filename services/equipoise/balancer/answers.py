@@ -1,4 +1,4 @@
-"""`Answers`: whoever waits for what becomes of a request, by ticket."""
+"""`Answers`: callers that wait for the answer to a request, by ticket."""
 
 import asyncio
 import itertools
@@ -10,7 +10,7 @@ from equipoise.pool.requests import Answer
 
 
 class Answers:
-    """Used from one event loop; a ticket is forgotten when its block is left."""
+    """For one event loop; a ticket is valid inside its block."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count(1)
@@ -18,10 +18,10 @@ class Answers:
 
     @asynccontextmanager
     async def asked(self, *, timeout_s: float) -> AsyncIterator[tuple[int, asyncio.Future[Answer]]]:
-        """A ticket and the answer to it, to be awaited inside the block.
+        """Open a ticket; its answer is to be awaited inside the block.
 
         Raises:
-            UnansweredError: there was none within `timeout_s`, or there will be none.
+            UnansweredError: there was no answer within `timeout_s`, or there will be none.
         """
         ticket = next(self._tickets)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -31,25 +31,25 @@ class Answers:
                 yield ticket, answer
         except TimeoutError:
             raise UnansweredError(
-                f"no answer within {timeout_s:g} s: ask for the status before you repeat it"
+                f"no answer within {timeout_s:g} s: check the status before you retry"
             ) from None
         finally:
             del self._waiting[ticket]
             answer.cancel()
 
     def give(self, ticket: int, outcome: Answer) -> None:
-        """Answer; harmless if nobody waits any more."""
+        """Answer; does nothing if the caller has stopped waiting."""
         answer = self._waiting.get(ticket)
         if answer is not None and not answer.done():
             answer.set_result(outcome)
 
     def fail(self, ticket: int, reason: str) -> None:
-        """There will be no answer."""
+        """Report that there will be no answer."""
         answer = self._waiting.get(ticket)
         if answer is not None and not answer.done():
             answer.set_exception(UnansweredError(reason))
 
     def fail_all(self, reason: str) -> None:
-        """There will be no answer to anybody."""
+        """Report to all callers that there will be no answer."""
         for ticket in tuple(self._waiting):
             self.fail(ticket, reason)

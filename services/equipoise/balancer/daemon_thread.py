@@ -1,6 +1,6 @@
-"""`in_daemon_thread`: work that blocks, on a thread for which the process does not wait at its end.
+"""`in_daemon_thread`: runs blocking work on a thread that the process does not wait for at exit.
 
-Executors join their threads when Python ends, so one piece of work that hangs would hang the stop.
+Executors join their threads when Python exits, so work that hangs would hang the shutdown.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ _Result = TypeVar("_Result")
 
 
 async def in_daemon_thread(work: Callable[[], _Result], *, name: str) -> _Result:
-    """What `work` returns or raises. Who stops waiting leaves it to end by itself."""
+    """Return or raise what `work` does. Cancellation leaves the work to end by itself."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Result] = loop.create_future()
 
@@ -25,9 +25,9 @@ async def in_daemon_thread(work: Callable[[], _Result], *, name: str) -> _Result
         how, value = future.set_result, None
         try:
             value = work()
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised in the task that waits
             how, value = future.set_exception, error  # type: ignore[assignment]
-        with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+        with suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(settle, how, value)
 
     threading.Thread(target=run, name=name, daemon=True).start()

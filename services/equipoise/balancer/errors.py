@@ -1,13 +1,13 @@
-"""What is wrong with a worker or a question, in exceptions of our own."""
+"""Errors of the balancer."""
 
 
 class UnknownPoolError(LookupError):
-    """A pool that the balancer does not know; the message names those it knows."""
+    """There is no such pool; the message names those that exist."""
 
 
 class BalancerError(RuntimeError):
-    """The balancer cannot start; the message is the one line that a person reads."""
+    """The balancer cannot start; the message is the one line that is printed."""
 
 
 class UnansweredError(RuntimeError):
-    """What became of an operator's request is not known; the message says why."""
+    """The outcome of an operator's request is unknown; the message says why."""

@@ -1,4 +1,4 @@
-"""`Mailbox`: what waits to be sent to one worker. Bounded, because a worker may stop reading."""
+"""`Mailbox`: messages queued for one worker. Bounded, because a worker may stop reading."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,7 +7,7 @@ from equipoise.wire.messages import BalancerMessage
 
 
 class Mailbox:
-    """At most one message of each kind waits; a newer one takes the place of the older.
+    """At most one message of each kind is queued; a newer one replaces it.
 
     That loses nothing: the stream is level-triggered, so the newest JoinEpoch, Stage or Abort
     says all that the older ones said and that still counts. Kinds leave in the order in which
@@ -20,21 +20,21 @@ class Mailbox:
         self._closed = False
 
     def post(self, message: BalancerMessage) -> None:
-        """Leave a message; ignored once the box is closed."""
+        """Queue a message; ignored once the mailbox is closed."""
         if self._closed:
             return
-        # Removed first, so that it queues behind messages that are older than itself.
+        # Removed first, so that it is queued after older messages.
         self._waiting.pop(type(message), None)
         self._waiting[type(message)] = message
         self._changed.set()
 
     def close(self) -> None:
-        """Take no more messages; those that wait are still delivered."""
+        """Accept no more messages; queued ones are still delivered."""
         self._closed = True
         self._changed.set()
 
     async def messages(self) -> AsyncIterator[BalancerMessage]:
-        """Messages as they come, until the box is closed and empty."""
+        """Yield messages as they come, until the mailbox is closed and empty."""
         while True:
             while self._waiting:
                 kind = next(iter(self._waiting))

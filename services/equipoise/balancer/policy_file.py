@@ -1,8 +1,8 @@
-"""`PolicyFile`: follows a policy file by its contents, and offers them to the book.
+"""`PolicyFile`: reads a policy file again and again, and offers new contents to the book.
 
-A mounted ConfigMap changes by a link in its folder that is swapped, so that a watch on the file
-sees the first change and no other (and with `subPath` nothing changes ever). What the path leads to
-is read again and again instead: it needs no right in the cluster, and works for any file.
+A mounted ConfigMap changes when a link in its folder is swapped: a watch on the file would see the
+first change only (and with `subPath` none). Polling the path works for any file, and needs no
+permission in the cluster.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from equipoise.policy.book import PolicyBook
 from equipoise.policy.reading import MAX_BYTES
 
 POLL_S = 1.0
-"""Seconds between two looks."""
+"""Seconds between two reads."""
 
 SETTLE_S = 0.2
-"""Seconds after which a file that changed must still be the same: editors write in pieces."""
+"""Seconds for which a changed file must stay the same: editors write in pieces."""
 
 READ_TIMEOUT_S = 5.0
-"""Seconds a look may take; a network mount can hang."""
+"""Timeout of a read; a network mount can hang."""
 
 _log = logging.getLogger(__name__)
 
 
 class PolicyFile:
-    """The file at `path`. `on_refusal` hears of each refusal, in words; it must have a bound."""
+    """The file at `path`. `on_refusal` gets the reason of each refusal; it must not hang."""
 
     def __init__(
         self,
@@ -47,16 +47,16 @@ class PolicyFile:
         self._known: bytes | str | None = None
 
     async def run(self) -> None:
-        """Look, until cancelled."""
+        """Poll, until cancelled."""
         while True:
             try:
                 await self._look_once_settled()
-            except Exception:  # noqa: BLE001 - a fault of ours must not end the watch
-                _log.exception("a look at the policy file failed")
+            except Exception:  # noqa: BLE001 - a bug must not end the polling
+                _log.exception("reading the policy file failed")
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> None:
-        """Offer what the file holds now, if that is new."""
+        """Offer the file's contents, if they are new."""
         await self._offer(await self._contents())
 
     async def _look_once_settled(self) -> None:
@@ -75,7 +75,7 @@ class PolicyFile:
         if isinstance(found, str):
             self._book.refuse(f"policy {source}: {found}", now=now)
         else:
-            # What is no UTF-8 becomes a character that no policy has, in the line where it is.
+            # Invalid UTF-8 becomes a character that no policy has, in the line where it is.
             self._book.offer(found.decode(errors="replace"), source=source, now=now)
         self._readiness.note("policy", self._book.missing)
         refusal = self._book.latest_refusal
@@ -83,7 +83,7 @@ class PolicyFile:
             await self._on_refusal(refusal.reason)
 
     async def _contents(self) -> bytes | str:
-        """The file's bytes, or in words why there are none."""
+        """The file's bytes, or a message why they cannot be read."""
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 return await in_daemon_thread(self._read, name="policy file")

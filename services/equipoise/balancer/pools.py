@@ -25,10 +25,10 @@ from equipoise.telemetry.logs import about
 from equipoise.wire.messages import Hello
 
 MAX_POOLS = 1024
-"""Pools of one balancer; the bound keeps a peer from making them without end."""
+"""Pools of one balancer; the bound keeps a peer from creating them without end."""
 
 END_TIMEOUT_S = 3.0
-"""Seconds that the pools of a term may take to end, before the next term begins without them."""
+"""Seconds that the pools of a term may take to end; then the next term begins without them."""
 
 _View = TypeVar("_View")
 
@@ -105,19 +105,19 @@ class Pools:
             task.cancel()
         if not ending:
             return
-        # Bounded: whatever holds a pool of a term that is over must not hold up the next term. It
-        # can do no harm: it has no tenure, and the store fences its writes.
+        # Bounded: a pool that hangs must not hold up the next term. It can do no harm: it has no
+        # tenure, and the store fences its writes.
         _, late = await asyncio.wait(ending, timeout=END_TIMEOUT_S)
         for task in late:
             _log.error(
-                "%s did not end within %g s of its term (it waits in %s): it is left behind",
+                "%s did not end within %g s of its term (it waits in %s): continuing without it",
                 task.get_name(),
                 END_TIMEOUT_S,
                 " > ".join(_awaited(task.get_coro())),
             )
 
     async def admit(self, hello: Hello, mailbox: Mailbox) -> PoolRunner:
-        """Let a worker into its pool; the first one that fits makes the pool.
+        """Let a worker into its pool; the first worker creates the pool.
 
         Raises:
             RefusedWorkerError: it cannot be in that pool.
@@ -127,7 +127,7 @@ class Pools:
             if len(self._runners) >= MAX_POOLS:
                 raise RefusedWorkerError(
                     "hello_too_many_pools",
-                    f"worker {hello.worker}: this balancer has {MAX_POOLS} pools already: name "
+                    f"worker {hello.worker}: this balancer has {MAX_POOLS} pools already: join "
                     f"one of them, or start another balancer",
                 )
             fresh = self._runner(hello.pool, PoolMemory())
@@ -138,7 +138,7 @@ class Pools:
         return runner
 
     def refuse_worker(self, pool: str, worker: str, *, kind: str, reason: str) -> None:
-        """Count a worker that was refused, in its pool if there is one."""
+        """Count a refused worker, in its pool if that exists."""
         runner = self._runners.get(pool)
         if runner is None:
             _log.warning("refused (%s): %s", kind, reason, extra=about(pool=pool, worker=worker))
@@ -146,7 +146,7 @@ class Pools:
             runner.refuse(worker, kind=kind, reason=reason)
 
     def close_streams(self) -> None:
-        """End the streams of all workers and watchers, which would outlive any grace."""
+        """End the streams of all workers and watchers, which would outlive any grace period."""
         for runner in self._runners.values():
             runner.close_streams()
 
@@ -155,15 +155,15 @@ class Pools:
         return tuple(sorted(self._runners))
 
     def find(self, name: str) -> PoolRunner:
-        """A pool by its name, which may be empty when there is exactly one.
+        """A pool by its name, which may be empty if there is exactly one.
 
         Raises:
-            UnknownPoolError: there is no such pool, or the name was left out and there are several.
+            UnknownPoolError: there is no such pool, or the name is empty and there are several.
         """
         return pick(self._runners, name)
 
-    def heard_of(self, term: int) -> bool:
-        """Whether `term`, of which a worker heard, is above ours, which then ends."""
+    def is_outranked(self, term: int) -> bool:
+        """Whether `term`, which a worker has seen, is above this balancer's, which then ends."""
         if term <= self._tenure.term:
             return False
         self._tenure.outranked(term)
@@ -189,14 +189,14 @@ class Pools:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _log.error("%s broke down", task.get_name(), exc_info=task.exception())
+            _log.error("%s failed", task.get_name(), exc_info=task.exception())
 
 
 def pick(pools: Mapping[str, _View], name: str) -> _View:
-    """One of `pools` by its name, which may be empty when there is exactly one.
+    """Return a pool by its name, which may be empty if there is exactly one.
 
     Raises:
-        UnknownPoolError: there is no such pool, or the name was left out and there are several.
+        UnknownPoolError: there is no such pool, or the name is empty and there are several.
     """
     if not name and len(pools) == 1:
         return next(iter(pools.values()))
@@ -212,7 +212,7 @@ def pick(pools: Mapping[str, _View], name: str) -> _View:
 
 
 def _awaited(coroutine: Any) -> Iterator[str]:
-    """Names of a coroutine and of those it waits for, outermost first."""
+    """Names of a coroutine and of those that it awaits, outermost first."""
     while hasattr(coroutine, "cr_await"):
         yield coroutine.__name__
         coroutine = coroutine.cr_await

@@ -1,10 +1,10 @@
-"""`Readiness`: what a balancer still needs before it can take workers."""
+"""`Readiness`: what a balancer still needs before it can accept workers."""
 
 from equipoise.balancer.changed import Changed
 
 
 class Readiness:
-    """Reasons not to be ready, by what they concern; ready without any."""
+    """Reasons not to be ready, by concern; ready if there is none."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
@@ -12,11 +12,11 @@ class Readiness:
 
     @property
     def missing(self) -> str:
-        """All reasons in words; empty when ready."""
+        """All reasons; empty when ready."""
         return "; ".join(self._reasons.values())
 
     def note(self, concern: str, reason: str) -> None:
-        """What `concern` still needs; with an empty reason it is ready."""
+        """Set what `concern` still needs; an empty reason means ready."""
         if reason:
             self._reasons[concern] = reason
         else:

@@ -1,6 +1,6 @@
-"""`PoolRunner`: the hands of one pool. It does what `PoolController` wants, in order, with bounds.
+"""`PoolRunner`: carries out one pool's effects, in order, each within a bound.
 
-Owns the pool's streams, its ticks and its writes. It decides nothing.
+It owns the pool's streams, ticks and writes. `equipoise.pool` decides.
 """
 
 import asyncio
@@ -55,28 +55,25 @@ from equipoise.wire.messages import (
 )
 
 TICK_S = (0.1, 0.5)
-"""Fewest and most seconds between looks at the clock."""
+"""Least and most seconds between two ticks."""
 
 TICKS_A_BOUND = 10
-"""How exact the shortest bound of a policy is kept, as far as `TICK_S` lets it. A pool costs as
-much by its ticks as by a report each second."""
+"""Ticks within the shortest bound of a policy, if `TICK_S` allows. The ticks of a pool cost as much
+as a report per second."""
 
 Clock = Callable[[], float]
 
-_OVER = "this balancer ceased to lead: ask the next leader for the status"
+_OVER = "this balancer no longer leads: ask the next leader for the status"
 
 _log = logging.getLogger(__name__)
 
 
 class PoolRunner:
-    """Runs one pool until its task is cancelled; `closed` when its streams were let go.
+    """Runs one pool until its task is cancelled; `closed` once its streams have ended.
 
-    `encoder` is what its streams turn messages into bytes by, `wave_turns` hear from them how long
-    those take.
-
-    `tenure` fences writes and pushes: when it is over, nothing is done any more. `clock` gives unix
-    time that never runs backwards. Plans are made by `planner`, and waves begin when `wave_turns`
-    lets them. `tracer` makes the spans of plans and rollouts.
+    `tenure` fences writes and messages: when it is over, no more effects are carried out. `clock`
+    gives unix time that never runs backwards. `wave_turns` decides when waves begin, by how long
+    the streams take to send messages, which they encode with `encoder`.
     """
 
     def __init__(
@@ -100,7 +97,7 @@ class PoolRunner:
         self.wave_turns = wave_turns
         self._mailboxes: dict[str, Mailbox] = {}
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
-        # Waves that have had their turn, by generation.
+        # Generations of waves that have had their turn.
         self._may_begin: set[int] = set()
         self._watching: list[asyncio.Future[None]] = []
         self._answers = Answers()
@@ -109,19 +106,19 @@ class PoolRunner:
 
     @property
     def leads(self) -> bool:
-        """Whether messages may still be sent: to be asked right before each of them is."""
+        """Whether messages may still be sent; checked right before each of them."""
         return self._tenure.holds()
 
     @property
     def pool(self) -> Pool:
-        """The state, to be read only."""
+        """The pool, to be read only."""
         return self._controller.pool
 
     def admit(self, hello: Hello, mailbox: Mailbox) -> None:
-        """Let a worker in; the stream it had before, if any, is closed.
+        """Let a worker in; an earlier stream of it is closed.
 
         Raises:
-            RefusedWorkerError: it cannot be in this pool; its earlier stream, if any, stays.
+            RefusedWorkerError: it cannot be in this pool; an earlier stream of it stays.
         """
         chain = self._controller.hello(hello, now=self._clock())
         previous = self._mailboxes.get(hello.worker)
@@ -134,16 +131,16 @@ class PoolRunner:
         self._submit(chain)
 
     def receive(self, worker: str, mailbox: Mailbox, value: WorkerMessage) -> None:
-        """Take what a worker said; the last words of a stream that was replaced are dropped.
+        """Handle a worker's message; messages of a replaced stream are dropped.
 
         Raises:
-            InvalidMessageError, InvalidReportError: it cannot be used; the rest goes on.
+            InvalidMessageError, InvalidReportError: it cannot be used; the stream continues.
         """
         if self._mailboxes.get(worker) is mailbox:
             self._submit(self._controller.message(worker, value, now=self._clock()))
 
     def refuse(self, worker: str, *, kind: str, reason: str) -> None:
-        """Count what was refused and tell the worker, if it is in."""
+        """Count a refusal and send the reason to the worker, if it is connected."""
         self._submit(self._controller.refuse(worker, kind=kind, reason=reason, now=self._clock()))
         count = self.pool.counters.refusals.of(kind)
         if is_worth_logging(count):  # A worker that repeats itself must not flood the log.
@@ -151,7 +148,7 @@ class PoolRunner:
             self._log.warning("refused (%s, time %d): %s", kind, count, reason, extra=fields)
 
     def leave(self, worker: str, mailbox: Mailbox, *, reason: str) -> None:
-        """A stream has ended; it matters only if it is the worker's newest."""
+        """A stream has ended; ignored unless it is the worker's newest."""
         if self._mailboxes.get(worker) is not mailbox:
             return
         del self._mailboxes[worker]
@@ -162,7 +159,7 @@ class PoolRunner:
         """Carry out an operator's request once it is recorded; `what` describes the operation.
 
         Raises:
-            UnansweredError: the store did not take it, or this balancer ceased to lead.
+            UnansweredError: the store did not accept the record, or this balancer no longer leads.
         """
         if self.closed:
             raise UnansweredError(_OVER)
@@ -179,7 +176,7 @@ class PoolRunner:
         return self._controller.hand_over(elsewhere)
 
     def close_streams(self) -> None:
-        """The balancer stops: workers, watchers and operators are let go."""
+        """The balancer stops: end the streams of workers, watchers and operators."""
         self.closed = True
         self._answers.fail_all(_OVER)
         for mailbox in self._mailboxes.values():
@@ -187,14 +184,14 @@ class PoolRunner:
         self._notify()
 
     async def until_changed(self, revision: int) -> None:
-        """Wait until the pool's revision is another one than `revision`, or it is closed."""
+        """Wait until the pool's revision differs from `revision`, or it is closed."""
         while self.pool.revision == revision and not self.closed:
             changed = asyncio.get_running_loop().create_future()
             self._watching.append(changed)
             await changed
 
     async def run(self) -> None:
-        """Tick, and do what is wanted, until cancelled."""
+        """Tick, and carry out effects, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             while True:
@@ -210,14 +207,14 @@ class PoolRunner:
 
     @contextmanager
     def _surviving(self, what: str) -> Iterator[None]:
-        """Log a fault of ours, which must not take the pool's streams down."""
+        """Log a bug instead of letting it end the pool's streams."""
         try:
             yield
         except Exception:  # noqa: BLE001
             self._log.exception("%s failed", what)
 
     def _submit(self, chain: Chain) -> None:
-        """Queue a chain; answers to heartbeats overtake it: a slow store is no hung balancer."""
+        """Queue a chain; heartbeats are answered at once: a slow store is not a hung balancer."""
         self._spans.follow(self.pool.rollouts)
         rest: list[Effect] = []
         for effect in chain:
@@ -255,7 +252,7 @@ class PoolRunner:
         self._log.log(level, "%s", line.text, extra=fields)
 
     def _notify(self) -> None:
-        """Wake whoever watches; mostly nobody does."""
+        """Wake watchers, if there are any."""
         watching, self._watching = self._watching, []
         for one in watching:
             if not one.done():
@@ -266,7 +263,7 @@ class PoolRunner:
             if not self._tenure.holds():
                 return
             if isinstance(effect, WriteProposed) and not self._takes_turn(effect):
-                # What else the pool does must not wait for it, but for what stands behind it.
+                # Only the effects after it wait for its turn, nothing else of the pool.
                 tasks.create_task(self._begin_later(chain[place:]))
                 return
             match effect:
@@ -281,13 +278,13 @@ class PoolRunner:
                         return
 
     def _takes_turn(self, wave: WriteProposed) -> bool:
-        """Whether a wave has had its turn, which it uses up."""
+        """Whether a wave has had its turn; it can be used once."""
         may_begin = wave.layout.generation in self._may_begin
         self._may_begin.discard(wave.layout.generation)
         return may_begin
 
     async def _begin_later(self, chain: Chain) -> None:
-        """Carry out a chain that begins with a wave when that may go; without it, if it is over."""
+        """Carry out a chain that begins with a wave at its turn; skip the wave if it is over."""
         wave, *behind = chain
         assert isinstance(wave, WriteProposed), "only waves wait"
         generation = wave.layout.generation
@@ -343,7 +340,7 @@ class PoolRunner:
             self._give_up_plan(effect, str(error), timed_out=is_late)
             return
         except Exception as error:  # noqa: BLE001
-            # A fault of ours, which must not take the pool's streams down.
+            # A bug, which must not end the pool's streams.
             self._log.exception("planning failed", extra=self._about())
             reason = f"the planner failed ({error!r}); the next window tries again"
             spans.given_up(reason)
@@ -366,7 +363,7 @@ class PoolRunner:
         self._submit(failed)
 
     async def _write(self, write: Write, *, behind: Chain) -> bool:
-        """Write and report back; False if the store did not take it: `behind` is not done then."""
+        """Write, and report the outcome; False if the store did not accept it."""
         try:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
             async with asyncio.timeout(WRITE_TIMEOUT_S):
@@ -383,7 +380,7 @@ class PoolRunner:
             self._question_tenure(error)
             return False
         except Exception as error:  # noqa: BLE001
-            # A fault of ours: the pool goes on without this write, and says so.
+            # A bug: the pool continues without this write, and reports it.
             self._log.exception("a write failed")
             self._note_failure(write, f"the store failed: {error}", behind=behind)
             return False
@@ -394,7 +391,7 @@ class PoolRunner:
         return True
 
     def _question_tenure(self, error: StoreError) -> None:
-        """What the store remembers is not what we know: a new term reads everything anew."""
+        """End the term if the store differs from memory: a new term reads everything again."""
         if isinstance(error, TermOverError):
             self._tenure.outranked(error.highest_term)
         elif error.fault in {StoreFault.CONFLICT, StoreFault.LOST}:
@@ -412,7 +409,7 @@ class PoolRunner:
 
 
 def tick_s(policy: Policy) -> float:
-    """Seconds between looks at the clock; bounds are late by this at most."""
+    """Seconds between two ticks; bounds are late by this at most."""
     shortest_s = min(
         policy.interval_s,
         policy.report_interval_s,
@@ -428,9 +425,9 @@ def tick_s(policy: Policy) -> float:
 
 
 def steady_clock() -> Clock:
-    """Unix time as it was at the call, and since then as monotonic as a machine can be.
+    """Return a clock of unix time that advances with the monotonic clock.
 
-    One number serves bounds, which must not jump, and people, who read dates.
+    One number serves bounds, which must not jump, and dates.
     """
     offset_s = time.time() - time.monotonic()
     return lambda: offset_s + time.monotonic()

@@ -1,7 +1,7 @@
-"""`Seat`: what this balancer answers with, whether it leads or follows.
+"""`Seat`: the pools that this balancer answers with, whether it leads or follows.
 
-Owns the change from the one to the other: the store is fenced before anything is read for a new
-term, and every stream is let go when one ends, so that workers and watchers find the next leader.
+It owns the change between the two: the store is fenced before a new term reads it, and all streams
+end with a term, so that workers and watchers find the next leader.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import Bound
 
 REFRESH_S = 2.0
-"""Seconds between two looks of a follower into the store."""
+"""Seconds between two reads of the store by a follower."""
 
 _log = logging.getLogger(__name__)
 
 
 class Seat:
-    """Follows, leads, follows again; used from the event loop only."""
+    """Follows, leads, follows again. For one event loop."""
 
     def __init__(
         self,
@@ -58,48 +58,48 @@ class Seat:
 
     @property
     def led(self) -> Pools | None:
-        """The pools this balancer leads at this very moment, for workers to join."""
+        """The pools that this balancer leads right now, for workers to join."""
         return self._led if self._elector.leads() else None
 
     @property
     def highest_term(self) -> int:
-        """Highest term of a leader that was heard of."""
+        """Highest term of a leader that this balancer has seen."""
         return self._elector.standing.highest_term
 
     @property
     def leader_address(self) -> str | None:
-        """Where the other balancer that leads is, as far as is known."""
+        """host:port of the balancer that leads, if another does and it is known."""
         return self._elector.standing.leader_address or None
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
-        """The waits of the election, which are no pool's."""
+        """The waits of the election, which belong to no pool."""
         return self._elector.bounds
 
     @property
     def elsewhere(self) -> str:
-        """Where to go with what only a leader can do, in words."""
+        """Why this balancer does not lead, and where the leader is."""
         if self.not_ready:
-            return f"this balancer takes no workers yet: {self.not_ready}"
+            return f"this balancer accepts no workers yet: {self.not_ready}"
         if self.leader_address:
-            return f"this balancer follows, the one at {self.leader_address} leads: ask there"
-        return f"no balancer leads now ({self._elector.standing.reason}): ask again in a moment"
+            return f"this balancer follows the leader at {self.leader_address}: connect there"
+        return f"no balancer leads now ({self._elector.standing.reason}): try again in a moment"
 
     async def open(self) -> None:
-        """Read the store once, so that a balancer that cannot is not started.
+        """Read the store once, so that a balancer that cannot read it does not start.
 
         Raises:
-            StoreError: the store cannot be read, or makes no sense.
+            StoreError: the store cannot be read, or its contents are not valid.
         """
         await self._archive.refresh(elsewhere=self.elsewhere)
 
     @property
     def not_ready(self) -> str:
-        """Why this balancer can take no workers yet, in words; empty when it can."""
+        """Why this balancer can accept no workers yet; empty when it can."""
         return self._readiness.missing
 
     async def look_on(self) -> None:
-        """Show what the store remembers, without a wish to lead, until ready."""
+        """Show what the store has, without a candidacy, until ready."""
         ready = asyncio.create_task(self._readiness.until_ready())
         try:
             while not ready.done():
@@ -109,11 +109,11 @@ class Seat:
             ready.cancel()
 
     async def until_settled(self) -> None:
-        """Wait until it is clear for the first time whether this balancer leads."""
+        """Wait until the first election has shown whether this balancer leads."""
         await self._settled.wait()
 
     def close_streams(self) -> None:
-        """The balancer stops: workers and watchers are let go."""
+        """The balancer stops: end the streams of workers and watchers."""
         self._archive.close_streams()
         if self._led is not None:
             self._led.close_streams()
@@ -130,9 +130,9 @@ class Seat:
                 _log.error("term %d ends: %s", tenure.term, error)
                 tenure.give_up(str(error))
             except Exception:  # noqa: BLE001
-                # A fault of ours must not keep the lease from a balancer that can lead.
-                _log.exception("term %d broke down", tenure.term)
-                tenure.give_up("this balancer broke down in it")
+                # A bug must not keep the lease from a balancer that can lead.
+                _log.exception("term %d failed", tenure.term)
+                tenure.give_up("this balancer failed in it")
             finally:
                 self._settled.set()
 
@@ -142,7 +142,7 @@ class Seat:
         while not self._elector.leads():
             self._settled.set()
             await self._refresh()
-            # Asked anew each time: a term may begin and end while the store is read.
+            # Checked again each time: a term may begin and end while the store is read.
             with suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
                     await self._elector.tenure()
@@ -152,9 +152,9 @@ class Seat:
         try:
             await self._archive.refresh(elsewhere=self.elsewhere)
         except StoreError as error:
-            _log.warning("what is shown may be old: %s", error)
-        except Exception:  # noqa: BLE001 - a fault of ours must not end elections
-            _log.exception("what is shown may be old")
+            _log.warning("the status may be outdated: %s", error)
+        except Exception:  # noqa: BLE001 - a bug must not end elections
+            _log.exception("the status may be outdated")
 
     async def _lead(self, tenure: Tenure) -> None:
         """Run the pools for one term.

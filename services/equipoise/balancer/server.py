@@ -1,4 +1,4 @@
-"""The balancer's gRPC server: which services it has, and how it starts and stops."""
+"""The balancer's gRPC server: its services, and how it starts and stops."""
 
 import asyncio
 import logging
@@ -50,41 +50,41 @@ _STATUS = status_pb2.DESCRIPTOR.services_by_name["Status"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 READY = "ready"
-"""Health service that tells whether this balancer could take workers, if it led."""
+"""Health service that shows whether this balancer could accept workers if it led."""
 
-_COMPILING = "the planner is being compiled, once after an installation: about half a minute"
+_COMPILING = "compiling the planner, once after an installation: about half a minute"
 
 _READERS = frozenset({Role.READER, Role.GATEWAY, Role.ADMIN})
 _RIGHTS: Rights = {
     _WORKER_LINK: frozenset({Role.WORKER}),
     _STATUS: _READERS,
     _ADMIN: frozenset({Role.ADMIN}),
-    # What the contract looks like is no secret, but nobody's business without a name.
+    # The API is no secret, but callers must authenticate.
     reflection.SERVICE_NAME: frozenset(Role),
     health.SERVICE_NAME: ANYBODY,
 }
 
 MAX_CALLS = 20_000
-"""Calls under way at a time, two streams for each of 10,000 workers; more are turned away."""
+"""Concurrent calls, two streams for each of 10,000 workers; more are rejected."""
 
 _OPTIONS = (
-    # The longest that a worker may say, which is its Hello; the rest is checked against that.
+    # The longest message of a worker, its Hello; others are checked against that.
     ("grpc.max_receive_message_length", MAX_HELLO_BYTES),
-    # A worker needs one stream; whoever opens more on a connection waits.
+    # A worker needs one stream; more streams on a connection wait.
     ("grpc.max_concurrent_streams", 64),
-    # gRPC's asyncio server takes one call in each turn of the event loop. Of a fleet that comes at
-    # once it would turn most away, and cancel calls that waited for half a minute.
+    # gRPC's asyncio server accepts one call in each iteration of the event loop. With the defaults,
+    # it would reject most of a fleet that connects at once, and cancel calls after half a minute.
     ("grpc.server.max_pending_requests", MAX_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
     ("grpc.server_max_unrequested_time_in_server", 120),
     ("grpc.max_metadata_size", 16 * 1024),
-    # Two balancers on one port would share its workers by chance; the second must fail instead.
+    # Two balancers on one port would split its workers at random; the second must fail instead.
     ("grpc.so_reuseport", 0),
-    # A peer whose machine vanished is noticed within 15 s although its stream is idle.
+    # Detects within 15 s that the machine of an idle stream is gone.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    # Workers may ping as often as every second; more often is refused as abuse.
+    # Workers may ping once per second; more is rejected as abuse.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -236,14 +236,14 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
 
 
 def _candidate(address: str) -> Candidate:
-    """This process, under a name that no other has."""
+    """This process, under a unique name."""
     return Candidate(name=f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}", address=address)
 
 
 def _add_services(
     server: grpc.aio.Server, seat: Seat, *, store: Store, clock: Clock, guard: Guard
 ) -> Any:
-    """What is served on the port; gives the health servicer."""
+    """Add the services; returns the health servicer."""
     server.add_generic_rpc_handlers((WorkerLinkService(seat, caller=guard.caller).handler(),))
     status_pb2_grpc.add_StatusServicer_to_server(
         StatusService(seat, store=store, clock=clock), server
@@ -262,7 +262,7 @@ def _add_services(
 
 def _bind(server: grpc.aio.Server, listen: str, credentials: Credentials) -> int:
     try:
-        # Tried with a plain socket first: gRPC would say less, and in a log line of its own.
+        # Tried with a plain socket first: gRPC reports less, and in a log line of its own.
         open_listener(listen).close()
         return credentials.bind(server, listen)
     except TrustError:
@@ -292,19 +292,19 @@ async def _take_part(seat: Seat, elector: Elector) -> None:
 
 
 async def _compile(warm_up: Callable[[], Awaitable[None]], readiness: Readiness) -> None:
-    """Have the planner compiled, or loaded from the cache, before workers rest on its answers.
+    """Compile the planner, or load it from the cache, before workers depend on it.
 
-    The compiler holds a lock that the event loop would wait for, in the middle of serving.
+    The compiler holds a lock that the event loop would wait for while serving.
     """
     try:
         await warm_up()
-    except Exception:  # noqa: BLE001 - each plan will say so again
+    except Exception:  # noqa: BLE001 - each plan reports it again
         _log.exception("the planner could not be compiled")
     readiness.note("planner", "")
 
 
 async def _show_readiness(readiness: Readiness, watched: Any) -> None:
-    """Keep the health of `ready` true."""
+    """Keep the health of `ready` current."""
     status = health_pb2.HealthCheckResponse
     if readiness.missing:
         _log.info("not ready: %s", readiness.missing)
@@ -315,7 +315,7 @@ async def _show_readiness(readiness: Readiness, watched: Any) -> None:
 
 
 async def _show_leadership(elector: Elector, watched: Any) -> None:
-    """Keep the health of WorkerLink true: only a leader takes workers."""
+    """Keep the health of WorkerLink current: only a leader accepts workers."""
     while True:
         standing = elector.standing
         await watched.set(
@@ -330,6 +330,6 @@ async def _show_leadership(elector: Elector, watched: Any) -> None:
 async def _stop(server: grpc.aio.Server, seat: Seat, watched: Any, grace_s: float) -> None:
     await watched.enter_graceful_shutdown()
     stopping = asyncio.create_task(server.stop(grace_s))
-    await asyncio.sleep(0)  # From here on no new stream is taken.
+    await asyncio.sleep(0)  # From here on no new stream is accepted.
     seat.close_streams()
     await stopping

@@ -1,7 +1,7 @@
-"""`PoolSpans`: a pool's plans and rollouts as traces, read off its state; it changes nothing.
+"""`PoolSpans`: a pool's plans and rollouts as traces, read from its state; it changes nothing.
 
-One rebalancing is one trace: its plan, and of each wave the stage and the switch, with what the
-ranks did meanwhile below them.
+One rebalancing is one trace: its plan and, for each wave, the stage and the switch, with the spans
+of the ranks below them.
 """
 
 from opentelemetry.trace import Span, Tracer, set_span_in_context
@@ -13,7 +13,7 @@ from equipoise.telemetry.tracing import failed, traceparent_of
 
 
 class PoolSpans:
-    """Used by the hands of one pool. A span of what was under way at the end is never told."""
+    """The spans of one pool. A span that is open when the balancer ends is never exported."""
 
     def __init__(self, pool: str, *, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -31,27 +31,27 @@ class PoolSpans:
         return PlanSpans(root, plan=self._open("plan", below=root))
 
     def decided(self, planned: "PlanSpans", *, adopted: bool) -> None:
-        """A plan was judged; if it is adopted, the rollout that begins now belongs to its trace."""
+        """There is a verdict on a plan; if adopted, the rollout belongs to its trace."""
         if adopted:
             self._rebalance = planned.root
         else:
             planned.root.end()
 
     def parent_for_ranks(self, generation: int) -> str:
-        """What ranks that stage a generation are told, so that their spans belong to its wave."""
+        """The traceparent for ranks that stage a generation, or an empty one."""
         if self._wave is None or generation != self._generation:
             return ""
         return traceparent_of(self._wave)
 
     def follow(self, rollouts: Rollouts) -> None:
-        """Open and end spans as the latest wave is; to be called after every change."""
+        """Open and end spans for the state of the latest wave; called after every change."""
         wave = rollouts.latest
         if wave is self._seen:
-            return  # As after most words of most ranks.
+            return  # As after most messages.
         self._seen = wave
         if wave is None:
-            # The ranks it was for are no more.
-            self._end("given up: the ranks formed anew")
+            # Its epoch is over.
+            self._end("given up: a new epoch began")
             return
         if wave.target.generation != self._generation:
             self._begin_wave(wave, moves=rollouts.moves)
@@ -67,7 +67,7 @@ class PoolSpans:
         if self._wave is not None:
             self._wave.end()
         if self._rebalance is None:
-            # An operator's, or one that an earlier balancer began.
+            # An operator's, or one that an earlier balancer started.
             self._rebalance = self._open("rebalance")
         self._wave = self._open("wave", below=self._rebalance)
         self._wave.set_attributes({"generation": wave.target.generation, "moves": moves})
@@ -113,14 +113,14 @@ class PoolSpans:
 
 
 class PlanSpans:
-    """A plan that is being made, and the trace that begins with it."""
+    """The spans of a plan that is being made, with the trace that begins with it."""
 
     def __init__(self, root: Span, *, plan: Span) -> None:
         self.root = root
         self._plan = plan
 
     def made(self, proposal: Proposal) -> None:
-        """The plan is there, and judged."""
+        """The plan is ready, with its verdict."""
         verdict = proposal.verdict
         self._plan.set_attributes(
             {

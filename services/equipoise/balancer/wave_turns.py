@@ -1,4 +1,4 @@
-"""`WaveTurns`: when the waves of many pools go out, so that hearing workers comes first.
+"""`WaveTurns`: spaces out the waves of many pools, so that messages of workers come first.
 
 A wave is a message to every rank of its pool, and two from each. Hundreds of pools whose traffic
 shifts together have thousands of waves, which would keep the event loop from reports and
@@ -16,35 +16,31 @@ from dataclasses import dataclass
 from equipoise.planning.policy import Policy
 
 SPACING_S = 0.002
-"""Least seconds from one wave to the next: what it costs shows a little later."""
-
+"""Least seconds from one wave to the next: its cost shows a little later."""
 
 LAG_S = 0.02
-"""A wave goes once gRPC says after so long at most that a message went.
+"""A wave goes once gRPC takes at most this many seconds to send a message.
 
-That is looked at, because whoever sleeps is woken in time however much waits: gRPC hands few events
-to the event loop in each of its turns, and keeps the others.
+Timers would not show the load: gRPC hands few events to the event loop in each iteration, and keeps
+the others, so that sleeping tasks wake in time.
 """
 
 FIRST_LAG = 0.1
-"""The same for a wave with which a plan begins, because somebody may wait for it: so much of the
-time in which its ranks say that they live."""
+"""The same for the first wave of a plan, which an operator may wait for, as a fraction of the
+heartbeat interval of its ranks."""
 
 RANK_HOLD_S = 0.003
-"""A wave goes in any case so long after the one before it for each rank that this was sent to,
-because a wave that waits has a bound: of 200 pools of 32 ranks that roll out, each has its turn
-within the usual one."""
+"""A wave goes in any case this many seconds after the previous one, for each rank of that. A wave
+waits within a bound: 200 pools of 32 ranks that roll out all get a turn within the default."""
 
 BEHIND_RANK_HOLD_S = 0.03
-"""The same for waves with which plans go on, while others that somebody ordered are made: these
-are to begin first."""
+"""The same for later waves of plans while requested plans are made, which are to begin first."""
 
 MIN_HOLD_S, MAX_HOLD_S = 0.1, 1.0
-"""And not sooner, or later, to however few or many ranks the one before it went."""
+"""Least and most seconds of that wait, whatever the number of ranks."""
 
 BEHIND_BOUND = 0.25
-"""So much of the bound within which a wave must be staged it waits for plans that somebody ordered,
-at most."""
+"""Most that a wave waits for requested plans, as a fraction of the bound of its staging."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,10 +53,10 @@ class _Waiting:
 
 
 class WaveTurns:
-    """Lets one wave go after the other, as fast as the event loop keeps up.
+    """Starts one wave after the other, as fast as the event loop keeps up.
 
-    First waves of plans go before others, and else those of the pool whose last wave is longest
-    ago, so that all begin before one goes on. Used from one event loop.
+    First waves of plans go before others; among equals the pool whose last wave is longest ago goes
+    first, so that all plans begin before one continues. For one event loop.
     """
 
     def __init__(self) -> None:
@@ -77,7 +73,7 @@ class WaveTurns:
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """Within the block a plan is made that somebody ordered, so that a first wave may come."""
+        """Inside the block a requested plan is made, so that a first wave may come."""
         self._num_expected += 1
         try:
             yield
@@ -93,9 +89,9 @@ class WaveTurns:
         policy: Policy,
         is_wanted: Callable[[], bool],
     ) -> bool:
-        """Wait until a wave of `pool` may go, which `is_first` of its plan or not.
+        """Wait until a wave of `pool` may go; `is_first` if it is the first of its plan.
 
-        False if it is not wanted any more then, as `is_wanted` says; that takes nobody's time.
+        Returns False if `is_wanted` is false by then; that takes no turn.
         """
         loop = asyncio.get_running_loop()
         waiting = _Waiting(
@@ -118,25 +114,25 @@ class WaveTurns:
         while self._waiting:
             *_, waiting = heapq.heappop(self._waiting)
             if waiting.may_go.done():
-                continue  # Its pool is no more.
+                continue  # Its pool has ended.
             is_wanted = waiting.is_wanted()
             waiting.may_go.set_result(is_wanted)
             if is_wanted:
                 await self._caught_up(num_ranks=waiting.num_ranks)
 
     async def _caught_up(self, *, num_ranks: int) -> None:
-        """Wait until the next one may go after one to so many ranks."""
+        """Wait until the next wave may go after one to `num_ranks`."""
         loop = asyncio.get_running_loop()
         went_s = loop.time()
         may_go = False
         while not may_go:
             await asyncio.sleep(SPACING_S)
-            lag_s, rank_hold_s = self._bounds(now_s=loop.time())  # Who is next may change.
+            lag_s, rank_hold_s = self._bounds(now_s=loop.time())  # The next wave may change.
             hold_s = min(MAX_HOLD_S, max(MIN_HOLD_S, num_ranks * rank_hold_s))
             may_go = self._lag_s <= lag_s or loop.time() >= went_s + hold_s
 
     def _bounds(self, *, now_s: float) -> tuple[float, float]:
-        """How far messages may lag when the wave that is next goes, and how long that waits."""
+        """How far messages may lag when the next wave goes, and how long it waits per rank."""
         if not self._waiting:
             return LAG_S, RANK_HOLD_S
         waiting = self._waiting[0][-1]

@@ -1,7 +1,4 @@
-"""`PoolLoads`: the loads of one pool in one epoch, from reports to windows and averages.
-
-Owns no decision: it says what the load is and whether it shifted.
-"""
+"""`PoolLoads`: the loads of one pool in one epoch, from reports to windows and averages."""
 
 from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass, replace
@@ -23,11 +20,11 @@ from equipoise.pool.records import FAST, SLOW, SLOW_SQUARES, AverageRecord
 from equipoise.wire.messages import Report
 
 REPORTS_MISSED = 3
-"""Reports in a row that may fail to come before a rank counts as unheard, where windows are no
-longer than that. Reports are cumulative, so the next one makes up for those."""
+"""Consecutive reports that may be missing before a rank counts as unheard, unless windows are
+longer than that. Reports are cumulative, so the next one makes up for them."""
 
 MAX_TABLES = 4
-"""Windows with traffic whose tables are kept: a plan is made for one of the latest."""
+"""Windows with traffic whose tables are kept: plans are made on the latest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,21 +60,21 @@ class ClosedWindow:
 
     @property
     def doubt(self) -> str:
-        """Why nothing can be planned on this window, or judged by it; empty if it can."""
+        """Why the window can neither be planned on nor judge a rollout; empty if it can."""
         if self.unheard:
             word = "rank" if len(self.unheard) == 1 else "ranks"
             ranks = ", ".join(map(str, self.unheard))
-            return f"it is a part of the load: no report of {word} {ranks} came in time"
+            return f"incomplete window: no report from {word} {ranks}"
         return self.contradiction
 
     def without_tables(self) -> "ClosedWindow":
-        """Its figures alone; the tables take a thousand times as much memory."""
+        """The window without its tables, which take a thousand times as much memory."""
         nothing = np.zeros((0, 0))
         return replace(self, load=nothing, rank_load=nothing)
 
 
 def drop_old_tables(windows: MutableSequence[ClosedWindow]) -> None:
-    """Keep the tables that are asked for: of the latest window, and the latest with traffic.
+    """Keep only the tables of the latest window, and of the latest windows with traffic.
 
     `windows`, one at least, are in the order in which they closed.
     """
@@ -89,11 +86,11 @@ def drop_old_tables(windows: MutableSequence[ClosedWindow]) -> None:
 
 
 class PoolLoads:
-    """Counters, the open window, and a fast and a slow average beside it.
+    """Counters, the open window, and a fast and a slow moving average.
 
-    `remembered` are averages of an earlier life of the pool, used if they fit its shape; a
-    half-life that changed since only says how fast they fade. `counted_from` is the first
-    generation whose counters began while we listen.
+    `remembered` are averages from the store, used if they fit the pool's shape; a half-life that
+    changed since only sets how fast they decay. `counted_from` is the first generation whose
+    counters started while this balancer was connected.
     """
 
     def __init__(
@@ -132,7 +129,7 @@ class PoolLoads:
         self._next_close_s = now + policy.interval_s
 
     def adopt(self, policy: Policy, *, now: float) -> None:
-        """Go on under another policy: averages keep their values, and forget at another pace."""
+        """Adopt another policy: averages keep their values and decay at another rate."""
         opened_s = self._next_close_s - self._policy.interval_s
         self._next_close_s = max(now, opened_s + policy.interval_s)
         self.fast = replace(self.fast, half_life_s=policy.fast_half_life_s)
@@ -143,7 +140,7 @@ class PoolLoads:
         """Count a report; `layout` is that of its generation, or the newest one known.
 
         Raises:
-            InvalidReportError: the report cannot be used; nothing is remembered of it.
+            InvalidReportError: the report cannot be used; nothing of it is counted.
         """
         load, stats = report.load, report.stats
         if layout.num_ranks != self._num_ranks:
@@ -168,16 +165,16 @@ class PoolLoads:
         self._reported[load.rank] = True
 
     def is_due(self, *, now: float) -> bool:
-        """Whether the open window has lasted a planning interval."""
+        """Whether the open window has lasted for a planning interval."""
         return now >= self._next_close_s
 
     def close_window(self, *, number: int, generation: int, now: float) -> ClosedWindow:
         """Close the window under its number, fold it into both averages, and look for a shift.
 
-        When traffic shifted, both averages forget what came before this window: they would take
-        half-lives to believe it, and each window of those would be a shift of its own, planned for
-        by itself alone. A shift falls somewhere into a window, so that window is a mixture; the
-        one after it is the first that is pure, and what came before is forgotten once more.
+        When traffic has shifted, both averages restart from this window. Otherwise they would take
+        half-lives to follow, and each of these windows would count as a shift of its own. A shift
+        falls somewhere inside a window, so that window is a mixture. The next one is the first
+        without old traffic, so the averages restart from it once more.
         """
         load = self._window.close(now=now)
         self._windows_unheard = np.where(self._reported, 0, self._windows_unheard + 1)
@@ -250,7 +247,7 @@ class PoolLoads:
         )
 
     def _unheard(self) -> tuple[int, ...]:
-        """Ranks whose reports are missing; where these come more seldom than windows, for long."""
+        """Ranks whose reports are missing, for several windows where these are short."""
         due = max(1.0, REPORTS_MISSED * self._report_interval_s / self._policy.interval_s)
         return tuple(int(rank) for rank in np.flatnonzero(self._windows_unheard >= due))
 
@@ -259,7 +256,7 @@ class PoolLoads:
         self._generation_at_open = generation
         self._reported[:] = False
         self._phases = set()
-        # From the planned time, so that intervals do not drift; from now, if ticks stood still.
+        # From the planned time, so that intervals do not drift; from now, if ticks were held up.
         planned_s = self._next_close_s + self._policy.interval_s
         self._next_close_s = planned_s if planned_s > now else now + self._policy.interval_s
 
@@ -283,7 +280,7 @@ class PoolLoads:
 
 
 def _realised(load: WindowLoad, factor_of_rank: Load) -> RealisedShares | None:
-    """What shares came to be; `factor_of_rank`, [ranks], brings ranks to a common span."""
+    """Realised shares; `factor_of_rank`, [ranks], scales ranks to the same steps."""
     layout = load.layout
     if layout is None:
         return None
@@ -292,7 +289,7 @@ def _realised(load: WindowLoad, factor_of_rank: Load) -> RealisedShares | None:
 
 
 def _squares(average: AverageRecord | None, squares: AverageRecord | None) -> Load | None:
-    """Remembered squares, if they were written together with the average."""
+    """The squares from the store, if they were written together with the average."""
     if (
         average is None
         or squares is None

@@ -1,4 +1,4 @@
-"""The WorkerLink service: one stream a worker, in which one cannot harm another."""
+"""The WorkerLink service: one stream per worker, isolated from the others."""
 
 import asyncio
 import logging
@@ -24,10 +24,10 @@ from equipoise.wire.messages import Hello, Leaving, Rejection, Report
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 HELLO_TIMEOUT_S = 10.0
-"""Seconds a stream may stay without saying who it is."""
+"""Seconds within which a stream must send Hello."""
 
 DRAIN_TIMEOUT_S = 1.0
-"""Seconds the last messages of a stream may take to leave."""
+"""Seconds that the last messages of a stream may take to be sent."""
 
 _UNREADABLE = "link_bytes"
 
@@ -40,9 +40,9 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerLinkService:
-    """Turns streams into words for the pools, and the pools' words into messages.
+    """Hands the messages of streams to pools, and their messages to streams.
 
-    `caller` says who is on the other end of a call; a worker speaks for itself only.
+    `caller` authenticates a call; a worker may send messages for itself only.
     """
 
     def __init__(self, seat: Seat, *, caller: Callable[[_Context], Caller]) -> None:
@@ -50,26 +50,26 @@ class WorkerLinkService:
         self._caller = caller
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """What a server serves the link by: the contract's, but in bytes.
+        """The service's handler, in bytes.
 
-        Answers are encoded for many at once, and bytes that are no message are a worker's fault.
+        Messages are encoded once for many workers, and undecodable bytes are the worker's fault.
         """
         connect = grpc.stream_stream_rpc_method_handler(self.connect)
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, {"Connect": connect})
 
-    # A coroutine that writes, not a generator: its clean-up runs the moment it is cancelled.
+    # A coroutine that writes, not a generator: its cleanup runs as soon as it is cancelled.
     async def connect(self, request_iterator: _Requests, context: _Context) -> None:
-        """Serve one worker for as long as its stream lives."""
+        """Serve one worker until its stream ends."""
         mailbox = Mailbox()
         try:
             hello = await self._introduction(request_iterator)
             pools = self._seat.led
-            if pools is None or pools.heard_of(hello.highest_term):
+            if pools is None or pools.is_outranked(hello.highest_term):
                 await context.write(_alone(self._redirection()))
                 return
             runner = await self._admit(pools, hello, mailbox, caller=self._caller(context))
         except (InvalidMessageError, RefusedWorkerError) as error:
-            # What a network has broken may be whole the next time.
+            # A message that the network corrupted may arrive intact the next time.
             fatal = error.kind != _UNREADABLE
             await context.write(_alone(Rejection(reason=str(error), fatal=fatal)))
             return
@@ -86,7 +86,7 @@ class WorkerLinkService:
             hello = from_worker(_message(first), hello=None)
         except (TimeoutError, StopAsyncIteration):
             raise InvalidMessageError(
-                "hello_missing", f"a stream must say Hello within {HELLO_TIMEOUT_S:g} s"
+                "hello_missing", f"no Hello within {HELLO_TIMEOUT_S:g} s"
             ) from None
         except InvalidMessageError as error:
             _log.warning("refused (%s): %s", error.kind, error)
@@ -116,7 +116,7 @@ class WorkerLinkService:
 async def _converse(
     requests: _Requests, context: _Context, hello: Hello, runner: PoolRunner, mailbox: Mailbox
 ) -> str:
-    """Read and write until either side is done; returns why the conversation ended."""
+    """Read and write until either side ends; returns why the stream ended."""
     reader = asyncio.create_task(_read(requests, hello, runner, mailbox))
     writer = asyncio.create_task(_write(mailbox, context, runner))
     try:
@@ -142,27 +142,27 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
                 _check_pace_and_size(request, hello, pace)
                 value = from_worker(_message(request), hello=hello)
                 if isinstance(value, Report) and value.heartbeat is not None:
-                    # Before the report, because that may be refused.
+                    # First, because the report may be refused.
                     runner.receive(hello.worker, mailbox, value.heartbeat)
                 runner.receive(hello.worker, mailbox, value)
             except (InvalidMessageError, InvalidReportError) as error:
                 text = f"worker {hello.worker}: {error}"
                 runner.refuse(hello.worker, kind=error.kind, reason=text)
                 if error.kind == _UNREADABLE:
-                    # Whatever it was is lost: a new stream begins with all that matters.
-                    return "what came from it was no message"
+                    # The message is lost: a new stream begins with all that matters.
+                    return "undecodable message"
                 continue
             if isinstance(value, Leaving):
                 reason = f"it left: {value.reason}"
     except Exception:  # noqa: BLE001
-        # A fault of ours ends this stream only; the worker reconnects and says what it runs.
+        # A bug ends this stream only; the worker reconnects and reports what it runs.
         _log.exception("the stream of worker %s failed", hello.worker)
         return "the balancer failed on a message"
     return reason
 
 
 def _check_identity(caller: Caller, hello: Hello) -> None:
-    """Refuse a worker that speaks for another one."""
+    """Refuse a worker that claims to be another one."""
     if not caller.may_speak_for(pool=hello.pool, worker=hello.worker):
         raise RefusedWorkerError(
             "hello_identity",
@@ -172,7 +172,7 @@ def _check_identity(caller: Caller, hello: Hello) -> None:
 
 
 def _message(request: bytes) -> pb.ConnectRequest:
-    """The contract's message in these bytes.
+    """Decode a message.
 
     Raises:
         InvalidMessageError: "link_bytes".
@@ -182,13 +182,13 @@ def _message(request: bytes) -> pb.ConnectRequest:
     except DecodeError:
         raise InvalidMessageError(
             _UNREADABLE,
-            f"{len(request)} bytes are no message of the worker link: something on the way changes "
-            "them, or speaks another protocol",
+            f"{len(request)} bytes are not a valid WorkerLink message: a proxy corrupts them, or "
+            "the worker uses another protocol",
         ) from None
 
 
 def _check_pace_and_size(request: bytes, hello: Hello, pace: Pace) -> None:
-    """Refuse what no worker of that shape says, and more than one that works well says.
+    """Refuse messages larger or more frequent than a worker of that shape sends.
 
     Raises:
         InvalidMessageError: "link_rate" or "link_size".
@@ -196,21 +196,21 @@ def _check_pace_and_size(request: bytes, hello: Hello, pace: Pace) -> None:
     if not pace.take(now=asyncio.get_running_loop().time()):
         raise InvalidMessageError(
             "link_rate",
-            f"more than {pace.per_s:g} messages a second: the one above that is dropped",
+            f"more than {pace.per_s:g} messages per second: the excess is dropped",
         )
     size, most = len(request), max_message_bytes(hello)
     if size > most:
         raise InvalidMessageError(
             "link_size",
-            f"a message of {size} bytes, but one of {hello.model.num_layers} layers x "
-            f"{hello.slots_per_rank} slots has at most {most}",
+            f"a message of {size} bytes, but for {hello.model.num_layers} layers x "
+            f"{hello.slots_per_rank} slots at most {most} are allowed",
         )
 
 
 async def _write(mailbox: Mailbox, context: _Context, runner: PoolRunner) -> None:
     loop = asyncio.get_running_loop()
     async for message in mailbox.messages():
-        # The last look before the wire: this process may have been paused since it was posted.
+        # Checked right before sending: this process may have been paused since it was posted.
         if not runner.leads:
             return
         message_bytes = runner.encoder.encode(message)
@@ -220,5 +220,5 @@ async def _write(mailbox: Mailbox, context: _Context, runner: PoolRunner) -> Non
 
 
 def _alone(rejection: Rejection) -> bytes:
-    """A message for nobody else."""
+    """Encode a message for one worker."""
     return to_worker(rejection).SerializeToString()

@@ -11,28 +11,28 @@ SETTLING = 5
 """Windows in which the pool learns that there are two kinds of traffic."""
 
 
-def run_back_and_forth(bench, skewed, *, period_s):
+def run_back_and_forth(harness, skewed, *, period_s):
     """Gives, of each window, the moves that were decided at its end."""
     loads = [skewed(1), skewed(2)]
     for turn in range(NUM_WINDOWS * WINDOW_S // period_s):
-        bench.run_traffic(loads[turn % 2], seconds=period_s)
-    return [one.moves if one.accepted else 0 for one in bench.decisions()]
+        harness.run_traffic(loads[turn % 2], seconds=period_s)
+    return [one.moves if one.accepted else 0 for one in harness.decisions()]
 
 
 @pytest.mark.parametrize("period_s", [5, 10, 20])
-def test_few_experts_move_for_traffic_that_comes_back(serving_bench, skewed, period_s):
-    moves = run_back_and_forth(serving_bench, skewed, period_s=period_s)
+def test_few_experts_move_for_traffic_that_comes_back(serving_harness, skewed, period_s):
+    moves = run_back_and_forth(serving_harness, skewed, period_s=period_s)
     assert len(moves) == NUM_WINDOWS, "one decision a window at most"
     assert 0 < sum(moves[:SETTLING]) < NUM_SLOTS
     assert max(moves[SETTLING:]) <= 0.05 * NUM_SLOTS
-    first, *_, last = serving_bench.pool.windows.closed
+    first, *_, last = serving_harness.pool.windows.closed
     assert last.balancedness > first.balancedness + 0.1
 
 
-def test_with_a_hysteresis_nothing_moves_once_both_are_served_well(make_bench, policy, skewed):
-    bench = make_bench(policy=replace(policy, plan_below=0.85))
-    bench.serve()
-    moves = run_back_and_forth(bench, skewed, period_s=10)
+def test_with_a_hysteresis_nothing_moves_once_both_are_served_well(make_harness, policy, skewed):
+    harness = make_harness(policy=replace(policy, plan_below=0.85))
+    harness.serve()
+    moves = run_back_and_forth(harness, skewed, period_s=10)
     assert any(moves)
     assert not any(moves[SETTLING:])
-    assert bench.pool.windows.closed[-1].balancedness > 0.85
+    assert harness.pool.windows.closed[-1].balancedness > 0.85

@@ -22,12 +22,12 @@ ACTIONS = 100
 class Turmoil:
     """A pool whose ranks agree on switches among themselves, and whose every link may break."""
 
-    def __init__(self, make_bench, skewed, seed) -> None:
+    def __init__(self, make_harness, skewed, seed) -> None:
         self.random = random.Random(seed)
-        self.make_bench = make_bench
+        self.make_harness = make_harness
         self.skewed = skewed
-        self.bench = make_bench()
-        self.bench.serve()
+        self.harness = make_harness()
+        self.harness.serve()
         self.verified = {}
         self.layouts = {}
         self.writes = []
@@ -35,34 +35,34 @@ class Turmoil:
 
     @property
     def workers(self):
-        return self.bench.ranks
+        return self.harness.ranks
 
     def name(self, worker):
         return worker.hello.worker
 
     def connected(self, worker):
-        return self.name(worker) not in self.bench.disconnected
+        return self.name(worker) not in self.harness.disconnected
 
     def say(self, worker, value):
         if self.connected(worker):
-            self.bench.say(worker, value)
+            self.harness.say(worker, value)
 
     # What may happen
 
     def traffic(self):
         load = self.skewed(self.random.randrange(3))
-        self.bench.now += 1.0
+        self.harness.now += 1.0
         for worker in self.workers:
             worker.serve_traffic(load)
             self.say(worker, worker.report())
-        self.bench.tick()
+        self.harness.tick()
 
     def window(self):
         for _ in range(10):
             self.traffic()
 
     def silence(self):
-        self.bench.tick(seconds=self.random.choice([1.0, 7.0, 40.0]))
+        self.harness.tick(seconds=self.random.choice([1.0, 7.0, 40.0]))
 
     def heartbeats(self):
         for worker in self.workers:
@@ -71,14 +71,14 @@ class Turmoil:
     def break_link(self):
         worker = self.random.choice(self.workers)
         if self.connected(worker):
-            self.bench.disconnected.add(self.name(worker))
-            self.bench.lose(worker)
+            self.harness.disconnected.add(self.name(worker))
+            self.harness.lose(worker)
 
     def mend_links(self):
         for worker in self.workers:
             if not self.connected(worker):
-                self.bench.disconnected.discard(self.name(worker))
-                self.bench.hello(worker.reconnecting())
+                self.harness.disconnected.discard(self.name(worker))
+                self.harness.hello(worker.reconnecting())
 
     def stage_one(self):
         worker = self.random.choice(self.workers)
@@ -109,27 +109,27 @@ class Turmoil:
                 self.say(worker, switched)
 
     def restart_balancer(self):
-        workers, now = self.bench.workers, self.bench.now
+        workers, now = self.harness.workers, self.harness.now
         self.check_books()
-        self.writes += self.bench.writes
-        self.bench = self.make_bench(memory=memory_of(self.writes))
-        self.bench.workers, self.bench.now = workers, now
-        self.bench.disconnected = set(workers)
+        self.writes += self.harness.writes
+        self.harness = self.make_harness(memory=memory_of(self.writes))
+        self.harness.workers, self.harness.now = workers, now
+        self.harness.disconnected = set(workers)
 
     def fail_writes(self):
-        self.bench.store_fault = self.random.choice(["", "", "", "disk full"])
+        self.harness.store_fault = self.random.choice(["", "", "", "disk full"])
 
     # What must hold
 
     def check_books(self):
-        for _, message in self.bench.sent:
+        for _, message in self.harness.sent:
             if isinstance(message, Stage):
                 layout = message.layout
                 known = self.layouts.setdefault(layout.generation, layout)
                 assert known.same_placement(layout), "a generation is one layout for ever"
         proposed = {
             write.layout.generation
-            for write in self.writes + self.bench.writes
+            for write in self.writes + self.harness.writes
             if isinstance(write, WriteProposed)
         }
         assert self.layouts.keys() <= proposed, "nothing is staged that was not written"
@@ -141,11 +141,11 @@ class Turmoil:
                 self.verified.pop(self.name(worker), None)
 
     def calm_down(self):
-        self.bench.store_fault = ""
+        self.harness.store_fault = ""
         self.mend_links()
         for _ in range(80):
             self.heartbeats()
-            self.bench.tick(seconds=1.0)
+            self.harness.tick(seconds=1.0)
             self.stage_many()
             self.drop_forgotten()
             self.take_a_step()
@@ -176,12 +176,12 @@ def memory_of(writes):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_after_any_turmoil_the_committed_layout_is_what_all_ranks_run(make_bench, skewed, seed):
-    turmoil = Turmoil(make_bench, skewed, seed)
+def test_after_any_turmoil_the_committed_layout_is_what_all_ranks_run(make_harness, skewed, seed):
+    turmoil = Turmoil(make_harness, skewed, seed)
     go_through(turmoil)
     turmoil.calm_down()
     turmoil.check_books()
-    pool = turmoil.bench.pool
+    pool = turmoil.harness.pool
     assert pool.diagnosis().health is Health.SERVING, pool.diagnosis().reason
     assert pool.rollouts.current is None
     running = turmoil.workers[0].layout
@@ -190,7 +190,7 @@ def test_after_any_turmoil_the_committed_layout_is_what_all_ranks_run(make_bench
 
 
 def test_a_balancer_that_stages_before_it_has_written_would_be_noticed(
-    make_bench, skewed, monkeypatch
+    make_harness, skewed, monkeypatch
 ):
     begin = Rollout.begin
 
@@ -200,7 +200,7 @@ def test_a_balancer_that_stages_before_it_has_written_would_be_noticed(
 
     monkeypatch.setattr(Rollout, "begin", begin_staging)
     with pytest.raises(AssertionError, match="nothing is staged that was not written"):
-        go_through(Turmoil(make_bench, skewed, seed=0))
+        go_through(Turmoil(make_harness, skewed, seed=0))
 
 
 def go_through(turmoil):

@@ -21,10 +21,10 @@ from equipoise.pool.requests import (
 
 
 class Operator:
-    """Asks a bench's controller; the answer is that of the audit."""
+    """Asks a harness's controller; the answer is that of the audit."""
 
-    def __init__(self, bench) -> None:
-        self.bench = bench
+    def __init__(self, harness) -> None:
+        self.harness = harness
         self.tickets = 0
 
     def ask(self, wish, *, reason="because"):
@@ -32,10 +32,10 @@ class Operator:
         request = AdminRequest(
             ticket=self.tickets, who="ann", reason=reason, what=type(wish).__name__, operation=wish
         )
-        self.bench.perform(self.bench.controller.administer(request, now=self.bench.now))
+        self.harness.perform(self.harness.controller.administer(request, now=self.harness.now))
         answers = [
             write
-            for write in self.bench.writes
+            for write in self.harness.writes
             if isinstance(write, WriteAudit) and write.request.ticket == self.tickets
         ]
         (write,) = answers
@@ -45,16 +45,16 @@ class Operator:
 
 
 @pytest.fixture
-def operator(serving_bench):
-    return Operator(serving_bench)
+def operator(serving_harness):
+    return Operator(serving_harness)
 
 
 @pytest.fixture
-def balanced(serving_bench, skewed):
-    """A bench that adopted a plan: generation 2 runs."""
-    serving_bench.run_traffic(skewed(1), seconds=10)
-    assert serving_bench.pool.layouts.stored_generation == 2
-    return serving_bench
+def balanced(serving_harness, skewed):
+    """A harness that adopted a plan: generation 2 runs."""
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    assert serving_harness.pool.layouts.stored_generation == 2
+    return serving_harness
 
 
 def rearranged(layout, *, generation=1):
@@ -63,21 +63,21 @@ def rearranged(layout, *, generation=1):
     return layout.with_placement(table, generation=generation)
 
 
-def running(bench):
-    return bench.pool.layouts.current
+def running(harness):
+    return harness.pool.layouts.current
 
 
 def test_a_paused_pool_closes_windows_and_adopts_nothing_until_it_is_resumed(
-    serving_bench, operator, skewed
+    serving_harness, operator, skewed
 ):
     assert operator.ask(Pause()).accepted
-    serving_bench.run_traffic(skewed(1), seconds=30)
-    assert serving_bench.pool.windows.num_closed == 3
-    assert running(serving_bench).generation == 1
-    assert serving_bench.decisions() == []
+    serving_harness.run_traffic(skewed(1), seconds=30)
+    assert serving_harness.pool.windows.num_closed == 3
+    assert running(serving_harness).generation == 1
+    assert serving_harness.decisions() == []
     assert operator.ask(Resume()).accepted
-    serving_bench.run_traffic(skewed(1), seconds=10)
-    assert running(serving_bench).generation == 2
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    assert running(serving_harness).generation == 2
 
 
 def test_who_paused_and_why_is_told_to_whoever_pauses_again(operator):
@@ -87,12 +87,12 @@ def test_who_paused_and_why_is_told_to_whoever_pauses_again(operator):
     assert again.reason == "it is paused already, by ann: the network is being mended"
 
 
-def test_pausing_lets_the_rollout_under_way_come_to_its_end(serving_bench, operator, skewed):
-    serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+def test_pausing_lets_the_rollout_under_way_come_to_its_end(serving_harness, operator, skewed):
+    serving_harness.run_traffic(skewed(1), seconds=10, carry_out=False)
     answer = operator.ask(Pause())
     assert "generation 2 runs to its end" in answer.reason
-    serving_bench.carry_out_rollout()
-    assert running(serving_bench).generation == 2
+    serving_harness.carry_out_rollout()
+    assert running(serving_harness).generation == 2
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_what_cannot_be_done_is_refused_and_recorded(operator, wish, words):
     answer = operator.ask(wish)
     assert not answer.accepted
     assert words in answer.reason
-    assert not operator.bench.pool.journal.audit[0].accepted
+    assert not operator.harness.pool.journal.audit[0].accepted
 
 
 def test_a_rollback_is_an_ordinary_rollout_to_an_old_placement_under_a_new_number(
@@ -151,13 +151,13 @@ def test_a_rollback_may_leave_planning_on(balanced, operator, skewed):
 
 
 def test_a_rollback_to_what_runs_or_while_something_rolls_is_refused(
-    serving_bench, operator, skewed
+    serving_harness, operator, skewed
 ):
-    start = running(serving_bench)
+    start = running(serving_harness)
     same = operator.ask(RollBack(layout=start))
     assert not same.accepted
     assert "is running and already has this placement" in same.reason
-    serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
+    serving_harness.run_traffic(skewed(1), seconds=10, carry_out=False)
     busy = operator.ask(RollBack(layout=rearranged(start)))
     assert not busy.accepted
     assert "generation 2 is being rolled out (staging)" in busy.reason
@@ -172,195 +172,195 @@ def test_a_layout_of_other_ranks_is_refused(balanced, operator):
 
 
 def test_a_pinned_pool_stays_whatever_traffic_says_until_it_is_unpinned(
-    serving_bench, operator, skewed
+    serving_harness, operator, skewed
 ):
     assert operator.ask(Pin()).accepted
-    serving_bench.run_traffic(skewed(1), seconds=30)
-    assert running(serving_bench).generation == 1
+    serving_harness.run_traffic(skewed(1), seconds=30)
+    assert running(serving_harness).generation == 1
     refused = operator.ask(Rebalance())
     assert "pinned by ann: because" in refused.reason
     assert operator.ask(Unpin()).accepted
-    serving_bench.run_traffic(skewed(1), seconds=10)
-    assert running(serving_bench).generation == 2
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    assert running(serving_harness).generation == 2
 
 
-def test_a_pool_goes_to_a_pinned_placement_at_once_although_it_is_paused(serving_bench, operator):
+def test_a_pool_goes_to_a_pinned_placement_at_once_although_it_is_paused(serving_harness, operator):
     operator.ask(Pause())
-    target = rearranged(running(serving_bench))
+    target = rearranged(running(serving_harness))
     assert operator.ask(Pin(layout=target)).accepted
-    serving_bench.carry_out_rollout()
-    assert running(serving_bench).same_placement(target)
-    assert serving_bench.decisions()[-1].algorithm == "pin"
+    serving_harness.carry_out_rollout()
+    assert running(serving_harness).same_placement(target)
+    assert serving_harness.decisions()[-1].algorithm == "pin"
 
 
 def test_a_pool_that_missed_its_pin_goes_there_at_the_end_of_the_interval(
-    serving_bench, operator, skewed
+    serving_harness, operator, skewed
 ):
-    serving_bench.run_traffic(skewed(1), seconds=10, carry_out=False)
-    target = rearranged(running(serving_bench))
+    serving_harness.run_traffic(skewed(1), seconds=10, carry_out=False)
+    target = rearranged(running(serving_harness))
     answer = operator.ask(Pin(layout=target))
     assert "as soon as possible (generation 2 is being rolled out" in answer.reason
-    serving_bench.carry_out_rollout()
-    assert running(serving_bench).generation == 2
-    serving_bench.run_traffic(skewed(1), seconds=10)
-    assert running(serving_bench).same_placement(target)
+    serving_harness.carry_out_rollout()
+    assert running(serving_harness).generation == 2
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    assert running(serving_harness).same_placement(target)
 
 
 def test_a_pin_outlives_a_change_of_ranks_and_waits_while_it_does_not_fit(
-    serving_bench, operator, skewed
+    serving_harness, operator, skewed
 ):
-    target = rearranged(running(serving_bench))
+    target = rearranged(running(serving_harness))
     operator.ask(Pin(layout=target))
-    serving_bench.carry_out_rollout()
-    pool = serving_bench.pool
+    serving_harness.carry_out_rollout()
+    pool = serving_harness.pool
     pool.layouts.run(
         contiguous_layout(
             num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=10, generation=7
         )
     )
-    for worker in serving_bench.ranks:
+    for worker in serving_harness.ranks:
         worker.run(pool.layouts.current)
-        serving_bench.say(worker, worker.serving())
-    serving_bench.run_traffic(skewed(1), seconds=10)
-    assert running(serving_bench).same_placement(target)
-    assert running(serving_bench).generation == 8
+        serving_harness.say(worker, worker.serving())
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    assert running(serving_harness).same_placement(target)
+    assert running(serving_harness).generation == 8
 
 
-def test_a_rebalance_plans_at_once_and_answers_with_the_verdict(serving_bench, operator, skewed):
+def test_a_rebalance_plans_at_once_and_answers_with_the_verdict(serving_harness, operator, skewed):
     operator.ask(Pause())
-    serving_bench.run_traffic(skewed(1), seconds=10)
+    serving_harness.run_traffic(skewed(1), seconds=10)
     operator.ask(Resume())
     answer = operator.ask(Rebalance())
     assert answer.accepted, answer.reason
     assert answer.generation == 2
     assert "raises balancedness" in answer.reason
-    serving_bench.carry_out_rollout()
-    assert running(serving_bench).generation == 2
+    serving_harness.carry_out_rollout()
+    assert running(serving_harness).generation == 2
 
 
-def test_a_forced_rebalance_adopts_what_gains_too_little(make_bench, skewed):
-    bench = make_bench(policy=replace(make_bench().pool.policy.values, min_gain=0.9))
-    bench.serve()
-    bench.run_traffic(skewed(1), seconds=10)
-    assert not bench.decisions()[-1].accepted
-    operator = Operator(bench)
+def test_a_forced_rebalance_adopts_what_gains_too_little(make_harness, skewed):
+    harness = make_harness(policy=replace(make_harness().pool.policy.values, min_gain=0.9))
+    harness.serve()
+    harness.run_traffic(skewed(1), seconds=10)
+    assert not harness.decisions()[-1].accepted
+    operator = Operator(harness)
     refused = operator.ask(Rebalance())
     assert not refused.accepted
     assert "gains too little" in refused.reason
     assert operator.ask(Rebalance(force=True)).accepted
 
 
-def test_a_preview_tells_the_plan_and_changes_nothing(serving_bench, operator, skewed):
+def test_a_preview_tells_the_plan_and_changes_nothing(serving_harness, operator, skewed):
     operator.ask(Pause())
-    serving_bench.run_traffic(skewed(1), seconds=10)
-    decisions = len(serving_bench.decisions())
-    policy = replace(serving_bench.pool.policy.values, target_balancedness=0.9)
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    decisions = len(serving_harness.decisions())
+    policy = replace(serving_harness.pool.policy.values, target_balancedness=0.9)
     answer = operator.ask(Preview(policy=policy))
     assert answer.accepted
     assert answer.reason.startswith("would be adopted: ")
     assert answer.proposal.waves
     assert answer.proposal.request.policy is policy
-    assert len(serving_bench.decisions()) == decisions
-    assert serving_bench.pool.rollouts.current is None
-    assert not serving_bench.pool.decisions.is_proposing
+    assert len(serving_harness.decisions()) == decisions
+    assert serving_harness.pool.rollouts.current is None
+    assert not serving_harness.pool.decisions.is_proposing
 
 
 def test_a_plan_that_was_being_made_when_the_pool_was_paused_is_not_adopted(
-    serving_bench, operator, skewed
+    serving_harness, operator, skewed
 ):
-    bench, held_back = serving_bench, []
-    bench.perform, perform = held_back.append, bench.perform
-    for worker in bench.ranks:
+    harness, held_back = serving_harness, []
+    harness.perform, perform = held_back.append, harness.perform
+    for worker in harness.ranks:
         worker.serve_traffic(skewed(1) * 10)
-        bench.controller.message(worker.hello.worker, worker.report(), now=bench.now + 9)
-    bench.now += 10
-    bench.perform = perform
-    chain = bench.controller.tick(now=bench.now)
+        harness.controller.message(worker.hello.worker, worker.report(), now=harness.now + 9)
+    harness.now += 10
+    harness.perform = perform
+    chain = harness.controller.tick(now=harness.now)
     operator.ask(Pause())
-    bench.perform(chain)
-    assert not bench.decisions()[-1].accepted
-    assert "paused by ann: because while this was planned" in bench.decisions()[-1].reason
+    harness.perform(chain)
+    assert not harness.decisions()[-1].accepted
+    assert "paused by ann: because while this was planned" in harness.decisions()[-1].reason
 
 
-def plan_in_the_making(bench, load):
+def plan_in_the_making(harness, load):
     """A window of ten seconds has closed; gives what the pool wants done, the plan among it."""
-    bench.serve()
-    bench.run_traffic(load, seconds=9)
-    for worker in bench.ranks:
+    harness.serve()
+    harness.run_traffic(load, seconds=9)
+    for worker in harness.ranks:
         worker.serve_traffic(load)
-        bench.say(worker, worker.report())
-    bench.now += 1.0
-    return bench.controller.tick(now=bench.now)
+        harness.say(worker, worker.report())
+    harness.now += 1.0
+    return harness.controller.tick(now=harness.now)
 
 
-def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_bench, policy, skewed):
-    bench = make_bench(policy=replace(policy, min_gain=1.0))
-    due = plan_in_the_making(bench, skewed(1))
+def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_harness, policy, skewed):
+    harness = make_harness(policy=replace(policy, min_gain=1.0))
+    due = plan_in_the_making(harness, skewed(1))
     for ticket in range(1, MAX_POSTPONED + 1):
         wish = Rebalance(force=ticket == 1)
         request = AdminRequest(
             ticket=ticket, who="ann", reason="", what="rebalance", operation=wish
         )
-        assert bench.controller.administer(request, now=bench.now) == ()
-    operator = Operator(bench)
+        assert harness.controller.administer(request, now=harness.now) == ()
+    operator = Operator(harness)
     operator.tickets = MAX_POSTPONED
     assert not operator.ask(Rebalance()).accepted, "too many wait already"
-    bench.perform(due)
-    verdicts = {record.accepted for record in bench.decisions()}
+    harness.perform(due)
+    verdicts = {record.accepted for record in harness.decisions()}
     assert verdicts == {True, False}, "the plan of the window gained too little"
     answers = {
         write.request.ticket: write.answer
-        for write in bench.writes
+        for write in harness.writes
         if isinstance(write, WriteAudit)
     }
     assert answers[1].accepted
     assert all("is being rolled out" in answers[ticket].reason for ticket in range(2, 9))
-    assert bench.pool.rollouts.current is not None
+    assert harness.pool.rollouts.current is not None
 
 
-def test_an_order_that_waited_too_long_for_a_plan_is_refused(make_bench, policy, skewed):
-    bench = make_bench(policy=replace(policy, min_gain=1.0))
-    due = plan_in_the_making(bench, skewed(1))
+def test_an_order_that_waited_too_long_for_a_plan_is_refused(make_harness, policy, skewed):
+    harness = make_harness(policy=replace(policy, min_gain=1.0))
+    due = plan_in_the_making(harness, skewed(1))
     request = AdminRequest(ticket=1, who="ann", reason="", what="rebalance", operation=Rebalance())
-    assert bench.controller.administer(request, now=bench.now) == ()
-    bench.now += policy.plan_timeout_s + 1.0
-    bench.perform(due)
-    (write,) = (write for write in bench.writes if isinstance(write, WriteAudit))
+    assert harness.controller.administer(request, now=harness.now) == ()
+    harness.now += policy.plan_timeout_s + 1.0
+    harness.perform(due)
+    (write,) = (write for write in harness.writes if isinstance(write, WriteAudit))
     assert "earlier plans took too long" in write.answer.reason
     assert not write.answer.accepted
 
 
-def test_when_the_planner_breaks_down_the_operator_is_told(serving_bench, operator, skewed):
+def test_when_the_planner_breaks_down_the_operator_is_told(serving_harness, operator, skewed):
     operator.ask(Pause())
-    serving_bench.run_traffic(skewed(1), seconds=10)
+    serving_harness.run_traffic(skewed(1), seconds=10)
     request = AdminRequest(ticket=99, who="ann", reason="", what="x", operation=Rebalance())
-    serving_bench.pool.decisions.begin_proposing()
-    (write,) = serving_bench.controller.proposal_failed(
+    serving_harness.pool.decisions.begin_proposing()
+    (write,) = serving_harness.controller.proposal_failed(
         "the planner failed: so it goes",
         timed_out=False,
-        now=serving_bench.now,
+        now=serving_harness.now,
         requested_by=request,
     )
     assert not write.answer.accepted
     assert "the planner failed" in write.answer.reason
-    assert not serving_bench.pool.decisions.is_proposing
+    assert not serving_harness.pool.decisions.is_proposing
 
 
-def test_what_the_store_does_not_take_does_not_happen(serving_bench, skewed):
-    serving_bench.store_fault = "the disk is full"
+def test_what_the_store_does_not_take_does_not_happen(serving_harness, skewed):
+    serving_harness.store_fault = "the disk is full"
     request = AdminRequest(ticket=1, who="ann", reason="", what="pause", operation=Pause())
-    serving_bench.perform(serving_bench.controller.administer(request, now=serving_bench.now))
-    assert not serving_bench.pool.journal.hold.reason
-    assert len(serving_bench.pool.journal.audit) == 0
+    serving_harness.perform(serving_harness.controller.administer(request, now=serving_harness.now))
+    assert not serving_harness.pool.journal.hold.reason
+    assert len(serving_harness.pool.journal.audit) == 0
 
 
 def test_a_balancer_that_is_started_anew_knows_what_the_pool_is_held_to(
-    make_bench, operator, skewed
+    make_harness, operator, skewed
 ):
     operator.ask(Pin())
-    hold, audit = operator.bench.pool.journal.hold, tuple(operator.bench.pool.journal.audit)
-    bench = make_bench(memory=PoolMemory(hold=hold, audit=audit))
-    bench.serve()
-    bench.run_traffic(skewed(1), seconds=20)
-    assert running(bench).generation == 1
-    assert bench.pool.journal.audit[0].what == "Pin"
+    hold, audit = operator.harness.pool.journal.hold, tuple(operator.harness.pool.journal.audit)
+    harness = make_harness(memory=PoolMemory(hold=hold, audit=audit))
+    harness.serve()
+    harness.run_traffic(skewed(1), seconds=20)
+    assert running(harness).generation == 1
+    assert harness.pool.journal.audit[0].what == "Pin"

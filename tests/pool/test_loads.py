@@ -235,12 +235,14 @@ def test_how_loads_vary_survives_a_restart_where_a_policy_plans_for_risk():
     assert "slow squares" not in make_loads().records(now=0.0)
 
 
-def test_a_pool_keeps_the_tables_that_are_asked_for_and_the_figures_of_many_windows(serving_bench):
+def test_a_pool_keeps_the_tables_that_are_asked_for_and_the_figures_of_many_windows(
+    serving_harness,
+):
     load = np.full((3, 32), 50.0)
-    serving_bench.run_traffic(load, seconds=80)
+    serving_harness.run_traffic(load, seconds=80)
     for _ in range(3):
-        serving_bench.tick(10.0)
-    windows = list(serving_bench.pool.windows.closed)
+        serving_harness.tick(10.0)
+    windows = list(serving_harness.pool.windows.closed)
     assert len(windows) > 8
     busy = [window for window in windows if window.assignments]
     with_tables = [window.number for window in windows if window.load.size]

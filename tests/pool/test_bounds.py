@@ -44,40 +44,40 @@ def test_a_count_that_shrinks_takes_nothing_back():
     assert of(pool, "step").reached == 7
 
 
-def test_a_bound_of_a_newer_release_is_named_and_makes_no_series(serving_bench):
-    bench = serving_bench
-    worker = bench.ranks[1]
+def test_a_bound_of_a_newer_release_is_named_and_makes_no_series(serving_harness):
+    harness = serving_harness
+    worker = harness.ranks[1]
     report = worker.report()
     unknown = WorkerBound(name="teleport", bound_s=1.0, reached=1)
     told = replace(report, stats=replace(report.stats, bounds=(unknown, *step(1))))
-    bench.say(worker, told)
-    assert bench.pool.counters.refusals.of("report_bound") == 1
-    shown = {one.name: one for one in pool_status(bench.pool, now=bench.now).bounds}
+    harness.say(worker, told)
+    assert harness.pool.counters.refusals.of("report_bound") == 1
+    shown = {one.name: one for one in pool_status(harness.pool, now=harness.now).bounds}
     assert "teleport" not in shown
     assert shown["step"].latest == f"{worker.hello.worker}: epoch 3 ended"
 
 
-def test_a_write_that_took_too_long_is_counted_and_one_that_failed_is_not(serving_bench):
-    controller = serving_bench.controller
+def test_a_write_that_took_too_long_is_counted_and_one_that_failed_is_not(serving_harness):
+    controller = serving_harness.controller
     controller.write_failed(None, reason="refused", timed_out=False)
     controller.write_failed(None, reason="no answer", timed_out=True)
     store = of(controller.pool.counters.bounds, "store")
     assert (store.bound_s, store.reached, store.latest) == (WRITE_TIMEOUT_S, 1, "no answer")
 
 
-def test_a_late_commit_is_counted_under_the_bound_it_waited_for(make_bench, policy, skewed):
-    bench = make_bench(policy=replace(policy, switch_timeout_s=7.0, stage_timeout_s=60.0))
-    bench.serve()
-    bench.run_traffic(skewed(1), seconds=10, carry_out=False)
-    bench.stage_all()
-    bench.disconnected = set()
-    for worker in bench.ranks:
+def test_a_late_commit_is_counted_under_the_bound_it_waited_for(make_harness, policy, skewed):
+    harness = make_harness(policy=replace(policy, switch_timeout_s=7.0, stage_timeout_s=60.0))
+    harness.serve()
+    harness.run_traffic(skewed(1), seconds=10, carry_out=False)
+    harness.stage_all()
+    harness.disconnected = set()
+    for worker in harness.ranks:
         # The store answers nothing any more: the last switch asks for a commit that never comes.
         value = worker.switch(step=80)
-        bench.controller.message(worker.hello.worker, value, now=bench.now)
-    bench.now += 7.0
-    bench.controller.tick(now=bench.now)
-    late = of(bench.pool.counters.bounds, "commit")
+        harness.controller.message(worker.hello.worker, value, now=harness.now)
+    harness.now += 7.0
+    harness.controller.tick(now=harness.now)
+    late = of(harness.pool.counters.bounds, "commit")
     assert (late.bound_s, late.reached) == (7.0, 1)
     assert "the store did not confirm it within 7 s" in late.latest
-    assert of(bench.pool.counters.bounds, "persist").reached == 0
+    assert of(harness.pool.counters.bounds, "persist").reached == 0

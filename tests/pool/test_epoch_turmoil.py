@@ -12,15 +12,15 @@ from equipoise.wire.messages import GroupLost
 class Turmoil:
     """Workers that behave as real ones do, with faults in between, all drawn from one seed."""
 
-    def __init__(self, bench, worker_of, *, seed):
-        self.bench, self.worker_of = bench, worker_of
+    def __init__(self, harness, worker_of, *, seed):
+        self.harness, self.worker_of = harness, worker_of
         self.draw = random.Random(seed)
         self.hung = set()
         self.noticed = {}
         self.boots = 1
 
     def alive(self):
-        return [w for name, w in self.bench.workers.items() if name not in self.hung]
+        return [w for name, w in self.harness.workers.items() if name not in self.hung]
 
     def is_broken(self, worker):
         """Whether the group of a worker's epoch lacks somebody."""
@@ -37,31 +37,31 @@ class Turmoil:
         workers = self.alive()
         self.draw.shuffle(workers)
         for worker in workers:
-            bench = self.bench
-            bench.say(worker, worker.heartbeat())
+            harness = self.harness
+            harness.say(worker, worker.heartbeat())
             if worker.join_epoch is None:
                 continue
             if self.noticed.get(worker.hello.worker) == worker.epoch:
                 continue
             if not self.is_broken(worker):
-                bench.say(worker, worker.serving())
+                harness.say(worker, worker.serving())
             elif self.draw.random() < 0.5:
                 self.noticed[worker.hello.worker] = worker.epoch
                 held = worker.own(worker.layout.expert_of_slot)
-                bench.say(
+                harness.say(
                     worker, GroupLost(epoch=worker.epoch, reason="broke", expert_of_slot=held)
                 )
 
     def fault(self):
         """One thing that goes wrong, or right again."""
-        name = self.draw.choice(sorted(self.bench.workers))
-        worker = self.bench.workers[name]
+        name = self.draw.choice(sorted(self.harness.workers))
+        worker = self.harness.workers[name]
         what = self.draw.choice(["kill", "hang", "wake", "restart", "come"])
         if what in {"kill", "restart"} and len(self.alive()) > 1:
             self.hung.discard(name)
-            self.bench.disconnected.add(name)
-            del self.bench.workers[name]
-            self.bench.lose(worker)
+            self.harness.disconnected.add(name)
+            del self.harness.workers[name]
+            self.harness.lose(worker)
         elif what == "hang" and len(self.alive()) > 1:
             self.hung.add(name)
         elif what == "wake" and self.hung:
@@ -72,45 +72,47 @@ class Turmoil:
     def come(self, hello):
         self.boots += 1
         name = hello.worker if hello is not None else f"worker-{10 + self.boots}"
-        if name in self.bench.workers:
+        if name in self.harness.workers:
             return
-        model = next(iter(self.bench.workers.values())).hello if hello is None else hello
+        model = next(iter(self.harness.workers.values())).hello if hello is None else hello
         fresh = replace(
             model, worker=name, boot_id=f"boot-{self.boots}", address=f"{name}:1",
             rendezvous_address=f"{name}:2", running=None,
         )  # fmt: skip
         self.noticed.pop(name, None)
-        self.bench.workers[name] = self.worker_of(fresh)
-        self.bench.disconnected.discard(name)
-        self.bench.hello(fresh)
+        self.harness.workers[name] = self.worker_of(fresh)
+        self.harness.disconnected.discard(name)
+        self.harness.hello(fresh)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_happened_those_who_are_alive_end_up_as_one_group(make_bench, worker_of, seed):
-    bench = make_bench(num_ranks=4)
-    for worker in bench.workers.values():
+def test_whatever_happened_those_who_are_alive_end_up_as_one_group(make_harness, worker_of, seed):
+    harness = make_harness(num_ranks=4)
+    for worker in harness.workers.values():
         worker.hello = replace(worker.hello, slots_per_rank=12)
-    bench.serve()
-    turmoil = Turmoil(bench, worker_of, seed=seed)
+    harness.serve()
+    turmoil = Turmoil(harness, worker_of, seed=seed)
     seen = {}
     for _ in range(60):
         if turmoil.draw.random() < 0.3:
             turmoil.fault()
         turmoil.live()
-        bench.tick(seconds=turmoil.draw.choice([0.1, 0.5, 1.0, 3.0]))
-        for worker in bench.workers.values():
+        harness.tick(seconds=turmoil.draw.choice([0.1, 0.5, 1.0, 3.0]))
+        for worker in harness.workers.values():
             if worker.join_epoch is not None:
                 told = (worker.layout.generation, worker.layout.expert_of_slot.tobytes())
                 assert seen.setdefault(worker.epoch, told) == told, "an epoch starts in one layout"
     turmoil.hung.clear()
-    while len(bench.workers) < 3:
+    while len(harness.workers) < 3:
         turmoil.come(None)
     for _ in range(200):
         turmoil.live()
-        bench.tick(seconds=0.3)
-    assert bench.pool.diagnosis().health is Health.SERVING, bench.pool.diagnosis().reason
-    ranks = bench.ranks
-    assert {worker.epoch for worker in ranks} == {bench.pool.roster.epoch}
-    assert [worker.rank for worker in ranks] == list(range(len(bench.workers)))
-    assert {worker.layout.generation for worker in ranks} == {bench.pool.layouts.stored_generation}
-    assert bench.pool.counters.refusals.all() == ()
+        harness.tick(seconds=0.3)
+    assert harness.pool.diagnosis().health is Health.SERVING, harness.pool.diagnosis().reason
+    ranks = harness.ranks
+    assert {worker.epoch for worker in ranks} == {harness.pool.roster.epoch}
+    assert [worker.rank for worker in ranks] == list(range(len(harness.workers)))
+    assert {worker.layout.generation for worker in ranks} == {
+        harness.pool.layouts.stored_generation
+    }
+    assert harness.pool.counters.refusals.all() == ()
