@@ -63,7 +63,7 @@ class ExpertParallel:
         self._exchange = exchange
         self._placement = placement
         self._ranks = ranks
-        self._rows_LS = _no_rows(placement)
+        self._slot_load_LS = _no_rows(placement)
         self._previous: SlotLoad | None = None
         self._num_tokens_seen = 0
         self._agreed: tuple[int, ...] | None = None
@@ -132,14 +132,14 @@ class ExpertParallel:
         # Ranks take turns in one sequence, so that their choices of replicas interleave too.
         first = self._num_tokens_seen
         self._num_tokens_seen += num_tokens
-        turns_T = torch.arange(first, first + num_tokens, device=self._rows_LS.device)
+        turns_T = torch.arange(first, first + num_tokens, device=self._slot_load_LS.device)
         token_ids_T = turns_T * self._ranks.count + self._ranks.rank
         return ExpertStep(
             placement=self._placement,
             ranks=self._ranks,
             tokens_by_rank=tokens_by_rank,
             token_ids_T=token_ids_T,
-            slot_load_LS=self._rows_LS,
+            slot_load_LS=self._slot_load_LS,
             exchange=self._exchange,
         )
 
@@ -156,7 +156,7 @@ class ExpertParallel:
         assert placement.num_ranks == self._placement.num_ranks
         self._previous = self._load()
         self._placement = placement
-        self._rows_LS = _no_rows(placement)
+        self._slot_load_LS = _no_rows(placement)
         if self._exchange is not None:
             self._exchange.switch(placement.generation)
 
@@ -170,7 +170,7 @@ class ExpertParallel:
     def _load(self) -> SlotLoad:
         return SlotLoad(
             generation=self._placement.generation,
-            slot_load_LS=self._rows_LS.numpy(force=True).copy(),
+            slot_load_LS=self._slot_load_LS.numpy(force=True).copy(),
         )
 
 
