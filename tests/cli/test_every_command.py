@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,13 @@ CLIENTS = [
 ]
 
 
+@asynccontextmanager
+async def fleet_and_gateway(folder):
+    # On one event loop: gRPC shares one poller between the loops of a process.
+    async with running_fleet(folder) as address, serving_gateway(folder / "gateway") as gateway:
+        yield address, gateway
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A running fleet, a gateway, and files."""
@@ -137,7 +145,7 @@ def place(tmp_path_factory):
     layout = {"num_experts": 8, "num_ranks": 4, "expert_of_slot": table}
     (folder / "layout.json").write_text(json.dumps(layout))
     (folder / "gateway").mkdir()
-    with running_fleet(folder) as address, on_a_thread(serving_gateway(folder / "gateway")) as web:
+    with on_a_thread(fleet_and_gateway(folder)) as (address, web):
         yield SimpleNamespace(
             address=address,
             names={

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 
 from equipoise.cli.live.status_feed import StatusFeed
@@ -38,11 +38,11 @@ def on_a_thread(context):
         loop.close()
 
 
-@contextmanager
-def running_fleet(folder):
+@asynccontextmanager
+async def running_fleet(folder):
     """host:port of a balancer whose pool has committed a second generation."""
     warm_up()  # Compiling the planner may take longer than a plan may.
-    with on_a_thread(opened(folder)) as address:
+    async with opened(folder) as address:
         settings = FleetSettings(
             address=address,
             first_pool=0,
@@ -53,23 +53,20 @@ def running_fleet(folder):
             slots_per_rank=3,
         )
         command = [sys.executable, "-m", "tests.support.simulated_fleet"]
-        with subprocess.Popen(
+        with subprocess.Popen(  # noqa: ASYNC220 - returns at once
             [*command, json.dumps(asdict(settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         ) as ranks:
             try:
-                asyncio.run(_until_rebalanced(address))
+                feed = StatusFeed(address, pool="pool-0000")
+                following = asyncio.create_task(feed.run())
+                await feed.until(
+                    lambda status: status.generation > 1 and status.windows_closed > 1,
+                    timeout_s=BOUND_S,
+                )
+                following.cancel()
                 yield address
             finally:
                 ranks.stdin.close()
-                ranks.wait(BOUND_S)
-
-
-async def _until_rebalanced(address):
-    feed = StatusFeed(address, pool="pool-0000")
-    following = asyncio.create_task(feed.run())
-    await feed.until(
-        lambda status: status.generation > 1 and status.windows_closed > 1, timeout_s=BOUND_S
-    )
-    following.cancel()
+                await asyncio.to_thread(ranks.wait, BOUND_S)

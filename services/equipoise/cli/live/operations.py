@@ -112,7 +112,8 @@ def _report(settings: OperationSettings, response: Any) -> int:
         document.pop("layout", None)  # A table for programs that speak the protocol.
         print(json.dumps(document, indent=2))
     else:
-        print(_line(response.outcome))
+        is_preview = isinstance(response, pb.PreviewResponse)
+        print(response.outcome.reason if is_preview else _line(response.outcome))
     return 0 if response.outcome.accepted else EXIT_REFUSED
 
 

@@ -151,8 +151,8 @@ def ranks_view(
     """One row per rank: worker, node, share of the load, generation, throughput, step, requests."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
     table.add_column("rank", no_wrap=True)
-    table.add_column("worker")
-    table.add_column("node")
+    table.add_column("worker", overflow="fold")
+    table.add_column("node", overflow="fold")
     table.add_column("load", no_wrap=True)
     for name in ("generation", "tokens/s" if tokens_per_s else "tokens", "step", "requests"):
         table.add_column(name, justify="right", no_wrap=True)
