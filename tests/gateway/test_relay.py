@@ -194,12 +194,13 @@ async def test_a_request_that_only_one_rank_blames_is_served_by_another(gateway,
 
 
 async def test_a_request_under_which_three_ranks_die_in_a_row_is_refused(run_gateway, fleet):
-    fleet.fail(*[Fault(code=UNAVAILABLE)] * 5)
+    # A death that overtakes the rank's acceptance does not count.
+    fleet.fail(*[Fault(code=UNAVAILABLE)] * 20)
     async with run_gateway(workers=tuple(fleet.addresses), max_attempts=99) as gateway:
         error = await refusal_of(gateway)
         assert error["code"] == "poison_request"
         assert "3 ranks broke in a row" in error["message"]
-        assert fleet.num_requests == 3
+        assert fleet.num_requests >= 3
 
 
 async def test_explained_breaks_and_progress_keep_a_request_from_refusal(run_gateway, fleet):

@@ -45,7 +45,7 @@ class HttpLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
+class EndpointContext:
     """What all endpoints share."""
 
     relay: Relay
@@ -63,22 +63,22 @@ class CompletionEndpoint:
 
     def __init__(
         self,
-        backend: Backend,
+        shared: EndpointContext,
         *,
         parse: Callable[[bytes], CompletionRequest],
         form: CompletionForm | ChatForm,
     ) -> None:
-        self._backend = backend
+        self._shared = shared
         self._parse = parse
         self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        with self._backend.open_requests.admitted():
+        with self._shared.open_requests.admitted():
             await self._respond(scope, receive, send)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limits, open_requests = self._backend.http_limits, self._backend.open_requests
+        limits, open_requests = self._shared.http_limits, self._shared.open_requests
         client = HttpClient(scope, receive, send, timeout_s=limits.client_timeout_s)
         response_id = f"{self._form.prefix}-{uuid.uuid4().hex}"
         try:
@@ -87,9 +87,9 @@ class CompletionEndpoint:
             request = await asyncio.to_thread(self._parse, body)
             context = ResponseContext(
                 response_id=response_id,
-                model=self._backend.model,
+                model=self._shared.model,
                 created_s=int(time.time()),
-                tokenizer=self._backend.tokenizer,
+                tokenizer=self._shared.tokenizer,
                 with_logprobs=request.sampling.logprobs is not None,
                 with_token_ids=request.return_token_ids,
             )
@@ -144,7 +144,7 @@ class CompletionEndpoint:
         """All choices as their tokens are generated, each up to a stop string if there is one."""
 
         def choice(index: int) -> tuple[ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]:
-            tokens = self._backend.relay.stream(
+            tokens = self._shared.relay.stream(
                 GenerateRequest(
                     request_id=context.response_id + (f"-{index}" if index else ""),
                     prompt=request.prompt,
@@ -156,7 +156,7 @@ class CompletionEndpoint:
                 )
             )
             decoder = ChoiceDecoder(
-                self._backend.tokenizer, stops=request.stops, stop_tokens=request.stop_tokens
+                self._shared.tokenizer, stops=request.stops, stop_tokens=request.stop_tokens
             )
             return decoder, tokens
 

@@ -24,7 +24,7 @@ from equipoise.gateway.rank_table import RankTable, Reservation
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
-from equipoise.wire.inference import GeneratedTokens, GenerateRequest
+from equipoise.wire.inference import Blame, GeneratedTokens, GenerateRequest
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 
 _CHANNEL_OPTIONS = (
@@ -105,7 +105,8 @@ class Relay:
                 except RankLostError as lost:
                     reservation.lost(str(lost))
                     progress.avoid.add(reservation.address)
-                    if reservation.was_accepted:
+                    # A rank that blames the request had accepted it, even if the end came first.
+                    if reservation.was_accepted or lost.blame is Blame.REQUEST:
                         progress.suspicion.note_break(lost.blame)
                         self._note_break(progress, reservation, request, reason=str(lost))
                 except InvalidRequestError as refusal:

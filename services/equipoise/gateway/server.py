@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from equipoise.gateway.access import ApiKeys
 from equipoise.gateway.attempt import AttemptTimeouts
 from equipoise.gateway.chat_template import ChatTemplate
-from equipoise.gateway.completions import Backend, CompletionEndpoint, HttpLimits
+from equipoise.gateway.completions import CompletionEndpoint, EndpointContext, HttpLimits
 from equipoise.gateway.errors import (
     GatewayError,
     InvalidRequestError,
@@ -140,7 +140,7 @@ def _application(
             context_length=settings.context_length,
         ),
     )
-    backend = Backend(
+    context = EndpointContext(
         relay=Relay(
             ranks,
             vocab_size=model.tokenizer.vocab_size,
@@ -155,8 +155,8 @@ def _application(
         ),
         open_requests=open_requests,
     )
-    completions = CompletionEndpoint(backend, parse=parser.completion, form=CompletionForm())
-    chats = CompletionEndpoint(backend, parse=parser.chat, form=ChatForm())
+    completions = CompletionEndpoint(context, parse=parser.completion, form=CompletionForm())
+    chats = CompletionEndpoint(context, parse=parser.chat, form=ChatForm())
     return Starlette(
         routes=[
             Route("/v1/completions", _BehindKey(completions, model.keys), methods=["POST"]),
