@@ -157,10 +157,10 @@ class Layout:
 
 def layer_digest(experts: Slots, shares: Slots | None) -> bytes:
     """Digest one layer: its experts, int32 [slots], and shares, None if they are even."""
-    told = experts.astype("<i4", copy=False).tobytes()
+    content = experts.astype("<i4", copy=False).tobytes()
     if shares is not None:
-        told += shares.astype("<i4", copy=False).tobytes()
-    return hashlib.blake2b(told, digest_size=DIGEST_BYTES).digest()
+        content += shares.astype("<i4", copy=False).tobytes()
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
 def whole_digest(of_layers: Iterable[bytes]) -> bytes:

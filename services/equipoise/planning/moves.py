@@ -72,7 +72,7 @@ def moves_into(
     from_rank = [RankSource(rank=rank) for rank in range(target.num_ranks)]
     from_checkpoint = CheckpointSource()
     changed = held != target.expert_of_slot
-    told = checksums.tobytes()
+    digests = checksums.tobytes()
     for layer in np.flatnonzero(changed.any(axis=1)).tolist():
         holders = _holders(held[layer], target, rank_of_slot)
         experts = target.expert_of_slot[layer].tolist()
@@ -89,7 +89,7 @@ def moves_into(
                     layer=layer,
                     slot=slot,
                     expert=expert,
-                    checksum=told[cell : cell + CHECKSUM_BYTES],
+                    checksum=digests[cell : cell + CHECKSUM_BYTES],
                     sources=(*(from_rank[near] for near in ranks), from_checkpoint),
                 )
             )

@@ -1,7 +1,7 @@
 """`Decisions`: from a closed window to a verdict, and from a rollout to what it gained.
 
-`planning/proposal.py` makes plans and judges them, in another process; `planning/promise.py` judges
-what a rollout gained.
+`planning/proposal.py` makes plans and judges them, in another process;
+`planning/expected_gain.py` judges what a rollout gained.
 """
 
 from collections import deque
