@@ -1,5 +1,5 @@
 # Two images: `docker build --target control-plane .` (balancer, gateway, command line; no torch) and
-# `docker build --target worker .` (the ranks). A container can do what `equipoise` can.
+# `docker build --target worker .` (the ranks). A container runs any `equipoise` command.
 
 FROM python:3.11-slim-bookworm AS built
 COPY pyproject.toml constraints.txt README.md LICENSE /src/

@@ -107,6 +107,23 @@ def test_files_that_the_documents_name_exist():
     assert not missing
 
 
+def test_tests_that_the_list_of_faults_selects_exist():
+    """A file and words of a test's name in it, `file.py`: words."""
+    page = (ROOT / "docs" / "faults.md").read_text()
+    pairs = re.findall(
+        r"`([a-z0-9_/]+[.]py)`: ([A-Za-z][A-Za-z ]*?)(?= ·| [|]|$)", page, re.MULTILINE
+    )
+    assert pairs
+    missing = [
+        f"{file}: {words}"
+        for file, words in pairs
+        if not re.search(
+            rf"def test_\w*{words.lower().replace(' ', '_')}", (ROOT / "tests" / file).read_text()
+        )
+    ]
+    assert not missing
+
+
 def _names(path):
     """What a file defines: functions, classes, constants, and `Class.method`."""
     names = set()

@@ -19,7 +19,7 @@ def answers():
 
 
 @pytest.mark.parametrize("ground", Ground)
-async def test_nothing_is_violated_whatever_befalls(ground, answers, tmp_path):
+async def test_no_invariant_is_violated_by_faults(ground, answers, tmp_path):
     if ground is Ground.REDIS:
         require_redis()
     performed = [

@@ -1,4 +1,4 @@
-"""Planted faults: each check finds what it is there for, and nothing in a run that was well."""
+"""Planted faults: each check finds its own, and nothing in a healthy run."""
 
 from dataclasses import replace
 
@@ -18,13 +18,13 @@ def well() -> History:
             StepSeen(1, 5, 2, "worker-0"),
             StepSeen(1, 5, 2, "worker-1"),
             StepSeen(1, 6, 3, "worker-0"),
-            StepSeen(2, 1, 2, "worker-0"),  # Another epoch counts its steps anew.
+            StepSeen(2, 1, 2, "worker-0"),  # Another epoch counts its steps from 0.
         ],
         layouts={2: {11}, 3: {12}},
     )
 
 
-def test_a_run_that_was_well_violates_nothing():
+def test_a_healthy_run_violates_nothing():
     assert violations(well()) == []
 
 
@@ -59,7 +59,7 @@ def test_an_answer_that_is_too_short_is_a_loss():
     history = well()
     history.answers.append(replace(WHOLE, tokens=(7, 8)))
     (violation,) = violations(history)
-    assert violation.words.endswith("2 of 3 tokens came")
+    assert violation.message.endswith("2 of 3 tokens came")
 
 
 def test_a_client_that_waited_too_long_was_not_served_in_time():

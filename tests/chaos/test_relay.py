@@ -1,4 +1,4 @@
-"""The relay before a real server: what passes, what does not, and what it tells."""
+"""The relay in front of a real server: what passes, what does not, and what it records."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -70,7 +70,7 @@ async def beat(call, sequence):
     await call.write(link.ConnectRequest(heartbeat=link.Heartbeat(sequence=sequence)))
 
 
-async def test_in_good_weather_everything_passes_in_order(relayed):
+async def test_without_faults_everything_passes_in_order(relayed):
     _, channel, _ = relayed
     async with stream(channel) as call:
         for sequence in (1, 2, 3):
@@ -78,7 +78,7 @@ async def test_in_good_weather_everything_passes_in_order(relayed):
         assert [(await read(call)).heartbeat_ack.sequence for _ in range(3)] == [1, 2, 3]
 
 
-async def test_messages_are_doubled_both_ways(relayed):
+async def test_messages_are_duplicated_both_ways(relayed):
     relay, channel, _ = relayed
     async with stream(channel) as call:
         relay.weather.doubled = 1.0
@@ -86,7 +86,7 @@ async def test_messages_are_doubled_both_ways(relayed):
         assert [(await read(call)).heartbeat_ack.sequence for _ in range(4)] == [1, 1, 1, 1]
 
 
-async def test_messages_are_swapped_and_dropped(relayed):
+async def test_messages_are_reordered_and_dropped(relayed):
     relay, channel, _ = relayed
     async with stream(channel) as call:
         relay.weather.swapped = 0.5
@@ -113,7 +113,7 @@ async def read_or_cut(call):
         return None
 
 
-async def test_a_worker_has_weather_of_its_own(relayed):
+async def test_each_worker_has_its_own_faults(relayed):
     relay, channel, _ = relayed
     async with stream(channel, "worker-1") as one, stream(channel, "worker-2") as two:
         relay.weather_of["worker-2"] = type(relay.weather)(parted=True)
@@ -128,7 +128,7 @@ async def test_a_worker_has_weather_of_its_own(relayed):
         assert (await read(two)).heartbeat_ack.sequence == 2
 
 
-async def test_experts_are_corrupted_by_a_bit_and_refusals_pass(relayed):
+async def test_one_bit_of_an_expert_is_flipped_and_refusals_pass(relayed):
     relay, channel, _ = relayed
     stub = worker_pb2_grpc.ExpertTransferStub(channel)
     relay.weather.corrupted = 1.0
@@ -140,7 +140,7 @@ async def test_experts_are_corrupted_by_a_bit_and_refusals_pass(relayed):
     assert refusal.value.details() == "not here"
 
 
-async def test_tokens_are_told_with_their_step(relayed):
+async def test_tokens_are_recorded_with_their_step(relayed):
     _, channel, observed = relayed
     stub = worker_pb2_grpc.InferenceStub(channel)
     _ = [answer async for answer in stub.Generate(worker_pb2.GenerateRequest())]

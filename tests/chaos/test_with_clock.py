@@ -1,4 +1,4 @@
-"""A process whose clock can be set runs as it would run otherwise."""
+"""A process whose clock can be set otherwise runs unchanged."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Says with a test that failed what the pods looked like and what they printed last."""
+"""Adds the pods' state and last log lines to the report of a failed test."""
 
 import pytest
 
@@ -15,11 +15,11 @@ def pytest_runtest_makereport(item, call):
 
 
 def _pods(cluster):
-    """Sections of a report; that they cannot be had must not hide the failure itself."""
+    """Return sections of a report; an error here must not hide the failure itself."""
     try:
         table = cluster.kubectl("get", "pods", "-o", "wide")
         logs = {pod: cluster.log(pod) for pod in sorted(cluster.objects("pods"))}
     except (AssertionError, OSError) as error:
-        return [("pods", f"not to be had: {error}")]
+        return [("pods", f"unavailable: {error}")]
     ends = {pod: "\n".join(log.splitlines()[-NUM_LINES:]) for pod, log in logs.items()}
     return [("pods", table), *((f"end of {pod}'s log", end) for pod, end in ends.items())]

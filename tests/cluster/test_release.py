@@ -114,7 +114,7 @@ def test_labels_of_the_machine_reach_the_status(cluster, release):
     assert places == {("c0ffee.1", "node-0", "zone-b")}
 
 
-def test_who_has_no_certificate_of_the_fleet_is_let_in_nowhere(
+def test_a_caller_without_the_fleets_certificate_is_rejected_everywhere(
     cluster, release, authority, tmp_path
 ):
     ip = cluster.pods("worker")["eq-equipoise-worker-0"]["status"]["podIP"]
@@ -141,7 +141,7 @@ def test_who_has_no_certificate_of_the_fleet_is_let_in_nowhere(
         release.ask(named(authority.issue("worker/default/worker-9")))
 
 
-def test_a_worker_without_a_certificate_is_not_taken_in(release):
+def test_a_worker_without_a_certificate_is_rejected(release):
     intruder = subprocess.Popen(
         [
             *(sys.executable, "-m", "equipoise.cli.main", "worker", "--insecure"),
@@ -196,7 +196,7 @@ def test_the_server_denies_what_it_should(cluster, release):
     assert set(answers.values()) == {200, 403}
 
 
-def test_a_shift_of_traffic_is_answered_by_a_rollout(cluster, release, traffic):
+def test_a_traffic_shift_leads_to_a_rollout(cluster, release, traffic):
     before = release.until(
         lambda status: int(status["windows_closed"]) >= 2 and "rollout" not in status,
         what="two windows of the first traffic, and no rollout left",
@@ -208,12 +208,12 @@ def test_a_shift_of_traffic_is_answered_by_a_rollout(cluster, release, traffic):
     )
     assert int(after["generation"]) > int(before["generation"])
     assert not traffic.lost
-    # Ranks gave each other the experts, over TLS: nobody had to fall back on the checkpoint.
+    # Ranks gave each other the experts, over TLS: none had to fall back on the checkpoint.
     for name in cluster.pods("worker"):
         assert "could not fetch expert" not in cluster.log(name)
 
 
-def test_an_edit_of_the_policy_is_live_within_seconds_and_a_wrong_one_is_kept_out(
+def test_a_policy_edit_takes_effect_within_seconds_and_a_wrong_one_is_rejected(
     cluster, release, traffic
 ):
     before = release.until_serving()["policy"]
@@ -244,7 +244,7 @@ def test_an_edit_of_the_policy_is_live_within_seconds_and_a_wrong_one_is_kept_ou
             if event["reason"] == "PolicyRejected" and "intervall" in event["message"]
         ],
         timeout_s=BOUND_S,
-        what="an event that tells of the wrong policy",
+        what="an event that reports the wrong policy",
     )
 
     edit_policy(cluster, good)
@@ -254,7 +254,7 @@ def test_an_edit_of_the_policy_is_live_within_seconds_and_a_wrong_one_is_kept_ou
     assert not traffic.lost
 
 
-def test_the_leaders_pod_is_deleted_and_another_one_takes_over(cluster, release, traffic):
+def test_another_balancer_takes_over_when_the_leaders_pod_is_deleted(cluster, release, traffic):
     before, term = release.until_serving(), release.term
     address = release.leader.rpartition(":")[0]
     (pod,) = (
@@ -272,7 +272,7 @@ def test_the_leaders_pod_is_deleted_and_another_one_takes_over(cluster, release,
     assert not traffic.lost
 
 
-def test_a_ranks_pod_is_deleted_and_the_pool_forms_anew_without_losing_a_request(
+def test_the_pool_forms_again_without_losing_a_request_when_a_ranks_pod_is_deleted(
     cluster, release, traffic
 ):
     epoch = int(release.until_serving()["epoch"])

@@ -1,7 +1,7 @@
 """Ranks die, hang, leave and join under load: how long tokens pause, and that none changes.
 
-One pool goes through all of it, because to start its processes takes longer than what befalls
-them. Each test leaves as many ranks as it found, but for the last.
+One pool goes through all of it, because starting its processes takes longer than the
+faults. Each test leaves as many ranks as it found, but for the last.
 """
 
 import os
@@ -97,7 +97,7 @@ async def test_a_pool_grows_beyond_its_first_size_and_a_stopping_rank_hands_over
         pause_s = traffic.longest_pause_s(since_s=joined_s, until_s=time.monotonic())
         print(f"\nworker-4 joined: tokens paused for {pause_s:.2f} s; {grown.epochs[0].reason}")
         assert pause_s <= RESUME_S
-        assert traffic.resent == 0, "nobody had to ask again"
+        assert traffic.resent == 0, "no client had to resend"
 
         left_s = time.monotonic()
         leaving = grown.ranks[1]

@@ -15,7 +15,7 @@ _DAY = timedelta(days=1)
 
 
 class Authority:
-    """Signs certificates into a folder; every one is for 127.0.0.1 unless told otherwise."""
+    """Signs certificates into a folder, for 127.0.0.1 by default."""
 
     def __init__(self, folder) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class Authority:
         self.ca_file.write_bytes(made.public_bytes(Encoding.PEM))
 
     def issue(self, name, *, hosts=("127.0.0.1", "localhost"), uri=None, expired=False):
-        """`Tls` of somebody with this common name; made anew in the same files when repeated."""
+        """Return `Tls` for this common name; a repeated call replaces the files."""
         key = ec.generate_private_key(ec.SECP256R1())
         until = datetime.now(UTC) + _DAY
         if expired:

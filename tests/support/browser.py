@@ -1,4 +1,4 @@
-"""A real browser for tests of the page: headless Chromium, spoken to over a pipe (DevTools)."""
+"""A real browser for tests of the page: headless Chromium, driven over a pipe (DevTools)."""
 
 import asyncio
 import base64
@@ -23,7 +23,7 @@ def require_chromium() -> str:
 
 
 class Page:
-    """One tab. `faults` are exceptions, console errors and refused loads, in words."""
+    """One tab. `faults` are messages of exceptions, console errors and refused loads."""
 
     def __init__(self, send):
         self._send = send
@@ -66,7 +66,7 @@ class Page:
         return base64.b64decode(shot["data"])
 
     def hear(self, method, told):
-        """Take what the browser tells."""
+        """Handle a message of the browser."""
         if method == "Page.loadEventFired":
             self._loaded.set()
         elif method == "Runtime.exceptionThrown":

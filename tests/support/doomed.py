@@ -1,7 +1,7 @@
-"""Runs `equipoise`, and lets it die of SIGKILL when a rollout is in the state that a file names.
+"""Runs `equipoise`, and kills it with SIGKILL when a rollout reaches the state that a file names.
 
-`python doomed.py FILE ARGUMENTS...`: while FILE is empty or missing nothing is different. With
-"aborted" a rank's word that it staged is taken for a refusal, because nothing else aborts at will.
+`python doomed.py FILE ARGUMENTS...`: while FILE is empty or missing nothing changes. With
+"aborted" a rank's Staged is handled as a refusal, because nothing else aborts on demand.
 """
 
 import os
@@ -13,11 +13,11 @@ from equipoise.cli.main import main
 from equipoise.planning.rollout import RankRefused, RankStaged, Rollout, State
 
 _ON_ENTERING = {State.ABORTED, State.SWITCHED, State.ACTIVE}
-"""States in which it dies before it does anything about them; in the others with the next event."""
+"""States on whose entry it dies, before their commands; in the others it dies at the next event."""
 
 
 def doom(file: Path) -> None:
-    """Let the table of rollouts look at the file with every event."""
+    """Make the rollout table read the file at every event."""
     step = Rollout.step
 
     def doomed_step(rollout, event, *, now):

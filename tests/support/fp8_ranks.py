@@ -1,4 +1,4 @@
-"""A model in FP8 over several ranks, each of which serves a text of its own, against one alone."""
+"""An FP8 model over several ranks, each serving its own text, compared with one rank alone."""
 
 import numpy as np
 import torch

@@ -32,7 +32,7 @@ LARGEST_FRAME = 16_384
 
 
 class GrpcStream:
-    """One call: `write` sends a message, `heard` gets each that comes, `ended` why no more will."""
+    """One call: `write` sends, `heard` receives each message, `ended` the reason of the end."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class GrpcStream:
             del self.waiting[:size]
 
     def hear(self, data: bytes) -> None:
-        """Take a piece of what the server says; whole messages go to `heard`."""
+        """Take received bytes; complete messages go to `heard`."""
         self.received += data
         while len(self.received) >= 5:
             (size,) = struct.unpack_from(">I", self.received, 1)
@@ -78,7 +78,7 @@ class GrpcStream:
 
 
 class GrpcConnection(asyncio.Protocol):
-    """Streams of the method `path`. The server may say up to 2 GiB, which is never granted anew."""
+    """Streams of the method `path`. The server may send up to 2 GiB: no more is granted."""
 
     def __init__(self, path: str) -> None:
         self.window = FIRST_WINDOW

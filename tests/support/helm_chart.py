@@ -45,7 +45,7 @@ TLS = {
     "tokens": {"existingSecret": {"name": "tokens"}},
     "tracing": {"endpoint": "http://otel.observability.svc:4317"},
 }
-"""Values of a release that proves and asks who somebody is, by certificates and tokens."""
+"""Values of a release that authenticates with certificates and tokens."""
 
 
 class RenderError(Exception):

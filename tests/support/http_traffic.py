@@ -1,4 +1,4 @@
-"""Clients of the gateway, in threads: each asks, checks the answer, asks again."""
+"""Clients of the gateway, in threads: each sends requests and checks the answers."""
 
 import http.client
 import json
@@ -11,9 +11,9 @@ ATTEMPTS = 3
 
 
 class HttpTraffic:
-    """Closed-loop clients of one gateway; `lost` says in words what was not answered well.
+    """Closed-loop clients of one gateway; `lost` lists requests that failed, as messages.
 
-    Tokens are greedy, so all answers to one prompt must be alike, whatever befalls the pool.
+    Tokens are greedy, so all answers to one prompt must be alike, whatever happens to the pool.
     """
 
     def __init__(self, host, port, prompts, *, num_clients, max_tokens):

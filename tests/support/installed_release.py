@@ -1,4 +1,4 @@
-"""A release on a cluster as its operators meet it: its certificates, and what its balancers say."""
+"""A release on a cluster as its operators see it: certificates, and the balancers' answers."""
 
 import base64
 from pathlib import Path
@@ -56,7 +56,7 @@ class Release:
         return answer["status"]
 
     def ask(self, credentials):
-        """The leader's answer to somebody.
+        """Return the leader's answer to a caller.
 
         Raises:
             grpc.RpcError, grpc.FutureTimeoutError: it does not speak with him, or refuses.
@@ -112,12 +112,12 @@ def secrets_of(authority):
 
 
 def named(tls):
-    """Credentials of somebody who asks balancers, which he reaches by their pods' addresses."""
+    """Credentials of a caller that reaches balancers by their pods' addresses."""
     return Credentials(tls, balancer_name=BALANCER_NAME)
 
 
 def is_answered(address, credentials):
-    """Whether whoever asks for the health of a port hears anything."""
+    """Return whether a health check of a port gets any answer."""
     with credentials.blocking_channel(address) as channel:
         try:
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)

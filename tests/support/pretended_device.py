@@ -1,4 +1,4 @@
-"""A CUDA device that is none: tensors say that they are on `cuda:0`, their numbers are on the host.
+"""A simulated CUDA device: tensors report `cuda:0`, their numbers are on the host.
 
 A machine without a GPU can so prove that a program copies to its device at the edges only: what
 mixes the host's tensors with the device's fails as it would on a GPU, and the results are right.

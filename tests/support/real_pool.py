@@ -77,7 +77,7 @@ class Traffic:
             await self.complete(number, prompt)
 
     async def until_finished(self, count):
-        """Wait until so many more requests are done."""
+        """Wait until `count` more requests are done."""
         wanted = len(self.finished) + count
         async with asyncio.timeout(BOUND_S), self._changed:
             await self._changed.wait_for(lambda: len(self.finished) >= wanted)
@@ -134,7 +134,7 @@ class Pool:
         return status
 
     async def layout(self):
-        """The committed layout, as the balancer tells it."""
+        """Return the committed layout, as the balancer reports it."""
         async with grpc.aio.insecure_channel(self.address) as channel:
             stub = status_pb2_grpc.StatusStub(channel)
             asked = stub.GetLayout(

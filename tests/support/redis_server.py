@@ -1,4 +1,4 @@
-"""A Redis server of the tests' own: a free port, its own folder, and faults at will."""
+"""A Redis server for tests: a free port, its own folder, and faults on demand."""
 
 import os
 import shutil
@@ -104,7 +104,7 @@ class RedisServer:
         self.resume()
 
     def restart_from(self, folder: Path) -> None:
-        """Go back to what `back_up` copied: nothing tells the server that it is old."""
+        """Return to what `back_up` copied; the server cannot notice that it is old."""
         self.kill()
         shutil.rmtree(self.folder)
         shutil.copytree(folder, self.folder)
@@ -117,7 +117,7 @@ def free_port() -> int:
 
 
 def require_redis() -> None:
-    """Skip with the reason where there is no redis-server, or fail where there must be one."""
+    """Skip without a redis-server, or fail where one is required."""
     if shutil.which("redis-server"):
         return
     reason = "redis-server is not installed: apt-get install redis-server"

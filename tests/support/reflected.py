@@ -1,4 +1,4 @@
-"""A gRPC client of services it learns about while it runs, as grpcurl does: no stubs."""
+"""A gRPC client without stubs: it learns services by reflection, as grpcurl does."""
 
 import grpc
 from google.protobuf.descriptor_pool import DescriptorPool

@@ -22,7 +22,7 @@ MAX_WAIT_S = 240.0
 
 @dataclass(kw_only=True)
 class Progress:
-    """What the fleet's processes told: ranks that came so far, when the last did, and answers.
+    """Reports of the fleet's processes: ranks that joined, when the last one did, and answers.
 
     `answers` are (moment of sending, seconds until the answer) of each report with its heartbeat.
     """
@@ -160,7 +160,7 @@ async def measured(balancer, progress, *, seconds):
     await asyncio.sleep(seconds)
     took_s = time.monotonic() - began_s
     used_s, used_by_ranks_s = balancer.cpu_s - before_s, progress.cpu_s - ranks_s
-    # Answers that are on their way, and the lines that tell of them.
+    # Answers in flight, and the lines that report them.
     await asyncio.sleep(1.0)
     answers = sorted(
         delay_s for sent_s, delay_s in progress.answers if began_s <= sent_s < began_s + took_s
@@ -176,7 +176,7 @@ async def measured(balancer, progress, *, seconds):
 
 
 def _told(path: str, name: str) -> int:
-    """A line of kB that the system tells of a process, in bytes."""
+    """Return a process's figure from /proc in bytes."""
     lines = Path(path).read_text().splitlines()
     line = next(line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024

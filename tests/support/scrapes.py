@@ -1,4 +1,4 @@
-"""What a process tells at /metrics, and what docs/metrics.md says that it tells."""
+"""The metrics that a process exposes, and those that docs/metrics.md documents."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Ranks by script behind real gRPC, and what the clients of a gateway in front of them do."""
+"""Scripted ranks behind real gRPC, and clients of the gateway in front of them."""
 
 import asyncio
 import hashlib
@@ -30,7 +30,7 @@ def undisturbed(prompt, max_tokens, stop_tokens=()):
 
 
 def told_logprobs(request, tokens):
-    """What ranks tell of a token's probability: a function of the token alone."""
+    """The log-probability that ranks report: a function of the token alone."""
     if not request.sampling.HasField("logprobs"):
         return []
     num_top = request.sampling.logprobs
@@ -62,7 +62,7 @@ class Fault:
 
 
 class FakeRank(worker_pb2_grpc.InferenceServicer):
-    """Serves what is asked, but for the faults it is told to have, one a request, in turn."""
+    """Serves requests, except for its scripted faults, one per request, in turn."""
 
     def __init__(self):
         self.faults = deque()

@@ -1,4 +1,4 @@
-"""`ScriptedWorker`: a worker's part of the link, played without a process, a group or a model."""
+"""`ScriptedWorker`: a worker's side of the link, without a process, a group or a model."""
 
 import hashlib
 from dataclasses import replace
@@ -50,7 +50,7 @@ def make_hello(name="worker-0", *, node="node-0", boot_id="boot-1", **changes) -
 
 
 class ScriptedWorker:
-    """Does what a worker does with what it is sent, one word at a time."""
+    """Answers the balancer's messages as a worker does, one message at a time."""
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello

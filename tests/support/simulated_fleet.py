@@ -4,7 +4,7 @@ Run as a process: `python simulated_fleet.py '{...}'` with the fields of `FleetS
 Each rank has a stream of its own; a connection carries up to 50 of them, in place of one each, and
 speaks gRPC as `grpc_streams` does: a rank's report with its heartbeat takes some 0.1 ms here.
 Nothing is computed and no bytes are pulled: Staged is said after a while, and the ranks of a pool
-switch as soon as all have staged. What happens is told on stdout, an object a line; seconds are of
+switch as soon as all have staged. Events are printed as one JSON object per line; seconds are of
 the machine's monotonic clock, which the processes of a machine share.
 """
 
@@ -82,7 +82,7 @@ class SimulatedPool:
         return layout.generation
 
     def stage(self, stage: pb.Stage) -> int:
-        """Take the layout of a stage, told as a whole or as a change; gives its generation."""
+        """Take the layout of a stage, whole or as a change; return its generation."""
         change = stage.change
         if not stage.HasField("change"):
             return self.start(stage.layout)
@@ -115,7 +115,7 @@ class SimulatedPool:
 
 
 class SimulatedRank:
-    """One worker: its stream, its counters, and the answers to what it is told."""
+    """One worker: its stream, its counters, and its answers."""
 
     def __init__(
         self, pool: SimulatedPool, number: int, *, fleet: "Fleet", connection: GrpcConnection
@@ -138,7 +138,7 @@ class SimulatedRank:
                 self._heard, self._ended = asyncio.Event(), asyncio.Event()
                 self._stream = self._connection.open(heard=self._hear, ended=self._end)
                 self._say(hello=self._hello())
-                # Its answer says that the stream is there; ranks are told only when all have come.
+                # Its answer shows that the stream is open; ranks are assigned once all have joined.
                 self._say(heartbeat=pb.Heartbeat())
                 await self._heard.wait()
             await self._ended.wait()
@@ -194,7 +194,7 @@ class SimulatedRank:
 
     def _serve(self, join_epoch: pb.JoinEpoch) -> None:
         is_new = self._epoch != join_epoch.epoch
-        if is_new:  # Else it is told again on a new stream, and its counters go on.
+        if is_new:  # Otherwise it is repeated on a new stream, and its counters continue.
             self._epoch, self._rank = join_epoch.epoch, join_epoch.rank
             self._interval_s = join_epoch.report_interval_s
             self._first_step_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Fault injection: a real fleet, seeded faults at random moments, and what must hold all the same.
+"""Fault injection: a real fleet, seeded faults at random moments, and invariants to check.
 
 `plan` makes runs from seeds (pure), `arena` is the fleet, `relay` the network between its parts,
 `faults` does what a plan says, `checks` judges the history of a run (pure), `campaign` does many.

@@ -1,4 +1,4 @@
-"""`make chaos`: runs by the hundred, shown while they go, and a table of what was survived."""
+"""`make chaos`: performs many runs, shows progress, and prints a table of faults survived."""
 
 import argparse
 import asyncio
@@ -58,7 +58,7 @@ def _options() -> argparse.Namespace:
 
 
 async def _perform(options: argparse.Namespace, *, folder: Path, console: Console) -> list[Result]:
-    console.print("compiling the planner, asking a model that nobody disturbs")
+    console.print("compiling the planner, computing the undisturbed answers")
     await asyncio.to_thread(warm_up)
     answers = await asyncio.to_thread(undisturbed_answers)
     library = clock_library()
@@ -85,7 +85,7 @@ async def _perform(options: argparse.Namespace, *, folder: Path, console: Consol
 
 def _tell_violations(result: Result, console: Console) -> None:
     for violation in result.violations:
-        console.print(f"{violation.what}: {violation.words}", style="red", markup=False)
+        console.print(f"{violation.what}: {violation.message}", style="red", markup=False)
         console.print(
             f"  again: make chaos ARGS='--seed {result.run.seed} --runs 1 "
             f"--ground {result.run.ground}'"

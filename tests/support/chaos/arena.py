@@ -1,4 +1,4 @@
-"""`Arena`: the whole fleet as processes of this machine, with a relay before every one of them.
+"""`Arena`: the whole fleet as processes on this machine, with a relay in front of each.
 
 Redis or a file, one or two balancers, four workers of the tiny model, a gateway. Workers and
 balancers are known to each other by 127.0.0.2 only, where the relays listen; what checks the fleet
@@ -141,7 +141,7 @@ class Arena:
         return self.balancers[0]
 
     async def status(self) -> pb.PoolStatus | None:
-        """What the leader tells of the pool; None when there is none, or no pool."""
+        """Return the pool's status from the leader; None without a leader or a pool."""
         for name in self.balancers:
             if (status := await self._status(name)) is not None:
                 return status
@@ -162,10 +162,10 @@ class Arena:
                 return status
             self.check_alive()
             await asyncio.sleep(_POLL_S)
-        raise TimeoutError(_in_words(status))
+        raise TimeoutError(_describe(status))
 
     def check_alive(self) -> None:
-        """Raises FleetError: a process ended that nobody ended."""
+        """Raise FleetError if a process exited unexpectedly."""
         self.fleet.check()
 
     async def note_layout(self) -> None:
@@ -176,9 +176,9 @@ class Arena:
         self.history.layouts.setdefault(layout.generation, set()).add(digest)
 
     async def verify_experts(self) -> None:
-        """Fetch what every slot of the committed layout holds, and tell what is not right.
+        """Fetch what every slot of the committed layout holds, and yield what is wrong.
 
-        The pool is paused as long: it would go on balancing, faster than a busy machine looks.
+        The pool is paused meanwhile: it would balance faster than a busy machine checks.
         """
         await self._order("Pause", admin_pb2.PauseRequest(reason="experts are looked at"))
         try:
@@ -222,7 +222,7 @@ class Arena:
                     async for piece in stub.Fetch(request, timeout=10.0):
                         held.update(piece.data)
                 except grpc.aio.AioRpcError as error:
-                    yield f"{what} is not to be had: {error.details()}"
+                    yield f"{what} cannot be fetched: {error.details()}"
                     continue
                 if held.digest() != self._checksums[layer, int(expert)]:
                     yield f"{what} is not the checkpoint's"
@@ -233,7 +233,7 @@ class Arena:
         """Have the leader carry out an order; one that was carried out already is fine too.
 
         Raises:
-            TimeoutError: nobody led who answered.
+            TimeoutError: no leader answered.
         """
         async with asyncio.timeout(ORDER_BOUND_S):
             while True:
@@ -301,7 +301,7 @@ def whole(status: pb.PoolStatus) -> bool:
 
 
 def _free_ports(number: int) -> list[int]:
-    """Ports below those that the system gives to whoever asks for any: nobody takes them between.
+    """Ports below the ephemeral range, so no other process takes them meanwhile.
 
     A process that is restarted must find its port free again.
     """
@@ -329,7 +329,7 @@ def _checksums() -> dict[tuple[int, int], bytes]:
     }
 
 
-def _in_words(status: pb.PoolStatus | None) -> str:
+def _describe(status: pb.PoolStatus | None) -> str:
     if status is None:
         return "no balancer led, or it knew no pool"
     ranks = ", ".join(f"{rank.worker} {rank.state}" for rank in status.ranks)

@@ -1,4 +1,4 @@
-"""Many runs on few fleets: performs what seeds mean, and judges it."""
+"""Perform many runs on few fleets, and judge each."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ ANSWER_BOUND_S = 30.0
 
 BALANCED = 1.3
 RUNS_PER_ARENA = 10
-"""A fleet that survived so many runs is exchanged for a new one, whose start is a test too."""
+"""After this many runs a fleet is replaced; the start of a new one is a test too."""
 
 PROMPTS_PER_DOMAIN = 8
 
@@ -38,7 +38,7 @@ PROMPTS_PER_DOMAIN = 8
 class Result:
     """A run and what came of it; `longest_pause_s` is the longest time without any token.
 
-    `waits_s` are how long each thing that had to be well again took to be it, after the faults.
+    `waits_s` is how long each condition took to recover after the faults.
     """
 
     run: Run
@@ -87,7 +87,7 @@ async def results(
 
 
 async def perform(arena: Arena, run: Run) -> Result:
-    """Let a run befall a fleet that is whole."""
+    """Perform a run on a healthy fleet."""
     history = arena.history = arena.clients.history = History()
     began_s = time.monotonic()
     arena.clients.shift_to(run.domain)
@@ -166,6 +166,6 @@ async def _note_layouts(arena: Arena) -> None:
     while True:
         try:
             await arena.note_layout()
-        except Exception:  # noqa: BLE001 - nobody leads just now, or nothing is committed
+        except Exception:  # noqa: BLE001 - there is no leader now, or nothing is committed
             await asyncio.sleep(0.2)
         await asyncio.sleep(0.2)

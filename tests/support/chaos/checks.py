@@ -1,4 +1,4 @@
-"""What must hold after every run, whatever befell: each check is a function of the history."""
+"""What must hold after every run: each check is a function of the history."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ class Violation(NamedTuple):
     """Something that must never happen, and what of it was seen."""
 
     what: str
-    words: str
+    message: str
 
 
 def violations(history: History) -> list[Violation]:
     """All that is wrong with a run; none, if all is well."""
-    return [Violation(name, words) for name, check in CHECKS.items() for words in check(history)]
+    return [Violation(name, text) for name, check in CHECKS.items() for text in check(history)]
 
 
 def tokens_differ(history: History) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`Clients`: HTTP clients of the gateway that never stop asking, and what they got."""
+"""`Clients`: HTTP clients of the gateway that keep sending requests, and their answers."""
 
 import asyncio
 import itertools
@@ -45,7 +45,7 @@ class Clients:
                 clients.create_task(self._ask_on(http))
 
     async def until_whole(self, more: int, *, timeout_s: float) -> None:
-        """Wait until so many more requests came to their end.
+        """Wait until that many more requests have ended.
 
         Raises:
             TimeoutError: they did not within the bound.

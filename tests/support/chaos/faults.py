@@ -1,4 +1,4 @@
-"""Doing what a plan says, and undoing it: one function a kind, each ends healed."""
+"""Inject the faults of a plan and undo them: one function per kind."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ _LIMIT_BOUND_S = 60.0
 
 
 async def suffer(arena: Arena, fault: Fault) -> None:
-    """Let the fault befall the fleet now; returns when it is over and undone."""
+    """Inject the fault now; return when it is over and undone."""
     await SUFFER[fault.kind](arena, fault)
 
 

@@ -1,4 +1,4 @@
-"""What happened in a run, as far as it can be seen from outside. Only data."""
+"""What happened in a run, as seen from outside. Data only."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class StepSeen(NamedTuple):
 class Answer:
     """What a client got for one request, and what it should have got.
 
-    `refusal` is set if it was turned away in words before its first token; `breakage` if it was
+    `refusal` is set if it was rejected with a reason before its first token; `breakage` if it was
     accepted and did not come to its end.
     """
 
@@ -43,6 +43,6 @@ class History:
     overdue: list[str] = field(default_factory=list)
     """Waits that reached their bound, with what was there instead."""
     unverified: list[str] = field(default_factory=list)
-    """Experts of which no rank has a right copy, in words."""
+    """Experts without a correct copy on any rank, as messages."""
     died: list[str] = field(default_factory=list)
-    """Processes that ended though nobody ended them, with their last words."""
+    """Processes that exited unexpectedly, with their last log lines."""

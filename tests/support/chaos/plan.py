@@ -1,4 +1,4 @@
-"""What befalls the fleet in a run: drawn from a seed, replayable, and nothing but data."""
+"""The faults of a run: drawn from a seed, replayable, data only."""
 
 import random
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class Ground(StrEnum):
     """The two ways to run a control plane; each has faults that the other cannot have."""
 
     REDIS = "redis"
-    """Two balancers, of which one leads, and their state in Redis."""
+    """Two balancers, one of them the leader, with state in Redis."""
     SQLITE = "sqlite"
     """One balancer and its state in a file."""
 
@@ -62,7 +62,7 @@ class Fault:
     """One fault: when it begins, how long it lasts, and whom it hits.
 
     `victim` is a number of a worker where the kind is about one. `draw` is what the fault draws
-    from, so that it does the same whatever befell before.
+    from, so that it does the same whatever happened before.
     """
 
     kind: Kind
@@ -85,7 +85,7 @@ class Run:
 def plan_run(seed: int, *, ground: Ground, without: frozenset[Kind] = frozenset()) -> Run:
     """One to three faults within some seconds, in traffic that shifts when the run begins.
 
-    Kinds that cannot be had here are left out after they were drawn: a seed means the same
+    Kinds that this machine lacks are dropped after they were drawn: a seed means the same
     everywhere otherwise.
 
     The shift makes the balancer roll layouts out, so that faults meet rollouts in every state.

@@ -1,8 +1,8 @@
-"""`Relay`: stands in front of a gRPC server and lets messages through as the weather has it.
+"""`Relay`: stands in front of a gRPC server and passes or disturbs messages.
 
 Messages pass as bytes, whatever service they belong to, so that it serves both sides of every
 contract. It looks at two of them only: which worker says Hello, to give its link weather of its
-own, and which tokens a rank made in which step, to tell the history.
+own, and which tokens a rank generated in which step, for the history.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ Observer = Callable[[worker_pb2.GenerateResponse], None]
 
 @dataclass(slots=True, kw_only=True)
 class Weather:
-    """What befalls the messages of a link; probabilities are of each message, each way.
+    """Faults of a link's messages; probabilities are per message and direction.
 
     `parted` holds back everything until it is over, as a network does whose packets are lost and
     sent again. Corruption of experts is of each piece of one.
@@ -50,7 +50,7 @@ class Weather:
     corrupted: float = 0.0
     stalled: bool = False
 
-    def befall(self, message: bytes, *, garbling: bool) -> list[bytes]:
+    def disturb(self, message: bytes, *, garbling: bool) -> list[bytes]:
         """What becomes of a message by itself: nothing, another, itself, or itself twice."""
         if self.rng.random() < self.dropped:
             return []
@@ -158,7 +158,7 @@ class Relay:
                 continue
             if weather.delay_s:
                 await asyncio.sleep(weather.rng.uniform(0, weather.delay_s))
-            passing = weather.befall(message, garbling=upwards)
+            passing = weather.disturb(message, garbling=upwards)
             if passing and kept is None and weather.rng.random() < weather.swapped:
                 kept = passing.pop()
             for one in passing:

@@ -1,7 +1,7 @@
-"""Runs a program of Python's whose wall clock another process can set.
+"""Runs a Python program whose wall clock another process can set.
 
-`python with_clock.py LIBRARY FILE PROGRAM...`: libfaketime reads FILE (for example "+3600") anew at
-every look at the clock. The monotonic clock stays true, as it does when somebody sets the time.
+`python with_clock.py LIBRARY FILE PROGRAM...`: libfaketime reads FILE (for example "+3600") at
+every read of the clock. The monotonic clock is unaffected, as when an operator sets the time.
 """
 
 import os
