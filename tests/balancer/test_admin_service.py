@@ -46,7 +46,7 @@ async def test_operators_pause_pin_and_free_a_pool_and_every_order_is_recorded(
     assert [entry.what for entry in listed.entries] == [
         "resume",
         "unpin",
-        "pin what runs (a test)",
+        "pin the current layout (a test)",
         "pause",
         "pause (night)",
     ]
@@ -71,7 +71,7 @@ async def test_many_pools_are_ordered_by_one_call_each_with_an_order_of_its_own(
     assert [(entry.what, entry.sequence) for entry in listed.entries] == [
         ("rebalance", 3),
         ("rebalance", 2),
-        ("rebalance, whatever it gains (a test)", 1),
+        ("rebalance with force (a test)", 1),
     ]
     assert {answer.outcome.sequence for answer in answers} == {1, 2, 3}
     assert code is grpc.StatusCode.NOT_FOUND

@@ -135,7 +135,7 @@ async def test_a_plan_that_hangs_or_breaks_down_is_told_tried_again_and_delays_n
     names = ("stuck", "broken", "steady")
     async with pools_of(tmp_path, worker_of, hello_of, names) as pools:
         await until(pools["stuck"], lambda pool: reached(pool, "plan").reached >= 3)
-        assert "given up after 0.05 s" in reached(pools["stuck"].pool, "plan").latest
+        assert "timed out after 0.05 s" in reached(pools["stuck"].pool, "plan").latest
         await until(pools["broken"], lambda pool: pool.counters.refusals.of("plan") >= 2)
         before = pools["stuck"].pool.windows.num_closed
         await until(pools["stuck"], lambda pool: pool.windows.num_closed >= before + 3)

@@ -135,7 +135,7 @@ def test_one_of_several_pools_is_told_by_its_name(busy, hello_of, policy):
 def test_a_follower_names_the_balancer_that_leads(busy):
     fleet = browse(state_of(busy, leader="balancer-1:7070")).get("/state.json").json()["fleet"]
     assert (fleet["leads"], fleet["leader"]) == (False, "balancer-1:7070")
-    assert "the one at balancer-1:7070 leads" in fleet["words"]
+    assert "follows the leader at balancer-1:7070" in fleet["words"]
 
 
 def test_of_very_many_ranks_columns_show_the_busiest(busy):

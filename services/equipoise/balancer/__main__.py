@@ -1,4 +1,4 @@
-"""The balancer as a process: `run` puts the parts together and ends cleanly."""
+"""The balancer as a process: `run` builds the parts, serves, and shuts down gracefully."""
 
 import asyncio
 import gc
@@ -36,15 +36,15 @@ from equipoise.trust.errors import TrustError
 
 _STORE_RETRY_S = 1.0
 _PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW}
-"""Faults of a store that starts a little later."""
+"""Faults of a store that may still be starting."""
 
 GC_THRESHOLDS = (50_000, 20, 20)
-"""Far apart: each of thousands of streams is some hundred objects that live on, and a full look at
-all of them stops the event loop. What is dropped in cycles is little."""
+"""High: each of thousands of streams has some hundred long-lived objects, and a full collection
+stops the event loop. Little garbage is in cycles."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long another thread may keep the interpreter from the event loop, which asks for it anew
-after each look at its sockets: a tenth of Python's own."""
+"""How long another thread may keep the interpreter from the event loop, which needs it after each
+poll of its sockets: a tenth of Python's default."""
 
 _log = logging.getLogger("equipoise.balancer")
 
@@ -59,7 +59,7 @@ def run(settings: BalancerSettings) -> int:
         with tracing(settings.tracing_endpoint, service="equipoise-balancer") as tracer:
             asyncio.run(_serve(settings, tracer))
     except (BalancerError, RegisterError, StoreError, TelemetryError, TrustError) as error:
-        print(f"equipoise balancer: {error}", file=sys.stderr)  # noqa: T201 - for a person
+        print(f"equipoise balancer: {error}", file=sys.stderr)  # noqa: T201 - for the user
         return 1
     return 0
 
@@ -103,11 +103,11 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
         )
         async with serving(parts):
             await stop.wait()
-            _log.info("stopping; workers serve on without a balancer")
+            _log.info("stopping; workers keep serving without a balancer")
 
 
 async def _warm_up(planner: PlannerProcesses) -> None:
-    """Have what plans, and this process, compiled or loaded: on a thread, for it takes a while."""
+    """Compile the planner in its process and in this one, on a thread: it takes a while."""
     both = planner.start(), in_daemon_thread(warm_up, name="compiler")
     for ended in await asyncio.gather(*both, return_exceptions=True):
         if isinstance(ended, BaseException):
@@ -119,10 +119,10 @@ def _open_store(settings: BalancerSettings) -> Store:
 
 
 async def _until_reached(store: Store, stop: asyncio.Event, *, wait_s: float) -> None:
-    """Ask the store until it answers, or `stop` is set.
+    """Retry until the store answers, or `stop` is set.
 
     Raises:
-        StoreError: it cannot be reached for so long, or refuses.
+        StoreError: it cannot be reached within `wait_s`, or rejects the balancer.
     """
     until_s = time.monotonic() + wait_s
     while not stop.is_set():
@@ -140,7 +140,7 @@ async def _until_reached(store: Store, stop: asyncio.Event, *, wait_s: float) ->
 
 
 async def _open_register(settings: BalancerSettings) -> LeaseRegister | None:
-    """Where balancers find out who leads; None for one that is alone with its file."""
+    """Where balancers elect a leader; None for a single balancer with a file."""
     if not settings.is_shared:
         return None
     timeout_s = _timing(settings).request_timeout_s
@@ -161,7 +161,7 @@ async def _open_register(settings: BalancerSettings) -> LeaseRegister | None:
 async def _open_events(
     opened: AsyncExitStack,
 ) -> Callable[[str], Awaitable[None]] | None:
-    """Who hears of refused policies: the events of the cluster, for a balancer in one."""
+    """What is called with the reason of refused policies: Kubernetes events, in a cluster."""
     if "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
     try:
@@ -169,7 +169,7 @@ async def _open_events(
         events = importlib.import_module("equipoise.balancer.telemetry.kubernetes_events")
         api, namespace = await cluster.connect()
     except (ModuleNotFoundError, RegisterError) as error:
-        _log.warning("refused policies make no Kubernetes events: %s", error)
+        _log.warning("no Kubernetes events for refused policies: %s", error)
         return None
     told = events.KubernetesEvents(api, namespace=namespace)
     opened.push_async_callback(_closed, told.close)

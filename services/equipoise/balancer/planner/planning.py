@@ -1,4 +1,4 @@
-"""`Planning`: the plans of one pool, each within a bound."""
+"""`Planning`: the plans of one pool, each within a timeout."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,32 +8,31 @@ from equipoise.planning.proposal import Proposal, ProposalRequest
 
 
 class PlanTimeoutError(Exception):
-    """A plan took too long and was given up, or earlier ones that were still run."""
+    """A plan took too long and was cancelled."""
 
 
 class PlannerDiedError(Exception):
-    """What made a plan is no more."""
+    """The process that made a plan has ended."""
 
 
 class Planner(Protocol):
-    """Computes, somewhere else than on the event loop, and few plans at once."""
+    """Computes plans off the event loop, few at once."""
 
     async def propose(
         self, request: ProposalRequest, *, pool: str, begins: Callable[[], None]
     ) -> Proposal:
-        """Plan and judge; cancelled when the plan is given up.
+        """Plan and judge; cancelled when the plan times out.
 
-        `begins` is called when the plan is begun, once it had its turn.
+        `begins` is called when the plan starts, after its wait for a turn.
 
         Raises:
-            PlanTimeoutError: too many plans of `pool` that were given up run still.
-            PlannerDiedError: what made the plan is no more.
+            PlannerDiedError: the process that made the plan has ended.
             Exception: what the planner raised.
         """
 
 
 class Planning:
-    """Has the plans of one pool made by `planner`."""
+    """Makes the plans of one pool with `planner`."""
 
     def __init__(self, pool: str, *, planner: Planner) -> None:
         self._pool = pool
@@ -44,14 +43,14 @@ class Planning:
 
         Raises:
             PlanTimeoutError: it took longer than the policy allows, or waited as long for its turn.
-            PlannerDiedError: what made it is no more.
+            PlannerDiedError: the process that made it has ended.
         """
         timeout_s = request.policy.plan_timeout_s
         bound = asyncio.timeout(timeout_s)
         loop = asyncio.get_running_loop()
 
         def begins() -> None:
-            # When many pools are due at once, the last one has the same time for its plan.
+            # When many pools are due at once, the last one gets the same time for its plan.
             bound.reschedule(loop.time() + timeout_s)
 
         try:
@@ -60,5 +59,5 @@ class Planning:
                 return await self._planner.propose(request, pool=self._pool, begins=begins)
         except TimeoutError:
             raise PlanTimeoutError(
-                f"a plan was given up after {timeout_s:g} s; the next window tries again"
+                f"planning timed out after {timeout_s:g} s; the next window tries again"
             ) from None

@@ -1,6 +1,6 @@
-"""The Admin service: operators' requests, checked, handed to their pool, and answered in words.
+"""The Admin service: checks operators' requests, hands them to their pool, and answers them.
 
-Owns the way from a message to a wish and back. What can be done is the pool's decision.
+The pool decides what can be carried out.
 """
 
 import asyncio
@@ -41,16 +41,16 @@ from equipoise_api.v1 import admin_pb2 as pb
 from equipoise_api.v1 import admin_pb2_grpc as pb_grpc
 
 DEFAULT_AUDIT = 20
-"""Orders listed when no limit is named."""
+"""Audit records listed without a limit."""
 
-MAX_ORDERS_AT_ONCE = 32
-"""Orders of one call that wait for their plans: each holds a pool's loads."""
+MAX_REQUESTS_AT_ONCE = 32
+"""Requests of one call that wait for their plans: each holds a pool's loads."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminService(pb_grpc.AdminServicer):
-    """Orders go to the balancer that leads; `caller` says who is on the other end of a call."""
+    """Only the balancer that leads accepts requests; `caller` authenticates a call."""
 
     def __init__(self, seat: Seat, *, store: Store, caller: Callable[[_Context], str]) -> None:
         self._seat = seat
@@ -60,37 +60,37 @@ class AdminService(pb_grpc.AdminServicer):
     async def TriggerRebalance(  # noqa: N802 - the contract's name
         self, request: pb.TriggerRebalanceRequest, context: _Context
     ) -> pb.TriggerRebalanceResponse:
-        """Plan now, and roll out what is worth it."""
+        """Plan now, and roll out the plan if it is worth it."""
         runner = await self._find(request.pool, context)
         outcome = await self._ask(runner, *_rebalance(request), request, context)
         return pb.TriggerRebalanceResponse(outcome=_outcome(outcome))
 
-    # A coroutine that writes, not a generator: its clean-up runs the moment it is cancelled.
+    # A coroutine that writes, not a generator: its cleanup runs as soon as it is cancelled.
     async def RebalanceAll(  # type: ignore[override]  # noqa: N802
         self, request: pb.RebalanceAllRequest, context: _Context
     ) -> None:
-        """Plan now in many pools: an order to each, and a call for all of them."""
+        """Plan now in many pools: one call, a request to each."""
         names = request.pools or (await self._led(context)).names()
         runners = [await self._find(name, context) for name in names]
-        who, at_once = self._caller(context), asyncio.Semaphore(MAX_ORDERS_AT_ONCE)
+        who, at_once = self._caller(context), asyncio.Semaphore(MAX_REQUESTS_AT_ONCE)
 
-        async def order(runner: PoolRunner) -> pb.RebalanceAllResponse:
+        async def rebalance(runner: PoolRunner) -> pb.RebalanceAllResponse:
             async with at_once:
                 try:
-                    given = await _give(runner, *_rebalance(request), request, who=who)
+                    given = await _administer(runner, *_rebalance(request), request, who=who)
                 except UnansweredError as error:
                     return pb.RebalanceAllResponse(pool=runner.pool.name, unanswered=str(error))
             return pb.RebalanceAllResponse(pool=runner.pool.name, outcome=_outcome(given))
 
         async with asyncio.TaskGroup() as tasks:
-            orders = [tasks.create_task(order(runner)) for runner in runners]
-            for answered in asyncio.as_completed(orders):
+            answers = [tasks.create_task(rebalance(runner)) for runner in runners]
+            for answered in asyncio.as_completed(answers):
                 await context.write(await answered)
 
     async def Pause(  # noqa: N802
         self, request: pb.PauseRequest, context: _Context
     ) -> pb.PauseResponse:
-        """Adopt no plan any more."""
+        """Adopt no plans."""
         runner = await self._find(request.pool, context)
         outcome = await self._ask(runner, Pause(), "pause", request, context)
         return pb.PauseResponse(outcome=_outcome(outcome))
@@ -98,7 +98,7 @@ class AdminService(pb_grpc.AdminServicer):
     async def Resume(  # noqa: N802
         self, request: pb.ResumeRequest, context: _Context
     ) -> pb.ResumeResponse:
-        """Plan again."""
+        """Resume planning."""
         runner = await self._find(request.pool, context)
         outcome = await self._ask(runner, Resume(), "resume", request, context)
         return pb.ResumeResponse(outcome=_outcome(outcome))
@@ -106,13 +106,13 @@ class AdminService(pb_grpc.AdminServicer):
     async def Rollback(  # noqa: N802
         self, request: pb.RollbackRequest, context: _Context
     ) -> pb.RollbackResponse:
-        """Go back to what a generation was."""
+        """Go back to the placement of a generation."""
         runner = await self._find(request.pool, context)
         generation = request.generation or await self._before_latest_plan(runner, context)
         layout = await self._committed(runner, generation, context)
         operation = RollBack(layout=layout, keep_planning=request.keep_planning)
         what = f"roll back to generation {generation}"
-        what += " and go on planning" if request.keep_planning else ""
+        what += " and keep planning" if request.keep_planning else ""
         outcome = await self._ask(runner, operation, what, request, context)
         return pb.RollbackResponse(outcome=_outcome(outcome))
 
@@ -121,13 +121,13 @@ class AdminService(pb_grpc.AdminServicer):
     ) -> pb.PinResponse:
         """Keep a placement."""
         runner = await self._find(request.pool, context)
-        operation, what = Pin(), "pin what runs"
+        operation, what = Pin(), "pin the current layout"
         if request.WhichOneof("target") == "layout":
             try:
                 operation = Pin(layout=layout_from_proto(request.layout, kind="pin"))
             except InvalidMessageError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            what = "pin a given layout"
+            what = "pin a layout from a file"
         elif request.generation:
             layout = await self._committed(runner, request.generation, context)
             operation = Pin(layout=layout, generation=request.generation)
@@ -138,7 +138,7 @@ class AdminService(pb_grpc.AdminServicer):
     async def Unpin(  # noqa: N802
         self, request: pb.UnpinRequest, context: _Context
     ) -> pb.UnpinResponse:
-        """Keep it no longer."""
+        """End a pin."""
         runner = await self._find(request.pool, context)
         outcome = await self._ask(runner, Unpin(), "unpin", request, context)
         return pb.UnpinResponse(outcome=_outcome(outcome))
@@ -146,7 +146,7 @@ class AdminService(pb_grpc.AdminServicer):
     async def Preview(  # noqa: N802
         self, request: pb.PreviewRequest, context: _Context
     ) -> pb.PreviewResponse:
-        """Say what a plan would do."""
+        """Plan, and show the verdict without adopting the plan."""
         runner = await self._find(request.pool, context)
         try:
             policy = changed_policy(runner.pool.policy.values, request.policy, request.algorithm)
@@ -164,7 +164,7 @@ class AdminService(pb_grpc.AdminServicer):
     async def ListAudit(  # noqa: N802
         self, request: pb.ListAuditRequest, context: _Context
     ) -> pb.ListAuditResponse:
-        """Past orders, newest first; followers know them too."""
+        """Audit records, newest first; followers answer too."""
         if request.limit > MAX_AUDIT_ENTRIES:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -180,7 +180,7 @@ class AdminService(pb_grpc.AdminServicer):
         return pb.ListAuditResponse(entries=[audit_to_proto(entry) for entry in entries])
 
     async def _find(self, name: str, context: _Context) -> PoolRunner:
-        """The pool, if this balancer leads."""
+        """The pool; aborts unless this balancer leads."""
         pools = await self._led(context)
         try:
             return pools.find(name)
@@ -188,7 +188,7 @@ class AdminService(pb_grpc.AdminServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
 
     async def _led(self, context: _Context) -> Pools:
-        """All pools, if this balancer leads."""
+        """All pools; aborts unless this balancer leads."""
         pools: Pools | None = self._seat.led
         if pools is None:
             if self._seat.leader_address:
@@ -201,12 +201,12 @@ class AdminService(pb_grpc.AdminServicer):
         self, runner: PoolRunner, operation: Operation, what: str, request: Any, context: _Context
     ) -> Answer:
         try:
-            return await _give(runner, operation, what, request, who=self._caller(context))
+            return await _administer(runner, operation, what, request, who=self._caller(context))
         except UnansweredError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     async def _committed(self, runner: PoolRunner, generation: int, context: _Context) -> Layout:
-        """A layout that all ranks ran once."""
+        """A layout that was committed; aborts if it is not kept."""
         pool = runner.pool.name
         try:
             commits = await self._store.commits(pool)
@@ -222,7 +222,7 @@ class AdminService(pb_grpc.AdminServicer):
         return layout
 
     async def _before_latest_plan(self, runner: PoolRunner, context: _Context) -> int:
-        """The generation from which the latest plan that came to something started."""
+        """The generation from which the latest adopted plan started; aborts without one."""
         pool = runner.pool
         try:
             decisions = await self._store.decisions(pool.name, limit=MAX_DECISIONS)
@@ -234,16 +234,16 @@ class AdminService(pb_grpc.AdminServicer):
         if before is None:
             await context.abort(
                 grpc.StatusCode.NOT_FOUND,
-                f"pool {pool.name} has adopted no plan yet: there is nothing to go back to",
+                f"pool {pool.name} has adopted no plan yet: there is nothing to roll back to",
             )
         return before
 
 
 def changed_policy(policy: Policy, changes: Mapping[str, float], algorithm: str) -> Policy:
-    """The policy with some numbers changed, and another algorithm unless that is empty.
+    """Return the policy with some numbers changed, and another algorithm unless that is empty.
 
     Raises:
-        InvalidPolicyError: there is no such number, or it is out of its range.
+        InvalidPolicyError: there is no such number, or it is out of range.
     """
     numbers = list(ranges_of(Policy))
     unknown = sorted(set(changes) - set(numbers))
@@ -260,10 +260,14 @@ def changed_policy(policy: Policy, changes: Mapping[str, float], algorithm: str)
     return replace(policy, **values)
 
 
-async def _give(
+async def _administer(
     runner: PoolRunner, operation: Operation, what: str, request: Any, *, who: str
 ) -> Answer:
-    """Raises UnansweredError: whether it is done nobody can say."""
+    """Hand a request to its pool.
+
+    Raises:
+        UnansweredError: the outcome is unknown.
+    """
     reason = checks.reason(request.reason) if request.reason else ""
     return await runner.administer(
         operation, who=who, reason=reason, what=f"{what} ({reason})" if reason else what
@@ -273,8 +277,8 @@ async def _give(
 def _rebalance(
     request: pb.TriggerRebalanceRequest | pb.RebalanceAllRequest,
 ) -> tuple[Rebalance, str]:
-    """What is wanted, and its words."""
-    what = "rebalance, whatever it gains" if request.force else "rebalance"
+    """The operation and its description."""
+    what = "rebalance with force" if request.force else "rebalance"
     return Rebalance(force=request.force), what
 
 

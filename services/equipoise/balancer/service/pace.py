@@ -1,21 +1,21 @@
-"""`Pace`: how many messages a stream may bring, as a bucket of tokens. Pure: the clock is given."""
+"""`Pace`: a token bucket that limits the messages of a stream. Pure: the clock is an argument."""
 
 from dataclasses import dataclass, field
 
 from equipoise.planning.policy import Policy
 
 _SLACK = 20.0
-"""Times what a worker that does as the policy says sends; bursts follow a new epoch."""
+"""Multiple of what a worker sends under the policy; bursts follow a new epoch."""
 
 _LEAST_PER_S = 50.0
-"""Answers to the balancer are not paced by the policy: Staged, Switched, Serving, Refused."""
+"""Answers do not follow the policy's intervals: Staged, Switched, Serving, Refused."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """`per_s` messages a second in the long run, `burst` at once. Begins full.
+    """`per_s` messages per second in the long run, `burst` at once; starts full.
 
-    `now` is in seconds of any clock that does not run backwards; a leap of it is worth one burst.
+    `now` is in seconds of any clock that does not run backwards; a jump is worth one burst.
     """
 
     per_s: float
@@ -29,7 +29,7 @@ class Pace:
         self._left = self.burst
 
     def take(self, *, now: float) -> bool:
-        """Whether one more message may come now; if so, it is counted."""
+        """Whether one more message is allowed now; if so, it is counted."""
         if self._at_s is not None:
             earned = max(0.0, now - self._at_s) * self.per_s
             self._left = min(self.burst, self._left + earned)
@@ -41,7 +41,7 @@ class Pace:
 
 
 def message_pace(policy: Policy) -> Pace:
-    """What is more than any worker that does as `policy` says has to tell."""
+    """The limit for workers under `policy`, above what any of them needs."""
     told = 1 / policy.heartbeat_interval_s + 1 / policy.report_interval_s
     per_s = max(_LEAST_PER_S, _SLACK * told)
     return Pace(per_s=per_s, burst=4 * per_s)

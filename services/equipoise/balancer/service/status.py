@@ -1,4 +1,4 @@
-"""A pool's state as the Status service shows it. Reads, never changes."""
+"""A pool's state as the Status service shows it. Read-only."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +26,7 @@ _HEALTH = {
 
 
 def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb.PoolStatus:
-    """One pool's whole state; `election` are the waits of the balancer that are no pool's."""
+    """The whole state of one pool; `election` are waits that belong to no pool."""
     diagnosis = pool.diagnosis()
     latest = _LatestWindow.of(pool)
     status = pb.PoolStatus(
@@ -90,7 +90,7 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb
 
 
 def pool_summary(pool: Pool) -> pb.PoolSummary:
-    """One pool in a line."""
+    """A summary of one pool."""
     latest = pool.windows.latest
     return pb.PoolSummary(
         pool=pool.name,
@@ -106,7 +106,7 @@ def pool_summary(pool: Pool) -> pb.PoolSummary:
 
 
 def decision_to_proto(decision: DecisionRecord) -> pb.Decision:
-    """A verdict as it was recorded."""
+    """A decision as it was recorded."""
     return pb.Decision(
         sequence=decision.sequence,
         time_unix_s=decision.time_unix_s,
@@ -126,7 +126,7 @@ def decision_to_proto(decision: DecisionRecord) -> pb.Decision:
 
 
 def audit_to_proto(record: AuditRecord) -> pb.AuditEntry:
-    """An operator's order as it was recorded."""
+    """An audit record."""
     return pb.AuditEntry(
         sequence=record.sequence,
         time_unix_s=record.time_unix_s,
@@ -138,7 +138,7 @@ def audit_to_proto(record: AuditRecord) -> pb.AuditEntry:
 
 
 def loads_response(pool: Pool) -> pb.GetLoadsResponse | None:
-    """The loads that decisions rest on; None before all ranks of the pool served."""
+    """The loads that decisions are based on; None before all ranks of the pool serve."""
     if pool.windows.loads is None or pool.roster.shape is None:
         return None
     model = pool.roster.shape.model
@@ -160,7 +160,7 @@ def loads_response(pool: Pool) -> pb.GetLoadsResponse | None:
 
 
 def layout_response(pool: Pool, layout: Layout) -> pb.GetLayoutResponse:
-    """A layout, with the nodes of the ranks if they are those of the epoch."""
+    """A layout, with the nodes of its ranks if they are those of the current epoch."""
     nodes = [peer.node for peer in pool.roster.peers]
     return pb.GetLayoutResponse(
         layout=layout_to_proto(layout),
@@ -170,7 +170,7 @@ def layout_response(pool: Pool, layout: Layout) -> pb.GetLayoutResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LatestWindow:
-    """What the latest window says of each rank; empty where it says nothing."""
+    """What the latest window shows of each rank; empty if unknown."""
 
     load_shares: Sequence[float] = ()
     busy_step_us: Sequence[float] = ()
@@ -239,7 +239,7 @@ def _rank_state(pool: Pool, member: Member) -> str:
 
 
 def _of_rank(values: Sequence[float], rank: int) -> float:
-    """A rank's value; 0 for one that the window did not have."""
+    """A rank's value; 0 for a rank without one."""
     return values[rank] if rank < len(values) else 0.0
 
 

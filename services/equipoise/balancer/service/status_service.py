@@ -1,4 +1,4 @@
-"""The Status service: what anyone may ask. It changes nothing and never waits for a worker."""
+"""The Status service: read-only, and never waits for a worker."""
 
 import asyncio
 import math
@@ -22,13 +22,13 @@ from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc as pb_grpc
 
 DEFAULT_WATCH_INTERVAL_S = 0.5
-"""Least time between two messages of a watch that does not ask for another."""
+"""Default least time between two messages of a watch."""
 
 SHORTEST_WATCH_INTERVAL_S = 0.05
-"""Watchers cannot ask for more than twenty messages a second."""
+"""Watchers get at most twenty messages per second."""
 
 DEFAULT_DECISIONS = 20
-"""Decisions listed when no limit is named."""
+"""Decisions listed without a limit."""
 
 LEADER_METADATA = "equipoise-leader"
 """Trailing metadata of a follower's answers: host:port of the balancer that leads."""
@@ -37,7 +37,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StatusService(pb_grpc.StatusServicer):
-    """Answers from the pools' memory; older layouts and decisions come from the store."""
+    """Answers from memory; older layouts and decisions come from the store."""
 
     def __init__(self, seat: Seat, *, store: Store, clock: Clock) -> None:
         self._seat = seat
@@ -59,14 +59,14 @@ class StatusService(pb_grpc.StatusServicer):
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: _Context
     ) -> pb.GetStatusResponse:
-        """One pool's whole state."""
+        """The whole state of one pool."""
         runner = await self._find(request.pool, context)
         return pb.GetStatusResponse(status=self._status(runner))
 
     async def WatchStatus(  # type: ignore[override]  # noqa: N802
         self, request: pb.WatchStatusRequest, context: _Context
     ) -> None:
-        """The state now, and again after it changed."""
+        """The state now, and again after each change."""
         runner = await self._find(request.pool, context)
         interval_s = request.min_interval_s or DEFAULT_WATCH_INTERVAL_S
         if not (math.isfinite(interval_s) and interval_s > 0):
@@ -82,7 +82,7 @@ class StatusService(pb_grpc.StatusServicer):
     async def GetLayout(  # noqa: N802
         self, request: pb.GetLayoutRequest, context: _Context
     ) -> pb.GetLayoutResponse:
-        """The committed layout, or one that the store still keeps."""
+        """The committed layout, or another one that the store still keeps."""
         runner = await self._find(request.pool, context)
         pool = runner.pool
         if request.generation == 0:
@@ -116,7 +116,7 @@ class StatusService(pb_grpc.StatusServicer):
     async def ListDecisions(  # noqa: N802
         self, request: pb.ListDecisionsRequest, context: _Context
     ) -> pb.ListDecisionsResponse:
-        """Past verdicts, newest first."""
+        """Decisions, newest first."""
         runner = await self._find(request.pool, context)
         if request.limit > MAX_DECISIONS:
             await _refuse(context, f"limit must be at most {MAX_DECISIONS}, not {request.limit}")
@@ -141,7 +141,7 @@ class StatusService(pb_grpc.StatusServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
 
     def _name_leader(self, context: _Context) -> None:
-        """Say with every answer of a follower where a better one is to be had."""
+        """Name the leader in every answer of a follower."""
         if self._seat.leader_address:
             context.set_trailing_metadata(((LEADER_METADATA, self._seat.leader_address),))
 

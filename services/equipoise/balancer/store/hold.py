@@ -1,4 +1,4 @@
-"""`Hold`: what an operator holds a pool to until he takes it back, and how stores write it down."""
+"""How stores write a `Hold`: as JSON."""
 
 import base64
 import json
@@ -9,7 +9,7 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 
 
 def pack_hold(hold: Hold) -> str:
-    """One line of JSON; the layout in it is the contract's message, in base64."""
+    """Return one line of JSON; the layout in it is the protobuf message, in base64."""
     packed = None
     if hold.pin is not None:
         packed = base64.b64encode(layout_to_proto(hold.pin).SerializeToString()).decode()
@@ -24,10 +24,10 @@ def pack_hold(hold: Hold) -> str:
 
 
 def unpack_hold(packed: str | bytes) -> Hold:
-    """What `pack_hold` wrote.
+    """Read what `pack_hold` wrote.
 
     Raises:
-        ValueError, LookupError, TypeError: it did not write that.
+        ValueError, LookupError, TypeError: it is not valid.
     """
     record = json.loads(packed)
     pin = None

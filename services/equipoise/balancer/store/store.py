@@ -1,10 +1,10 @@
-"""What the balancer must not forget, and the promise every store of it keeps.
+"""`Store`: what outlives a balancer.
 
-A store holds, for each pool: layouts (proposed before anybody stages them, committed once all ranks
-run them), the highest generation ever used, membership, moving averages, decisions, and what
-operators ordered and hold the pool to. It decides nothing. `term` is the fencing number of the
-balancer that writes: once a store saw a higher term, it refuses the lower one, so that a balancer
-that lost its leadership cannot undo its successor.
+A store holds, for each pool: layouts (proposed before any rank stages them, committed once all
+ranks run them), the highest generation ever used, the members of the epoch, moving averages,
+decisions, audit records, and what operators hold the pool to. `term` is the fencing number of the
+balancer that writes: once a store has seen a higher term, it rejects lower ones, so that a balancer
+that lost the leadership cannot undo its successor's writes.
 """
 
 from enum import StrEnum
@@ -17,42 +17,42 @@ MAX_DECISIONS = 1000
 """Decisions kept for each pool; older ones are dropped."""
 
 MAX_AUDIT_ENTRIES = 1000
-"""Operators' orders kept for each pool; older ones are dropped."""
+"""Audit records kept for each pool; older ones are dropped."""
 
 MAX_LAYOUTS = 64
 """Layouts kept for each pool besides the committed one; older ones are dropped."""
 
 
 class StoreFault(StrEnum):
-    """What is wrong with a store, in a word that counters and alerts can use."""
+    """What is wrong with a store, for counters and alerts."""
 
     UNREACHABLE = "unreachable"
-    """Nobody answers, or the file cannot be opened."""
+    """It does not answer, or the file cannot be opened."""
 
     SLOW = "slow"
-    """No answer within the bound; whether a write happened is unknown."""
+    """No answer within the timeout; whether a write happened is unknown."""
 
     FULL = "full"
-    """It takes no more writes; reads still work."""
+    """It accepts no more writes; reads still work."""
 
     DENIED = "denied"
-    """Wrong password, or no right to do this."""
+    """Wrong password, or not permitted."""
 
     FOREIGN = "foreign"
-    """Contents of another program, or of another version of this one."""
+    """Contents of another program, or of another version of Equipoise."""
 
     LOST = "lost"
     """Its contents are not those that this balancer started with: it was emptied or replaced."""
 
     DAMAGED = "damaged"
-    """Contents that no release of ours wrote."""
+    """Contents that no release wrote."""
 
     CONFLICT = "conflict"
-    """Somebody else wrote in between."""
+    """Another balancer wrote in between."""
 
 
 class StoreError(RuntimeError):
-    """The store cannot be used; the message names it and says what to do."""
+    """The store cannot be used; the message names it and the remedy."""
 
     def __init__(self, message: str, *, fault: StoreFault = StoreFault.UNREACHABLE) -> None:
         super().__init__(message)
@@ -60,14 +60,14 @@ class StoreError(RuntimeError):
 
 
 class StoreConflictError(StoreError):
-    """Somebody else wrote in between: read again before deciding anew."""
+    """Another balancer wrote in between: read again before deciding."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, fault=StoreFault.CONFLICT)
 
 
 class TermOverError(StoreConflictError):
-    """A balancer of a higher term has taken over; `highest_term` is its."""
+    """A balancer of a higher term, `highest_term`, has taken over."""
 
     def __init__(self, *, store: str, term: int, highest_term: int) -> None:
         super().__init__(
@@ -77,7 +77,7 @@ class TermOverError(StoreConflictError):
 
 
 class Store(Protocol):
-    """Memory of the balancer. Every method may raise `StoreError`; writes are durable on return.
+    """Storage of the balancer. Every method may raise `StoreError`; writes are durable on return.
 
     Every write carries a term and raises `TermOverError` if a higher one wrote before.
     """
@@ -86,17 +86,17 @@ class Store(Protocol):
         """The highest term that ever wrote; 0 in a new store."""
 
     async def fence(self, *, term: int) -> None:
-        """From now on refuse lower terms: what a new leader does before it reads anything."""
+        """Reject lower terms from now on; a new leader does so before it reads anything."""
 
     async def pools(self) -> tuple[str, ...]:
         """Names of all pools the store knows, sorted."""
 
     async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
-        """Remember a layout before anybody is asked to stage it.
+        """Record a layout before any rank is asked to stage it.
 
         Raises:
-            StoreConflictError: its generation is not above the highest ever used (saying the very
-                same layout again is no conflict), or a higher term wrote before.
+            StoreConflictError: its generation is not above the highest ever used (writing the
+                same layout again is not a conflict), or a higher term wrote before.
         """
 
     async def commit(self, pool: str, generation: int, *, previous: int | None, term: int) -> None:
@@ -110,10 +110,10 @@ class Store(Protocol):
         """Commit the layout that all ranks report to run, whatever was proposed or committed."""
 
     async def committed(self, pool: str) -> Layout | None:
-        """The layout that all ranks were last known to run."""
+        """The committed layout."""
 
     async def proposed(self, pool: str) -> Layout | None:
-        """The newest layout above the committed one: a rollout that did not come to its end."""
+        """The newest layout above the committed one: a rollout that did not finish."""
 
     async def layout(self, pool: str, generation: int) -> Layout | None:
         """A layout that was proposed or adopted and is still kept."""
@@ -122,7 +122,7 @@ class Store(Protocol):
         """The number after the highest ever used; 1 for a new pool. Reserves nothing."""
 
     async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
-        """Remember an epoch, which must not be below the latest.
+        """Record the members of an epoch, which must not be below the latest.
 
         Raises:
             StoreConflictError: the store has a later epoch.
@@ -132,10 +132,10 @@ class Store(Protocol):
         """The latest epoch."""
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
-        """Remember a moving average by its name, for example "slow"."""
+        """Record a moving average by name, for example "slow"."""
 
     async def average(self, pool: str, name: str) -> AverageRecord | None:
-        """A moving average as it was put last."""
+        """The latest record of a moving average."""
 
     async def add_decision(
         self, pool: str, decision: DecisionRecord, *, term: int
@@ -151,16 +151,16 @@ class Store(Protocol):
     async def add_audit(
         self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
     ) -> AuditRecord:
-        """Append an order and, in the same step, set what the pool is held to (None: as before).
+        """Append an audit record and, in the same write, set the pool's hold (None: as before).
 
         Returns it with its sequence number.
         """
 
     async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
-        """The newest orders, newest first, at most `limit` of at most MAX_AUDIT_ENTRIES."""
+        """The newest audit records, newest first, at most `limit` of at most MAX_AUDIT_ENTRIES."""
 
     async def hold(self, pool: str) -> Hold:
-        """What operators hold the pool to; nothing for a new pool."""
+        """What an operator holds the pool to; nothing for a new pool."""
 
     async def close(self) -> None:
-        """Release the store; no method may be called after."""
+        """Close the store; no method may be called after this."""
