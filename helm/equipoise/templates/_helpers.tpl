@@ -1,4 +1,5 @@
-{{/* Names, labels and addresses used by several objects. */}}
+{{/* What several objects share. Templates about one component take (dict "root" $ "component" "…" "pod" .Values.…);
+"component" is its label, "pod" its values. */}}
 
 {{- define "equipoise.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
@@ -14,7 +15,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Selector labels of Services and workloads; immutable. Takes (dict "root" $ "component" "…"). */}}
+{{/* Selector labels of Services and workloads; immutable. */}}
 {{- define "equipoise.selector" -}}
 app.kubernetes.io/name: {{ include "equipoise.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -32,18 +33,104 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
+{{/* Metadata of an object. Optional: "name" (default: the release's name and the component), "labels" to add, and
+"annotations". */}}
+{{- define "equipoise.metadata" -}}
+metadata:
+  name: {{ .name | default (printf "%s-%s" (include "equipoise.fullname" .root) .component) }}
+{{- include "equipoise.annotated" . }}
+{{- end -}}
+
+{{- define "equipoise.podMetadata" -}}
+metadata:
+{{- include "equipoise.annotated" (merge (dict "labels" .pod.podLabels "annotations" .pod.podAnnotations) .) }}
+{{- end -}}
+
+{{- define "equipoise.annotated" }}
+  labels:
+    {{- include "equipoise.labels" . | nindent 4 }}
+    {{- with .labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}
+
 {{/* Takes (dict "root" $ "image" .Values.image.…). */}}
 {{- define "equipoise.image" -}}
-{{- if .image.digest -}}
-{{ .image.repository }}@{{ .image.digest }}
-{{- else -}}
-{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+image: {{ .image.repository }}{{ if .image.digest }}@{{ .image.digest }}{{ else }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+{{- end -}}
+
+{{- define "equipoise.serviceAccountName" -}}
+{{- $account := .pod.serviceAccount -}}
+{{- $account.name | default (ternary (printf "%s-%s" (include "equipoise.fullname" .root) .component) "default" $account.create) -}}
+{{- end -}}
+
+{{- define "equipoise.serviceAccount" -}}
+{{- if .pod.serviceAccount.create }}
+apiVersion: v1
+kind: ServiceAccount
+{{ include "equipoise.metadata" (merge (dict "name" (include "equipoise.serviceAccountName" .) "annotations" .pod.serviceAccount.annotations) .) }}
+automountServiceAccountToken: false
+---
+{{- end }}
+{{- end -}}
+
+{{/* Binds a Role or ClusterRole to the component's service account. Takes "kind" and "name" of the role too. */}}
+{{- define "equipoise.roleBinding" -}}
+apiVersion: rbac.authorization.k8s.io/v1
+kind: {{ .kind }}Binding
+{{ include "equipoise.metadata" . }}
+roleRef:
+  apiGroup: rbac.authorization.k8s.io
+  kind: {{ .kind }}
+  name: {{ .name }}
+subjects:
+  - kind: ServiceAccount
+    name: {{ include "equipoise.serviceAccountName" . }}
+    namespace: {{ .root.Release.Namespace }}
+{{- end -}}
+
+{{/* Takes "port" too, the name of the only port besides metrics. */}}
+{{- define "equipoise.service" -}}
+---
+apiVersion: v1
+kind: Service
+{{ include "equipoise.metadata" (merge (dict "annotations" .pod.service.annotations) .) }}
+spec:
+  type: {{ .pod.service.type }}
+  selector:
+    {{- include "equipoise.selector" . | nindent 4 }}
+  ports:
+    - {name: {{ .port }}, port: {{ .pod.port }}, targetPort: {{ .port }}, appProtocol: {{ .port }}}
+    {{- include "equipoise.metricsServicePort" .root | nindent 4 }}
+{{- end -}}
+
+{{- define "equipoise.metricsServicePort" -}}
+{{- if .Values.metrics.enabled -}}
+- {name: metrics, port: {{ .Values.metrics.port }}, targetPort: metrics}
 {{- end -}}
 {{- end -}}
 
-{{/* Name of a component's service account. Takes (dict "root" $ "component" "…" "account" .Values.….serviceAccount). */}}
-{{- define "equipoise.serviceAccountName" -}}
-{{- .account.name | default (ternary (printf "%s-%s" (include "equipoise.fullname" .root) .component) "default" .account.create) -}}
+{{- define "equipoise.metricsContainerPort" -}}
+{{- if .Values.metrics.enabled -}}
+- {name: metrics, containerPort: {{ .Values.metrics.port }}}
+{{- end -}}
+{{- end -}}
+
+{{/* Takes "maxUnavailable" too. */}}
+{{- define "equipoise.podDisruptionBudget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+{{ include "equipoise.metadata" . }}
+spec:
+  maxUnavailable: {{ .maxUnavailable }}
+  selector:
+    matchLabels:
+      {{- include "equipoise.selector" . | nindent 6 }}
 {{- end -}}
 
 {{/* host:port of the balancer. A follower redirects workers to the leader. */}}
@@ -85,24 +172,50 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
-{{/* Security context of all pods: not root, read-only image. */}}
-{{- define "equipoise.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: {{ .Values.runAsUser }}
-runAsGroup: {{ .Values.runAsUser }}
-fsGroup: {{ .Values.runAsUser }}
-seccompProfile:
-  type: RuntimeDefault
+{{/* Security of all pods: not root, read-only image. */}}
+{{- define "equipoise.podSecurity" -}}
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ .Values.runAsUser }}
+  runAsGroup: {{ .Values.runAsUser }}
+  fsGroup: {{ .Values.runAsUser }}
+  seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
-{{- define "equipoise.containerSecurityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{- define "equipoise.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
 {{- end -}}
 
-{{/* Scheduling of pods. Takes (dict "root" $ "component" "…" "pod" .Values.…). */}}
+{{/* The last flags of a component. */}}
+{{- define "equipoise.commonFlags" -}}
+- --log-format={{ .pod.logFormat }}
+{{- if .root.Values.metrics.enabled }}
+- --metrics-listen=0.0.0.0:{{ .root.Values.metrics.port }}
+{{- end }}
+{{- range .pod.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* The last variables of a component. */}}
+{{- define "equipoise.commonEnv" -}}
+- {name: HOME, value: /tmp}
+{{- include "equipoise.trustEnv" . }}
+{{- if has .component (list "balancer" "worker") }}
+{{- with .root.Values.tracing.endpoint }}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+{{- end }}
+{{- end }}
+{{- with .pod.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{- define "equipoise.scheduling" -}}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
@@ -138,13 +251,6 @@ topologySpreadConstraints:
 {{/* "true" if the balancer calls the Kubernetes API. */}}
 {{- define "equipoise.balancerUsesCluster" -}}
 {{- or .Values.balancer.events (eq (include "equipoise.lease" .) "kubernetes") -}}
-{{- end -}}
-
-{{/* OpenTelemetry's variables for the collector. */}}
-{{- define "equipoise.tracingEnv" -}}
-{{- with .root.Values.tracing.endpoint }}
-- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
-{{- end }}
 {{- end -}}
 
 {{- define "equipoise.policyConfigMap" -}}

@@ -1,31 +1,19 @@
-{{/* The pod of a rank, for any kind of workload. Takes (dict "root" $ "component" "worker" "as" "worker"). */}}
+{{/* The pod of a rank, for any kind of workload. Takes (dict "root" $ "component" "worker" "as" "worker" "pod" .Values.worker). */}}
 {{- define "equipoise.workerPod" -}}
 {{- $root := .root }}
 {{- $worker := .root.Values.worker }}
 {{- $topology := $worker.topology }}
 {{- $probe := dict "root" $root "port" $worker.port }}
-metadata:
-  labels:
-    {{- include "equipoise.labels" . | nindent 4 }}
-    {{- with $worker.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-  {{- with $worker.podAnnotations }}
-  annotations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+{{ include "equipoise.podMetadata" . }}
 spec:
-  serviceAccountName: {{ include "equipoise.serviceAccountName" (merge (dict "account" $worker.serviceAccount) .) }}
+  serviceAccountName: {{ include "equipoise.serviceAccountName" . }}
   automountServiceAccountToken: {{ eq $topology.source "nodeLabels" }}
-  enableServiceLinks: false
   # Graceful shutdown: it rejects new requests, finishes those in flight, and leaves the epoch.
   terminationGracePeriodSeconds: {{ add $worker.drainTimeoutSeconds 20 }}
-  securityContext:
-    {{- include "equipoise.podSecurityContext" $root | nindent 4 }}
+  {{- include "equipoise.podSecurity" $root | nindent 2 }}
   containers:
     - name: worker
-      image: {{ include "equipoise.image" (dict "root" $root "image" $root.Values.image.worker) }}
-      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      {{- include "equipoise.image" (dict "root" $root "image" $root.Values.image.worker) | nindent 6 }}
       command: {{ toJson $worker.command }}
       args:
         - worker
@@ -57,13 +45,7 @@ spec:
         - --step-timeout-s={{ $worker.stepTimeoutSeconds }}
         - --outage-timeout-s={{ $worker.outageTimeoutSeconds }}
         - --drain-timeout-s={{ $worker.drainTimeoutSeconds }}
-        - --log-format={{ $worker.logFormat }}
-        {{- if $root.Values.metrics.enabled }}
-        - --metrics-listen=0.0.0.0:{{ $root.Values.metrics.port }}
-        {{- end }}
-        {{- range $worker.extraArgs }}
-        - {{ . | quote }}
-        {{- end }}
+        {{- include "equipoise.commonFlags" . | nindent 8 }}
       env:
         - name: POD_NAME
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -77,18 +59,11 @@ spec:
         - name: FAST_DOMAIN
           valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ $topology.fastDomainLabel }}']"}}
         {{- end }}
-        - {name: HOME, value: /tmp}
-        {{- with include "equipoise.trustEnv" . | trim }}{{ . | nindent 8 }}{{ end }}
-        {{- with include "equipoise.tracingEnv" . | trim }}{{ . | nindent 8 }}{{ end }}
-        {{- with $worker.extraEnv }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
+        {{- include "equipoise.commonEnv" . | nindent 8 }}
       ports:
         - {name: grpc, containerPort: {{ $worker.port }}}
         - {name: rendezvous, containerPort: {{ $worker.rendezvousPort }}}
-        {{- if $root.Values.metrics.enabled }}
-        - {name: metrics, containerPort: {{ $root.Values.metrics.port }}}
-        {{- end }}
+        {{- include "equipoise.metricsContainerPort" $root | nindent 8 }}
       # `live` is SERVING once the checkpoint is loaded; the other services only within an epoch.
       startupProbe:
         {{- include "equipoise.probe" (merge (dict "service" "live" "path" "/livez") $probe) | nindent 8 }}
@@ -148,7 +123,7 @@ spec:
           {{- include "equipoise.selector" $ | nindent 10 }}
   {{- end }}
   {{- end }}
-  {{- include "equipoise.scheduling" (merge (dict "pod" $worker) .) | nindent 2 }}
+  {{- include "equipoise.scheduling" . | nindent 2 }}
 {{- end -}}
 
 {{/* CPU and memory with GPU and RDMA, whose requests equal their limits. Takes .Values.worker. */}}
