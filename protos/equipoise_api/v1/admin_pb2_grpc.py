@@ -26,12 +26,12 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """Admin changes what a pool does; only the balancer that leads obeys. Orders wait for no worker: a
-    rollout has begun when the answer comes, and Status tells what becomes of it.
+    """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
+    a rollout has begun when the answer is sent, and Status shows its progress.
 
-    A call that could not be judged at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
+    A call that cannot be handled at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
     such pool or generation), FAILED_PRECONDITION (this balancer follows; the trailing metadata
-    `equipoise-leader` names the one that leads), UNAVAILABLE (the store does not answer).
+    `equipoise-leader` names the leader), UNAVAILABLE (the store does not answer).
     """
 
     def __init__(self, channel):
@@ -88,12 +88,12 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Admin changes what a pool does; only the balancer that leads obeys. Orders wait for no worker: a
-    rollout has begun when the answer comes, and Status tells what becomes of it.
+    """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
+    a rollout has begun when the answer is sent, and Status shows its progress.
 
-    A call that could not be judged at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
+    A call that cannot be handled at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
     such pool or generation), FAILED_PRECONDITION (this balancer follows; the trailing metadata
-    `equipoise-leader` names the one that leads), UNAVAILABLE (the store does not answer).
+    `equipoise-leader` names the leader), UNAVAILABLE (the store does not answer).
     """
 
     def TriggerRebalance(self, request, context):
@@ -111,14 +111,14 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Pause ends planning until Resume; a rollout under way comes to its end.
+        """Pause stops planning until Resume; a rollout in progress runs to its end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Resume takes Pause back.
+        """Resume ends Pause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,28 +132,28 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Pin keeps a placement until Unpin: the pool goes there, and back there after a change of ranks.
+        """Pin keeps a placement until Unpin: the pool goes to it, and returns to it after a new epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Unpin takes Pin back.
+        """Unpin ends Pin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Preview(self, request, context):
-        """Preview says what a plan would do now, and does nothing.
+        """Preview plans now and returns the verdict, without adopting the plan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAudit(self, request, context):
-        """ListAudit gives past orders, newest first.
+        """ListAudit returns audit records, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,12 +216,12 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Admin changes what a pool does; only the balancer that leads obeys. Orders wait for no worker: a
-    rollout has begun when the answer comes, and Status tells what becomes of it.
+    """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
+    a rollout has begun when the answer is sent, and Status shows its progress.
 
-    A call that could not be judged at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
+    A call that cannot be handled at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
     such pool or generation), FAILED_PRECONDITION (this balancer follows; the trailing metadata
-    `equipoise-leader` names the one that leads), UNAVAILABLE (the store does not answer).
+    `equipoise-leader` names the leader), UNAVAILABLE (the store does not answer).
     """
 
     @staticmethod

@@ -79,35 +79,35 @@ class StatusServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """GetStatus gives one pool's whole state.
+        """GetStatus returns the whole state of one pool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """WatchStatus sends the state now and again whenever it changed, at most every interval.
+        """WatchStatus sends the state now and after each change, at most once per interval.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLayout(self, request, context):
-        """GetLayout gives a committed layout.
+        """GetLayout returns a committed layout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """GetLoads gives the loads that decisions rest on.
+        """GetLoads returns the loads that decisions are based on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDecisions(self, request, context):
-        """ListDecisions gives past verdicts, newest first.
+        """ListDecisions returns decisions, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
