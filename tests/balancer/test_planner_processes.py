@@ -268,7 +268,7 @@ async def test_one_that_is_not_ready_in_time_is_ended(
 ):
     ready = children()
     monkeypatch.setattr(processes_module, "START_TIMEOUT_S", 0.001)
-    with pytest.raises(PlannerDiedError, match=r"was not ready within 0\.001 s and was ended"):
+    with pytest.raises(PlannerDiedError, match=r"was not ready within 0\.001 s and was killed"):
         await planner.start()
     async with asyncio.timeout(WAIT_S):
         while children() != ready:  # noqa: ASYNC110 - the system tells nobody
@@ -278,7 +278,7 @@ async def test_one_that_is_not_ready_in_time_is_ended(
 
 async def test_one_that_cannot_start_is_told(planner, monkeypatch, capfd):
     monkeypatch.setattr(process_module, "PROGRAM", "equipoise.balancer.no_planner")
-    with pytest.raises(PlannerDiedError, match="ended with status 1"):
+    with pytest.raises(PlannerDiedError, match="exited with status 1"):
         await planner.start()
     assert "no_planner" in capfd.readouterr().err
 

@@ -1,1 +1,1 @@
-"""Plans and their verdicts, away from the event loop: in threads, or in processes of their own."""
+"""Plans and their verdicts, made off the event loop in separate processes."""

@@ -1,7 +1,7 @@
-"""What a balancer and a process that plans for it say to each other: pickles, each with its length.
+"""Messages between a balancer and its planner processes: pickles, each with its length.
 
-Both sides are on one machine and of one release, unless somebody upgrades below a balancer that
-runs; then what comes cannot be read.
+Both sides run on one machine and are of one release, unless the package is upgraded under a running
+balancer; then messages cannot be decoded.
 """
 
 import asyncio
@@ -13,17 +13,17 @@ _LENGTH = struct.Struct("!Q")
 
 
 def frame(value: object) -> bytes:
-    """The bytes of a value that can be pickled."""
+    """Return the bytes of a value that can be pickled."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(data)) + data
 
 
 def read_frame(file: BinaryIO) -> Any:
-    """The next value. Blocks.
+    """Read the next value. Blocks.
 
     Raises:
-        EOFError: there is none.
-        Exception: it cannot be read.
+        EOFError: there is no next value.
+        Exception: it cannot be decoded.
     """
     length = file.read(_LENGTH.size)
     if len(length) < _LENGTH.size:
@@ -32,11 +32,11 @@ def read_frame(file: BinaryIO) -> Any:
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> Any:
-    """The next value.
+    """Read the next value.
 
     Raises:
-        asyncio.IncompleteReadError: there is none.
-        Exception: it cannot be read.
+        asyncio.IncompleteReadError: there is no next value.
+        Exception: it cannot be decoded.
     """
     length = await reader.readexactly(_LENGTH.size)
     return pickle.loads(await reader.readexactly(*_LENGTH.unpack(length)))  # noqa: S301 - our own

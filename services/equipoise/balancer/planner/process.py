@@ -1,4 +1,4 @@
-"""`PlannerProcess`: one process that plans, the connection on which it is asked, and its plans."""
+"""`PlannerProcess`: one process that plans, its connection, and its queued plans."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ from equipoise.planning.proposal import Proposal, ProposalRequest
 PROGRAM = "equipoise.balancer.planner"
 
 READY = 0
-"""In place of a number: the process has compiled, or loaded, all that plans need."""
+"""Sent instead of a number: the process has compiled, or loaded, all that plans need."""
 
 END_TIMEOUT_S = 1.0
 """A killed process ends at once, unless the system is in trouble."""
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Asked:
-    """A plan that is wanted; `begins` is called when a process begins it."""
+    """A requested plan; `begins` is called when a process starts it."""
 
     request: ProposalRequest
     begins: Callable[[], None]
@@ -78,11 +78,11 @@ class PlannerProcess:
 
     @property
     def pid(self) -> int:
-        """The system's number of it."""
+        """Its process id."""
         return self._process.pid
 
     def ask(self, asked: Asked) -> None:
-        """Have a plan made when those before it are."""
+        """Queue a plan."""
         number = self._number_of[asked] = next(self._numbers)
         self.asked.append(asked)
         self._send(number, asked.request)
@@ -90,34 +90,34 @@ class PlannerProcess:
             self._begin()
 
     def withdraw(self, asked: Asked) -> None:
-        """Have a plan that is not begun left out."""
+        """Remove a plan that has not started."""
         self.asked.remove(asked)
         self._send(self._number_of.pop(asked), None)
 
     def withdraw_waiting(self) -> list[Asked]:
-        """Have all plans left out that are not begun; gives them."""
+        """Remove all plans that have not started; returns them."""
         waiting = list(self.asked)[1:]
         for asked in waiting:
             self.withdraw(asked)
         return waiting
 
     def kill(self) -> None:
-        """End it, whatever it does; its end is heard of as any other."""
+        """Kill it; its end is handled like any other."""
         self.is_ending = True
         self._process.kill()
 
     async def gone(self) -> None:
-        """End it, and wait until nothing is left of it."""
+        """Kill it, and wait until it is gone."""
         self.kill()
         with suppress(asyncio.CancelledError):
             await self._talking
 
     def died(self) -> PlannerDiedError:
-        """What its end is to whoever waits for the plan that it made."""
+        """The error for the plan that it was making when it ended."""
         return PlannerDiedError(
-            f"process {self.pid}, which planned, ended with status "
-            f"{self._process.returncode}: see its last words in the log, and whether the balancer "
-            "has memory enough; the next window tries again"
+            f"planner process {self.pid} exited with status {self._process.returncode}: see its "
+            "messages in the log, and whether the balancer has enough memory; the next window "
+            "tries again"
         )
 
     def _begin(self) -> None:
@@ -153,9 +153,9 @@ class PlannerProcess:
             while True:
                 self._hear(*await receive_frame(reader))
         except (asyncio.IncompleteReadError, OSError):
-            pass  # It is no more.
-        except Exception:  # noqa: BLE001 - another process answers as well
-            _log.exception("what process %d, which plans, says cannot be read", self.pid)
+            pass  # The process has ended.
+        except Exception:  # noqa: BLE001 - another process takes over
+            _log.exception("undecodable message from planner process %d", self.pid)
         finally:
             self._end()
 
@@ -189,7 +189,7 @@ class PlannerProcess:
             self._turn_ends.cancel()
 
     def _end(self) -> None:
-        """Nothing comes from it any more, so that it is no more, or shall not be."""
+        """It sends nothing more: make sure that it has ended."""
         self.ended = True
         self._end_turn()
         self._process.kill()

@@ -1,8 +1,8 @@
-"""`PlannerProcesses`: plans in processes of their own.
+"""`PlannerProcesses`: makes plans in separate processes.
 
-A plan takes milliseconds or a minute of Python and compiled code. In a process of its own it takes
-no interpreter away from the event loop that hears the workers, and it can be ended when it is given
-up. One that wants too much memory is what the system takes first.
+A plan takes milliseconds or a minute of Python and compiled code. In a separate process it does not
+block the interpreter of the event loop, it can be killed when it times out, and if memory runs out
+the system kills it first.
 """
 
 import asyncio
@@ -17,19 +17,19 @@ from equipoise.balancer.planner.turns import MAX_AT_ONCE
 from equipoise.planning.proposal import Proposal, ProposalRequest
 
 MAX_PROCESSES = 2 * MAX_AT_ONCE
-"""Processes at most: those whose plans take longer than a turn go on while others have theirs."""
+"""Most processes: plans that take longer than a turn continue while others have theirs."""
 
 START_TIMEOUT_S = 300.0
-"""Ten times what the compiler takes where nothing was compiled before."""
+"""Ten times what the compiler takes with an empty cache."""
 
 NUM_AHEAD = 4
-"""Plans that wait in a process for the one it makes: it need not wait for a busy event loop."""
+"""Plans queued in a process behind the current one, so that it need not wait for the event loop."""
 
 
 class PlannerProcesses:
-    """Processes are started when they are needed, and end with this one whatever becomes of it.
+    """Starts processes on demand; they end with this one, however it ends.
 
-    Used as an asynchronous context, from one event loop.
+    An asynchronous context, for one event loop.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class PlannerProcesses:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End them all, plans under way included."""
+        """Kill all processes, with the plans in progress."""
         self._stopped = True
         for process in tuple(self._processes):
             await process.gone()
@@ -54,9 +54,9 @@ class PlannerProcesses:
             _fail(asked, PlannerDiedError("the balancer stops"))
 
     async def start(self) -> None:
-        """Have one ready, so that the first plan does not wait for it.
+        """Start one process, so that the first plan does not wait for it.
 
-        Takes half a minute where nothing was compiled before.
+        Takes half a minute with an empty compiler cache.
 
         Raises:
             PlannerDiedError: it ended, or was not ready within `START_TIMEOUT_S`.
@@ -69,8 +69,8 @@ class PlannerProcesses:
         except TimeoutError:
             process.kill()
             raise PlannerDiedError(
-                f"process {process.pid}, which is to plan, was not ready within "
-                f"{START_TIMEOUT_S:g} s and was ended; the first plan starts another one"
+                f"planner process {process.pid} was not ready within {START_TIMEOUT_S:g} s and was "
+                f"killed; the first plan starts another one"
             ) from None
         if process.ended:
             raise process.died()
@@ -78,7 +78,7 @@ class PlannerProcesses:
     async def propose(
         self, request: ProposalRequest, *, pool: str, begins: Callable[[], None]
     ) -> Proposal:
-        """Plan and judge in a process; cancelled, what it does is ended.
+        """Plan and judge in a process, which is killed on cancellation.
 
         Raises:
             PlannerDiedError: the process ended, or none can be started.
@@ -103,9 +103,7 @@ class PlannerProcesses:
             try:
                 process = self._next()
             except OSError as error:
-                words = (
-                    f"no process can be started to plan in: {error}; the next window tries again"
-                )
+                words = f"cannot start a planner process: {error}; the next window tries again"
                 _fail(self._waiting.popleft(), PlannerDiedError(words))
                 continue
             if process is None:
@@ -113,7 +111,7 @@ class PlannerProcesses:
             process.ask(self._waiting.popleft())
 
     def _next(self) -> PlannerProcess | None:
-        """The process that is to be asked next; None as long as all have enough to do."""
+        """The process for the next plan; None while all are busy enough."""
         in_turn = [one for one in self._processes if one.in_turn and not one.is_ending]
         if len(in_turn) < MAX_AT_ONCE:
             idle = self._idle()
@@ -143,19 +141,19 @@ class PlannerProcesses:
                 process.withdraw(asked)
 
     def _follow(self, process: PlannerProcess) -> None:
-        """A process has answered, is longer than a turn at a plan, or has ended."""
+        """A process has answered, exceeded a turn, or ended."""
         if process.ended:
             self._processes.remove(process)
             left = deque(one for one in process.asked if not one.answer.done())
-            # Who ended it was waiting for the plan under way, and is gone.
+            # If it was killed, the plan in progress was cancelled.
             if left and not process.is_ending:
                 _fail(left.popleft(), process.died())
             self._waiting.extendleft(reversed(left))
         elif process.asked and not process.in_turn:
-            # Plans that wait behind a long one can be made elsewhere.
+            # Plans queued behind a long one can be made elsewhere.
             self._waiting.extendleft(reversed(process.withdraw_waiting()))
         elif not process.asked and len(self._idle()) > MAX_AT_ONCE:
-            # More of them were needed while some took long.
+            # More processes were needed while some took long.
             process.kill()
         if not self._stopped:
             self._deal()

@@ -1,4 +1,4 @@
-"""`KubernetesEvents`: what an operator should see in `kubectl get events`. Best effort, bounded."""
+"""`KubernetesEvents`: events for `kubectl get events`. Best effort, with a timeout."""
 
 import logging
 import os
@@ -12,13 +12,13 @@ from kubernetes.aio.client.exceptions import ApiException
 _COMPONENT = "equipoise-balancer"
 _TIMEOUT_S = 5.0
 _MOST_CHARACTERS = 1024
-"""The API takes no longer messages."""
+"""The API accepts no longer messages."""
 
 _log = logging.getLogger(__name__)
 
 
 class KubernetesEvents:
-    """Events of the pod that this process runs in; it needs the right to create events."""
+    """Events about this process's pod; needs the permission to create events."""
 
     def __init__(self, api: client.ApiClient, *, namespace: str) -> None:
         self._api = api
@@ -27,7 +27,7 @@ class KubernetesEvents:
         self._pod = os.environ.get("POD_NAME") or socket.gethostname()
 
     async def warn(self, reason: str, message: str) -> None:
-        """Tell of something wrong, in a word and a sentence; what fails in it is logged only."""
+        """Create a warning with a reason and a message; failures are only logged."""
         now = datetime.now(UTC)
         event = client.CoreV1Event(
             metadata=client.V1ObjectMeta(generate_name=f"{self._pod}.", namespace=self._namespace),
@@ -47,7 +47,7 @@ class KubernetesEvents:
                 self._namespace, event, _request_timeout=_TIMEOUT_S
             )
         except (ApiException, ClientError, TimeoutError, OSError) as error:
-            _log.warning("no Kubernetes event could be made of this: %s", error)
+            _log.warning("no Kubernetes event could be created: %s", error)
 
     async def close(self) -> None:
         """Close the connection."""
