@@ -56,17 +56,13 @@ Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class TriggerRebalanceRequest(_message.Message):
-    """TriggerRebalanceRequest requests a plan."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     reason: _builtins.str
-    """Why the caller wants it, for the audit record."""
     force: _builtins.bool
     """Adopt the plan unless it is worse on the latest window, however little it gains."""
     def __init__(
@@ -86,8 +82,6 @@ Global___TriggerRebalanceRequest: _TypeAlias = TriggerRebalanceRequest  # noqa: 
 
 @_typing.final
 class TriggerRebalanceResponse(_message.Message):
-    """TriggerRebalanceResponse holds the verdict."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOME_FIELD_NUMBER: _builtins.int
@@ -110,17 +104,14 @@ Global___TriggerRebalanceResponse: _TypeAlias = TriggerRebalanceResponse  # noqa
 
 @_typing.final
 class RebalanceAllRequest(_message.Message):
-    """RebalanceAllRequest requests a plan in each of several pools."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOLS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why the caller wants it, for the audit records."""
     force: _builtins.bool
-    """Adopt plans unless they are worse on the latest window, however little they gain."""
+    """As in TriggerRebalanceRequest."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Pool names; empty for all pools."""
@@ -150,7 +141,6 @@ class RebalanceAllResponse(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     UNANSWERED_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name."""
     unanswered: _builtins.str
     """Why the outcome is unknown: the operation may still be carried out, so check the status before
     you retry.
@@ -176,16 +166,12 @@ Global___RebalanceAllResponse: _TypeAlias = RebalanceAllResponse  # noqa: Y015
 
 @_typing.final
 class PauseRequest(_message.Message):
-    """PauseRequest names a pool."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     reason: _builtins.str
-    """Why the caller wants it, for the audit record and the status."""
     def __init__(
         self,
         *,
@@ -202,8 +188,6 @@ Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
 
 @_typing.final
 class PauseResponse(_message.Message):
-    """PauseResponse holds the outcome."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOME_FIELD_NUMBER: _builtins.int
@@ -226,16 +210,12 @@ Global___PauseResponse: _TypeAlias = PauseResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):
-    """ResumeRequest names a pool."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     reason: _builtins.str
-    """Why the caller wants it, for the audit record."""
     def __init__(
         self,
         *,
@@ -252,8 +232,6 @@ Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
 @_typing.final
 class ResumeResponse(_message.Message):
-    """ResumeResponse holds the outcome."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOME_FIELD_NUMBER: _builtins.int
@@ -276,8 +254,6 @@ Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
 class RollbackRequest(_message.Message):
-    """RollbackRequest names a layout to go back to."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
@@ -285,9 +261,7 @@ class RollbackRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     KEEP_PLANNING_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     reason: _builtins.str
-    """Why the caller wants it, for the audit record."""
     generation: _builtins.int
     """Committed generation whose placement is wanted; 0 is the one before the latest adopted plan."""
     keep_planning: _builtins.bool
@@ -310,8 +284,6 @@ Global___RollbackRequest: _TypeAlias = RollbackRequest  # noqa: Y015
 
 @_typing.final
 class RollbackResponse(_message.Message):
-    """RollbackResponse holds the outcome."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOME_FIELD_NUMBER: _builtins.int
@@ -334,8 +306,6 @@ Global___RollbackResponse: _TypeAlias = RollbackResponse  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):
-    """PinRequest names a placement to keep."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
@@ -343,9 +313,7 @@ class PinRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     reason: _builtins.str
-    """Why the caller wants it, for the audit record and the status."""
     generation: _builtins.int
     """Committed generation whose placement is wanted."""
     @_builtins.property
@@ -372,8 +340,6 @@ Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
 
 @_typing.final
 class PinResponse(_message.Message):
-    """PinResponse holds the outcome."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOME_FIELD_NUMBER: _builtins.int
@@ -396,16 +362,12 @@ Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
 
 @_typing.final
 class UnpinRequest(_message.Message):
-    """UnpinRequest names a pool."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     reason: _builtins.str
-    """Why the caller wants it, for the audit record."""
     def __init__(
         self,
         *,
@@ -422,8 +384,6 @@ Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
 
 @_typing.final
 class UnpinResponse(_message.Message):
-    """UnpinResponse holds the outcome."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOME_FIELD_NUMBER: _builtins.int
@@ -446,8 +406,6 @@ Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015
 
 @_typing.final
 class PreviewRequest(_message.Message):
-    """PreviewRequest requests a plan that is not adopted."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -475,9 +433,7 @@ class PreviewRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     reason: _builtins.str
-    """Why the caller wants it, for the audit record."""
     algorithm: _builtins.str
     """Algorithm instead of the pool's own; empty for the pool's own."""
     @_builtins.property
@@ -551,14 +507,11 @@ Global___PreviewResponse: _TypeAlias = PreviewResponse  # noqa: Y015
 
 @_typing.final
 class ListAuditRequest(_message.Message):
-    """ListAuditRequest names a pool and a limit."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     limit: _builtins.int
     """How many, newest first; 0 means 20, at most 1000."""
     def __init__(
@@ -577,8 +530,6 @@ Global___ListAuditRequest: _TypeAlias = ListAuditRequest  # noqa: Y015
 
 @_typing.final
 class ListAuditResponse(_message.Message):
-    """ListAuditResponse holds audit records."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     ENTRIES_FIELD_NUMBER: _builtins.int

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class AdminStub:
     """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
-    a rollout has begun when the answer is sent, and Status shows its progress.
+    a rollout has begun when the answer is sent, and Status shows its progress. `pool` may be empty if
+    there is exactly one; `reason` is why the caller wants it, for the audit record and the status.
 
     A call that cannot be handled at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
     such pool or generation), FAILED_PRECONDITION (this balancer follows; the trailing metadata
@@ -89,7 +90,8 @@ class AdminStub:
 
 class AdminServicer:
     """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
-    a rollout has begun when the answer is sent, and Status shows its progress.
+    a rollout has begun when the answer is sent, and Status shows its progress. `pool` may be empty if
+    there is exactly one; `reason` is why the caller wants it, for the audit record and the status.
 
     A call that cannot be handled at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
     such pool or generation), FAILED_PRECONDITION (this balancer follows; the trailing metadata
@@ -217,7 +219,8 @@ def add_AdminServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Admin:
     """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
-    a rollout has begun when the answer is sent, and Status shows its progress.
+    a rollout has begun when the answer is sent, and Status shows its progress. `pool` may be empty if
+    there is exactly one; `reason` is why the caller wants it, for the audit record and the status.
 
     A call that cannot be handled at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
     such pool or generation), FAILED_PRECONDITION (this balancer follows; the trailing metadata

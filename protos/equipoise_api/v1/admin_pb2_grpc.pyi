@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class AdminStub:
     """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
-    a rollout has begun when the answer is sent, and Status shows its progress.
+    a rollout has begun when the answer is sent, and Status shows its progress. `pool` may be empty if
+    there is exactly one; `reason` is why the caller wants it, for the audit record and the status.
 
     A call that cannot be handled at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
     such pool or generation), FAILED_PRECONDITION (this balancer follows; the trailing metadata
@@ -61,7 +62,8 @@ class AdminStub:
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
     """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
-    a rollout has begun when the answer is sent, and Status shows its progress.
+    a rollout has begun when the answer is sent, and Status shows its progress. `pool` may be empty if
+    there is exactly one; `reason` is why the caller wants it, for the audit record and the status.
 
     A call that cannot be handled at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
     such pool or generation), FAILED_PRECONDITION (this balancer follows; the trailing metadata
@@ -90,7 +92,8 @@ class AdminAsyncStub(AdminStub):
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
-    a rollout has begun when the answer is sent, and Status shows its progress.
+    a rollout has begun when the answer is sent, and Status shows its progress. `pool` may be empty if
+    there is exactly one; `reason` is why the caller wants it, for the audit record and the status.
 
     A call that cannot be handled at all fails with a gRPC status: INVALID_ARGUMENT, NOT_FOUND (no
     such pool or generation), FAILED_PRECONDITION (this balancer follows; the trailing metadata

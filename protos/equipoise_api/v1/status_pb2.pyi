@@ -27,7 +27,6 @@ class _PoolHealth:
 class _PoolHealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolHealth.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     POOL_HEALTH_UNSPECIFIED: _PoolHealth.ValueType  # 0
-    """Not set."""
     POOL_HEALTH_WAITING: _PoolHealth.ValueType  # 1
     """Fewer workers than ranks: the pool waits for the rest."""
     POOL_HEALTH_SERVING: _PoolHealth.ValueType  # 2
@@ -41,7 +40,6 @@ class PoolHealth(_PoolHealth, metaclass=_PoolHealthEnumTypeWrapper):
     """PoolHealth is the health of a pool."""
 
 POOL_HEALTH_UNSPECIFIED: PoolHealth.ValueType  # 0
-"""Not set."""
 POOL_HEALTH_WAITING: PoolHealth.ValueType  # 1
 """Fewer workers than ranks: the pool waits for the rest."""
 POOL_HEALTH_SERVING: PoolHealth.ValueType  # 2
@@ -105,21 +103,17 @@ class RankStatus(_message.Message):
     silent_s: _builtins.float
     """Seconds since the last message of this rank."""
     tokens_processed: _builtins.int
-    """Tokens processed since boot."""
+    """As in LoadReport."""
     median_step_us: _builtins.int
-    """Median step, microseconds."""
     active_requests: _builtins.int
-    """Requests being generated."""
     queued_requests: _builtins.int
-    """Requests waiting."""
     load_share: _builtins.float
     """Share of the pool's load this rank received in the latest window, 0 to 1."""
     tokens_generated: _builtins.int
-    """Tokens generated since boot."""
+    """As in LoadReport."""
     host: _builtins.str
-    """Machine of the worker; empty if not reported."""
+    """As in Hello; empty if not reported."""
     zone: _builtins.str
-    """Zone of that machine; empty where there are none."""
     busy_step_us: _builtins.int
     """Mean compute time per step in the latest window, without waits for peers, microseconds; 0 if
     unknown.
@@ -129,25 +123,17 @@ class RankStatus(_message.Message):
     trouble: _builtins.str
     """What is wrong with this rank, human-readable; empty if nothing is."""
     cache_tokens: _builtins.int
-    """Tokens that the latent cache has room for; 0 if not reported."""
+    """As in LoadReport; 0 if not reported."""
     cache_tokens_used: _builtins.int
-    """Tokens of these in blocks that active requests hold."""
     prefix_tokens_sought: _builtins.int
-    """Tokens of admitted requests since boot, and how many of them were in the cache already."""
     prefix_tokens_found: _builtins.int
     requests_paused: _builtins.int
-    """How often since boot a request was paused because the cache had no room."""
     drafts: _builtins.int
-    """Draft tokens verified since boot, and how many of them were accepted."""
     drafts_accepted: _builtins.int
     device: _builtins.str
-    """Where the rank's model computes, such as "cpu" or "cuda:0 (NVIDIA H200)"; empty if not
-    reported.
-    """
+    """As in Hello; empty or 0 if not reported."""
     kernels: _builtins.str
-    """What it computes with: "torch", or the kernels' backends; empty if not reported."""
     cache_token_bytes: _builtins.int
-    """Memory that a token takes in the latent cache, in bytes, all layers; 0 if not reported."""
     steps: _builtins.str
     """How the rank's decode steps run and how its rows are exchanged, such as "captured; rows by
     triton", or why not; empty if not reported.
@@ -376,7 +362,6 @@ class EpochStatus(_message.Message):
     OPENED_UNIX_S_FIELD_NUMBER: _builtins.int
     SERVING_AFTER_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch number."""
     reason: _builtins.str
     """Why it was opened, human-readable."""
     opened_unix_s: _builtins.float
@@ -484,13 +469,10 @@ class PoolStatus(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     PROMISES_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name."""
     health: Global___PoolHealth.ValueType
-    """Health."""
     health_reason: _builtins.str
     """Why the health is not SERVING, human-readable; empty otherwise."""
     epoch: _builtins.int
-    """Epoch number."""
     generation: _builtins.int
     """Committed generation."""
     balancedness: _builtins.float
@@ -510,9 +492,7 @@ class PoolStatus(_message.Message):
     rollouts_aborted: _builtins.int
     """Rollouts aborted since start."""
     @_builtins.property
-    def model(self) -> _worker_link_pb2.ModelShape:
-        """Shape of the model."""
-
+    def model(self) -> _worker_link_pb2.ModelShape: ...
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
         """Ranks in rank order."""
@@ -780,7 +760,6 @@ class AuditEntry(_message.Message):
     sequence: _builtins.int
     """Number within the pool, from 1."""
     time_unix_s: _builtins.float
-    """Unix time, seconds."""
     who: _builtins.str
     """The caller, as authenticated."""
     what: _builtins.str
@@ -876,7 +855,6 @@ class Decision(_message.Message):
     sequence: _builtins.int
     """Number within the pool, from 1."""
     time_unix_s: _builtins.float
-    """Unix time, seconds."""
     accepted: _builtins.bool
     """Whether the proposed layout was adopted."""
     reason: _builtins.str
@@ -929,8 +907,6 @@ Global___Decision: _TypeAlias = Decision  # noqa: Y015
 
 @_typing.final
 class ListPoolsRequest(_message.Message):
-    """ListPoolsRequest requests all pools."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -957,13 +933,10 @@ class PoolSummary(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     BALANCEDNESS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name."""
     health: Global___PoolHealth.ValueType
-    """Health."""
     generation: _builtins.int
     """Committed generation."""
     ranks_serving: _builtins.int
-    """Ranks that serve."""
     num_ranks: _builtins.int
     """Ranks the pool has when complete."""
     balancedness: _builtins.float
@@ -988,8 +961,6 @@ Global___PoolSummary: _TypeAlias = PoolSummary  # noqa: Y015
 
 @_typing.final
 class ListPoolsResponse(_message.Message):
-    """ListPoolsResponse holds the pools by name."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOLS_FIELD_NUMBER: _builtins.int
@@ -1016,13 +987,10 @@ Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
-    """GetStatusRequest names a pool."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     def __init__(
         self,
         *,
@@ -1038,8 +1006,6 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):
-    """GetStatusResponse holds one pool."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
@@ -1062,14 +1028,11 @@ Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 
 @_typing.final
 class WatchStatusRequest(_message.Message):
-    """WatchStatusRequest names a pool and an interval."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     MIN_INTERVAL_S_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     min_interval_s: _builtins.float
     """Least time between two messages, seconds; 0 means 0.5."""
     def __init__(
@@ -1088,15 +1051,11 @@ Global___WatchStatusRequest: _TypeAlias = WatchStatusRequest  # noqa: Y015
 
 @_typing.final
 class WatchStatusResponse(_message.Message):
-    """WatchStatusResponse is the state after a change."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def status(self) -> Global___PoolStatus:
-        """State now."""
-
+    def status(self) -> Global___PoolStatus: ...
     def __init__(
         self,
         *,
@@ -1112,14 +1071,11 @@ Global___WatchStatusResponse: _TypeAlias = WatchStatusResponse  # noqa: Y015
 
 @_typing.final
 class GetLayoutRequest(_message.Message):
-    """GetLayoutRequest names a layout."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     generation: _builtins.int
     """Generation; 0 means the committed one."""
     def __init__(
@@ -1138,16 +1094,12 @@ Global___GetLayoutRequest: _TypeAlias = GetLayoutRequest  # noqa: Y015
 
 @_typing.final
 class GetLayoutResponse(_message.Message):
-    """GetLayoutResponse holds a layout."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     LAYOUT_FIELD_NUMBER: _builtins.int
     NODE_OF_RANK_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def layout(self) -> _worker_link_pb2.Layout:
-        """The layout."""
-
+    def layout(self) -> _worker_link_pb2.Layout: ...
     @_builtins.property
     def node_of_rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Node of each rank, in rank order."""
@@ -1168,13 +1120,10 @@ Global___GetLayoutResponse: _TypeAlias = GetLayoutResponse  # noqa: Y015
 
 @_typing.final
 class GetLoadsRequest(_message.Message):
-    """GetLoadsRequest names a pool."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     def __init__(
         self,
         *,
@@ -1209,9 +1158,7 @@ class GetLoadsResponse(_message.Message):
     num_experts: _builtins.int
     """Logical experts (columns)."""
     slow_assignments_per_s: _builtins.bytes
-    """float64 little-endian [num_layers, num_experts]: slow moving average,
-    assignments per second.
-    """
+    """float64 little-endian [num_layers, num_experts]: slow moving average, assignments per second."""
     fast_assignments_per_s: _builtins.bytes
     """The same, fast moving average."""
     window_assignments: _builtins.bytes
@@ -1252,14 +1199,11 @@ Global___GetLoadsResponse: _TypeAlias = GetLoadsResponse  # noqa: Y015
 
 @_typing.final
 class ListDecisionsRequest(_message.Message):
-    """ListDecisionsRequest pages through decisions."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Pool name; may be empty if there is exactly one."""
     limit: _builtins.int
     """How many, newest first; 0 means 20, at most 1000."""
     def __init__(
@@ -1278,8 +1222,6 @@ Global___ListDecisionsRequest: _TypeAlias = ListDecisionsRequest  # noqa: Y015
 
 @_typing.final
 class ListDecisionsResponse(_message.Message):
-    """ListDecisionsResponse holds decisions."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     DECISIONS_FIELD_NUMBER: _builtins.int

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class StatusStub:
-    """Status answers from memory and never waits for a worker.
+    """Status answers from memory and never waits for a worker. `pool` may be empty if there is exactly one.
     """
 
     def __init__(self, channel):
@@ -68,19 +68,17 @@ class StatusStub:
 
 
 class StatusServicer:
-    """Status answers from memory and never waits for a worker.
+    """Status answers from memory and never waits for a worker. `pool` may be empty if there is exactly one.
     """
 
     def ListPools(self, request, context):
-        """ListPools names the pools and their health.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """GetStatus returns the whole state of one pool.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -155,7 +153,7 @@ def add_StatusServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Status:
-    """Status answers from memory and never waits for a worker.
+    """Status answers from memory and never waits for a worker. `pool` may be empty if there is exactly one.
     """
 
     @staticmethod

@@ -27,16 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StatusStub:
-    """Status answers from memory and never waits for a worker."""
+    """Status answers from memory and never waits for a worker. `pool` may be empty if there is exactly one."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StatusAsyncStub: ...
     ListPools: _grpc.UnaryUnaryMultiCallable[_status_pb2.ListPoolsRequest, _status_pb2.ListPoolsResponse]
-    """ListPools names the pools and their health."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_status_pb2.GetStatusRequest, _status_pb2.GetStatusResponse]
-    """GetStatus returns the whole state of one pool."""
     WatchStatus: _grpc.UnaryStreamMultiCallable[_status_pb2.WatchStatusRequest, _status_pb2.WatchStatusResponse]
     """WatchStatus sends the state now and after each change, at most once per interval."""
     GetLayout: _grpc.UnaryUnaryMultiCallable[_status_pb2.GetLayoutRequest, _status_pb2.GetLayoutResponse]
@@ -48,13 +46,11 @@ class StatusStub:
 
 @_typing.type_check_only
 class StatusAsyncStub(StatusStub):
-    """Status answers from memory and never waits for a worker."""
+    """Status answers from memory and never waits for a worker. `pool` may be empty if there is exactly one."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListPools: _aio.UnaryUnaryMultiCallable[_status_pb2.ListPoolsRequest, _status_pb2.ListPoolsResponse]  # type: ignore[assignment]
-    """ListPools names the pools and their health."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_status_pb2.GetStatusRequest, _status_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """GetStatus returns the whole state of one pool."""
     WatchStatus: _aio.UnaryStreamMultiCallable[_status_pb2.WatchStatusRequest, _status_pb2.WatchStatusResponse]  # type: ignore[assignment]
     """WatchStatus sends the state now and after each change, at most once per interval."""
     GetLayout: _aio.UnaryUnaryMultiCallable[_status_pb2.GetLayoutRequest, _status_pb2.GetLayoutResponse]  # type: ignore[assignment]
@@ -65,23 +61,21 @@ class StatusAsyncStub(StatusStub):
     """ListDecisions returns decisions, newest first."""
 
 class StatusServicer(metaclass=_abc_1.ABCMeta):
-    """Status answers from memory and never waits for a worker."""
+    """Status answers from memory and never waits for a worker. `pool` may be empty if there is exactly one."""
 
     @_abc_1.abstractmethod
     def ListPools(
         self,
         request: _status_pb2.ListPoolsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_status_pb2.ListPoolsResponse, _abc.Awaitable[_status_pb2.ListPoolsResponse]]:
-        """ListPools names the pools and their health."""
+    ) -> _typing.Union[_status_pb2.ListPoolsResponse, _abc.Awaitable[_status_pb2.ListPoolsResponse]]: ...
 
     @_abc_1.abstractmethod
     def GetStatus(
         self,
         request: _status_pb2.GetStatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_status_pb2.GetStatusResponse, _abc.Awaitable[_status_pb2.GetStatusResponse]]:
-        """GetStatus returns the whole state of one pool."""
+    ) -> _typing.Union[_status_pb2.GetStatusResponse, _abc.Awaitable[_status_pb2.GetStatusResponse]]: ...
 
     @_abc_1.abstractmethod
     def WatchStatus(

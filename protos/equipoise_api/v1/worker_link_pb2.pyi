@@ -75,37 +75,21 @@ class ConnectRequest(_message.Message):
         """First message of every stream, and only the first."""
 
     @_builtins.property
-    def serving(self) -> Global___Serving:
-        """The worker holds the experts of its rank and takes part in steps."""
-
+    def serving(self) -> Global___Serving: ...
     @_builtins.property
-    def load_report(self) -> Global___LoadReport:
-        """Cumulative assignment counters, sent at every report interval."""
-
+    def load_report(self) -> Global___LoadReport: ...
     @_builtins.property
-    def staged(self) -> Global___Staged:
-        """Answer to Stage: every changed slot holds verified bytes."""
-
+    def staged(self) -> Global___Staged: ...
     @_builtins.property
-    def refused(self) -> Global___Refused:
-        """Answer to Stage or JoinEpoch: the worker keeps what it has."""
-
+    def refused(self) -> Global___Refused: ...
     @_builtins.property
-    def switched(self) -> Global___Switched:
-        """All ranks switched to a generation at the same step; sent once per generation and rank."""
-
+    def switched(self) -> Global___Switched: ...
     @_builtins.property
-    def heartbeat(self) -> Global___Heartbeat:
-        """Sent at an interval, so that a hung worker is noticed."""
-
+    def heartbeat(self) -> Global___Heartbeat: ...
     @_builtins.property
-    def leaving(self) -> Global___Leaving:
-        """The worker shuts down gracefully."""
-
+    def leaving(self) -> Global___Leaving: ...
     @_builtins.property
-    def group_lost(self) -> Global___GroupLost:
-        """The worker's group of ranks broke; the worker waits for a JoinEpoch."""
-
+    def group_lost(self) -> Global___GroupLost: ...
     def __init__(
         self,
         *,
@@ -141,25 +125,15 @@ class ConnectResponse(_message.Message):
     HEARTBEAT_ACK_FIELD_NUMBER: _builtins.int
     REJECTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def join_epoch(self) -> Global___JoinEpoch:
-        """Answer to Hello once the pool is complete: the ranks and the layout to start with."""
-
+    def join_epoch(self) -> Global___JoinEpoch: ...
     @_builtins.property
-    def stage(self) -> Global___Stage:
-        """Fetch experts into staging memory and verify them."""
-
+    def stage(self) -> Global___Stage: ...
     @_builtins.property
-    def abort(self) -> Global___Abort:
-        """Drop a staged generation, unless the worker has switched to it."""
-
+    def abort(self) -> Global___Abort: ...
     @_builtins.property
-    def heartbeat_ack(self) -> Global___HeartbeatAck:
-        """Acknowledges a heartbeat, so that a hung balancer is noticed."""
-
+    def heartbeat_ack(self) -> Global___HeartbeatAck: ...
     @_builtins.property
-    def rejection(self) -> Global___Rejection:
-        """The balancer does not accept this worker or message; the reason names the remedy."""
-
+    def rejection(self) -> Global___Rejection: ...
     def __init__(
         self,
         *,
@@ -442,7 +416,6 @@ class Peer(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    """Rank of the peer."""
     address: _builtins.str
     """host:port for expert transfer and requests."""
     node: _builtins.str
@@ -467,7 +440,7 @@ Global___Peer: _TypeAlias = Peer  # noqa: Y015
 
 @_typing.final
 class JoinEpoch(_message.Message):
-    """JoinEpoch makes a worker a rank of an epoch."""
+    """JoinEpoch makes a worker a rank of an epoch: the answer to Hello once the pool is complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -577,7 +550,8 @@ Global___Serving: _TypeAlias = Serving  # noqa: Y015
 
 @_typing.final
 class LoadReport(_message.Message):
-    """LoadReport carries cumulative counters, so that a lost, repeated or late report does no harm.
+    """LoadReport is sent at every report interval. Its counters are cumulative, so that a lost, repeated or
+    late report does no harm.
     Each generation has its own counters, because its slots hold different experts.
     """
 
@@ -840,7 +814,7 @@ Global___LayoutChange: _TypeAlias = LayoutChange  # noqa: Y015
 
 @_typing.final
 class Stage(_message.Message):
-    """Stage makes a rank fetch and verify the experts of the next generation."""
+    """Stage makes a rank fetch the experts of the next generation into staging memory and verify them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -936,7 +910,7 @@ Global___GroupLost: _TypeAlias = GroupLost  # noqa: Y015
 
 @_typing.final
 class Staged(_message.Message):
-    """Staged: this rank has verified bytes for every slot that a generation changes."""
+    """Staged answers Stage: this rank has verified bytes for every slot that a generation changes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -947,9 +921,7 @@ class Staged(_message.Message):
     CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
     DURATION_US_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the answer."""
     rank: _builtins.int
-    """The answering rank."""
     generation: _builtins.int
     """Generation that was staged."""
     peer_bytes: _builtins.int
@@ -978,7 +950,7 @@ Global___Staged: _TypeAlias = Staged  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):
-    """Refused: the worker keeps what it has."""
+    """Refused answers Stage or JoinEpoch: the worker keeps what it has."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -987,9 +959,7 @@ class Refused(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the answer."""
     rank: _builtins.int
-    """The answering rank."""
     generation: _builtins.int
     """Generation that was refused."""
     reason: _builtins.str
@@ -1012,7 +982,7 @@ Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
 @_typing.final
 class Switched(_message.Message):
-    """Switched: the rank has switched to a generation."""
+    """Switched: the rank has switched to a generation; sent once per generation and rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1024,9 +994,7 @@ class Switched(_message.Message):
     MEDIAN_STEP_US_FIELD_NUMBER: _builtins.int
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the switch."""
     rank: _builtins.int
-    """The reporting rank."""
     generation: _builtins.int
     """Generation in use now."""
     step: _builtins.int
@@ -1061,7 +1029,7 @@ Global___Switched: _TypeAlias = Switched  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):
-    """Abort drops a staged generation."""
+    """Abort drops a staged generation, unless the worker has switched to it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1095,7 +1063,9 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Heartbeat is sent at every interval, alone or in a report. It carries what reconciliation needs."""
+    """Heartbeat is sent at every interval, alone or in a report, so that a hung worker is noticed. It
+    carries what reconciliation needs.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1133,7 +1103,7 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class HeartbeatAck(_message.Message):
-    """HeartbeatAck echoes a heartbeat."""
+    """HeartbeatAck echoes a heartbeat, so that a hung balancer is noticed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -5,6 +5,7 @@
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,12 @@ def name(kind: str, field: str, value: str) -> str:
             f"not {shorten(value)}",
         )
     return value
+
+
+def names(kind: str, message: Any, *fields: str, optional: bool = False) -> dict[str, Any]:
+    """Several fields of a message that are names, by field; `optional` ones may be empty."""
+    values = {field: getattr(message, field) for field in fields}
+    return {k: v if optional and not v else name(kind, k, v) for k, v in values.items()}
 
 
 def address(kind: str, field: str, value: str) -> str:
@@ -82,6 +89,17 @@ def rank(kind: str, value: int, *, num_ranks: int = MAX_RANKS) -> int:
     return value
 
 
+def counts(kind: str, message: Any, *fields: str, least: int = 0) -> dict[str, Any]:
+    """Several fields of a message that are whole numbers, by name."""
+    return {field: count(kind, field, getattr(message, field), least=least) for field in fields}
+
+
+def place(kind: str, message: Any) -> dict[str, Any]:
+    """The epoch, rank and generation of a rank's message, by name."""
+    numbers = counts(kind, message, "epoch", "generation", least=1)
+    return {**numbers, "rank": rank(kind, message.rank)}
+
+
 def duration_s(kind: str, field: str, value: float) -> float:
     """Seconds above 0, at most `MAX_DURATION_S`."""
     if not (math.isfinite(value) and 0 < value <= MAX_DURATION_S):
@@ -105,9 +123,10 @@ def staged_generation(kind: str, value: int, *, generation: int) -> int:
 
 
 def table(
-    kind: str, field: str, data: bytes, *, dtype: str, shape: tuple[int, ...]
+    kind: str, message: Any, field: str, *, dtype: str, shape: tuple[int, ...]
 ) -> npt.NDArray[np.generic]:
-    """Packed little-endian bytes as a read-only, row-major array."""
+    """A field of packed little-endian bytes as a read-only, row-major array."""
+    data = getattr(message, field)
     wanted = math.prod(shape) * np.dtype(dtype).itemsize
     if len(data) != wanted:
         raise InvalidMessageError(

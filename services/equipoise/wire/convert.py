@@ -5,6 +5,7 @@ numbers, and any other input raises `InvalidMessageError`. Shapes come from the 
 which both sides keep for the life of the stream.
 """
 
+from dataclasses import asdict
 from typing import assert_never
 
 from equipoise.planning.layout import Layout
@@ -41,15 +42,15 @@ def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a
         case Report():
             return pb.ConnectRequest(load_report=reports.report_to_proto(value))
         case Staged():
-            return pb.ConnectRequest(staged=requests.staged_to_proto(value))
+            return pb.ConnectRequest(staged=pb.Staged(**asdict(value)))
         case Refused():
-            return pb.ConnectRequest(refused=requests.refused_to_proto(value))
+            return pb.ConnectRequest(refused=pb.Refused(**asdict(value)))
         case Switched():
             return pb.ConnectRequest(switched=requests.switched_to_proto(value))
         case Heartbeat():
-            return pb.ConnectRequest(heartbeat=reports.heartbeat_to_proto(value))
+            return pb.ConnectRequest(heartbeat=pb.Heartbeat(**asdict(value)))
         case Leaving():
-            return pb.ConnectRequest(leaving=requests.leaving_to_proto(value))
+            return pb.ConnectRequest(leaving=pb.Leaving(**asdict(value)))
         case GroupLost():
             return pb.ConnectRequest(group_lost=requests.group_lost_to_proto(value))
         case _:
@@ -115,11 +116,11 @@ def to_worker(value: BalancerMessage) -> pb.ConnectResponse:
         case Stage():
             return pb.ConnectResponse(stage=responses.stage_to_proto(value))
         case Abort():
-            return pb.ConnectResponse(abort=responses.abort_to_proto(value))
+            return pb.ConnectResponse(abort=pb.Abort(**asdict(value)))
         case HeartbeatAck():
-            return pb.ConnectResponse(heartbeat_ack=responses.heartbeat_ack_to_proto(value))
+            return pb.ConnectResponse(heartbeat_ack=pb.HeartbeatAck(**asdict(value)))
         case Rejection():
-            return pb.ConnectResponse(rejection=responses.rejection_to_proto(value))
+            return pb.ConnectResponse(rejection=pb.Rejection(**asdict(value)))
         case _:
             assert_never(value)
 

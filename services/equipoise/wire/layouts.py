@@ -1,8 +1,12 @@
 """Conversion of what several messages contain: layouts, their changes, shapes and checksums."""
 
+from collections.abc import Collection
+from dataclasses import asdict, fields
+from typing import Any
+
 import numpy as np
 
-from equipoise.planning.arrays import Checksums
+from equipoise.planning.arrays import Checksums, ShareTable
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import DIGEST_BYTES, Layout
@@ -12,6 +16,11 @@ from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import Hello
 from equipoise_api.v1 import worker_link_pb2 as pb
+
+
+def fields_of(value: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
+    """The fields of a message, by name, without those that protobuf has in another form."""
+    return {one.name: getattr(value, one.name) for one in fields(value) if one.name not in but}
 
 
 def layout_to_proto(layout: Layout) -> pb.Layout:
@@ -47,18 +56,14 @@ def layout_from_proto(message: pb.Layout, *, kind: str = "layout") -> Layout:
             f"{kind}_shape",
             f"{kind}: {message.num_slots} slots cannot hold {message.num_experts} experts",
         )
-    cells = checks.table(kind, "expert_of_slot", message.expert_of_slot, dtype="<i4", shape=shape)
-    shares = None
-    if message.HasField("share_of_slot"):
-        parts = checks.table(kind, "share_of_slot", message.share_of_slot, dtype="<u2", shape=shape)
-        shares = parts.astype(np.int32)
+    cells = checks.table(kind, message, "expert_of_slot", dtype="<i4", shape=shape)
     try:
         return Layout(
             generation=checks.count(kind, "generation", message.generation, least=1),
             num_experts=message.num_experts,
             num_ranks=message.num_ranks,
             expert_of_slot=cells.astype(np.int32),
-            share_of_slot=shares,
+            share_of_slot=_shares(kind, message, "share_of_slot", shape),
         )
     except InvalidLayoutError as error:
         raise InvalidMessageError(f"{kind}_layout", f"{kind}: {error}") from error
@@ -84,16 +89,8 @@ def changed_from_proto(message: pb.LayoutChange, *, kind: str, base: Layout) -> 
             the result is not a valid layout or its digest differs.
     """
     num_cells = len(message.cells) // 4
-    cells = checks.table(kind, "cells", message.cells, dtype="<u4", shape=(num_cells,))
-    experts = checks.table(
-        kind, "expert_of_cell", message.expert_of_cell, dtype="<i4", shape=(num_cells,)
-    )
-    shares = None
-    if message.HasField("share_of_cell"):
-        parts = checks.table(
-            kind, "share_of_cell", message.share_of_cell, dtype="<u2", shape=(num_cells,)
-        )
-        shares = parts.astype(np.int32)
+    cells = checks.table(kind, message, "cells", dtype="<u4", shape=(num_cells,))
+    experts = checks.table(kind, message, "expert_of_cell", dtype="<i4", shape=(num_cells,))
     if len(message.digest) != DIGEST_BYTES:
         raise InvalidMessageError(
             f"{kind}_shape",
@@ -103,7 +100,7 @@ def changed_from_proto(message: pb.LayoutChange, *, kind: str, base: Layout) -> 
         generation=checks.count(kind, "generation", message.generation, least=1),
         cells=cells.astype(np.uint32, copy=False),
         expert_of_cell=experts.astype(np.int32, copy=False),
-        share_of_cell=shares,
+        share_of_cell=_shares(kind, message, "share_of_cell", (num_cells,)),
         digest=message.digest,
     )
     try:
@@ -132,12 +129,7 @@ def check_layout_suits(kind: str, layout: Layout, *, hello: Hello) -> None:
 
 def model_to_proto(model: ModelShape) -> pb.ModelShape:
     """Convert a model shape."""
-    return pb.ModelShape(
-        num_layers=model.num_layers,
-        num_experts=model.num_experts,
-        num_groups=model.num_groups,
-        expert_bytes=model.expert_bytes,
-    )
+    return pb.ModelShape(**asdict(model))
 
 
 def model_from_proto(message: pb.ModelShape, *, kind: str = "model") -> ModelShape:
@@ -172,15 +164,20 @@ def checksums_to_bytes(checksums: Checksums) -> bytes:
     return checksums.tobytes()
 
 
-def checksums_from_bytes(
-    kind: str, data: bytes, *, model: ModelShape, slots_per_rank: int
-) -> Checksums:
+def checksums_from_proto(kind: str, message: Any, *, hello: Hello) -> Checksums:
     """Checksums of a worker's slots, uint8 [layers, slots_per_rank, 16], read-only.
 
     Raises:
         InvalidMessageError: "_shape" if the number of bytes does not match.
     """
-    shape = (model.num_layers, slots_per_rank, CHECKSUM_BYTES)
-    return checks.table(kind, "slot_checksums", data, dtype="|u1", shape=shape).astype(
-        np.uint8, copy=False
-    )
+    shape = (hello.model.num_layers, hello.slots_per_rank, CHECKSUM_BYTES)
+    table = checks.table(kind, message, "slot_checksums", dtype="|u1", shape=shape)
+    return table.astype(np.uint8, copy=False)
+
+
+def _shares(
+    kind: str, message: pb.Layout | pb.LayoutChange, field: str, shape: tuple[int, ...]
+) -> ShareTable | None:
+    if not message.HasField(field):  # type: ignore[arg-type]  # a field of one of the two
+        return None
+    return checks.table(kind, message, field, dtype="<u2", shape=shape).astype(np.int32)

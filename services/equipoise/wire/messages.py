@@ -115,17 +115,22 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Serving:
-    """The worker has loaded its slots of a layout and takes part in steps."""
+class RankMessage:
+    """What a rank reports about a generation."""
 
     epoch: int
-    """Epoch that it joined."""
+    """Epoch of the rank."""
 
     rank: int
-    """Its rank."""
+    """The rank."""
 
     generation: int
-    """Generation of the layout."""
+    """The generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Serving(RankMessage):
+    """The worker has loaded its slots of a layout and takes part in steps."""
 
     checksums: Checksums
     """Of the expert in each own slot; uint8 [layers, slots_per_rank, 16], read-only."""
@@ -235,17 +240,8 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
+class Staged(RankMessage):
     """All experts that a generation changes on this rank are staged and verified."""
-
-    epoch: int
-    """Epoch of the rank."""
-
-    rank: int
-    """The rank."""
-
-    generation: int
-    """Generation that is staged."""
 
     peer_bytes: int
     """Bytes pulled from peers."""
@@ -258,34 +254,16 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(RankMessage):
     """The worker did not stage a generation, or did not join an epoch, and changed nothing."""
-
-    epoch: int
-    """Epoch of the refused message."""
-
-    rank: int
-    """The rank."""
-
-    generation: int
-    """Generation of the refused message."""
 
     reason: str
     """One sentence, human-readable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Switched:
+class Switched(RankMessage):
     """The rank has switched to a staged generation."""
-
-    epoch: int
-    """Epoch of the rank."""
-
-    rank: int
-    """The rank."""
-
-    generation: int
-    """Generation in use."""
 
     step: int
     """First step with it, the same on all ranks."""

@@ -1,5 +1,7 @@
 """Conversion of the periodic messages: `Report` and `Heartbeat`."""
 
+from dataclasses import asdict, fields
+
 import numpy as np
 
 from equipoise.planning.counters import LoadReport, Phase
@@ -22,7 +24,7 @@ _PHASE_NUMBERS = {phase: number for number, phase in _PHASES.items()}
 
 def report_to_proto(report: Report) -> pb.LoadReport:
     """Convert a report."""
-    load, stats = report.load, report.stats
+    load, beat = report.load, report.heartbeat
     assert load.assignments.ndim == 2, load.assignments.shape
     return pb.LoadReport(
         epoch=load.epoch,
@@ -30,16 +32,9 @@ def report_to_proto(report: Report) -> pb.LoadReport:
         generation=load.generation,
         phase=_PHASE_NUMBERS[load.phase],
         assignments=load.assignments.astype("<u8", copy=False).tobytes(),
-        active_requests=stats.active_requests,
-        queued_requests=stats.queued_requests,
-        bounds=[
-            pb.WorkerBound(
-                name=bound.name, bound_s=bound.bound_s, reached=bound.reached, latest=bound.latest
-            )
-            for bound in stats.bounds
-        ],
-        heartbeat=None if report.heartbeat is None else heartbeat_to_proto(report.heartbeat),
-        **{name: getattr(stats, name) for name in _STAT_COUNTS},
+        bounds=[pb.WorkerBound(**asdict(bound)) for bound in report.stats.bounds],
+        heartbeat=None if beat is None else pb.Heartbeat(**asdict(beat)),
+        **{name: getattr(report.stats, name) for name in _STAT_COUNTS},
     )
 
 
@@ -56,13 +51,10 @@ def report_from_proto(
         raise InvalidMessageError(
             "report_phase", f"report: phase must be prefill, decode or mixed, not {message.phase}"
         )
-    assignments = checks.table(
-        "report",
-        "assignments",
-        message.assignments,
-        dtype="<u8",
-        shape=(model.num_layers, slots_per_rank),
-    ).astype(np.uint64, copy=False)
+    shape = (model.num_layers, slots_per_rank)
+    assignments = checks.table("report", message, "assignments", dtype="<u8", shape=shape).astype(
+        np.uint64, copy=False
+    )
     if assignments.max() > checks.MAX_COUNT:
         layer, slot = (int(index) for index in np.argwhere(assignments > checks.MAX_COUNT)[0])
         raise InvalidMessageError(
@@ -72,9 +64,7 @@ def report_from_proto(
         )
     load = LoadReport(
         boot_id=boot_id,
-        epoch=checks.count("report", "epoch", message.epoch, least=1),
-        rank=checks.rank("report", message.rank),
-        generation=checks.count("report", "generation", message.generation, least=1),
+        **checks.place("report", message),
         phase=_PHASES[message.phase],
         assignments=assignments,
     )
@@ -82,39 +72,20 @@ def report_from_proto(
     return Report(load=load, stats=_stats_from_proto(message), heartbeat=beat)
 
 
-def heartbeat_to_proto(heartbeat: Heartbeat) -> pb.Heartbeat:
-    """Convert a heartbeat."""
-    return pb.Heartbeat(
-        epoch=heartbeat.epoch,
-        generation=heartbeat.generation,
-        staged_generation=heartbeat.staged_generation,
-        sequence=heartbeat.sequence,
-        draining=heartbeat.draining,
-    )
-
-
 def heartbeat_from_proto(message: pb.Heartbeat) -> Heartbeat:
     """Check and convert a heartbeat. Raises InvalidMessageError: a number is out of range."""
     return Heartbeat(
-        epoch=checks.count("heartbeat", "epoch", message.epoch),
-        generation=checks.count("heartbeat", "generation", message.generation),
+        **checks.counts("heartbeat", message, "epoch", "generation", "sequence"),
         staged_generation=checks.staged_generation(
             "heartbeat", message.staged_generation, generation=message.generation
         ),
-        sequence=checks.count("heartbeat", "sequence", message.sequence),
         draining=message.draining,
     )
 
 
 def _stats_from_proto(message: pb.LoadReport) -> RankStats:
-    counts = [getattr(message, name) for name in _STAT_COUNTS]
-    if max(counts) > checks.MAX_COUNT:
-        for name, value in zip(_STAT_COUNTS, counts, strict=True):
-            checks.count("report", name, value)
     return RankStats(
-        **dict(zip(_STAT_COUNTS, counts, strict=True)),
-        active_requests=message.active_requests,
-        queued_requests=message.queued_requests,
+        **checks.counts("report", message, *_STAT_COUNTS),
         bounds=_bounds_from_proto(message) if message.bounds else (),
     )
 
@@ -136,17 +107,4 @@ def _bounds_from_proto(message: pb.LoadReport) -> tuple[WorkerBound, ...]:
     )
 
 
-_STAT_COUNTS = (
-    "steps",
-    "tokens_processed",
-    "tokens_generated",
-    "median_step_us",
-    "busy_us",
-    "cache_tokens",
-    "cache_tokens_used",
-    "prefix_tokens_sought",
-    "prefix_tokens_found",
-    "requests_paused",
-    "drafts",
-    "drafts_accepted",
-)
+_STAT_COUNTS = tuple(one.name for one in fields(RankStats) if one.name != "bounds")

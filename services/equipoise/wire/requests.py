@@ -28,26 +28,11 @@ MAX_OPERATIONS = 64
 def hello_to_proto(hello: Hello) -> pb.Hello:
     """Convert the first message of a stream."""
     return pb.Hello(
-        pool=hello.pool,
-        worker=hello.worker,
-        boot_id=hello.boot_id,
-        node=hello.node,
-        address=hello.address,
-        rendezvous_address=hello.rendezvous_address,
+        **layouts.fields_of(hello, but=("model", "running", "group_lost")),
         model=layouts.model_to_proto(hello.model),
-        slots_per_rank=hello.slots_per_rank,
-        num_ranks=hello.num_ranks,
-        checkpoint_fingerprint=hello.checkpoint_fingerprint,
         protocol_version=PROTOCOL_VERSION,
         running=None if hello.running is None else _running_to_proto(hello.running),
-        highest_term=hello.highest_term,
         group_lost=None if hello.group_lost is None else group_lost_to_proto(hello.group_lost),
-        host=hello.host,
-        zone=hello.zone,
-        device=hello.device,
-        kernels=hello.kernels,
-        backends=hello.backends,
-        cache_token_bytes=hello.cache_token_bytes,
     )
 
 
@@ -67,10 +52,11 @@ def hello_from_proto(message: pb.Hello) -> Hello:
     model = layouts.model_from_proto(message.model, kind="hello")
     _check_pool_size(message, model)
     hello = Hello(
-        pool=checks.name("hello", "pool", message.pool),
-        worker=checks.name("hello", "worker", message.worker),
-        boot_id=checks.name("hello", "boot_id", message.boot_id),
-        node=checks.name("hello", "node", message.node),
+        **checks.names(
+            "hello", message, "pool", "worker", "boot_id", "node", "checkpoint_fingerprint"
+        ),
+        **checks.names("hello", message, "host", "zone", "device", "kernels", optional=True),
+        **checks.counts("hello", message, "highest_term", "cache_token_bytes"),
         address=checks.address("hello", "address", message.address),
         rendezvous_address=checks.address(
             "hello", "rendezvous_address", message.rendezvous_address
@@ -78,16 +64,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         model=model,
         slots_per_rank=message.slots_per_rank,
         num_ranks=message.num_ranks,
-        checkpoint_fingerprint=checks.name(
-            "hello", "checkpoint_fingerprint", message.checkpoint_fingerprint
-        ),
-        highest_term=checks.count("hello", "highest_term", message.highest_term),
-        host=message.host and checks.name("hello", "host", message.host),
-        zone=message.zone and checks.name("hello", "zone", message.zone),
-        device=message.device and checks.name("hello", "device", message.device),
-        kernels=message.kernels and checks.name("hello", "kernels", message.kernels),
         backends=_backends(message),
-        cache_token_bytes=checks.count("hello", "cache_token_bytes", message.cache_token_bytes),
     )
     if message.HasField("group_lost"):
         return replace(hello, group_lost=group_lost_from_proto(message.group_lost, hello=hello))
@@ -99,70 +76,32 @@ def hello_from_proto(message: pb.Hello) -> Hello:
 def serving_to_proto(serving: Serving) -> pb.Serving:
     """Convert a Serving."""
     return pb.Serving(
-        epoch=serving.epoch,
-        rank=serving.rank,
-        generation=serving.generation,
+        **layouts.fields_of(serving, but=("checksums",)),
         slot_checksums=layouts.checksums_to_bytes(serving.checksums),
-        steps=serving.steps,
     )
 
 
 def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
     """Raises InvalidMessageError: a number is out of range, or the checksums have another shape."""
     return Serving(
-        epoch=checks.count("serving", "epoch", message.epoch, least=1),
-        rank=checks.rank("serving", message.rank),
-        generation=checks.count("serving", "generation", message.generation, least=1),
-        checksums=layouts.checksums_from_bytes(
-            "serving",
-            message.slot_checksums,
-            model=hello.model,
-            slots_per_rank=hello.slots_per_rank,
-        ),
+        **checks.place("serving", message),
+        checksums=layouts.checksums_from_proto("serving", message, hello=hello),
         steps=message.steps and checks.reason(message.steps),
-    )
-
-
-def staged_to_proto(staged: Staged) -> pb.Staged:
-    """Convert a Staged."""
-    return pb.Staged(
-        epoch=staged.epoch,
-        rank=staged.rank,
-        generation=staged.generation,
-        peer_bytes=staged.peer_bytes,
-        checkpoint_bytes=staged.checkpoint_bytes,
-        duration_us=staged.duration_us,
     )
 
 
 def staged_from_proto(message: pb.Staged) -> Staged:
     """Raises InvalidMessageError: a number is out of range."""
     return Staged(
-        epoch=checks.count("staged", "epoch", message.epoch, least=1),
-        rank=checks.rank("staged", message.rank),
-        generation=checks.count("staged", "generation", message.generation, least=1),
-        peer_bytes=checks.count("staged", "peer_bytes", message.peer_bytes),
-        checkpoint_bytes=checks.count("staged", "checkpoint_bytes", message.checkpoint_bytes),
-        duration_us=checks.count("staged", "duration_us", message.duration_us),
-    )
-
-
-def refused_to_proto(refused: Refused) -> pb.Refused:
-    """Convert a Refused."""
-    return pb.Refused(
-        epoch=refused.epoch,
-        rank=refused.rank,
-        generation=refused.generation,
-        reason=refused.reason,
+        **checks.place("staged", message),
+        **checks.counts("staged", message, "peer_bytes", "checkpoint_bytes", "duration_us"),
     )
 
 
 def refused_from_proto(message: pb.Refused) -> Refused:
     """Raises InvalidMessageError: a number is out of range."""
     return Refused(
-        epoch=checks.count("refused", "epoch", message.epoch, least=1),
-        rank=checks.rank("refused", message.rank),
-        generation=checks.count("refused", "generation", message.generation, least=1),
+        **checks.place("refused", message),
         reason=checks.reason(message.reason),
     )
 
@@ -170,12 +109,7 @@ def refused_from_proto(message: pb.Refused) -> Refused:
 def switched_to_proto(switched: Switched) -> pb.Switched:
     """Convert a Switched."""
     return pb.Switched(
-        epoch=switched.epoch,
-        rank=switched.rank,
-        generation=switched.generation,
-        step=switched.step,
-        stall_us=switched.stall_us,
-        median_step_us=switched.median_step_us,
+        **layouts.fields_of(switched, but=("checksums",)),
         slot_checksums=layouts.checksums_to_bytes(switched.checksums),
     )
 
@@ -183,24 +117,10 @@ def switched_to_proto(switched: Switched) -> pb.Switched:
 def switched_from_proto(message: pb.Switched, *, hello: Hello) -> Switched:
     """Raises InvalidMessageError: a number is out of range, or the checksums have another shape."""
     return Switched(
-        epoch=checks.count("switched", "epoch", message.epoch, least=1),
-        rank=checks.rank("switched", message.rank),
-        generation=checks.count("switched", "generation", message.generation, least=1),
-        step=checks.count("switched", "step", message.step),
-        stall_us=checks.count("switched", "stall_us", message.stall_us),
-        median_step_us=checks.count("switched", "median_step_us", message.median_step_us),
-        checksums=layouts.checksums_from_bytes(
-            "switched",
-            message.slot_checksums,
-            model=hello.model,
-            slots_per_rank=hello.slots_per_rank,
-        ),
+        **checks.place("switched", message),
+        **checks.counts("switched", message, "step", "stall_us", "median_step_us"),
+        checksums=layouts.checksums_from_proto("switched", message, hello=hello),
     )
-
-
-def leaving_to_proto(leaving: Leaving) -> pb.Leaving:
-    """Convert a Leaving."""
-    return pb.Leaving(reason=leaving.reason)
 
 
 def leaving_from_proto(message: pb.Leaving) -> Leaving:
@@ -212,10 +132,8 @@ def group_lost_to_proto(lost: GroupLost) -> pb.GroupLost:
     """Convert a GroupLost."""
     held = lost.expert_of_slot
     return pb.GroupLost(
-        epoch=lost.epoch,
-        reason=lost.reason,
+        **layouts.fields_of(lost, but=("expert_of_slot",)),
         expert_of_slot=b"" if held is None else held.astype("<i4").tobytes(),
-        generation=lost.generation,
     )
 
 
@@ -230,13 +148,10 @@ def group_lost_from_proto(message: pb.GroupLost, *, hello: Hello) -> GroupLost:
 
 
 def _held_from_proto(message: pb.GroupLost, *, hello: Hello) -> ExpertTable:
-    table = checks.table(
-        "group_lost",
-        "expert_of_slot",
-        message.expert_of_slot,
-        dtype="<i4",
-        shape=(hello.model.num_layers, hello.slots_per_rank),
-    ).astype(np.int32)
+    shape = (hello.model.num_layers, hello.slots_per_rank)
+    table = checks.table("group_lost", message, "expert_of_slot", dtype="<i4", shape=shape).astype(
+        np.int32
+    )
     if table.min() < 0 or table.max() >= hello.model.num_experts:
         raise InvalidMessageError(
             "group_lost_shape",
@@ -259,13 +174,10 @@ def _check_pool_size(message: pb.Hello, model: ModelShape) -> None:
 
 def _running_to_proto(running: RunningState) -> pb.RunningState:
     return pb.RunningState(
-        epoch=running.epoch,
-        rank=running.rank,
+        **layouts.fields_of(running, but=("layout", "checksums")),
         generation=running.generation,
-        staged_generation=running.staged_generation,
         layout=layouts.layout_to_proto(running.layout),
         slot_checksums=layouts.checksums_to_bytes(running.checksums),
-        steps=running.steps,
     )
 
 
@@ -285,12 +197,7 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
             "running", message.staged_generation, generation=layout.generation
         ),
         layout=layout,
-        checksums=layouts.checksums_from_bytes(
-            "running",
-            message.slot_checksums,
-            model=hello.model,
-            slots_per_rank=hello.slots_per_rank,
-        ),
+        checksums=layouts.checksums_from_proto("running", message, hello=hello),
         steps=message.steps and checks.reason(message.steps),
     )
 

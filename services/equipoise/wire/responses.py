@@ -22,18 +22,9 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 def join_epoch_to_proto(join_epoch: JoinEpoch) -> pb.JoinEpoch:
     """Convert a JoinEpoch."""
     message = pb.JoinEpoch(
-        epoch=join_epoch.epoch,
-        rank=join_epoch.rank,
-        peers=[
-            pb.Peer(rank=peer.rank, address=peer.address, node=peer.node, worker=peer.worker)
-            for peer in join_epoch.peers
-        ],
-        rendezvous_address=join_epoch.rendezvous_address,
+        **layouts.fields_of(join_epoch, but=("peers", "layout", "moves")),
+        peers=[pb.Peer(**layouts.fields_of(peer)) for peer in join_epoch.peers],
         layout=layouts.layout_to_proto(join_epoch.layout),
-        report_interval_s=join_epoch.report_interval_s,
-        heartbeat_interval_s=join_epoch.heartbeat_interval_s,
-        term=join_epoch.term,
-        meet_timeout_s=join_epoch.meet_timeout_s,
     )
     add_moves(join_epoch.moves, to=message)
     return message
@@ -56,27 +47,18 @@ def join_epoch_from_proto(message: pb.JoinEpoch, *, hello: Hello) -> JoinEpoch:
             "join_epoch", "rendezvous_address", message.rendezvous_address
         ),
         layout=layout,
-        report_interval_s=checks.duration_s(
-            "join_epoch", "report_interval_s", message.report_interval_s
-        ),
-        heartbeat_interval_s=checks.duration_s(
-            "join_epoch", "heartbeat_interval_s", message.heartbeat_interval_s
-        ),
+        **{
+            name: checks.duration_s("join_epoch", name, getattr(message, name))
+            for name in ("report_interval_s", "heartbeat_interval_s", "meet_timeout_s")
+        },
         term=checks.count("join_epoch", "term", message.term),
         moves=_moves_from_proto("join_epoch", message.moves, layout=layout),
-        meet_timeout_s=checks.duration_s("join_epoch", "meet_timeout_s", message.meet_timeout_s),
     )
 
 
 def stage_to_proto(stage: Stage) -> pb.Stage:
     """Convert a Stage, with the layout as a change from its base if that is shorter."""
-    message = pb.Stage(
-        epoch=stage.epoch,
-        base_generation=stage.base_generation,
-        timeout_s=stage.timeout_s,
-        term=stage.term,
-        traceparent=stage.traceparent,
-    )
+    message = pb.Stage(**layouts.fields_of(stage, but=("layout", "base", "moves")))
     add_moves(stage.moves, to=message)
     layout = layouts.layout_to_proto(stage.layout)
     if stage.base is not None:
@@ -125,41 +107,18 @@ def stage_from_proto(message: pb.Stage, *, hello: Hello, running: Layout | None)
     )
 
 
-def abort_to_proto(abort: Abort) -> pb.Abort:
-    """Convert an Abort."""
-    return pb.Abort(
-        epoch=abort.epoch, generation=abort.generation, reason=abort.reason, term=abort.term
-    )
-
-
 def abort_from_proto(message: pb.Abort) -> Abort:
     """Raises InvalidMessageError: a number is out of range."""
     return Abort(
-        epoch=checks.count("abort", "epoch", message.epoch, least=1),
-        generation=checks.count("abort", "generation", message.generation, least=1),
+        **checks.counts("abort", message, "epoch", "generation", least=1),
         reason=checks.reason(message.reason),
         term=checks.count("abort", "term", message.term),
     )
 
 
-def heartbeat_ack_to_proto(ack: HeartbeatAck) -> pb.HeartbeatAck:
-    """Convert a HeartbeatAck."""
-    return pb.HeartbeatAck(sequence=ack.sequence)
-
-
 def heartbeat_ack_from_proto(message: pb.HeartbeatAck) -> HeartbeatAck:
     """Raises InvalidMessageError: the sequence is out of range."""
     return HeartbeatAck(sequence=checks.count("heartbeat_ack", "sequence", message.sequence))
-
-
-def rejection_to_proto(rejection: Rejection) -> pb.Rejection:
-    """Convert a Rejection."""
-    return pb.Rejection(
-        reason=rejection.reason,
-        fatal=rejection.fatal,
-        not_leading=rejection.not_leading,
-        leader_address=rejection.leader_address or "",
-    )
 
 
 def rejection_from_proto(message: pb.Rejection) -> Rejection:
