@@ -22,24 +22,12 @@ LOADS_KEY = "weight"
 LAYOUT_KEY = "phy2log"
 
 
-def has_recording(document: Any) -> bool:
-    """Whether a document has this form."""
-    return isinstance(document, dict) and LOADS_KEY in document
-
-
-def has_placement(document: Any) -> bool:
-    """Whether a document has this form."""
-    return isinstance(document, dict) and LAYOUT_KEY in document
-
-
 def recording(document: Any) -> Recording:
     """Read loads.
 
     Raises:
         FormatError: the document has another form.
     """
-    if not isinstance(document, dict):
-        raise FormatError(f"tensors with {LOADS_KEY!r} are required, not {shown(document)}")
     windows = loads_3d(member(document, LOADS_KEY))
     return Recording(windows=windows, names=tuple(str(i) for i in range(len(windows))))
 
@@ -56,17 +44,12 @@ def placement(document: Any, expected: Expected) -> ExpertPlacement:
     Raises:
         FormatError: the document has another form, or contradicts itself.
     """
-    if not isinstance(document, dict):
-        raise FormatError(f"tensors with {LAYOUT_KEY!r} are required, not {shown(document)}")
     table = ids_2d(member(document, LAYOUT_KEY))
     counts = document.get("logcnt")
     ranks = document.get("num_gpus")
-    num_experts = None
-    if counts is not None:
-        num_experts = ids_2d(counts).shape[1]
     placement = expected.placement(
         table,
-        num_experts=num_experts,
+        num_experts=None if counts is None else ids_2d(counts).shape[1],
         num_ranks=None if ranks is None else whole(ranks, "num_gpus", least=1),
     )
     _check_agreement(document, placement)

@@ -20,23 +20,13 @@ from equipoise.formats.expected import Expected
 from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
 from equipoise.formats.tables import Numbers, ids_2d, loads_3d, member, shown, whole
-from equipoise.formats.text import number_rows
-from equipoise.planning.arrays import ExpertTable, ShareTable
+from equipoise.formats.text import id_rows, number_rows
+from equipoise.planning.arrays import ShareTable
 
 DOMAINS_KEY = "domains"
 WINDOWS_KEY = "windows"
 LAYOUT_KEY = "expert_of_slot"
 SHARES_KEY = "share_of_slot"
-
-
-def has_recording(document: Any) -> bool:
-    """Whether a document has this form."""
-    return isinstance(document, dict) and bool({DOMAINS_KEY, WINDOWS_KEY} & document.keys())
-
-
-def has_placement(document: Any) -> bool:
-    """Whether a document has this form."""
-    return isinstance(document, dict) and LAYOUT_KEY in document
 
 
 def recording(document: Any) -> Recording:
@@ -63,8 +53,7 @@ def recording(document: Any) -> Recording:
         if key == WINDOWS_KEY and len(part) != 1:
             raise FormatError(f"{key}, {name[:40]!r} must be a single window, not {len(part)}")
         windows.append(part)
-        is_window = key == WINDOWS_KEY
-        names += [name] if is_window else [f"{name}/{index}" for index in range(len(part))]
+        names += [name] if key == WINDOWS_KEY else [f"{name}/{index}" for index in range(len(part))]
     return Recording(
         windows=np.concatenate(windows),
         names=tuple(names),
@@ -94,11 +83,10 @@ def placement(document: Any, expected: Expected) -> ExpertPlacement:
     Raises:
         FormatError: the document has another form.
     """
-    if not isinstance(document, dict):
-        raise FormatError(f"an object with {LAYOUT_KEY!r} is required, not {shown(document)}")
+    table = member(document, LAYOUT_KEY)
     first = _optional(document, "first_moe_layer", least=0)
     return expected.placement(
-        ids_2d(member(document, LAYOUT_KEY), first_layer=first or 0),
+        ids_2d(table, first_layer=first or 0),
         num_experts=whole(member(document, "num_experts"), "num_experts", least=1),
         num_ranks=_optional(document, "num_ranks", least=1),
         first_moe_layer=first,
@@ -117,12 +105,8 @@ def placement_json(placement: ExpertPlacement) -> bytes:
     tables = {LAYOUT_KEY: placement.expert_of_slot}
     if placement.share_of_slot is not None:
         tables[SHARES_KEY] = placement.share_of_slot
-    body = ",\n".join(f'"{key}": [\n{_rows(table)}]' for key, table in tables.items())
+    body = ",\n".join(f'"{key}": [\n{id_rows(table)}]' for key, table in tables.items())
     return f"{{{head}{body}}}\n".encode()
-
-
-def _rows(table: ExpertTable) -> str:
-    return ",\n".join(json.dumps(row, separators=(",", ":")) for row in table.tolist())
 
 
 def _shares(document: dict[str, Any], *, first_layer: int) -> ShareTable | None:

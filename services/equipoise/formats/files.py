@@ -128,8 +128,13 @@ class _Kind(NamedTuple, Generic[Reader]):
     read: Reader
 
 
-def _is_statistics(document: Any) -> bool:
-    return isinstance(document, Folder)
+def _has(*keys: str) -> Callable[[Any], bool]:
+    """Whether a document is an object with one of these keys."""
+    return lambda document: isinstance(document, dict) and not document.keys().isdisjoint(keys)
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda document: isinstance(document, kind)
 
 
 def _statistics(document: Any) -> Recording:
@@ -139,18 +144,20 @@ def _statistics(document: Any) -> Recording:
 
 
 _RECORDINGS: Mapping[Format, _Kind[Callable[[Any], Recording]]] = {
-    Format.EQUIPOISE: _Kind(equipoise_json.has_recording, equipoise_json.recording),
-    Format.SGLANG: _Kind(sglang.has_recording, sglang.recording),
-    Format.TENSORRT_LLM: _Kind(_is_statistics, _statistics),
-    Format.DEEPSEEK: _Kind(deepseek.has_recording, deepseek.recording),
+    Format.EQUIPOISE: _Kind(
+        _has(equipoise_json.DOMAINS_KEY, equipoise_json.WINDOWS_KEY), equipoise_json.recording
+    ),
+    Format.SGLANG: _Kind(_has(sglang.LOADS_KEY, sglang.SINGLE_PASSES_KEY), sglang.recording),
+    Format.TENSORRT_LLM: _Kind(_is(Folder), _statistics),
+    Format.DEEPSEEK: _Kind(_has(deepseek.LOADS_KEY), deepseek.recording),
 }
 _PLACEMENTS: Mapping[Format, _Kind[Callable[[Any, Expected], ExpertPlacement]]] = {
-    Format.EQUIPOISE: _Kind(equipoise_json.has_placement, equipoise_json.placement),
-    Format.SGLANG: _Kind(sglang.has_placement, sglang.placement),
-    Format.VLLM: _Kind(vllm.has_placement, vllm.placement),
-    Format.VLLM_ASCEND: _Kind(vllm_ascend.has_placement, vllm_ascend.placement),
-    Format.TENSORRT_LLM: _Kind(tensorrt_llm.has_placement, tensorrt_llm.placement),
-    Format.DEEPSEEK: _Kind(deepseek.has_placement, deepseek.placement),
+    Format.EQUIPOISE: _Kind(_has(equipoise_json.LAYOUT_KEY), equipoise_json.placement),
+    Format.SGLANG: _Kind(_has(sglang.LAYOUT_KEY), sglang.placement),
+    Format.VLLM: _Kind(_is(list), vllm.placement),
+    Format.VLLM_ASCEND: _Kind(_has(vllm_ascend.LAYOUT_KEY), vllm_ascend.placement),
+    Format.TENSORRT_LLM: _Kind(_has(tensorrt_llm.LAYOUT_KEY), tensorrt_llm.placement),
+    Format.DEEPSEEK: _Kind(_has(deepseek.LAYOUT_KEY), deepseek.placement),
 }
 _PLACEMENT_WRITERS: Mapping[Format, Callable[[ExpertPlacement], bytes]] = {
     Format.EQUIPOISE: equipoise_json.placement_json,

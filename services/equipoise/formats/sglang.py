@@ -7,7 +7,6 @@ is circular, so its windows are not in order of time.
 Layouts: {"physical_to_logical_map": [layers][slots]} and no other key, for --init-expert-location.
 """
 
-import json
 from typing import Any
 
 import numpy as np
@@ -18,22 +17,11 @@ from equipoise.formats.expected import Expected
 from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
 from equipoise.formats.tables import ids_2d, loads_3d, member
-from equipoise.formats.text import number_rows
+from equipoise.formats.text import id_rows, number_rows
 
 LOADS_KEY = "logical_count"
 LAYOUT_KEY = "physical_to_logical_map"
-
-_SINGLE_PASSES = "records"
-
-
-def has_recording(document: Any) -> bool:
-    """Whether a document has this form."""
-    return isinstance(document, dict) and bool({LOADS_KEY, _SINGLE_PASSES} & document.keys())
-
-
-def has_placement(document: Any) -> bool:
-    """Whether a document has this form."""
-    return isinstance(document, dict) and LAYOUT_KEY in document
+SINGLE_PASSES_KEY = "records"
 
 
 def recording(document: Any) -> Recording:
@@ -44,7 +32,7 @@ def recording(document: Any) -> Recording:
     """
     if not isinstance(document, dict):
         raise FormatError(f"an object with {LOADS_KEY!r} is required")
-    if _SINGLE_PASSES in document:
+    if SINGLE_PASSES_KEY in document:
         raise FormatError("recordings of single passes are not supported: record in mode stat")
     windows = loads_3d(member(document, LOADS_KEY))
     # Unused entries of the circular buffer are not windows.
@@ -90,8 +78,6 @@ def placement(document: Any, expected: Expected) -> ExpertPlacement:
     Raises:
         FormatError: the document has another form.
     """
-    if not isinstance(document, dict):
-        raise FormatError(f"an object with {LAYOUT_KEY!r} is required")
     table = ids_2d(member(document, LAYOUT_KEY))
     first = expected.first_moe_layer or 0
     if first >= len(table):
@@ -108,8 +94,7 @@ def placement_json(placement: ExpertPlacement) -> bytes:
     num_dense = _num_dense(placement.first_moe_layer)
     plain = np.arange(placement.num_slots, dtype=np.int32) % placement.num_experts
     table = np.concatenate([np.tile(plain, (num_dense, 1)), placement.expert_of_slot])
-    rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in table.tolist())
-    return f'{{"{LAYOUT_KEY}": [\n{rows}]}}\n'.encode()
+    return f'{{"{LAYOUT_KEY}": [\n{id_rows(table)}]}}\n'.encode()
 
 
 def _with_dense_rows(recording: Recording) -> Any:

@@ -3,7 +3,7 @@
 Checks shapes and types; `Recording` and `ExpertPlacement` check values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,14 @@ Numbers = npt.NDArray[np.float64]
 LARGEST_ID = 2**31 - 1
 
 
-def member(document: Mapping[Any, Any], key: str) -> Any:
+def member(document: Any, key: str) -> Any:
     """Return a required value.
 
     Raises:
-        FormatError: it is missing.
+        FormatError: it is missing, or the document is not an object.
     """
+    if not isinstance(document, Mapping):
+        raise FormatError(f"an object with {key!r} is required, not {shown(document)}")
     if key not in document:
         raise FormatError(f"{key!r} is missing")
     return document[key]
@@ -77,16 +79,10 @@ def ids_2d(value: Any, *, first_layer: int = 0) -> ExpertTable:
         return _ids_2d_of_array(value)
     if not isinstance(value, list) or not value:
         raise FormatError(f"expert ids must be rows [layers][slots], not {shown(value)}")
-    rows = []
-    for index, row in enumerate(value):
-        layer = f"layer {first_layer + index}"
-        if not isinstance(row, list):
-            raise FormatError(f"{layer} must be a row of expert ids, not {shown(row)}")
-        if len(row) != len(value[0]):
-            raise FormatError(
-                f"{layer} has {len(row)} slots, layer {first_layer} has {len(value[0])}"
-            )
-        rows.append([_id(one, f"{layer}, slot {slot}: the expert") for slot, one in enumerate(row)])
+    rows = [
+        [_id(one, f"{layer}, slot {slot}: the expert") for slot, one in enumerate(row)]
+        for layer, row in _rows(value, first_layer, row_of="expert ids", columns="slots")
+    ]
     return np.array(rows, dtype=np.int32)
 
 
@@ -104,6 +100,21 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__}"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _rows(
+    value: list[Any], first_layer: int, *, row_of: str, columns: str, where: str = ""
+) -> Iterator[tuple[str, list[Any]]]:
+    """The name of each layer and its row, checked to be a list as long as the first one."""
+    for index, row in enumerate(value):
+        layer = f"{where}layer {first_layer + index}"
+        if not isinstance(row, list):
+            raise FormatError(f"{layer} must be a row of {row_of}, not {shown(row)}")
+        if len(row) != len(value[0]):
+            raise FormatError(
+                f"{layer} has {len(row)} {columns}, layer {first_layer} has {len(value[0])}"
+            )
+        yield layer, row
 
 
 def _id(value: Any, what: str) -> int:
@@ -125,14 +136,7 @@ def _depth(value: Any) -> int:
 def _loads_2d(value: Any, first_layer: int, where: str) -> Numbers:
     if not isinstance(value, list) or not value:
         raise FormatError(f"{where}loads must be rows [layers][experts], not {shown(value)}")
-    for index, row in enumerate(value):
-        layer = f"{where}layer {first_layer + index}"
-        if not isinstance(row, list):
-            raise FormatError(f"{layer} must be a row of loads, not {shown(row)}")
-        if len(row) != len(value[0]):
-            raise FormatError(
-                f"{layer} has {len(row)} experts, layer {first_layer} has {len(value[0])}"
-            )
+    for layer, row in _rows(value, first_layer, row_of="loads", columns="experts", where=where):
         for expert, one in enumerate(row):
             # JSON allows integers of any length; float() of them could overflow.
             if type(one) is float or (type(one) is int and abs(one) <= 2**53):

@@ -28,19 +28,12 @@ _RAW = "_raw.safetensors"
 _TENSOR = re.compile(r"(\d{1,9})_(\d{1,9})")
 
 
-def has_placement(document: Any) -> bool:
-    """Whether a document has this form."""
-    return isinstance(document, dict) and LAYOUT_KEY in document
-
-
 def placement(document: Any, expected: Expected) -> ExpertPlacement:
     """Read a layout.
 
     Raises:
         FormatError: the document has another form.
     """
-    if not isinstance(document, dict):
-        raise FormatError(f"a mapping with {LAYOUT_KEY!r} is required, not {shown(document)}")
     rows = member(document, LAYOUT_KEY)
     if not isinstance(rows, dict) or not rows:
         raise FormatError(f"{LAYOUT_KEY} must be a mapping of layers, not {shown(rows)}")

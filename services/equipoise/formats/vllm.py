@@ -4,7 +4,6 @@ One flat list [slots] means the same placement in every layer. Slots lie in the 
 in vLLM's own physical_to_logical_map; the number of ranks is not in the file.
 """
 
-import json
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,7 @@ from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
 from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.tables import ids_2d, shown
-
-
-def has_placement(document: Any) -> bool:
-    """Whether a document has this form."""
-    return isinstance(document, list)
+from equipoise.formats.text import id_rows
 
 
 def placement(document: Any, expected: Expected) -> ExpertPlacement:
@@ -36,7 +31,4 @@ def placement(document: Any, expected: Expected) -> ExpertPlacement:
 
 def placement_json(placement: ExpertPlacement) -> bytes:
     """Write a list [layers][slots], one line per layer."""
-    rows = ",\n".join(
-        json.dumps(row, separators=(",", ":")) for row in placement.expert_of_slot.tolist()
-    )
-    return f"[{rows}]\n".encode()
+    return f"[{id_rows(placement.expert_of_slot)}]\n".encode()

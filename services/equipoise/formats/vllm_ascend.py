@@ -14,10 +14,7 @@ from equipoise.formats.expected import Expected
 from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.tables import ids_2d, member, shown, whole
 
-
-def has_placement(document: Any) -> bool:
-    """Whether a document has this form."""
-    return isinstance(document, dict) and "layer_list" in document
+LAYOUT_KEY = "layer_list"
 
 
 def placement(document: Any, expected: Expected) -> ExpertPlacement:
@@ -26,9 +23,7 @@ def placement(document: Any, expected: Expected) -> ExpertPlacement:
     Raises:
         FormatError: the document has another form, or a device holds an expert twice.
     """
-    if not isinstance(document, dict):
-        raise FormatError("an object with 'layer_list' is required")
-    layers = _in_order(member(document, "layer_list"), "layer_id", "layer_list")
+    layers = _in_order(member(document, LAYOUT_KEY), "layer_id", LAYOUT_KEY)
     num_layers = whole(document.get("moe_layer_count", len(layers)), "moe_layer_count")
     if num_layers != len(layers):
         raise FormatError(f"moe_layer_count is {num_layers}, but {len(layers)} layers are listed")
@@ -59,8 +54,7 @@ def placement_json(placement: ExpertPlacement) -> bytes:
             f"layer {layer}: device {rank} would hold expert {int(ordered[layer, rank, position])} "
             f"twice, which vllm-ascend refuses"
         )
-    lines = (_layer_json(layer, ranks) for layer, ranks in enumerate(by_rank.tolist()))
-    body = ",\n".join(lines)
+    body = ",\n".join(_layer_json(layer, ranks) for layer, ranks in enumerate(by_rank.tolist()))
     return f'{{"moe_layer_count": {placement.num_layers}, "layer_list": [\n{body}]}}\n'.encode()
 
 
