@@ -1,6 +1,6 @@
 """`equipoise`: every command, and how errors become one line and an exit status.
 
-Each command imports its implementation when it runs, so that `--help` is fast and the control plane
+A command's implementation is imported when it runs, so that `--help` is fast and the control plane
 needs no torch. Only settings, which import nothing heavy, are imported here.
 """
 
@@ -15,8 +15,22 @@ from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.generate.settings import GenerateSettings
-from equipoise.cli.help import OFFLINE, SERVICES, TRY, Sections
-from equipoise.cli.live.commands import commands as live_commands
+from equipoise.cli.help import INSPECT, OFFLINE, OPERATE, SERVICES, TRY, Sections
+from equipoise.cli.live.settings import (
+    BalancerClientSettings,
+    DecisionsSettings,
+    LayoutDiffSettings,
+    LayoutExportSettings,
+    LayoutImportSettings,
+    LayoutShowSettings,
+    LoadsSettings,
+    OperationSettings,
+    PinSettings,
+    PreviewSettings,
+    RebalanceSettings,
+    RollbackSettings,
+    StatusSettings,
+)
 from equipoise.cli.offline.settings import (
     ConvertSettings,
     PlanSettings,
@@ -24,7 +38,13 @@ from equipoise.cli.offline.settings import (
     ToolInputError,
     WhatIfSettings,
 )
-from equipoise.cli.options import options_from_settings
+from equipoise.cli.options import add_command
+from equipoise.cli.policy.settings import (
+    PolicyDiffSettings,
+    PolicyPreviewSettings,
+    PolicyShowSettings,
+    PolicyValidateSettings,
+)
 from equipoise.formats.errors import FormatError
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.planning.errors import InvalidPolicyError
@@ -45,6 +65,7 @@ _BAD_INPUT = (
     ToolInputError,
     TrustError,
 )
+_REFUSED = "Exits with status 3 if the balancer refuses."
 _OWN_PACKAGES = {"equipoise", "equipoise_model", "equipoise_kernels"}
 _EXTRA_OF_PACKAGE = {"torch": "worker", "safetensors": "worker", "matplotlib": "plots"}
 
@@ -85,6 +106,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
+layout = typer.Typer(
+    cls=Sections, help="Show, compare, export and import layouts.", no_args_is_help=True
+)
+policy = typer.Typer(
+    cls=Sections, help="Check, show, compare and preview policy files.", no_args_is_help=True
+)
 checkpoint = typer.Typer(cls=Sections, help="Prepare a model's weights.", no_args_is_help=True)
 bench = typer.Typer(
     cls=Sections, help="Measure a server's latency and throughput.", no_args_is_help=True
@@ -109,118 +136,83 @@ def _equipoise(
     pass
 
 
-@app.command(rich_help_panel=SERVICES)
-@options_from_settings
-def balancer(settings: BalancerSettings) -> int:
-    """Run a balancer: collect loads, plan layouts and roll them out."""
-    from equipoise.balancer.__main__ import run
+add_command(app, "balancer", BalancerSettings, "balancer.__main__:run", SERVICES)
+add_command(app, "worker", WorkerSettings, "worker.__main__:run", SERVICES)
+add_command(app, "gateway", GatewaySettings, "gateway.__main__:run", SERVICES)
 
-    return run(settings)
+app.add_typer(layout, name="layout", rich_help_panel=INSPECT)
+add_command(app, "status", StatusSettings, "cli.live.status:run", INSPECT)
+add_command(app, "decisions", DecisionsSettings, "cli.live.decisions:run", INSPECT)
+add_command(
+    app,
+    "epochs",
+    BalancerClientSettings,
+    "cli.live.decisions:epochs",
+    INSPECT,
+    text="List recent membership changes with their reasons.",
+)
+add_command(app, "loads", LoadsSettings, "cli.live.loads:run", INSPECT)
+add_command(layout, "show", LayoutShowSettings, "cli.live.layouts:show")
+add_command(layout, "diff", LayoutDiffSettings, "cli.live.layouts:diff")
+add_command(layout, "export", LayoutExportSettings, "cli.live.layouts:export")
+add_command(layout, "import", LayoutImportSettings, "cli.live.layouts:import_")
+
+app.add_typer(policy, name="policy", rich_help_panel=OPERATE)
+add_command(app, "rebalance", RebalanceSettings, "cli.live.operations:rebalance", OPERATE)
+add_command(
+    app,
+    "pause",
+    OperationSettings,
+    "cli.live.operations:pause",
+    OPERATE,
+    text="Stop adopting plans until `resume`.\n\n"
+    f"A rollout in progress still completes. {_REFUSED}",
+)
+add_command(
+    app,
+    "resume",
+    OperationSettings,
+    "cli.live.operations:resume",
+    OPERATE,
+    text=f"Adopt plans again after `pause` or `rollback`.\n\n{_REFUSED}",
+)
+add_command(app, "rollback", RollbackSettings, "cli.live.operations:rollback", OPERATE)
+add_command(app, "pin", PinSettings, "cli.live.operations:pin", OPERATE)
+add_command(
+    app,
+    "unpin",
+    OperationSettings,
+    "cli.live.operations:unpin",
+    OPERATE,
+    text=f"Adopt plans again after `pin`.\n\n{_REFUSED}",
+)
+add_command(app, "preview", PreviewSettings, "cli.live.operations:preview", OPERATE)
+add_command(policy, "validate", PolicyValidateSettings, "cli.policy.files:validate")
+add_command(policy, "show", PolicyShowSettings, "cli.policy.files:show")
+add_command(policy, "diff", PolicyDiffSettings, "cli.policy.files:diff")
 
 
-@app.command(rich_help_panel=SERVICES)
-@options_from_settings
-def worker(settings: WorkerSettings) -> int:
-    """Run one expert-parallel rank: serve requests and switch layouts."""
-    from equipoise.worker.__main__ import run
+@policy.command("schema")
+def _policy_schema() -> None:
+    """Print the JSON Schema of policy files, for editors."""
+    from equipoise.cli.policy.files import schema
 
-    return run(settings)
-
-
-@app.command(rich_help_panel=SERVICES)
-@options_from_settings
-def gateway(settings: GatewaySettings) -> int:
-    """Serve an OpenAI-compatible API over the ranks of a pool."""
-    from equipoise.gateway.__main__ import run
-
-    return run(settings)
+    schema()
 
 
-app.add_typer(live_commands)
-
-
-@app.command(rich_help_panel=OFFLINE)
-@options_from_settings
-def plan(settings: PlanSettings) -> int:
-    """Plan a layout for recorded loads and show its balance and cost."""
-    from equipoise.cli.offline.plan import run
-
-    return run(settings)
-
-
-@app.command(rich_help_panel=OFFLINE)
-@options_from_settings
-def replay(settings: ReplaySettings) -> int:
-    """Replay recorded windows under one or more policies."""
-    from equipoise.cli.offline.replay import run
-
-    return run(settings)
-
-
-@app.command(rich_help_panel=OFFLINE)
-@options_from_settings
-def whatif(settings: WhatIfSettings) -> int:
-    """Compare GPU counts and redundant slots for recorded loads."""
-    from equipoise.cli.offline.whatif import run
-
-    return run(settings)
-
-
-@app.command(rich_help_panel=OFFLINE)
-@options_from_settings
-def convert(settings: ConvertSettings) -> int:
-    """Convert loads or a layout from one engine's format to another's."""
-    from equipoise.cli.offline.convert import run
-
-    return run(settings)
-
+add_command(policy, "preview", PolicyPreviewSettings, "cli.policy.preview:run")
 
 app.add_typer(checkpoint, name="checkpoint", rich_help_panel=OFFLINE)
-
-
-@checkpoint.command("convert")
-@options_from_settings
-def checkpoint_convert(settings: ConvertCheckpointSettings) -> int:
-    """Convert a model's weights to FP8 or BF16, or reshard them."""
-    from equipoise.cli.checkpoint.convert import run
-
-    return run(settings)
-
-
-@app.command(rich_help_panel=TRY)
-@options_from_settings
-def demo(settings: DemoSettings) -> int:
-    """Watch a local fleet drift out of balance and recover.
-
-    Exits with status 1 if a request failed, a token differed or balance was not restored.
-    """
-    from equipoise.cli.demo.run import run
-
-    return run(settings)
-
-
-@app.command(rich_help_panel=TRY)
-@options_from_settings
-def generate(settings: GenerateSettings) -> int:
-    """Complete a prompt, in this process or on a server."""
-    from equipoise.cli.generate.run import run
-
-    return run(settings)
-
+add_command(app, "plan", PlanSettings, "cli.offline.plan:run", OFFLINE)
+add_command(app, "replay", ReplaySettings, "cli.offline.replay:run", OFFLINE)
+add_command(app, "whatif", WhatIfSettings, "cli.offline.whatif:run", OFFLINE)
+add_command(app, "convert", ConvertSettings, "cli.offline.convert:run", OFFLINE)
+add_command(checkpoint, "convert", ConvertCheckpointSettings, "cli.checkpoint.convert:run")
 
 app.add_typer(bench, name="bench", rich_help_panel=TRY)
-
-
-@bench.command("serve")
-@options_from_settings
-def bench_serve(settings: BenchServeSettings) -> int:
-    """Measure any OpenAI-compatible server.
-
-    Exits with status 1 if a request failed.
-    """
-    from equipoise.cli.bench.serve import run
-
-    return run(settings)
+add_command(app, "demo", DemoSettings, "cli.demo.run:run", TRY)
+add_command(app, "generate", GenerateSettings, "cli.generate.run:run", TRY)
+add_command(bench, "serve", BenchServeSettings, "cli.bench.serve:run")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ _Timeout = Annotated[float, Range(0.001, HOUR_S)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """One gateway: its clients, its ranks, and the timeout of every wait.
+    """Serve an OpenAI-compatible API over the ranks of a pool.
 
     Raises:
         InvalidSettingsError: a value is out of range.

@@ -13,7 +13,9 @@ _MAX = 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchServeSettings:
-    """A server, the requests to send, and where the measurements go.
+    """Measure any OpenAI-compatible server.
+
+    Exits with status 1 if a request failed.
 
     Raises:
         InvalidSettingsError: a number is out of range.

@@ -20,7 +20,7 @@ class Weights(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertCheckpointSettings:
-    """A checkpoint, and the format to convert it to.
+    """Convert a model's weights to FP8 or BF16, or reshard them.
 
     Raises:
         InvalidSettingsError: a number is out of range.

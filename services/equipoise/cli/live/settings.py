@@ -1,4 +1,4 @@
-"""Settings of the commands that talk to a running balancer."""
+"""The commands that talk to a running balancer: the help text and the options of each."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +66,10 @@ class BalancerClientSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSettings(BalancerClientSettings):
-    """`equipoise status`."""
+    """Show the balance, ranks, rollout and latest decisions of a pool.
+
+    Exits with status 3 unless every rank serves.
+    """
 
     watch: bool = False
     """Keep updating until Ctrl-C. With --json, print one object per line."""
@@ -74,7 +77,7 @@ class StatusSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionsSettings(BalancerClientSettings):
-    """`equipoise decisions`."""
+    """List past decisions with their reasons, newest first."""
 
     limit: Annotated[int, Range(1, 1000)] = 20
     """Number of decisions to show, newest first."""
@@ -85,7 +88,7 @@ class DecisionsSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadsSettings(BalancerClientSettings):
-    """`equipoise loads`."""
+    """Show the latest window's load by layer and rank as a heat map."""
 
     out: Path | None = None
     """Write an image instead, .png or .svg."""
@@ -101,7 +104,7 @@ class LoadsSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutShowSettings(BalancerClientSettings):
-    """`equipoise layout show`."""
+    """Show a layout."""
 
     generation: Annotated[int, Range(0, 2**53)] = 0
     """Generation to show. 0 is the committed one."""
@@ -112,7 +115,10 @@ class LayoutShowSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutDiffSettings(BalancerClientSettings):
-    """`equipoise layout diff`."""
+    """Show the moves from one layout to another.
+
+    Exits with status 3 if they place experts differently.
+    """
 
     before: str = field(metadata={ARGUMENT: True})
     """Generation, or a layout file in any engine's format."""
@@ -123,7 +129,7 @@ class LayoutDiffSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutExportSettings(BalancerClientSettings):
-    """`equipoise layout export`."""
+    """Write a layout to a file in an engine's format."""
 
     file: Path = field(metadata={ARGUMENT: True})
     """File to write."""
@@ -152,7 +158,10 @@ class OperationSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutImportSettings(OperationSettings):
-    """`equipoise layout import`."""
+    """Pin the pool to the layout in a file.
+
+    Exits with status 3 if the balancer refuses.
+    """
 
     file: Path = field(metadata={ARGUMENT: True})
     """Layout file that fits the pool."""
@@ -166,7 +175,10 @@ class LayoutImportSettings(OperationSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebalanceSettings(OperationSettings):
-    """`equipoise rebalance`."""
+    """Plan now, and roll the plan out if it is worth its moves.
+
+    Exits with status 3 if the balancer refuses.
+    """
 
     force: bool = False
     """Adopt the plan however small its gain, unless it is worse on the latest window."""
@@ -185,7 +197,10 @@ class RebalanceSettings(OperationSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackSettings(OperationSettings):
-    """`equipoise rollback`."""
+    """Restore an earlier placement as a new generation, and pause.
+
+    Exits with status 3 if the balancer refuses.
+    """
 
     generation: Annotated[int, Range(0, 2**53)] = 0
     """Committed generation to restore. 0 is the one before the latest plan."""
@@ -197,7 +212,10 @@ class RollbackSettings(OperationSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinSettings(OperationSettings):
-    """`equipoise pin`."""
+    """Keep one placement, whatever the traffic, until `unpin`.
+
+    Exits with status 3 if the balancer refuses.
+    """
 
     generation: Annotated[int, Range(0, 2**53)] = 0
     """Committed generation to keep. 0 is the current one."""
@@ -205,7 +223,10 @@ class PinSettings(OperationSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviewSettings(OperationSettings):
-    """`equipoise preview`."""
+    """Plan now and show the result without rolling it out.
+
+    Exits with status 3 if the balancer would not roll it out.
+    """
 
     set: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
     """Policy value to override, like min_gain=0.01. Repeatable."""

@@ -88,7 +88,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """`equipoise plan`.
+    """Plan a layout for recorded loads and show its balance and cost.
 
     Raises:
         InvalidSettingsError: a value is out of range.
@@ -181,7 +181,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """`equipoise replay`.
+    """Replay recorded windows under one or more policies.
 
     Raises:
         InvalidSettingsError: a value is out of range.
@@ -219,7 +219,7 @@ class ReplaySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIfSettings:
-    """`equipoise whatif`.
+    """Compare GPU counts and redundant slots for recorded loads.
 
     Raises:
         InvalidSettingsError: a value is out of range.
@@ -261,7 +261,7 @@ class WhatIfSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertSettings:
-    """`equipoise convert`.
+    """Convert loads or a layout from one engine's format to another's.
 
     Raises:
         InvalidSettingsError: a value is out of range.

@@ -1,4 +1,4 @@
-"""Settings of `equipoise policy ...`."""
+"""The commands of `equipoise policy`: the help text and the options of each."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,10 @@ from equipoise.settings.errors import InvalidSettingsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyValidateSettings:
-    """`equipoise policy validate`."""
+    """Check a policy file.
+
+    Prints every fault with its line, and exits with status 2 if there is one.
+    """
 
     file: Path = field(metadata={ARGUMENT: True})
     """BalancePolicy file, YAML or JSON."""
@@ -22,7 +25,7 @@ class PolicyValidateSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyShowSettings(PolicyValidateSettings):
-    """`equipoise policy show`."""
+    """Show every value in effect under a file, defaults included."""
 
     pool: str = ""
     """Pool to show. Default: all pools that the file distinguishes."""
@@ -30,7 +33,10 @@ class PolicyShowSettings(PolicyValidateSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyDiffSettings:
-    """`equipoise policy diff`."""
+    """Show what changes from one policy file to another.
+
+    Exits with status 3 if anything changes.
+    """
 
     before: Path = field(metadata={ARGUMENT: True})
     """BalancePolicy file, YAML or JSON."""
@@ -47,7 +53,9 @@ class PolicyDiffSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPreviewSettings(BalancerClientSettings):
-    """`equipoise policy preview`.
+    """Plan under a policy file without changing anything.
+
+    Plans for the loads of a running pool, or for recorded ones with --loads.
 
     Raises:
         InvalidSettingsError: a value is out of range, or options of recorded loads lack --loads.
