@@ -8,6 +8,7 @@ and the previous layout would have done better.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import fmean
 
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, layout_loads
@@ -86,8 +87,8 @@ def judge_gain(
     if len(busy) < policy.rollback_windows:
         return None
     busy = busy[: policy.rollback_windows]
-    measured = _mean([one.balancedness for one in busy])
-    old = _mean([balancedness(layout_loads(expected.before, one.load)) for one in busy])
+    measured = fmean([one.balancedness for one in busy])
+    old = fmean([balancedness(layout_loads(expected.before, one.load)) for one in busy])
     old = max(0.0, old - max(0.0, expected.optimism))
     missing, lost = expected.balancedness_expected - measured, old - measured
     tolerance = policy.rollback_tolerance
@@ -122,7 +123,3 @@ def too_soon_again(
         f"a plan for this load was rolled back {now - rolled_back_s:.1f} s ago: the next is tried "
         f"{cooldown_s:g} s after that, or when traffic shifts"
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from statistics import median_low
 
 import numpy as np
 
@@ -124,7 +125,7 @@ class WindowLoad:
         alike. A rank that counts wrongly does not do so in all of them.
         """
         totals = self.expert_load.sum(axis=1)
-        usual = float(np.sort(totals)[(len(totals) - 1) // 2])
+        usual = median_low(totals)
         layer = int(totals.argmax())
         if totals[layer] <= MAX_LAYER_RATIO * usual + MAX_LAYER_SURPLUS:
             return ""

@@ -71,15 +71,16 @@ class _Pool:
     """Candidates by state."""
 
     new: list[EpochCandidate]
-    survivors: list[EpochCandidate]
+    survivor: list[EpochCandidate]
     joining: list[EpochCandidate]
     serving: list[EpochCandidate]
     slow: list[EpochCandidate]
     missing: list[EpochCandidate]
+    stuck: list[EpochCandidate]
 
     @property
     def free(self) -> list[EpochCandidate]:
-        return [*self.new, *self.survivors]
+        return [*self.new, *self.survivor]
 
     @property
     def bound(self) -> list[EpochCandidate]:
@@ -113,7 +114,12 @@ def next_epoch(
         policy: the timeouts.
         now: the clock that `since_s` is on.
     """
-    pool = _sorted_out(candidates)
+    pool = _Pool(
+        **{
+            state.value: [candidate for candidate in candidates if candidate.state is state]
+            for state in MemberState
+        }
+    )
     opening = _without_ranks(
         pool, num_ranks=num_ranks, unheard=unheard, policy=policy, now=now
     ) or _beside_ranks(
@@ -133,20 +139,6 @@ def next_epoch(
             is_down=True,
         )
     return opening
-
-
-def _sorted_out(candidates: Sequence[EpochCandidate]) -> _Pool:
-    by_state: dict[MemberState, list[EpochCandidate]] = {state: [] for state in MemberState}
-    for candidate in candidates:
-        by_state[candidate.state].append(candidate)
-    return _Pool(
-        new=by_state[MemberState.NEW],
-        survivors=by_state[MemberState.SURVIVOR],
-        joining=by_state[MemberState.JOINING],
-        serving=by_state[MemberState.SERVING],
-        slow=by_state[MemberState.SLOW],
-        missing=by_state[MemberState.MISSING],
-    )
 
 
 def _without_ranks(
@@ -189,7 +181,7 @@ def _beside_ranks(
     now: float,
 ) -> EpochDecision:
     """Some workers are bound to the current epoch. All experts need `least` workers."""
-    if pool.survivors:
+    if pool.survivor:
         return _after_a_loss(pool, least=least, policy=policy, now=now)
     if pool.joining and pool.missing:
         return _open(pool, f"{_faults(pool.missing)}, before all ranks served")
@@ -202,8 +194,8 @@ def _beside_ranks(
 
 def _after_a_loss(pool: _Pool, *, least: int, policy: Policy, now: float) -> EpochDecision:
     """The group is lost for some: the others will notice, or are left out if not needed."""
-    waited_s = now - min(candidate.since_s for candidate in pool.survivors)
-    why = _faults(pool.missing) or pool.survivors[0].reason
+    waited_s = now - min(candidate.since_s for candidate in pool.survivor)
+    why = _faults(pool.missing) or pool.survivor[0].reason
     if waited_s < policy.reform_timeout_s:
         return EpochDecision(
             reason=f"the group was lost ({why}): waiting for {_names(pool.bound)} to leave it, "

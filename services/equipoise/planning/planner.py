@@ -139,11 +139,7 @@ def plan(
 
 def _plan_both_ways(task: _Task) -> Plan:
     hierarchical, other = _plan_hierarchically(task), _plan_globally(task)
-    winner, loser = (
-        (hierarchical, other)
-        if hierarchical.balancedness >= other.balancedness
-        else (other, hierarchical)
-    )
+    loser, winner = sorted((other, hierarchical), key=lambda made: made.balancedness)
     return replace(winner, reason=f"{winner.reason}; {loser.algorithm}: {loser.balancedness:.3f}")
 
 

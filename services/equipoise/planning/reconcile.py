@@ -1,7 +1,7 @@
 """`reconcile`: how a restarted balancer resumes a pool that kept running without it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
@@ -48,9 +48,14 @@ def reconcile(
         proposed = None
     if proposed is not None and proposed.generation in running:
         if running <= {committed.generation, proposed.generation}:
-            return _switching(generations_of_ranks, committed, proposed, policy, now)
+            return _switching(
+                generations_of_ranks, _resumed(committed, proposed, policy=policy, now=now)
+            )
     elif running == {committed.generation}:
-        return _before_a_switch(staged_of_ranks, committed, proposed, policy, now)
+        resumed = None
+        if proposed is not None:
+            resumed = _resumed(committed, proposed, policy=policy, now=now)
+        return _before_a_switch(staged_of_ranks, committed, resumed)
     elif len(running) == 1:
         generation = running.pop()
         return Reconciliation(
@@ -69,48 +74,48 @@ def reconcile(
     )
 
 
-def _switching(
-    generations_of_ranks: Mapping[int, int],
-    committed: Layout,
-    proposed: Layout,
-    policy: Policy,
-    now: float,
-) -> Reconciliation:
+def _resumed(committed: Layout, proposed: Layout, *, policy: Policy, now: float) -> Rollout:
+    """Return the proposed rollout as if all ranks had staged it."""
+    return Rollout(
+        base=committed,
+        target=proposed,
+        num_ranks=committed.num_ranks,
+        policy=policy,
+        state=State.STAGED,
+        entered_s=now,
+        staged_ranks=frozenset(range(committed.num_ranks)),
+        reason=f"all ranks have staged generation {proposed.generation} and will switch to it",
+    )
+
+
+def _switching(generations_of_ranks: Mapping[int, int], resumed: Rollout) -> Reconciliation:
     """A rank runs the proposed generation, so by agreement all ranks switched with it."""
-    all_ranks = frozenset(range(committed.num_ranks))
+    proposed = resumed.target
     switched = frozenset(
         rank for rank, running in generations_of_ranks.items() if running == proposed.generation
     )
-    has_all = switched == all_ranks
+    has_all = switched == resumed.staged_ranks
     reason = (
         f"all ranks run generation {proposed.generation}, which is not committed yet"
         if has_all
         else f"ranks {sorted(switched)} run generation {proposed.generation}; "
         f"the others switched with them and will report it"
     )
-    rollout = Rollout(
-        base=committed,
-        target=proposed,
-        num_ranks=committed.num_ranks,
-        policy=policy,
-        state=State.SWITCHED if has_all else State.STAGED,
-        entered_s=now,
-        staged_ranks=all_ranks,
-        switched_ranks=switched,
-        reason=reason,
-    )
-    commands = (PersistCommitted(layout=proposed),) if has_all else ()
     return Reconciliation(
-        generation=proposed.generation, rollout=rollout, commands=commands, reason=reason
+        generation=proposed.generation,
+        rollout=replace(
+            resumed,
+            state=State.SWITCHED if has_all else State.STAGED,
+            switched_ranks=switched,
+            reason=reason,
+        ),
+        commands=(PersistCommitted(layout=proposed),) if has_all else (),
+        reason=reason,
     )
 
 
 def _before_a_switch(
-    staged_of_ranks: Mapping[int, int],
-    committed: Layout,
-    proposed: Layout | None,
-    policy: Policy,
-    now: float,
+    staged_of_ranks: Mapping[int, int], committed: Layout, resumed: Rollout | None
 ) -> Reconciliation:
     """All ranks run the committed generation; a completely staged one resumes.
 
@@ -118,48 +123,28 @@ def _before_a_switch(
     may cross the abort.
     """
     staged = {rank: generation for rank, generation in staged_of_ranks.items() if generation}
-    all_ranks = frozenset(range(committed.num_ranks))
-    if proposed is not None and staged == dict.fromkeys(all_ranks, proposed.generation):
-        reason = f"all ranks have staged generation {proposed.generation} and will switch to it"
-        rollout = Rollout(
-            base=committed,
-            target=proposed,
-            num_ranks=committed.num_ranks,
-            policy=policy,
-            state=State.STAGED,
-            entered_s=now,
-            staged_ranks=all_ranks,
-            reason=reason,
-        )
-        return Reconciliation(
-            generation=committed.generation, rollout=rollout, commands=(), reason=reason
-        )
-    dropped_generations = set(staged.values()) | (
-        {proposed.generation} if proposed is not None else set()
-    )
+    dropped = set(staged.values())
+    if resumed is not None:
+        proposed = resumed.target.generation
+        if staged == dict.fromkeys(resumed.staged_ranks, proposed):
+            return Reconciliation(
+                generation=committed.generation,
+                rollout=resumed,
+                commands=(),
+                reason=resumed.reason,
+            )
+        dropped.add(proposed)
     why = "the balancer restarted before all ranks had staged it"
-    dropped = ", ".join(str(generation) for generation in sorted(dropped_generations))
+    if resumed is not None:
+        resumed = replace(resumed, state=State.ABORTED, staged_ranks=frozenset(), reason=why)
+    reason = f"all ranks run generation {committed.generation}, the committed one"
+    if dropped:
+        reason += f"; {', '.join(map(str, sorted(dropped)))} is dropped: {why}"
     return Reconciliation(
         generation=committed.generation,
-        rollout=_aborted(committed, proposed, policy, now, why) if proposed is not None else None,
+        rollout=resumed,
         commands=tuple(
-            SendAbort(generation=generation, reason=why)
-            for generation in sorted(dropped_generations)
+            SendAbort(generation=generation, reason=why) for generation in sorted(dropped)
         ),
-        reason=f"all ranks run generation {committed.generation}, the committed one"
-        + (f"; {dropped} is dropped: {why}" if dropped else ""),
-    )
-
-
-def _aborted(
-    committed: Layout, proposed: Layout, policy: Policy, now: float, reason: str
-) -> Rollout:
-    return Rollout(
-        base=committed,
-        target=proposed,
-        num_ranks=committed.num_ranks,
-        policy=policy,
-        state=State.ABORTED,
-        entered_s=now,
         reason=reason,
     )

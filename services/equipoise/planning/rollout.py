@@ -190,12 +190,10 @@ def _ignore(rollout: Rollout, _event: Event, _now: float) -> tuple[Rollout, Comm
 
 def _stage(rollout: Rollout, _event: Persisted, now: float) -> tuple[Rollout, Commands]:
     waiting = _enter(
-        rollout,
-        State.STAGING,
-        now,
-        f"ranks stage generation {rollout.target.generation}",
+        rollout, State.STAGING, now, f"ranks stage generation {rollout.target.generation}"
     )
-    return waiting, (_send_stage(rollout),)
+    command = SendStage(layout=rollout.target, base_generation=rollout.base.generation)
+    return waiting, (command,)
 
 
 def _note_staged(rollout: Rollout, event: RankStaged, now: float) -> tuple[Rollout, Commands]:
@@ -218,47 +216,26 @@ def _lost_early(rollout: Rollout, event: RankLost, now: float) -> tuple[Rollout,
     return _enter(rollout, State.ABORTED, now, reason), ()
 
 
-def _planned_too_long(
-    rollout: Rollout, _event: DeadlineCheck, now: float
-) -> tuple[Rollout, Commands]:
-    bound_s = rollout.policy.stage_timeout_s
+def _too_long(rollout: Rollout, _event: DeadlineCheck, now: float) -> tuple[Rollout, Commands]:
+    """Abort, commit, or retry the commit if the rollout has been in its state for too long."""
+    policy, everyone = rollout.policy, set(range(rollout.num_ranks))
+    is_staged = rollout.state in {State.STAGED, State.SWITCHED}
+    bound_s = policy.switch_timeout_s if is_staged else policy.stage_timeout_s
     if now - rollout.entered_s < bound_s:
         return rollout, ()
-    reason = f"it did not get its turn, or the store did not persist it, within {bound_s:g} s"
-    return _enter(rollout, State.ABORTED, now, reason), ()
-
-
-def _staging_too_long(
-    rollout: Rollout, _event: DeadlineCheck, now: float
-) -> tuple[Rollout, Commands]:
-    bound_s = rollout.policy.stage_timeout_s
-    if now - rollout.entered_s < bound_s:
-        return rollout, ()
-    missing = _names(set(range(rollout.num_ranks)) - rollout.staged_ranks)
-    return _abort_unless_switched(rollout, f"{missing} did not stage within {bound_s:g} s", now)
-
-
-def _staged_too_long(
-    rollout: Rollout, _event: DeadlineCheck, now: float
-) -> tuple[Rollout, Commands]:
-    bound_s = rollout.policy.switch_timeout_s
-    if now - rollout.entered_s < bound_s:
-        return rollout, ()
-    missing = _names(set(range(rollout.num_ranks)) - rollout.switched_ranks)
-    reason = f"{missing} did not report the switch within {bound_s:g} s"
-    return _abort_unless_switched(rollout, reason, now)
-
-
-def _commit_again(rollout: Rollout, _event: DeadlineCheck, now: float) -> tuple[Rollout, Commands]:
-    """Retry the commit: ranks already run the layout, so it cannot be undone."""
-    bound_s = rollout.policy.switch_timeout_s
-    if now - rollout.entered_s < bound_s:
-        return rollout, ()
-    reason = (
-        f"generation {rollout.target.generation} is in use, but the store did not confirm it "
-        f"within {bound_s:g} s; retrying"
-    )
-    return _enter(rollout, State.SWITCHED, now, reason), (PersistCommitted(layout=rollout.target),)
+    if rollout.state is State.PLANNED:
+        reason = f"it did not get its turn, or the store did not persist it, within {bound_s:g} s"
+        return _enter(rollout, State.ABORTED, now, reason), ()
+    if rollout.state is State.SWITCHED:  # Ranks already run the layout: it cannot be undone.
+        reason = (
+            f"generation {rollout.target.generation} is in use, but the store did not confirm it "
+            f"within {bound_s:g} s; retrying"
+        )
+        return _commit(rollout, now, reason)
+    missing = everyone - (rollout.switched_ranks if is_staged else rollout.staged_ranks)
+    what = "report the switch" if is_staged else "stage"
+    cause = f"{_names(missing)} did not {what} within {bound_s:g} s"
+    return _abort_unless_switched(rollout, cause, now)
 
 
 def _note_switched(rollout: Rollout, event: RankSwitched, now: float) -> tuple[Rollout, Commands]:
@@ -296,14 +273,11 @@ def _commit_done(rollout: Rollout, _event: Persisted, now: float) -> tuple[Rollo
 
 
 def _abort_unless_switched(rollout: Rollout, cause: str, now: float) -> tuple[Rollout, Commands]:
-    generation = rollout.target.generation
     if rollout.switched_ranks:
-        reason = (
-            f"{cause}; but {_names(rollout.switched_ranks)} switched, and ranks switch together"
-        )
-        return _commit(rollout, now, reason)
-    aborted = _enter(rollout, State.ABORTED, now, cause)
-    return aborted, (SendAbort(generation=generation, reason=cause),)
+        cause += f"; but {_names(rollout.switched_ranks)} switched, and ranks switch together"
+        return _commit(rollout, now, cause)
+    command = SendAbort(generation=rollout.target.generation, reason=cause)
+    return _enter(rollout, State.ABORTED, now, cause), (command,)
 
 
 def _commit(rollout: Rollout, now: float, reason: str) -> tuple[Rollout, Commands]:
@@ -316,10 +290,6 @@ def _await_switch(rollout: Rollout, now: float) -> Rollout:
 
 def _enter(rollout: Rollout, state: State, now: float, reason: str) -> Rollout:
     return replace(rollout, state=state, entered_s=now, reason=reason)
-
-
-def _send_stage(rollout: Rollout) -> SendStage:
-    return SendStage(layout=rollout.target, base_generation=rollout.base.generation)
 
 
 def _names(ranks: set[int] | frozenset[int]) -> str:
@@ -335,25 +305,25 @@ TABLE: dict[tuple[State, type[Event]], _Handler] = {
     (State.PLANNED, RankRefused): _ignore,
     (State.PLANNED, RankSwitched): _note_switched,
     (State.PLANNED, RankLost): _lost_early,
-    (State.PLANNED, DeadlineCheck): _planned_too_long,
+    (State.PLANNED, DeadlineCheck): _too_long,
     (State.STAGING, Persisted): _ignore,
     (State.STAGING, RankStaged): _note_staged,
     (State.STAGING, RankRefused): _refused,
     (State.STAGING, RankSwitched): _note_switched,
     (State.STAGING, RankLost): _lost,
-    (State.STAGING, DeadlineCheck): _staging_too_long,
+    (State.STAGING, DeadlineCheck): _too_long,
     (State.STAGED, Persisted): _ignore,
     (State.STAGED, RankStaged): _ignore,
     (State.STAGED, RankRefused): _refused,
     (State.STAGED, RankSwitched): _note_switched,
     (State.STAGED, RankLost): _lost,
-    (State.STAGED, DeadlineCheck): _staged_too_long,
+    (State.STAGED, DeadlineCheck): _too_long,
     (State.SWITCHED, Persisted): _commit_done,
     (State.SWITCHED, RankStaged): _ignore,
     (State.SWITCHED, RankRefused): _ignore,
     (State.SWITCHED, RankSwitched): _note_switched,
     (State.SWITCHED, RankLost): _ignore,
-    (State.SWITCHED, DeadlineCheck): _commit_again,
+    (State.SWITCHED, DeadlineCheck): _too_long,
     (State.ACTIVE, Persisted): _ignore,
     (State.ACTIVE, RankStaged): _ignore,
     (State.ACTIVE, RankRefused): _ignore,

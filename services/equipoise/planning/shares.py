@@ -8,8 +8,6 @@ import numpy as np
 
 from equipoise.planning.arrays import ExpertTable, Indices, Load, ShareTable
 
-"""Shares of slots, [layers, slots]; those of an expert sum to WHOLE."""
-
 WHOLE = 1 << 15
 """All of an expert's load. Two bytes per slot are far more precise than loads are known."""
 

@@ -9,6 +9,7 @@ is removed first.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from statistics import median_low
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def slowdowns(pace: RankPace) -> Load | None:
     """
     if pace.steps < MIN_STEPS or (pace.busy_us <= 0).any():
         return None
-    usual_us, usual_load = _lower_median(pace.busy_us), _lower_median(pace.load)
+    usual_us, usual_load = median_low(pace.busy_us), median_low(pace.load)
     excuse = np.maximum(1.0, pace.load / usual_load) if usual_load > 0 else 1.0
     factors: Load = pace.busy_us / usual_us / excuse
     return factors
@@ -74,7 +75,3 @@ def find_slow(paces: Sequence[RankPace], *, policy: Policy) -> Mapping[int, Slow
         )
         for rank in np.flatnonzero(least >= policy.slow_worker_factor)
     }
-
-
-def _lower_median(values: Load) -> float:
-    return float(np.sort(values)[(len(values) - 1) // 2])

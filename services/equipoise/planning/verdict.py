@@ -1,7 +1,7 @@
 """`judge`: whether a plan is worth its moves. Every verdict states its reason."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,51 +71,33 @@ def judge(
         shift: whether traffic shifted.
     """
     before, after = on_window.before, on_window.after
-    cost = _cost(current, target, model=model, policy=policy, speedup=1.0 - before / after)
+    cost = _cost(current, target, on_window, model=model, policy=policy)
     refusal = (
         _paused(policy)
         or _too_few_assignments(window, policy)
         or _cooling_down(policy, shift, now=now, last_switch_s=last_switch_s)
         or _balanced_enough(before, policy)
-        or _nothing_to_change(cost, before)
+        or _nothing_to_change(cost)
         or _gains_too_little(before, after, policy)
         or _never_pays(cost, policy)
     )
+    if refusal is not None:
+        return replace(cost, reason=refusal)
     shares = f" and other shares in {cost.reshared} slots" if cost.reshared else ""
-    accepted = (
-        f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
+    return replace(
+        cost,
+        accepted=True,
+        reason=f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
         f"{after:.3f} (on the average from {on_average.before:.3f} to {on_average.after:.3f}) with "
         f"{cost.moves} moves of {cost.bytes / 2**20:.1f} MiB in total{shares}, which cost "
-        f"{cost.lost_s:.3g} s of serving and pay back after {cost.payback_s:.3g} s; {shift.reason}"
+        f"{cost.lost_s:.3g} s of serving and pay back after {cost.payback_s:.3g} s; {shift.reason}",
     )
-    return Verdict(
-        accepted=refusal is None,
-        reason=refusal or accepted,
-        balancedness_current=before,
-        balancedness_proposed=after,
-        moves=cost.moves,
-        bytes=cost.bytes,
-        pull_s=cost.pull_s,
-        lost_s=cost.lost_s,
-        payback_s=cost.payback_s,
-        reshared=cost.reshared,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cost:
-    moves: int
-    reshared: int
-    bytes: int
-    pull_s: float
-    lost_s: float
-    payback_s: float
 
 
 def _cost(
-    current: Layout, target: Layout, *, model: ModelShape, policy: Policy, speedup: float
-) -> _Cost:
-    """Estimate the cost of a plan; `speedup` is the fraction of a step's time that it saves.
+    current: Layout, target: Layout, on_window: Comparison, *, model: ModelShape, policy: Policy
+) -> Verdict:
+    """Estimate the cost of a plan, as a verdict not yet accepted.
 
     Ranks fetch in parallel, so the rank with the most moves sets the duration. Its bytes also set
     the number of generations, because each stages a limited number of bytes. New shares alone need
@@ -132,13 +114,18 @@ def _cost(
         -(-most_bytes // policy.wave_bytes(model.expert_bytes)), 1 if reshared else 0
     )
     lost_s = pull_s * policy.pull_slowdown + num_switches * policy.switch_stall_s
-    return _Cost(
+    speedup = 1.0 - on_window.before / on_window.after
+    return Verdict(
+        accepted=False,
+        reason="",
+        balancedness_current=on_window.before,
+        balancedness_proposed=on_window.after,
         moves=int(moved.sum()),
-        reshared=reshared,
         bytes=int(moved.sum()) * model.expert_bytes,
         pull_s=pull_s,
         lost_s=lost_s,
         payback_s=lost_s / speedup if speedup > 0 else math.inf,
+        reshared=reshared,
     )
 
 
@@ -176,10 +163,13 @@ def _balanced_enough(before: float, policy: Policy) -> str | None:
     )
 
 
-def _nothing_to_change(cost: _Cost, before: float) -> str | None:
+def _nothing_to_change(cost: Verdict) -> str | None:
     if cost.moves or cost.reshared:
         return None
-    return f"nothing to move: found no better layout than the current one, at {before:.3f}"
+    return (
+        f"nothing to move: found no better layout than the current one, at "
+        f"{cost.balancedness_current:.3f}"
+    )
 
 
 def _gains_too_little(before: float, after: float, policy: Policy) -> str | None:
@@ -196,7 +186,7 @@ def _gains_too_little(before: float, after: float, policy: Policy) -> str | None
     return None
 
 
-def _never_pays(cost: _Cost, policy: Policy) -> str | None:
+def _never_pays(cost: Verdict, policy: Policy) -> str | None:
     if cost.payback_s <= policy.payback_s:
         return None
     return (

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from equipoise.planning.liveness import alive
 from equipoise.planning.policy import SlowWorkerAction
 from equipoise.planning.rollout import RankLost
 from equipoise.planning.slowness import SlowRank
@@ -73,13 +72,14 @@ class Attendance:
         """
         if not self.silent_workers(now=now) and not self._silent:
             return ()
-        heard_s = {
-            member.rank: member.last_heard_s
+        before, most_s = self._silent, self.silent_after_s
+        self._silent = {
+            member.rank: f"rank {member.rank} has been silent for {silent_s:.1f} s, "
+            f"more than the allowed {most_s:g} s"
             for member in self._roster.seated()
             if member.connected and member.rank is not None
+            if (silent_s := now - member.last_heard_s) > most_s
         }
-        before = self._silent
-        self._silent = alive(heard_s, now=now, silent_after_s=self.silent_after_s).silent
         fallen = [rank for rank in self._silent if rank not in before]
         for rank in fallen:
             self._bounds.note("report", self._silent[rank])

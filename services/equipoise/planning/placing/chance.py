@@ -6,7 +6,6 @@ import numpy as np
 
 from equipoise.planning.arrays import Bools, Weights
 from equipoise.planning.placing.problem import Problem
-from equipoise.planning.placing.tally import sum_by_rank
 from equipoise.planning.shares import WHOLE
 
 
@@ -48,11 +47,10 @@ def gains_beyond_chance(problem: Problem, gain: Weights, *, samples: float) -> t
 
 def _variance_of_rank_loads(problem: Problem) -> Weights:
     """Variance of rank loads, [layers, ranks]: a share s of a Poisson count n has s^2 n."""
-    if problem.held_shares is not None:
-        variance = problem.slot_load(problem.held, problem.held_shares) * (
-            problem.held_shares / WHOLE
-        )
-        return np.add.reduceat(variance, problem.first_slot[:-1], axis=1)
-    replicas = np.maximum(problem.replicas(problem.held), 1)
-    of_replica = problem.load / replicas.astype(np.float64) ** 2
-    return sum_by_rank(problem.held, of_replica, problem.rank_of_slot)
+    held, shares = problem.held, problem.held_shares
+    if shares is None:
+        of_replica = problem.load / np.maximum(problem.replicas(held), 1.0) ** 2
+        variance = np.take_along_axis(of_replica, held, axis=1)
+    else:
+        variance = problem.slot_load(held, shares) * (shares / WHOLE)
+    return np.add.reduceat(variance, problem.first_slot[:-1], axis=1)

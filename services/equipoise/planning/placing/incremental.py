@@ -79,11 +79,18 @@ def improve(
     """
     start = cover(problem)
     busy = problem.is_busy
+    num_busy = max(int(busy.sum()), 1)
     reached = np.where(problem.is_covered, standing, problem.balancedness_of_layer(start))
     paths = [
         _paths(problem, start, layer, reached=reached[layer], target=target)
         if layers[layer] and busy[layer]
-        else [_standstill(reached[layer])]
+        else [
+            LayerPath(
+                changes=np.empty((0, 2), dtype=np.int64),
+                moves=np.zeros(1, dtype=np.int64),
+                balancedness=reached[layer : layer + 1],
+            )
+        ]
         for layer in range(len(start))
     ]
     if max_moves is None and not _reach(paths, busy, target):
@@ -91,16 +98,33 @@ def improve(
         for layer in np.flatnonzero(layers & busy).tolist():
             best = max(path.balancedness.max() for path in paths[layer])
             if reached_fresh[layer] > best + least_gain:
-                ends_at = (reached[layer], reached_fresh[layer])
-                paths[layer].append(_at_once(start[layer], fresh[layer], ends_at))
+                changed = np.flatnonzero(start[layer] != fresh[layer])
+                pairs = np.stack((changed, fresh[layer, changed]), axis=1)
+                paths[layer].append(
+                    LayerPath(
+                        changes=pairs.astype(np.int64).reshape(1, -1),
+                        moves=np.array([0, len(changed)]),
+                        balancedness=np.array([reached[layer], reached_fresh[layer]]),
+                    )
+                )
     ends, curve = take_steepest(
         [hull_of(of_one) for of_one in paths],
-        num_busy=max(int(busy.sum()), 1),
+        num_busy=num_busy,
         start=float(reached[busy].mean()) if busy.any() else 1.0,
         target=target,
         max_moves=max_moves,
     )
-    return _improvement(problem, start, paths, ends, curve)
+    steps = [
+        step
+        for layer, end in enumerate(ends)
+        for step in _steps(layer, start[layer], paths[layer][end.path], end, num_busy)
+    ]
+    steps.sort(key=lambda step: -step.gain / step.moves)
+    ordered = [*_restoring(problem, start), *steps]
+    table = problem.held.copy()
+    for step in ordered:
+        table[step.layer, step.slots] = step.experts
+    return Improvement(table=table, steps=tuple(ordered), curve=tuple(curve))
 
 
 def _paths(
@@ -114,13 +138,9 @@ def _paths(
     if target is not None and target < bound:
         left = bound / target - 1.0
         thresholds = tuple(1.0 + left * part for part in TARGET_THRESHOLDS)
+    homes = np.zeros(len(load), dtype=np.int64)
     space = SearchSpace(
-        problem.first_slot,
-        problem.rank_of_slot,
-        problem.node_of_rank,
-        np.zeros(len(load), dtype=np.int64),
-        1.0,
-        0.0,
+        problem.first_slot, problem.rank_of_slot, problem.node_of_rank, homes, 1.0, 0.0
     )
     paths = []
     for threshold in thresholds:
@@ -131,47 +151,9 @@ def _paths(
     return paths
 
 
-def _standstill(reached: float) -> LayerPath:
-    return LayerPath(
-        changes=np.empty((0, 2), dtype=np.int64),
-        moves=np.zeros(1, dtype=np.int64),
-        balancedness=np.array([reached]),
-    )
-
-
-def _at_once(start: Slots, target: Slots, reached: tuple[float, float]) -> LayerPath:
-    changed = np.flatnonzero(start != target)
-    return LayerPath(
-        changes=np.stack((changed, target[changed]), axis=1).astype(np.int64).reshape(1, -1),
-        moves=np.array([0, len(changed)]),
-        balancedness=np.array(reached),
-    )
-
-
 def _reach(paths: list[list[LayerPath]], busy: Bools, target: float | None) -> bool:
     best = [max(path.balancedness.max() for path in of_layer) for of_layer in paths]
     return target is not None and bool(busy.any() and np.array(best)[busy].mean() >= target)
-
-
-def _improvement(
-    problem: Problem,
-    start: ExpertTable,
-    paths: list[list[LayerPath]],
-    ends: list[Point],
-    curve: list[tuple[int, float]],
-) -> Improvement:
-    num_busy = max(int(problem.is_busy.sum()), 1)
-    steps = [
-        step
-        for layer, end in enumerate(ends)
-        for step in _steps(layer, start[layer], paths[layer][end.path], end, num_busy)
-    ]
-    steps.sort(key=lambda step: -step.gain / step.moves)
-    ordered = [*_restoring(problem, start), *steps]
-    table = problem.held.copy()
-    for step in ordered:
-        table[step.layer, step.slots] = step.experts
-    return Improvement(table=table, steps=tuple(ordered), curve=tuple(curve))
 
 
 def _restoring(problem: Problem, start: ExpertTable) -> Iterator[MoveStep]:

@@ -48,13 +48,3 @@ def split_by_group_and_node(
             part = load[layer, expert] / num_replicas[expert]
             sums[layer, group_of_expert[expert], node_of_slot[slot]] += part
     return sums
-
-
-@compiled
-def sum_by_rank(table: ExpertTable, of_replica: Load, rank_of_slot: Indices) -> Load:
-    """Sum a value of each expert's replicas, [layers, experts], by rank, [layers, ranks]."""
-    sums = np.zeros((len(table), rank_of_slot[-1] + 1))
-    for layer in range(len(table)):
-        for slot in range(len(rank_of_slot)):
-            sums[layer, rank_of_slot[slot]] += of_replica[layer, table[layer, slot]]
-    return sums
