@@ -35,8 +35,11 @@ class Expected:
         """
         self._check("ranks", num_ranks, self.num_ranks)
         self._check("experts", num_experts, self.num_experts)
-        if first_moe_layer is not None:
-            self._check_first_layer(first_moe_layer)
+        if first_moe_layer is not None and self.first_moe_layer not in {None, first_moe_layer}:
+            raise FormatError(
+                f"its first MoE layer is layer {first_moe_layer} of the model, expected layer "
+                f"{self.first_moe_layer}"
+            )
         experts = num_experts or self.num_experts or int(table.max(initial=0)) + 1
         placement = ExpertPlacement(
             expert_of_slot=table,
@@ -55,10 +58,3 @@ class Expected:
     def _check(self, what: str, found: int | None, expected: int | None) -> None:
         if found is not None and expected is not None and found != expected:
             raise FormatError(f"it has {found} {what}, expected {expected}")
-
-    def _check_first_layer(self, found: int) -> None:
-        if self.first_moe_layer is not None and found != self.first_moe_layer:
-            raise FormatError(
-                f"its first MoE layer is layer {found} of the model, expected layer "
-                f"{self.first_moe_layer}"
-            )

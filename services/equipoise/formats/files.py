@@ -6,6 +6,7 @@ values have MoE layers only.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -212,7 +213,7 @@ def _what_it_is_instead(document: Any, what: str) -> str:
 
 def _without_dense(recording: Recording, first_moe_layer: int | None) -> Recording:
     if recording.first_moe_layer is None:
-        return recording.numbered_from(first_moe_layer)
+        return replace(recording, first_moe_layer=first_moe_layer)
     if first_moe_layer is not None:
         return recording.from_layer(first_moe_layer)
     if recording.first_moe_layer > 0:

@@ -114,10 +114,6 @@ class Recording:
             )
         return replace(self, windows=self.windows[:, num_dense:], first_moe_layer=first_moe_layer)
 
-    def numbered_from(self, first_moe_layer: int | None) -> Self:
-        """Set the number of row 0 in the model."""
-        return replace(self, first_moe_layer=first_moe_layer)
-
     def num_leading_idle(self) -> int:
         """Count leading layers without load: the dense ones, if the file has them."""
         return int(np.argmax(self.windows.any(axis=(0, 2))))

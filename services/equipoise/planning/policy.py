@@ -9,10 +9,9 @@ from enum import StrEnum
 from typing import Annotated, get_type_hints
 
 from equipoise.planning.errors import InvalidPolicyError
-from equipoise.settings.fields import HOUR_S, Range, check_ranges
+from equipoise.settings.fields import DAY_S, HOUR_S, Range, check_ranges
 
 MIB = 1024 * 1024
-DAY_S = 24 * HOUR_S
 
 
 class SlowWorkerAction(StrEnum):

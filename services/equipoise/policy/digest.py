@@ -7,13 +7,11 @@ from dataclasses import asdict
 from equipoise.planning.policy import Policy
 from equipoise.policy.setting import SETTINGS
 
-DIGEST_CHARACTERS = 12
-
 
 def digest(policy: Policy) -> str:
     """Twelve hexadecimal characters that depend on the values only, not on how they are written."""
     canonical = json.dumps(asdict(policy), sort_keys=True).encode()
-    return hashlib.sha256(canonical).hexdigest()[:DIGEST_CHARACTERS]
+    return hashlib.sha256(canonical).hexdigest()[:12]
 
 
 def changes(before: Policy, after: Policy) -> tuple[str, ...]:

@@ -168,7 +168,7 @@ def _parsed(text: str, source: str) -> tuple[Any, Mapping[Path, int]]:
         return PolicyError(source, [PolicyFault(path="", line=line, value="", why=why)])
 
     try:
-        tree = _composed(text)
+        tree = yaml.compose(text, Loader=_Loader)
         if not isinstance(tree, yaml.MappingNode):
             raise refused(
                 0 if tree is None else tree.start_mark.line + 1, "is empty or not a mapping"
@@ -184,14 +184,6 @@ def _parsed(text: str, source: str) -> tuple[Any, Mapping[Path, int]]:
         raise refused(0, f"is not valid YAML: {error}") from None
     except RecursionError:
         raise refused(0, "is nested too deeply") from None
-
-
-def _composed(text: str) -> yaml.Node | None:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    finally:
-        loader.dispose()
 
 
 def _misshapen(node: yaml.Node, path: Path) -> PolicyFault | None:

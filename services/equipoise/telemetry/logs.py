@@ -47,7 +47,8 @@ def configure_logs(
 ) -> None:
     """Send this process's logs to `stream` (default: stderr), unless logging is set up already."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_Json(context or dict) if log_format is LogFormat.JSON else _text())
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(_Json(context or dict) if log_format is LogFormat.JSON else text)
     logging.basicConfig(level=level, handlers=[handler])
 
 
@@ -80,7 +81,3 @@ class _Json(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
-
-
-def _text() -> logging.Formatter:
-    return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")

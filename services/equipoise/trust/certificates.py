@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -113,11 +113,6 @@ class CertificateFiles:
 
     def _named(self, setting: str) -> str:
         return f"{setting} {self._paths[setting]}"
-
-
-def utc_now() -> datetime:
-    """The current time, in UTC."""
-    return datetime.now(UTC)
 
 
 _EXPLANATIONS = (

@@ -2,10 +2,11 @@
 
 import logging
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import grpc
 
-from equipoise.trust.certificates import CertificateFiles, explain_handshake, utc_now
+from equipoise.trust.certificates import CertificateFiles, explain_handshake
 from equipoise.trust.errors import TrustError
 from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import OwnToken
@@ -42,7 +43,7 @@ class Credentials:
         self._balancer_options = _named(balancer_name)
         self._token = OwnToken(token_file) if token_file else None
         self._files = CertificateFiles(self.tls)
-        self._certificates = self._files.read(now=utc_now())
+        self._certificates = self._files.read(now=datetime.now(UTC))
         self._version = 1
 
     def version(self) -> int:
@@ -112,7 +113,7 @@ class Credentials:
         if not self._files.changed():
             return False
         try:
-            self._certificates = self._files.read(now=utc_now())
+            self._certificates = self._files.read(now=datetime.now(UTC))
         except TrustError as error:
             _log.warning("keeping the last valid certificates: %s", error)
             return False

@@ -141,14 +141,9 @@ def _certified_names(context: _Context) -> tuple[str, list[str]]:
 
 def _guarded(handler: Any, admit: Callable[[_Context], Awaitable[None]]) -> Any:
     """The handler with `admit` called first."""
-    if handler.request_streaming and handler.response_streaming:
-        inner, wrap = handler.stream_stream, grpc.stream_stream_rpc_method_handler
-    elif handler.request_streaming:
-        inner, wrap = handler.stream_unary, grpc.stream_unary_rpc_method_handler
-    elif handler.response_streaming:
-        inner, wrap = handler.unary_stream, grpc.unary_stream_rpc_method_handler
-    else:
-        inner, wrap = handler.unary_unary, grpc.unary_unary_rpc_method_handler
+    streams = (handler.request_streaming, handler.response_streaming)
+    kind = "_".join("stream" if is_stream else "unary" for is_stream in streams)
+    inner, wrap = getattr(handler, kind), getattr(grpc, f"{kind}_rpc_method_handler")
 
     async def answer(request: Any, context: _Context) -> Any:
         await admit(context)
