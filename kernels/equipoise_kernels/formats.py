@@ -65,11 +65,11 @@ class QuantizedRows:
     scales: Tensor
 
     def __post_init__(self) -> None:
-        require_dtype("codes", self.codes, CODE)
-        require_dtype("scales", self.scales, torch.float32)
+        require("codes", self.codes, CODE)
+        require("scales", self.scales, torch.float32)
         require_groups("codes", self.codes)
         expected = (*self.codes.shape[:-1], self.codes.shape[-1] // GROUP)
-        require_shape("scales", self.scales, expected)
+        require("scales", self.scales, shape=expected)
 
     def dequantized(self) -> Tensor:
         """The values, float32 [.., M, K]."""
@@ -90,9 +90,8 @@ class QuantizedWeight:
     scales: Tensor
 
     def __post_init__(self) -> None:
-        require_dtype("codes", self.codes, CODE)
-        require_dtype("scales", self.scales, torch.float32)
-        require_shape("scales", self.scales, weight_scale_shape(self.codes.shape))
+        require("codes", self.codes, CODE)
+        require("scales", self.scales, torch.float32, shape=weight_scale_shape(self.codes.shape))
 
     def dequantized(self) -> Tensor:
         """The values, float32 [.., N, K]."""
@@ -167,7 +166,7 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
     Raises:
         KernelInputError: a scale is not a positive power of two.
     """
-    require_dtype("scales", scales, torch.float32)
+    require("scales", scales, torch.float32)
     bits = scales.contiguous().view(torch.int32)
     if bool(((bits & 0x7FFFFF) != 0).any()) or bool((bits <= 0).any()):
         raise KernelInputError("scales must be powers of two: quantise with ScaleFormat.UE8M0")
@@ -178,22 +177,49 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
 
 def unpack_ue8m0(packed: Tensor, *, num_groups: int) -> Tensor:
     """Undo `pack_ue8m0`: float32 [.., M, num_groups]."""
-    require_dtype("packed", packed, torch.int32)
+    require("packed", packed, torch.int32)
     exponents = packed.contiguous().view(torch.uint8)[..., :num_groups].to(torch.int32)
     return (exponents << 23).view(torch.float32)
 
 
-def require_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
-    """Raise KernelInputError unless a tensor has one of the dtypes."""
-    if tensor.dtype not in allowed:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+def require(
+    name: str,
+    tensor: Tensor,
+    *dtypes: torch.dtype,
+    shape: Sequence[int] | None = None,
+    dense: bool = False,
+    contiguous: bool = False,
+    like: Tensor | None = None,
+) -> None:
+    """Raise KernelInputError unless a tensor is as an operation's contract says.
+
+    Args:
+        name: of the tensor, for the message.
+        tensor: what to check.
+        dtypes: those allowed; any if there are none.
+        shape: the exact shape.
+        dense: whether columns must be contiguous and rows must not overlap.
+        contiguous: whether the whole tensor must be contiguous.
+        like: a tensor on the device where it must be.
+    """
+    if dtypes and tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise KernelInputError(f"{name} must be {names}, not {tensor.dtype}: convert it first")
-
-
-def require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    """Raise KernelInputError unless a tensor has the shape."""
-    if tuple(tensor.shape) != tuple(shape):
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
         raise KernelInputError(f"{name} must be {list(shape)}, not {list(tensor.shape)}")
+    strides = list(tensor.stride())
+    if dense and tensor.shape[-1] > 1 and strides[-1] != 1:
+        raise KernelInputError(
+            f"{name} must have neighbouring columns, not strides {strides}: call contiguous()"
+        )
+    if dense and tensor.shape[-2] > 1 and strides[-2] < tensor.shape[-1]:
+        raise KernelInputError(f"{name}'s rows overlap (strides {strides}): call contiguous()")
+    if contiguous and not tensor.is_contiguous():
+        raise KernelInputError(
+            f"{name} must be contiguous, not strides {strides}: call contiguous()"
+        )
+    if like is not None and tensor.device != like.device:
+        raise KernelInputError(f"{name} is on {tensor.device}, the rest on {like.device}: move it")
 
 
 def require_groups(name: str, tensor: Tensor) -> None:
@@ -203,30 +229,3 @@ def require_groups(name: str, tensor: Tensor) -> None:
             f"{name} must be [.., rows, K] with K a multiple of {GROUP}, not "
             f"{list(tensor.shape)}: pad K with zeros"
         )
-
-
-def require_dense_rows(name: str, tensor: Tensor) -> None:
-    """Raise KernelInputError unless columns are contiguous and rows do not overlap."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise KernelInputError(
-            f"{name} must have neighbouring columns, not strides {list(tensor.stride())}: "
-            "call contiguous()"
-        )
-    if tensor.shape[-2] > 1 and tensor.stride(-2) < tensor.shape[-1]:
-        raise KernelInputError(
-            f"{name}'s rows overlap (strides {list(tensor.stride())}): call contiguous()"
-        )
-
-
-def require_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise KernelInputError unless a tensor is contiguous."""
-    if not tensor.is_contiguous():
-        raise KernelInputError(
-            f"{name} must be contiguous, not strides {list(tensor.stride())}: call contiguous()"
-        )
-
-
-def require_same_device(name: str, tensor: Tensor, other: Tensor) -> None:
-    """Raise KernelInputError unless two tensors are on the same device."""
-    if tensor.device != other.device:
-        raise KernelInputError(f"{name} is on {tensor.device}, the rest on {other.device}: move it")

@@ -29,6 +29,8 @@ DEFAULT_DEVICE = "nvidia_h200"
 DEFAULT_TRITON = "3.6"
 
 _FOLDER = Path(__file__).parent / "tuned"
+_LAUNCH_OPTIONS = ("num_warps", "num_stages")
+_NO_OPTIONS = ("ctas_per_sm", "tokens_per_split")
 Config = TypeVar("Config")
 
 
@@ -58,6 +60,16 @@ def choose(operation: str, kind: type[Config], *, rows: int, shape: tuple[int, .
     """
     config: Config = _choose(operation, cast("Any", kind), rows, shape)
     return config
+
+
+@lru_cache(maxsize=4096)
+def options(config: Any) -> dict[str, Any]:
+    """A configuration as launch options: constants in capitals, `num_warps` and `num_stages`."""
+    return {
+        name if name in _LAUNCH_OPTIONS else name.upper(): value
+        for name, value in asdict(config).items()
+        if name not in _NO_OPTIONS
+    }
 
 
 def committed(operation: str) -> dict[str, tuple[Entry, ...]]:

@@ -21,7 +21,15 @@ except ImportError:
     tl = None
     TensorDescriptor = None
 
-__all__ = ["TensorDescriptor", "constant", "is_interpreting", "jit", "tl", "triton_version"]
+__all__ = [
+    "TensorDescriptor",
+    "constant",
+    "is_interpreting",
+    "jit",
+    "next_power_of_two",
+    "tl",
+    "triton_version",
+]
 
 
 def jit(function: Any) -> Any:
@@ -32,6 +40,11 @@ def jit(function: Any) -> Any:
 def constant(value: Any) -> Any:
     """Make a module's number usable in its kernels: `tl.constexpr`, or the value without Triton."""
     return value if tl is None else tl.constexpr(value)
+
+
+def next_power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`, from 1."""
+    return 1 << (number - 1).bit_length()
 
 
 def triton_version() -> str | None:

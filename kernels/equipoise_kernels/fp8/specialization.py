@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,84 +18,48 @@ class Specialization:
     """A function decorated with `jit.jit`."""
     name: str
     """For messages."""
-    signature: Mapping[str, str]
-    """Triton's type of each argument, "constexpr" for constants."""
-    constants: Mapping[str, Any]
-    """Values of the constants."""
-    aligned: tuple[str, ...]
-    """Arguments that are multiples of 16, as Triton finds them at launch."""
-    num_warps: int
-    """Warps per program."""
-    num_stages: int
-    """Depth of the software pipeline."""
-    ctas_per_sm: int
+    types: Mapping[str, str]
+    """Triton's type by arguments, separated by spaces; an argument that is not named is "i32"."""
+    multiples_of_16: str = ""
+    """Arguments that are multiples of 16 at launch; all pointers are, without being named."""
+    options: Mapping[str, Any]
+    """As at launch: values of the constants, `num_warps`, and `num_stages` (3 by default)."""
+    ctas_per_sm: int = 1
     """Programs that must fit on one multiprocessor."""
-    min_accumulators: int
+    min_accumulators: int = 0
     """Float32 accumulators per thread of an FP8 product; 0 for other kernels."""
-    flags: str
+    flags: str = ""
     """How it synchronises with other devices: "release", "acquire", or empty if it does not."""
-    fuses_products: bool
+    fuses_products: bool = True
     """Whether a multiplication may be fused into an addition, unlike in torch."""
-    has_wide_products: bool
+    has_wide_products: bool = False
     """Whether it multiplies 16-bit matrices with warp groups."""
 
+    def __post_init__(self) -> None:
+        arguments = list(self.kernel.arg_names)
+        typed = {name for names in self.types for name in names.split()}
+        named = {*typed, *self.multiples_of_16.split(), *self.constants}
+        unknown = (named - {*arguments}) | (typed & {*self.constants})
+        assert not unknown, f"{self.name}: {sorted(unknown)} are not arguments of {arguments}"
+        missing = [name for name in arguments if name.isupper() and name not in self.constants]
+        assert not missing, f"{self.name}: no value for the constants {missing}"
 
-def specialization(
-    kernel: Any,
-    *,
-    name: str,
-    types: Mapping[str, str],
-    multiples_of_16: Sequence[str] = (),
-    constants: Mapping[str, Any],
-    num_warps: int,
-    num_stages: int = 3,
-    ctas_per_sm: int = 1,
-    min_accumulators: int = 0,
-    flags: str = "",
-    fuses_products: bool = True,
-    has_wide_products: bool = False,
-) -> Specialization:
-    """Describe a compilation; see the fields of `Specialization`.
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Values of the constants."""
+        return {
+            n: value for n, value in self.options.items() if n not in ("num_warps", "num_stages")
+        }
 
-    Args:
-        kernel: a function decorated with `jit.jit`.
-        name: for messages.
-        types: Triton's type by argument; an argument that is not named is "i32".
-        multiples_of_16: arguments that are multiples of 16; all pointers are, without being named.
-        constants: values by argument.
-        num_warps: warps per program.
-        num_stages: depth of the software pipeline.
-        ctas_per_sm: programs that must fit on one multiprocessor.
-        min_accumulators: float32 accumulators per thread of an FP8 product.
-        flags: "release", "acquire" or empty.
-        fuses_products: whether a multiplication may be fused into an addition.
-        has_wide_products: whether it multiplies 16-bit matrices with warp groups.
-    """
-    arguments = list(kernel.arg_names)
-    unknown = ({*types, *multiples_of_16, *constants} - {*arguments}) | ({*types} & {*constants})
-    assert not unknown, f"{name}: {sorted(unknown)} are not arguments of {arguments}"
-    missing = [
-        argument for argument in arguments if argument.isupper() and argument not in constants
-    ]
-    assert not missing, f"{name}: no value for the constants {missing}"
-    return Specialization(
-        kernel=kernel,
-        name=name,
-        signature={
-            argument: "constexpr" if argument in constants else types.get(argument, "i32")
-            for argument in arguments
-        },
-        constants=dict(constants),
-        aligned=tuple(
-            argument
-            for argument in arguments
-            if argument in multiples_of_16 or types.get(argument, "").startswith("*")
-        ),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        ctas_per_sm=ctas_per_sm,
-        min_accumulators=min_accumulators,
-        flags=flags,
-        fuses_products=fuses_products,
-        has_wide_products=has_wide_products,
-    )
+    @property
+    def signature(self) -> dict[str, str]:
+        """Triton's type of each argument, in order; "constexpr" for constants."""
+        typed = {name: kind for names, kind in self.types.items() for name in names.split()}
+        typed |= dict.fromkeys(self.constants, "constexpr")
+        return {name: typed.get(name, "i32") for name in self.kernel.arg_names}
+
+    @property
+    def aligned(self) -> tuple[str, ...]:
+        """Arguments that are multiples of 16, as Triton finds them at launch."""
+        multiples = self.multiples_of_16.split()
+        return tuple(n for n, kind in self.signature.items() if kind[0] == "*" or n in multiples)

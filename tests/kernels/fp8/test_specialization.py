@@ -1,7 +1,7 @@
 import pytest
 
 from equipoise_kernels.fp8.jit import jit, tl
-from equipoise_kernels.fp8.specialization import specialization
+from equipoise_kernels.fp8.specialization import Specialization
 
 pytest.importorskip("triton", reason="kernels need the extra `kernels`")
 
@@ -13,8 +13,9 @@ def add_kernel(x_ptr: tl.tensor, out_ptr: tl.tensor, size: int, stride: int, BLO
 
 def of_add(**changes):
     types = {"x_ptr": "*bf16", "out_ptr": "*fp32"}
-    arguments = {"types": types, "multiples_of_16": ("stride",), "constants": {"BLOCK": 8}}
-    return specialization(add_kernel, name="add", num_warps=1, **arguments | changes)
+    options = {"BLOCK": 8, "num_warps": 1}
+    arguments = {"types": types, "multiples_of_16": "stride", "options": options}
+    return Specialization(kernel=add_kernel, name="add", **arguments | changes)
 
 
 def test_types_and_alignment_are_keyed_by_argument_name():
@@ -33,4 +34,4 @@ def test_a_name_the_kernel_lacks_and_a_constant_without_a_value_are_errors():
     with pytest.raises(AssertionError, match=r"\['y_ptr'\] are not arguments"):
         of_add(types={"y_ptr": "*bf16"})
     with pytest.raises(AssertionError, match=r"no value for the constants \['BLOCK'\]"):
-        of_add(constants={})
+        of_add(options={"num_warps": 1})

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import AllToAllError, KernelInputError
-from equipoise_kernels.formats import require_dtype, require_shape
+from equipoise_kernels.formats import require
 from equipoise_kernels.fp8.all_to_all.flags import GENERATION_MASK
 from equipoise_kernels.fp8.all_to_all.order import RowLayout
 from equipoise_kernels.fp8.all_to_all.payload import Rows
@@ -154,8 +154,7 @@ class EpBuffer:
                 f"x has {num_tokens} rows, the buffer has room for {shape.max_tokens}: "
                 "send them in parts, or make a larger buffer"
             )
-        require_dtype("slots_TK", slots_TK, torch.int64)
-        require_shape("slots_TK", slots_TK, (num_tokens, shape.top_k))
+        require("slots_TK", slots_TK, torch.int64, shape=(num_tokens, shape.top_k))
         self._require_device(words_TW, slots_TK)
         self._require_sound()
         assert len(self._open) < MAX_OPEN, "combine an earlier dispatch first"
@@ -175,11 +174,9 @@ class EpBuffer:
     ) -> Callable[[], Tensor]:
         """Send as `combine` does; the returned callable receives and sums."""
         shape = self._shape
-        require_dtype("y_ND", y_ND, shape.payload.answer_dtype)
-        require_shape("y_ND", y_ND, handle.rows_shape)
+        require("y_ND", y_ND, shape.payload.answer_dtype, shape=handle.rows_shape)
         if weights_TK is not None:
-            require_dtype("weights_TK", weights_TK, torch.float32)
-            require_shape("weights_TK", weights_TK, (handle.num_tokens, shape.top_k))
+            require("weights_TK", weights_TK, torch.float32, shape=(handle.num_tokens, shape.top_k))
             self._require_device(weights_TK)
         self._require_device(y_ND)
         self._require_sound()

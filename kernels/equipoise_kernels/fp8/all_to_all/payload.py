@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    CODE,
-    GROUP,
-    QuantizedRows,
-    require_dense_rows,
-    require_dtype,
-    require_shape,
-)
+from equipoise_kernels.formats import CODE, GROUP, QuantizedRows, require
 
 WORD_BYTES = 4
 
@@ -68,14 +61,12 @@ class Payload(Enum):
         if isinstance(x, QuantizedRows):
             if self is not Payload.FP8:
                 raise KernelInputError(f"x is FP8, but the buffer carries {self.value}")
-            require_shape("x", x.codes, (x.codes.shape[0], dim))
+            require("x", x.codes, shape=(x.codes.shape[0], dim))
             codes = x.codes.contiguous().view(torch.int32)
             return torch.cat([codes, x.scales.contiguous().view(torch.int32)], dim=1)
         if self is Payload.FP8:
             raise KernelInputError("x must be QuantizedRows: quantise it with group_quant")
-        require_dtype("x", x, self.answer_dtype)
-        require_shape("x", x, (x.shape[0], dim))
-        require_dense_rows("x", x)
+        require("x", x, self.answer_dtype, shape=(x.shape[0], dim), dense=True)
         return x.view(torch.int32)
 
     def from_words(self, words: Tensor, *, dim: int) -> Rows:

@@ -28,7 +28,7 @@ from equipoise_kernels.fp8.all_to_all.peer_kernels import (
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.all_to_all.window import PeerWindow, WindowMap
 from equipoise_kernels.fp8.jit import is_interpreting
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 
 # Polling a flag takes a GPU about a microsecond, and the interpreter a hundred times that.
 _POLLS_PER_S = 1_000_000
@@ -196,9 +196,7 @@ class PeerBackend:
             WORDS=num_words,
             VECTOR=vector,
             TOP_K=top_k,
-            BLOCK=config.block,
-            PARTS=config.parts,
-            num_warps=config.num_warps,
+            **configurations.options(config),
         )
 
     def _wait(self, flag: Tensor, *, flags_offset: int, what: str) -> Tensor:
@@ -258,9 +256,7 @@ class PeerBackend:
             NUM_SLOTS=shape.slots_per_rank,
             CAPACITY=shape.pair_rows,
             WORDS=shape.row_words,
-            BLOCK=config.block,
-            PARTS=config.parts,
-            num_warps=config.num_warps,
+            **configurations.options(config),
         )
         return out_NW
 
@@ -298,86 +294,66 @@ def specializations(config: AllToAllConfig, shape: EpShape) -> list[Specializati
     """Specialisations of a configuration, for a buffer of one shape."""
     name = f"all_to_all {config} {shape.payload.value}"
     sizes = {"NUM_RANKS": shape.num_ranks, "CAPACITY": shape.pair_rows}
-    blocks = {"BLOCK": config.block, "NUM_SLOTS": shape.slots_per_rank, "PARTS": config.parts}
+    blocks = configurations.options(config) | {"NUM_SLOTS": shape.slots_per_rank}
     words = {"dispatch": (shape.row_words, shape.top_k), "combine": (shape.answer_words, 0)}
     sends = {what: (n, math.gcd(n, _VECTOR_WORDS), k) for what, (n, k) in words.items()}
     return [
         *(
-            specialization(
-                send_rows_kernel,
+            Specialization(
+                kernel=send_rows_kernel,
                 name=f"{name} {what}",
                 types={
-                    "addresses_ptr": "*i64",
-                    "words_ptr": "*i32",
-                    "order_ptr": "*i64",
-                    "first_ptr": "*i64",
-                    "counts_ptr": "*i64",
-                    "segment_ptr": "*i64",
-                    "flag_ptr": "*i64",
-                    "done_ptr": "*i32",
-                    "slab_offset": "i64",
-                    "counts_offset": "i64",
-                    "flags_offset": "i64",
+                    "addresses_ptr order_ptr first_ptr counts_ptr segment_ptr flag_ptr": "*i64",
+                    "words_ptr done_ptr": "*i32",
+                    "slab_offset counts_offset flags_offset": "i64",
                 },
-                multiples_of_16=("slab_offset", "counts_offset", "flags_offset"),
-                constants=sizes | blocks | {"WORDS": words, "VECTOR": vector, "TOP_K": top_k},
-                num_warps=config.num_warps,
+                multiples_of_16="slab_offset counts_offset flags_offset",
+                options=sizes | blocks | {"WORDS": words, "VECTOR": vector, "TOP_K": top_k},
                 flags="release",
             )
             for what, (words, vector, top_k) in sends.items()
         ),
-        specialization(
-            wait_flags_kernel,
+        Specialization(
+            kernel=wait_flags_kernel,
             name=f"{name} wait",
             types={
-                "addresses_ptr": "*i64",
-                "flag_ptr": "*i64",
-                "seen_ptr": "*i64",
+                "addresses_ptr flag_ptr seen_ptr": "*i64",
                 "polls_ptr": "*i32",
                 "flags_offset": "i64",
             },
-            multiples_of_16=("flags_offset",),
-            constants={"NUM_RANKS": shape.num_ranks},
-            num_warps=1,
+            multiples_of_16="flags_offset",
+            options={"NUM_RANKS": shape.num_ranks, "num_warps": 1},
             flags="acquire",
         ),
-        specialization(
-            receive_rows_kernel,
+        Specialization(
+            kernel=receive_rows_kernel,
             name=f"{name} receive",
             types={
-                "addresses_ptr": "*i64",
+                "addresses_ptr counts_ptr starts_ptr segment_ptr flag_ptr": "*i64",
                 "out_ptr": "*i32",
-                "counts_ptr": "*i64",
-                "starts_ptr": "*i64",
-                "segment_ptr": "*i64",
-                "flag_ptr": "*i64",
                 "slab_offset": "i64",
             },
-            multiples_of_16=("slab_offset",),
-            constants=sizes | blocks | {"WORDS": shape.row_words},
-            num_warps=config.num_warps,
+            multiples_of_16="slab_offset",
+            options=sizes | blocks | {"WORDS": shape.row_words},
         ),
-        specialization(
-            sum_answers_kernel,
+        Specialization(
+            kernel=sum_answers_kernel,
             name=f"{name} sum",
             types={
-                "addresses_ptr": "*i64",
-                "places_ptr": "*i64",
-                "weights_ptr": "*fp32",
-                "flag_ptr": "*i64",
-                "out_ptr": "*fp32",
+                "addresses_ptr places_ptr flag_ptr": "*i64",
+                "weights_ptr out_ptr": "*fp32",
                 "slab_offset": "i64",
             },
-            multiples_of_16=("slab_offset",),
-            constants=sizes
+            multiples_of_16="slab_offset",
+            options=sizes
             | {
+                "num_warps": config.num_warps,
                 "BLOCK": config.block,
                 "DIM": shape.dim,
                 "TOP_K": shape.top_k,
                 "IS_BF16": shape.payload.answer_dtype is torch.bfloat16,
                 "IS_WEIGHTED": True,
             },
-            num_warps=config.num_warps,
             fuses_products=False,
         ),
     ]

@@ -28,22 +28,12 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    GROUP,
-    QuantizedRows,
-    ScaleFormat,
-    empty_rows,
-    require_contiguous,
-    require_dense_rows,
-    require_dtype,
-    require_same_device,
-    require_shape,
-)
+from equipoise_kernels.formats import GROUP, QuantizedRows, ScaleFormat, empty_rows, require
 from equipoise_kernels.fp8 import configurations, selection
 from equipoise_kernels.fp8.attention.latents import Latents, PlainLatents, QuantizedLatents
 from equipoise_kernels.fp8.jit import constant, jit, tl
 from equipoise_kernels.fp8.quant.group_quant import quantized, write_quantized
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.plain.rms_norm import rms_norm
 from equipoise_kernels.plain.rotate import rotate
 
@@ -205,8 +195,7 @@ def latent_write_triton(
         RANK=latents.rank,
         ROTARY=latents.rotary,
         BLOCK_TOKENS=latents.block_tokens,
-        HEADS=config.heads,
-        num_warps=config.num_warps,
+        **configurations.options(config),
         enable_fp_fusion=False,  # it would change bits
     )
 
@@ -326,46 +315,29 @@ def specializations(
     config: LatentWriteConfig, *, rank: int, rotary: int, block_tokens: int
 ) -> list[Specialization]:
     """Specialisations of a configuration: both kinds of latents."""
-    scale_strides = ("scale_block_stride", "scale_token_stride")
+    scale_strides = " scale_block_stride scale_token_stride"
     return [
-        specialization(
-            latent_write_kernel,
+        Specialization(
+            kernel=latent_write_kernel,
             name=f"latent_write {config} quantized={quantized}",
             types={
-                "raw_ptr": "*bf16",
-                "query_ptr": "*bf16",
+                "raw_ptr query_ptr weight_ptr rotary_ptr out_ptr": "*bf16",
                 "places_ptr": "*i64",
-                "weight_ptr": "*bf16",
-                "cos_ptr": "*fp32",
-                "sin_ptr": "*fp32",
+                "cos_ptr sin_ptr": "*fp32",
                 "compressed_ptr": "*fp8e4nv" if quantized else "*bf16",
                 "scales_ptr": "*fp32" if quantized else "*bf16",
-                "rotary_ptr": "*bf16",
-                "out_ptr": "*bf16",
                 "eps": "fp32",
             },
-            multiples_of_16=(
-                "raw_stride",
-                "query_stride",
-                "head_stride",
-                "cos_stride",
-                "sin_stride",
-                "block_stride",
-                "token_stride",
-                *(() if quantized else scale_strides),
-                "rotary_block_stride",
-                "rotary_token_stride",
-                "out_stride",
-                "out_head_stride",
-            ),
-            constants={
+            multiples_of_16="raw_stride query_stride head_stride cos_stride sin_stride "
+            "block_stride token_stride rotary_block_stride rotary_token_stride out_stride "
+            "out_head_stride" + ("" if quantized else scale_strides),
+            options=configurations.options(config)
+            | {
                 "QUANTIZED": quantized,
                 "RANK": rank,
                 "ROTARY": rotary,
                 "BLOCK_TOKENS": block_tokens,
-                "HEADS": config.heads,
             },
-            num_warps=config.num_warps,
             fuses_products=False,
         )
         for quantized in (False, True)
@@ -375,7 +347,7 @@ def specializations(
 def _check_rows(rows: Mapping[str, Tensor], latents: Latents) -> None:
     """Raise KernelInputError unless the per-token tensors match each other."""
     raw, (num_tokens, num_heads, _) = rows["raw"], rows["query"].shape
-    require_dtype("raw", raw, torch.bfloat16, torch.float32)
+    require("raw", raw, torch.bfloat16, torch.float32)
     heads = (num_tokens, num_heads, latents.rotary)
     angles = (num_tokens, latents.rotary // 2)
     for name, dtype, shape in (
@@ -385,12 +357,9 @@ def _check_rows(rows: Mapping[str, Tensor], latents: Latents) -> None:
         ("cos", torch.float32, angles),
         ("sin", torch.float32, angles),
     ):
-        require_dtype(name, rows[name], dtype)
-        require_shape(name, rows[name], shape)
-        require_dense_rows(name, rows[name])
-        require_same_device(name, rows[name], raw)
+        require(name, rows[name], dtype, shape=shape, dense=True, like=raw)
     if isinstance(latents, PlainLatents):
-        require_dtype("latents", latents.latents_BPC, raw.dtype)
+        require("latents", latents.latents_BPC, raw.dtype)
     if latents.device != raw.device:
         raise KernelInputError(f"latents are on {latents.device}, the rest elsewhere: move them")
 
@@ -401,10 +370,7 @@ def _check_vectors(raw_TC: Tensor, latents: Latents, *, places_T: Tensor, weight
         ("places", places_T, torch.int64, raw_TC.shape[0]),
         ("weight", weight_R, raw_TC.dtype, latents.rank),
     ):
-        require_dtype(name, tensor, dtype)
-        require_shape(name, tensor, (size,))
-        require_contiguous(name, tensor)
-        require_same_device(name, tensor, raw_TC)
+        require(name, tensor, dtype, shape=(size,), contiguous=True, like=raw_TC)
 
 
 def _quantized_rows(x_NR: Tensor) -> QuantizedRows:

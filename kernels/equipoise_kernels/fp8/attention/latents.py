@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    CODE,
-    GROUP,
-    require_dense_rows,
-    require_dtype,
-    require_same_device,
-    require_shape,
-)
+from equipoise_kernels.formats import CODE, GROUP, require
 
 _ROTARY_MULTIPLE = 16
 
@@ -40,7 +33,7 @@ class PlainLatents:
     rank: int
 
     def __post_init__(self) -> None:
-        require_dtype("latents", self.latents_BPC, torch.bfloat16, torch.float32)
+        require("latents", self.latents_BPC, torch.bfloat16, torch.float32)
         _require_blocks("latents", self.latents_BPC)
         _require_widths(self.rank, self.latents_BPC.shape[-1] - self.rank)
 
@@ -88,18 +81,18 @@ class QuantizedLatents:
     rotary_BPP: Tensor
 
     def __post_init__(self) -> None:
-        require_dtype("codes", self.codes_BPR, CODE)
-        require_dtype("scales", self.scales_BPG, torch.float32)
-        require_dtype("rotary", self.rotary_BPP, torch.bfloat16)
+        require("codes", self.codes_BPR, CODE)
+        require("scales", self.scales_BPG, torch.float32)
+        require("rotary", self.rotary_BPP, torch.bfloat16)
         for name, tensor in (("codes", self.codes_BPR), ("scales", self.scales_BPG),
                              ("rotary", self.rotary_BPP)):  # fmt: skip
             _require_blocks(name, tensor)
-            require_shape(name, tensor[..., 0], self.codes_BPR.shape[:2])
-            require_same_device(name, tensor, self.codes_BPR)
+            require(name, tensor[..., 0], shape=self.codes_BPR.shape[:2])
+            require(name, tensor, like=self.codes_BPR)
         _require_widths(self.rank, self.rotary)
         if self.rank % GROUP != 0:
             raise KernelInputError(f"codes must be multiples of {GROUP}, not {self.rank}")
-        require_shape("scales", self.scales_BPG, (*self.codes_BPR.shape[:2], self.rank // GROUP))
+        require("scales", self.scales_BPG, shape=(*self.codes_BPR.shape[:2], self.rank // GROUP))
 
     @property
     def block_tokens(self) -> int:
@@ -147,7 +140,7 @@ def _require_blocks(name: str, tensor: Tensor) -> None:
     positions = tensor.shape[1]
     if positions == 0 or positions & (positions - 1):
         raise KernelInputError(f"a block must have a power of two of positions, not {positions}")
-    require_dense_rows(name, tensor)
+    require(name, tensor, dense=True)
 
 
 def _require_widths(rank: int, rotary: int) -> None:

@@ -28,20 +28,13 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    GROUP,
-    require_contiguous,
-    require_dense_rows,
-    require_dtype,
-    require_same_device,
-    require_shape,
-)
+from equipoise_kernels.formats import GROUP, require
 from equipoise_kernels.fp8 import configurations, selection
 from equipoise_kernels.fp8.attention import libraries
 from equipoise_kernels.fp8.attention.latents import Latents, QuantizedLatents
 from equipoise_kernels.fp8.attention.mla_merge import closed, merge_specialization, merge_splits
 from equipoise_kernels.fp8.jit import constant, jit, tl
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 
 _GROUP = constant(GROUP)
 
@@ -111,32 +104,28 @@ def mla_decode(
     Raises:
         KernelInputError: the arguments break the contract.
     """
-    require_dtype("query", query_BHC, torch.bfloat16, torch.float32)
+    require("query", query_BHC, torch.bfloat16, torch.float32)
     if query_BHC.dim() != 3 or query_BHC.shape[1] == 0:
         raise KernelInputError(f"query must be [B, H, C], not {list(query_BHC.shape)}")
     num_queries, num_heads, _ = query_BHC.shape
-    require_shape("query", query_BHC, (num_queries, num_heads, latents.rank + latents.rotary))
-    require_dense_rows("query", query_BHC)
-    require_dtype("tables", tables_BS, torch.int32)
+    width = latents.rank + latents.rotary
+    require("query", query_BHC, shape=(num_queries, num_heads, width), dense=True)
+    require("tables", tables_BS, torch.int32)
     if tables_BS.dim() != 2 or tables_BS.shape[1] == 0:
         raise KernelInputError(f"tables must be [B, S], not {list(tables_BS.shape)}")
-    require_shape("tables", tables_BS, (num_queries, tables_BS.shape[1]))
-    require_dtype("lengths", lengths_B, torch.int32)
-    require_shape("lengths", lengths_B, (num_queries,))
     if tokens_per_split is not None and (tokens_per_split < 64 or tokens_per_split % 64 != 0):
         raise KernelInputError(f"tokens_per_split must be a multiple of 64, not {tokens_per_split}")
     out = out or AttentionOutput(
         out_BHR=query_BHC.new_empty(num_queries, num_heads, latents.rank),
         lse_BH=query_BHC.new_empty(num_queries, num_heads, dtype=torch.float32),
     )
-    require_dtype("out", out.out_BHR, query_BHC.dtype)
-    require_shape("out", out.out_BHR, (num_queries, num_heads, latents.rank))
-    require_dtype("lse", out.lse_BH, torch.float32)
-    require_shape("lse", out.lse_BH, (num_queries, num_heads))
-    for name, tensor in (("tables", tables_BS), ("lengths", lengths_B),
-                         ("out", out.out_BHR), ("lse", out.lse_BH)):  # fmt: skip
-        require_contiguous(name, tensor)
-        require_same_device(name, tensor, query_BHC)
+    for name, tensor, dtype, shape in (
+        ("tables", tables_BS, torch.int32, (num_queries, tables_BS.shape[1])),
+        ("lengths", lengths_B, torch.int32, (num_queries,)),
+        ("out", out.out_BHR, query_BHC.dtype, (num_queries, num_heads, latents.rank)),
+        ("lse", out.lse_BH, torch.float32, (num_queries, num_heads)),
+    ):
+        require(name, tensor, dtype, shape=shape, contiguous=True, like=query_BHC)
     if latents.device != query_BHC.device:
         raise KernelInputError(f"latents are on {latents.device}, queries elsewhere: move them")
     BACKENDS[selection.backend("mla_decode", query_BHC.device)](
@@ -233,10 +222,7 @@ def mla_decode_triton(
         RANK=latents.rank,
         ROTARY=latents.rotary,
         BLOCK_TOKENS=latents.block_tokens,
-        HEADS=config.heads,
-        TOKENS=config.tokens,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **configurations.options(config),
     )
     if num_splits > 1:
         merge_splits(partial.out_BHR, partial.lse_BH, out_BHR=out.out_BHR, lse_BH=out.lse_BH)
@@ -358,43 +344,29 @@ def specializations(
     config: MlaDecodeConfig, *, rank: int, rotary: int, block_tokens: int
 ) -> list[Specialization]:
     """Specialisations of a configuration: both kinds of latents, several splits, the merge."""
-    scale_strides = ("scale_block_stride", "scale_token_stride")
+    scale_strides = " scale_block_stride scale_token_stride"
     decode = [
-        specialization(
-            mla_decode_kernel,
+        Specialization(
+            kernel=mla_decode_kernel,
             name=f"mla_decode {config.heads}x{config.tokens} warps={config.num_warps} "
             f"stages={config.num_stages} quantized={quantized}",
             types={
-                "query_ptr": "*bf16",
+                "query_ptr rotary_ptr": "*bf16",
                 "compressed_ptr": "*fp8e4nv" if quantized else "*bf16",
                 "scales_ptr": "*fp32" if quantized else "*bf16",
-                "rotary_ptr": "*bf16",
-                "tables_ptr": "*i32",
-                "lengths_ptr": "*i32",
-                "out_ptr": "*fp32",
-                "lse_ptr": "*fp32",
+                "tables_ptr lengths_ptr": "*i32",
+                "out_ptr lse_ptr": "*fp32",
                 "scale": "fp32",
             },
-            multiples_of_16=(
-                "tokens_per_split",
-                "query_stride",
-                "head_stride",
-                "block_stride",
-                "token_stride",
-                *(() if quantized else scale_strides),
-                "rotary_block_stride",
-                "rotary_token_stride",
-            ),
-            constants={
+            multiples_of_16="tokens_per_split query_stride head_stride block_stride token_stride "
+            "rotary_block_stride rotary_token_stride" + ("" if quantized else scale_strides),
+            options=configurations.options(config)
+            | {
                 "QUANTIZED": quantized,
                 "RANK": rank,
                 "ROTARY": rotary,
                 "BLOCK_TOKENS": block_tokens,
-                "HEADS": config.heads,
-                "TOKENS": config.tokens,
             },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
             has_wide_products=True,
         )
         for quantized in (False, True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from equipoise_kernels.fp8.jit import jit, tl
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 
 _NUM_WARPS = 4
 
@@ -79,15 +79,9 @@ def closed(largest: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 def merge_specialization(rank: int) -> Specialization:
     """The kernel's specialisation."""
-    return specialization(
-        mla_merge_kernel,
+    return Specialization(
+        kernel=mla_merge_kernel,
         name=f"mla_merge rank={rank}",
-        types={
-            "partial_ptr": "*fp32",
-            "partial_lse_ptr": "*fp32",
-            "out_ptr": "*bf16",
-            "lse_ptr": "*fp32",
-        },
-        constants={"RANK": rank},
-        num_warps=_NUM_WARPS,
+        types={"partial_ptr partial_lse_ptr lse_ptr": "*fp32", "out_ptr": "*bf16"},
+        options={"RANK": rank, "num_warps": _NUM_WARPS},
     )

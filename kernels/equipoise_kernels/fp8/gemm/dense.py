@@ -18,15 +18,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    GROUP,
-    QuantizedRows,
-    QuantizedWeight,
-    require_dense_rows,
-    require_dtype,
-    require_same_device,
-    require_shape,
-)
+from equipoise_kernels.formats import GROUP, QuantizedRows, QuantizedWeight, require
 from equipoise_kernels.fp8 import configurations, selection
 from equipoise_kernels.fp8.gemm import libraries
 from equipoise_kernels.fp8.gemm.tile import (
@@ -37,7 +29,7 @@ from equipoise_kernels.fp8.gemm.tile import (
     weight_descriptor,
 )
 from equipoise_kernels.fp8.jit import constant, jit, tl
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 
 # From here on, libraries are faster: on Hopper, stock Triton reaches a third to a half of them.
 LARGE_ROWS = 256
@@ -126,10 +118,7 @@ def gemm(
     shape = (a.codes.shape[0], weight.codes.shape[0])
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=a.codes.device)
-    require_dtype("out", out, *OUTPUT_DTYPES)
-    require_shape("out", out, shape)
-    require_dense_rows("out", out)
-    require_same_device("out", out, a.codes)
+    require("out", out, *OUTPUT_DTYPES, shape=shape, dense=True, like=a.codes)
     operation = "gemm_large" if shape[0] >= LARGE_ROWS else "gemm"
     BACKENDS[selection.backend(operation, out.device)](a, weight, out=out)
     return out
@@ -178,9 +167,7 @@ def gemm_triton(
         *a.scales.stride(),
         parts.stride(-2),
         parts.stride(0) if config.split_k > 1 else 0,
-        **_constants(config),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **configurations.options(config),
     )
     if config.split_k > 1:
         add_parts_kernel[(num_rows, -(-num_columns // _SUM_BLOCK))](
@@ -201,16 +188,6 @@ BACKENDS: dict[str, Callable[..., None]] = {
     "scaled_mm": libraries.gemm_scaled_mm,
     "deep_gemm": libraries.gemm_deep_gemm,
 }
-
-
-def _constants(config: GemmConfig) -> dict[str, Any]:
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "SWAP_AB": config.swap_ab,
-        "SPLIT_K": config.split_k,
-        "GROUP_M": config.group_m,
-    }
 
 
 @jit
@@ -307,33 +284,29 @@ def specializations(config: GemmConfig) -> list[Specialization]:
     """Specialisations of a configuration."""
     dtype = "fp32" if config.split_k > 1 else "bf16"
     kernels = [
-        specialization(
-            gemm_kernel,
+        Specialization(
+            kernel=gemm_kernel,
             name=f"gemm {config}",
             types={
                 "a_ptr": "*fp8e4nv",
-                "a_scale_ptr": "*fp32",
+                "a_scale_ptr weight_scale_ptr": "*fp32",
                 "weight": f"tensordesc<fp8e4nv[1,{config.block_n},{GROUP}]>",
-                "weight_scale_ptr": "*fp32",
                 "out_ptr": f"*{dtype}",
             },
-            multiples_of_16=("num_columns", "a_stride", "out_stride", "part_stride"),
-            constants=_constants(config),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            multiples_of_16="num_columns a_stride out_stride part_stride",
+            options=configurations.options(config),
             ctas_per_sm=config.ctas_per_sm,
             min_accumulators=config.block_m * config.block_n // (32 * config.num_warps),
         )
     ]
     if config.split_k > 1:
         kernels.append(
-            specialization(
-                add_parts_kernel,
+            Specialization(
+                kernel=add_parts_kernel,
                 name=f"add_parts split_k={config.split_k}",
                 types={"parts_ptr": "*fp32", "out_ptr": "*bf16"},
-                multiples_of_16=("num_columns", "out_stride"),
-                constants={"SPLIT_K": config.split_k, "BLOCK": _SUM_BLOCK},
-                num_warps=4,
+                multiples_of_16="num_columns out_stride",
+                options={"SPLIT_K": config.split_k, "BLOCK": _SUM_BLOCK, "num_warps": 4},
             )
         )
     return kernels

@@ -27,21 +27,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    GROUP,
-    QuantizedRows,
-    QuantizedWeight,
-    require_dense_rows,
-    require_dtype,
-    require_same_device,
-    require_shape,
-)
+from equipoise_kernels.formats import GROUP, QuantizedRows, QuantizedWeight, require
 from equipoise_kernels.fp8 import configurations, selection
 from equipoise_kernels.fp8.gemm.dense import gemm_reference
 from equipoise_kernels.fp8.gemm.schedule import (
@@ -61,8 +52,8 @@ from equipoise_kernels.fp8.gemm.tile import (
     store_tile,
     weight_descriptor,
 )
-from equipoise_kernels.fp8.jit import constant, jit, tl
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.jit import constant, jit, next_power_of_two, tl
+from equipoise_kernels.fp8.specialization import Specialization
 
 _GROUP = constant(GROUP)
 # Enough for each program to walk several tiles when the interpreter stands in for a device.
@@ -141,17 +132,14 @@ def grouped_gemm(
     if weight.codes.dim() != 3:
         raise KernelInputError(f"weights must be [S, N, K], not {list(weight.codes.shape)}")
     check_operands(a, weight)
-    require_dtype("slot_of_group", slot_of_group, torch.int32)
-    require_shape("slot_of_group", slot_of_group, (slot_of_group.numel(),))
-    require_same_device("slot_of_group", slot_of_group, a.codes)
+    require(
+        "slot_of_group", slot_of_group, torch.int32, shape=(slot_of_group.numel(),), like=a.codes
+    )
     schedule.check(a, num_groups=slot_of_group.numel())
     shape = (*a.codes.shape[:-1], weight.codes.shape[1])
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=a.codes.device)
-    require_dtype("out", out, *OUTPUT_DTYPES)
-    require_shape("out", out, shape)
-    require_dense_rows("out", out)
-    require_same_device("out", out, a.codes)
+    require("out", out, *OUTPUT_DTYPES, shape=shape, dense=True, like=a.codes)
     if out.numel() > 0 and slot_of_group.numel() > 0:
         run = BACKENDS[selection.backend("grouped_gemm", out.device)]
         run(a, weight, slot_of_group.contiguous(), schedule=schedule, out=out)
@@ -219,18 +207,12 @@ def grouped_gemm_triton(
         out.stride(0) if outer else 0,
         out.stride(-2),
         SCHEDULE=schedule.number,
-        PADDED_GROUPS=_next_power_of_two(num_groups),
-        **_constants(config),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        PADDED_GROUPS=next_power_of_two(num_groups),
+        **configurations.options(config),
     )
 
 
 BACKENDS = {"reference": grouped_gemm_reference, "triton": grouped_gemm_triton}
-
-
-def _constants(config: GroupedGemmConfig) -> dict[str, Any]:
-    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SWAP_AB": config.swap_ab}
 
 
 @cache
@@ -238,10 +220,6 @@ def _num_programs(device: torch.device, ctas_per_sm: int) -> int:
     if device.type == "cpu":
         return _PROGRAMS_ON_CPU
     return ctas_per_sm * int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 @jit
@@ -334,32 +312,19 @@ def grouped_gemm_kernel(
 def specializations(config: GroupedGemmConfig, *, num_groups: int) -> list[Specialization]:
     """Specialisations of a configuration: the three schedules."""
     return [
-        specialization(
-            grouped_gemm_kernel,
+        Specialization(
+            kernel=grouped_gemm_kernel,
             name=f"grouped_gemm {schedule.__name__} {config}",
             types={
                 "a_ptr": "*fp8e4nv",
-                "a_scale_ptr": "*fp32",
+                "a_scale_ptr weight_scale_ptr": "*fp32",
                 "weight": f"tensordesc<fp8e4nv[1,{config.block_n},{GROUP}]>",
-                "weight_scale_ptr": "*fp32",
                 "out_ptr": "*bf16",
-                "slot_of_group_ptr": "*i32",
-                "groups_ptr": "*i32",
+                "slot_of_group_ptr groups_ptr": "*i32",
             },
-            multiples_of_16=(
-                "num_columns",
-                "a_outer_stride",
-                "a_stride",
-                "out_outer_stride",
-                "out_stride",
-            ),
-            constants={
-                "SCHEDULE": schedule.number,
-                "PADDED_GROUPS": _next_power_of_two(num_groups),
-                **_constants(config),
-            },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            multiples_of_16="num_columns a_outer_stride a_stride out_outer_stride out_stride",
+            options=configurations.options(config)
+            | {"SCHEDULE": schedule.number, "PADDED_GROUPS": next_power_of_two(num_groups)},
             ctas_per_sm=config.ctas_per_sm,
             min_accumulators=config.block_m * config.block_n // (32 * config.num_warps),
         )

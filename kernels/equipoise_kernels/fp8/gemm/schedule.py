@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    QuantizedRows,
-    require_dtype,
-    require_same_device,
-    require_shape,
-)
+from equipoise_kernels.formats import QuantizedRows, require
 from equipoise_kernels.fp8.jit import constant, jit, tl
 
 GROUP_ALIGNMENT = 128
@@ -28,6 +23,11 @@ GROUP_ALIGNMENT = 128
 _PREFIX_SUM = constant(1)
 _MASKED = constant(2)
 _ALIGNMENT = constant(GROUP_ALIGNMENT)
+
+
+def _even_share(num_rows: int, *, num_groups: int) -> int:
+    """Rows per group, for choosing a configuration."""
+    return -(-num_rows // num_groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,7 @@ class ContiguousRows:
         del num_groups
         _check("group_of_row", self.group_of_row, a, rank=2, size=a.codes.shape[0])
 
-    @staticmethod
-    def expected_rows_per_group(num_rows: int, *, num_groups: int) -> int:
-        """Rows per group, for choosing a configuration: an even share."""
-        return -(-num_rows // num_groups)
+    expected_rows_per_group = staticmethod(_even_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +66,7 @@ class PrefixSumRows:
         """Raise KernelInputError unless the tensor matches the rows."""
         _check("group_ends", self.group_ends, a, rank=2, size=num_groups)
 
-    @staticmethod
-    def expected_rows_per_group(num_rows: int, *, num_groups: int) -> int:
-        """Rows per group, for choosing a configuration: an even share."""
-        return -(-num_rows // num_groups)
+    expected_rows_per_group = staticmethod(_even_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +102,7 @@ Schedule = ContiguousRows | PrefixSumRows | MaskedRows
 
 
 def _check(name: str, groups: Tensor, a: QuantizedRows, *, rank: int, size: int) -> None:
-    require_dtype(name, groups, torch.int32)
-    require_shape(name, groups, (size,))
-    require_same_device(name, groups, a.codes)
-    if not groups.is_contiguous():
-        raise KernelInputError(f"{name} must be contiguous: call contiguous()")
+    require(name, groups, torch.int32, shape=(size,), contiguous=True, like=a.codes)
     if a.codes.dim() != rank:
         raise KernelInputError(f"rows must have {rank} dimensions with {name}, not {a.codes.dim()}")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import GROUP, QuantizedRows, QuantizedWeight, require_dense_rows
+from equipoise_kernels.formats import GROUP, QuantizedRows, QuantizedWeight, require
 from equipoise_kernels.fp8.jit import TensorDescriptor, constant, jit, tl
 
 OUTPUT_DTYPES = (torch.bfloat16, torch.float32)
@@ -101,7 +101,7 @@ def check_operands(a: QuantizedRows, weight: QuantizedWeight) -> None:
         raise KernelInputError(
             f"rows have K = {a.codes.shape[-1]}, weights {weight.codes.shape[-1]}: they must agree"
         )
-    require_dense_rows("rows", a.codes)
+    require("rows", a.codes, dense=True)
     if not weight.codes.is_contiguous() or not weight.scales.is_contiguous():
         raise KernelInputError("weights and their scales must be contiguous: call contiguous()")
     if weight.codes.data_ptr() % 16 or a.codes.data_ptr() % 16 or a.codes.stride(-2) % 16:

@@ -18,19 +18,11 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    QuantizedRows,
-    empty_rows,
-    require_contiguous,
-    require_dense_rows,
-    require_dtype,
-    require_same_device,
-    require_shape,
-)
+from equipoise_kernels.formats import QuantizedRows, empty_rows, require
 from equipoise_kernels.fp8 import configurations, selection
 from equipoise_kernels.fp8.jit import jit, tl
 from equipoise_kernels.fp8.moe.row_order import RowOrder
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 
 _WORD_BYTES = 4
 
@@ -73,11 +65,15 @@ def permute(
     for name, source, target in zip(("x", "scales"), sources, targets, strict=False):
         if source.dim() != 2:
             raise KernelInputError(f"{name} must be [T, columns], not {list(source.shape)}")
-        require_shape(name, source, (len(order.place_of_pair_TK), source.shape[1]))
-        require_dtype("out", target, source.dtype)
-        require_shape("out", target, (len(order.pair_of_row_M), source.shape[1]))
-        require_same_device("out", target, source)
-        require_same_device("order", order.pair_of_row_M, source)
+        require(name, source, shape=(len(order.place_of_pair_TK), source.shape[1]))
+        require(
+            "out",
+            target,
+            source.dtype,
+            shape=(len(order.pair_of_row_M), source.shape[1]),
+            like=source,
+        )
+        require("order", order.pair_of_row_M, like=source)
     run = PERMUTERS[selection.backend("permute", sources[0].device)]
     run(_words("x", sources[0]), order, out=_words("out", targets[0]))
     for source, target in zip(sources[1:], targets[1:], strict=True):
@@ -99,22 +95,20 @@ def combine(
     Raises:
         KernelInputError: the arguments break the contract.
     """
-    require_dtype("rows", rows_MD, torch.bfloat16, torch.float16, torch.float32)
+    require("rows", rows_MD, torch.bfloat16, torch.float16, torch.float32)
     if rows_MD.dim() != 2 or rows_MD.shape[0] < len(order.pair_of_row_M):
         raise KernelInputError(
             f"rows must be [{len(order.pair_of_row_M)}, D], not {list(rows_MD.shape)}"
         )
-    require_dense_rows("rows", rows_MD)
-    require_dtype("weights", weights_TK, torch.float32)
-    require_shape("weights", weights_TK, order.place_of_pair_TK.shape)
-    require_contiguous("weights", weights_TK)
+    require("rows", rows_MD, dense=True)
+    require(
+        "weights", weights_TK, torch.float32, shape=order.place_of_pair_TK.shape, contiguous=True
+    )
     shape = (len(weights_TK), rows_MD.shape[1])
     out = rows_MD.new_empty(shape) if out is None else out
-    require_dtype("out", out, rows_MD.dtype)
-    require_shape("out", out, shape)
-    require_dense_rows("out", out)
+    require("out", out, rows_MD.dtype, shape=shape, dense=True)
     for name, tensor in (("weights", weights_TK), ("out", out), ("order", order.place_of_pair_TK)):
-        require_same_device(name, tensor, rows_MD)
+        require(name, tensor, like=rows_MD)
     run = COMBINERS[selection.backend("combine", rows_MD.device)]
     run(rows_MD, order, weights_TK, out=out)
     return out
@@ -155,8 +149,7 @@ def permute_triton(
         num_columns,
         *x_TW.stride(),
         *out.stride(),
-        COLUMNS=config.columns,
-        num_warps=config.num_warps,
+        **configurations.options(config),
     )
 
 
@@ -182,8 +175,7 @@ def combine_triton(
         rows_MD.stride(0),
         out.stride(0),
         TOP_K=weights_TK.shape[1],
-        COLUMNS=config.columns,
-        num_warps=config.num_warps,
+        **configurations.options(config),
     )
 
 
@@ -245,23 +237,22 @@ def combine_kernel(
 def permute_specializations(config: PermuteConfig) -> list[Specialization]:
     """Specialisations of a configuration: codes as words, and scales by columns."""
     return [
-        specialization(
-            permute_kernel,
+        Specialization(
+            kernel=permute_kernel,
             name=f"permute {config} {name}",
-            types={"x_ptr": kind, "pairs_ptr": "*i32", "out_ptr": kind},
+            types={"x_ptr out_ptr": kind, "pairs_ptr": "*i32"},
             multiples_of_16=multiples,
-            constants={"COLUMNS": config.columns} | constants,
-            num_warps=config.num_warps,
+            options=configurations.options(config) | constants,
         )
         # Triton specialises a stride of 1 as a constant.
         for name, kind, multiples, constants in (
             (
                 "words",
                 "*i32",
-                ("x_row_stride", "out_row_stride"),
+                "x_row_stride out_row_stride",
                 {"x_column_stride": 1, "out_column_stride": 1},
             ),
-            ("scales", "*fp32", (), {}),
+            ("scales", "*fp32", "", {}),
         )
     ]
 
@@ -269,18 +260,12 @@ def permute_specializations(config: PermuteConfig) -> list[Specialization]:
 def combine_specializations(config: PermuteConfig, *, top_k: int) -> list[Specialization]:
     """Specialisations of a configuration."""
     return [
-        specialization(
-            combine_kernel,
+        Specialization(
+            kernel=combine_kernel,
             name=f"combine {config} top_k={top_k}",
-            types={
-                "rows_ptr": "*bf16",
-                "places_ptr": "*i32",
-                "weights_ptr": "*fp32",
-                "out_ptr": "*bf16",
-            },
-            multiples_of_16=("dim", "rows_stride", "out_stride"),
-            constants={"TOP_K": top_k, "COLUMNS": config.columns},
-            num_warps=config.num_warps,
+            types={"rows_ptr out_ptr": "*bf16", "places_ptr": "*i32", "weights_ptr": "*fp32"},
+            multiples_of_16="dim rows_stride out_stride",
+            options=configurations.options(config) | {"TOP_K": top_k},
         )
     ]
 
@@ -291,7 +276,7 @@ def _parts(rows: Tensor | QuantizedRows) -> tuple[Tensor, ...]:
 
 def _words(name: str, rows: Tensor) -> Tensor:
     """View the same memory as 4-byte numbers, so that one kernel copies every dtype."""
-    require_dense_rows(name, rows)
+    require(name, rows, dense=True)
     per_word = max(1, _WORD_BYTES // rows.element_size())
     if rows.shape[1] % per_word != 0 or rows.stride(0) % per_word != 0:
         raise KernelInputError(f"{name}'s rows must be multiples of 4 bytes: pad its columns")

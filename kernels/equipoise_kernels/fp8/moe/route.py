@@ -22,18 +22,12 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    require_contiguous,
-    require_dense_rows,
-    require_dtype,
-    require_same_device,
-    require_shape,
-)
+from equipoise_kernels.formats import require
 from equipoise_kernels.fp8 import configurations, selection
-from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.jit import constant, jit, next_power_of_two, tl
 from equipoise_kernels.fp8.moe.ranking import LOWEST, TAKEN, best, in_best_groups, key, ranked
 from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables, empty_routes
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.plain.route import route
 from equipoise_kernels.replica_choice import (
     GOLDEN,
@@ -90,13 +84,12 @@ def route_to_slots(
     Raises:
         KernelInputError: the arguments break the contract.
     """
-    require_dtype("logits", logits_TE, torch.float32)
+    require("logits", logits_TE, torch.float32)
     if logits_TE.dim() != 2:
         raise KernelInputError(f"logits must be [T, E], not {list(logits_TE.shape)}")
     num_rows = logits_TE.shape[0]
-    require_shape("logits", logits_TE, (num_rows, rule.num_experts))
-    require_dense_rows("logits", logits_TE)
-    require_shape("slots_of_expert", tables.slots_of_expert_ER[:, 0], (rule.num_experts,))
+    require("logits", logits_TE, shape=(num_rows, rule.num_experts), dense=True)
+    require("slots_of_expert", tables.slots_of_expert_ER[:, 0], shape=(rule.num_experts,))
     vectors: list[tuple[str, Tensor, torch.dtype, int]] = [
         ("bias", bias_E, torch.float32, rule.num_experts),
         ("token_ids", token_ids_T, torch.int64, num_rows),
@@ -106,14 +99,10 @@ def route_to_slots(
     if num_valid is not None:
         vectors.append(("num_valid", num_valid, torch.int32, 1))
     for name, vector, dtype, size in vectors:
-        require_dtype(name, vector, dtype)
-        require_shape(name, vector, (size,))
-        require_contiguous(name, vector)
-        require_same_device(name, vector, logits_TE)
-    require_same_device("slots_of_expert", tables.slots_of_expert_ER, logits_TE)
+        require(name, vector, dtype, shape=(size,), contiguous=True, like=logits_TE)
+    require("slots_of_expert", tables.slots_of_expert_ER, like=logits_TE)
     out = out or empty_routes(num_rows, rule.top_k, device=logits_TE.device)
-    require_shape("out", out.slots_TK, (num_rows, rule.top_k))
-    require_same_device("out", out.slots_TK, logits_TE)
+    require("out", out.slots_TK, shape=(num_rows, rule.top_k), like=logits_TE)
     BACKENDS[selection.backend("route", logits_TE.device)](
         logits_TE,
         bias_E,
@@ -217,7 +206,7 @@ def route_triton(
             has_shares=tables.share_ends_ER is not None,
             has_padding=num_valid is not None,
         ),
-        num_warps=config.num_warps,
+        **configurations.options(config),
     )
 
 
@@ -354,28 +343,19 @@ def specializations(
 ) -> list[Specialization]:
     """Specialisations of a configuration: with and without shares."""
     return [
-        specialization(
-            route_kernel,
+        Specialization(
+            kernel=route_kernel,
             name=f"route {config} shares={has_shares}",
             types={
-                "logits_ptr": "*fp32",
-                "bias_ptr": "*fp32",
-                "token_ids_ptr": "*i64",
-                "slots_of_expert_ptr": "*i64",
-                "replica_count_ptr": "*i64",
-                "share_ends_ptr": "*i64",
-                "rows_ptr": "*i64",
+                "logits_ptr bias_ptr weights_ptr": "*fp32",
+                "token_ids_ptr slots_of_expert_ptr replica_count_ptr share_ends_ptr "
+                "rows_ptr expert_ids_ptr slots_ptr": "*i64",
                 "num_valid_ptr": "*i32",
-                "expert_ids_ptr": "*i64",
-                "slots_ptr": "*i64",
-                "weights_ptr": "*fp32",
                 "scale": "fp32",
             },
-            multiples_of_16=("logits_stride",),
-            constants=_constants(
-                rule, max_replicas=max_replicas, has_shares=has_shares, has_padding=True
-            ),
-            num_warps=config.num_warps,
+            multiples_of_16="logits_stride",
+            options=configurations.options(config)
+            | _constants(rule, max_replicas=max_replicas, has_shares=has_shares, has_padding=True),
         )
         for has_shares in (False, True)
     ]
@@ -387,17 +367,13 @@ def _constants(
     return {
         "GROUPS": rule.num_groups,
         "GROUP_SIZE": rule.group_size,
-        "PADDED_GROUPS": _next_power_of_two(rule.num_groups),
-        "PADDED_SIZE": _next_power_of_two(rule.group_size),
+        "PADDED_GROUPS": next_power_of_two(rule.num_groups),
+        "PADDED_SIZE": next_power_of_two(rule.group_size),
         "TOP_GROUPS": rule.top_groups,
         "TOP_K": rule.top_k,
-        "PADDED_K": _next_power_of_two(rule.top_k),
-        "PADDED_PLACES": _next_power_of_two(max_replicas) if has_shares else 1,
+        "PADDED_K": next_power_of_two(rule.top_k),
+        "PADDED_PLACES": next_power_of_two(max_replicas) if has_shares else 1,
         "NORMALIZE": rule.normalize,
         "HAS_SHARES": has_shares,
         "HAS_PADDING": has_padding,
     }
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    require_contiguous,
-    require_dense_rows,
-    require_dtype,
-    require_same_device,
-    require_shape,
-)
+from equipoise_kernels.formats import require
 
 MAX_EXPERTS = 1 << 16
 
@@ -75,19 +69,14 @@ class SlotTables:
 
     def __post_init__(self) -> None:
         slots = self.slots_of_expert_ER
-        require_dtype("slots_of_expert", slots, torch.int64)
+        require("slots_of_expert", slots, torch.int64)
         if slots.dim() != 2 or slots.shape[1] == 0:
             raise KernelInputError(f"slots_of_expert must be [E, R], not {list(slots.shape)}")
-        require_dense_rows("slots_of_expert", slots)
-        require_dtype("replica_count", self.replica_count_E, torch.int64)
-        require_shape("replica_count", self.replica_count_E, slots.shape[:1])
-        require_same_device("replica_count", self.replica_count_E, slots)
-        require_contiguous("replica_count", self.replica_count_E)
-        if self.share_ends_ER is not None:
-            require_dtype("share_ends", self.share_ends_ER, torch.int64)
-            require_shape("share_ends", self.share_ends_ER, slots.shape)
-            require_dense_rows("share_ends", self.share_ends_ER)
-            require_same_device("share_ends", self.share_ends_ER, slots)
+        require("slots_of_expert", slots, dense=True)
+        count, ends, kind = self.replica_count_E, self.share_ends_ER, torch.int64
+        require("replica_count", count, kind, shape=slots.shape[:1], contiguous=True, like=slots)
+        if ends is not None:
+            require("share_ends", ends, kind, shape=slots.shape, dense=True, like=slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,9 +97,7 @@ class Routes:
             ("slots", self.slots_TK, torch.int64),
             ("weights", self.weights_TK, torch.float32),
         ):
-            require_dtype(name, tensor, dtype)
-            require_shape(name, tensor, self.slots_TK.shape)
-            require_dense_rows(name, tensor)
+            require(name, tensor, dtype, shape=self.slots_TK.shape, dense=True)
 
 
 def empty_routes(num_rows: int, top_k: int, *, device: torch.device) -> Routes:

@@ -17,15 +17,10 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
-from equipoise_kernels.formats import (
-    require_contiguous,
-    require_dtype,
-    require_same_device,
-    require_shape,
-)
+from equipoise_kernels.formats import require
 from equipoise_kernels.fp8 import configurations, selection
-from equipoise_kernels.fp8.jit import jit, tl
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.jit import jit, next_power_of_two, tl
+from equipoise_kernels.fp8.specialization import Specialization
 
 _MAX_ROWS = (1 << 31) - 1
 
@@ -68,9 +63,7 @@ class RowOrder:
             ("pair_of_row", self.pair_of_row_M, 1),
             ("slot_ends", self.slot_ends_S, 1),
         ):
-            require_dtype(name, tensor, torch.int32)
-            require_contiguous(name, tensor)
-            require_same_device(name, tensor, self.place_of_pair_TK)
+            require(name, tensor, torch.int32, contiguous=True, like=self.place_of_pair_TK)
             if tensor.dim() != rank:
                 raise KernelInputError(
                     f"{name} must have {rank} dimensions, not {list(tensor.shape)}"
@@ -96,19 +89,18 @@ def order_rows(
     Raises:
         KernelInputError: the contract is broken, or `out` has fewer rows than `most_rows`.
     """
-    require_dtype("slots", slots_TK, torch.int64)
+    require("slots", slots_TK, torch.int64)
     if slots_TK.dim() != 2 or slots_TK.shape[1] == 0:
         raise KernelInputError(f"slots must be [T, K], not {list(slots_TK.shape)}")
-    require_contiguous("slots", slots_TK)
+    require("slots", slots_TK, contiguous=True)
     if num_slots < 1 or alignment < 1:
         raise KernelInputError(f"need slots and an alignment, not {num_slots} and {alignment}")
     num_rows = most_rows(slots_TK.numel(), num_slots=num_slots, alignment=alignment)
     if num_rows > _MAX_ROWS:
         raise KernelInputError(f"{num_rows} rows are more than int32 can index: split the rows")
     out = out or _empty(slots_TK, num_slots=num_slots, num_rows=num_rows)
-    require_shape("place_of_pair", out.place_of_pair_TK, slots_TK.shape)
-    require_shape("slot_ends", out.slot_ends_S, (num_slots,))
-    require_same_device("place_of_pair", out.place_of_pair_TK, slots_TK)
+    require("place_of_pair", out.place_of_pair_TK, shape=slots_TK.shape, like=slots_TK)
+    require("slot_ends", out.slot_ends_S, shape=(num_slots,))
     if len(out.pair_of_row_M) < num_rows:
         raise KernelInputError(
             f"pair_of_row has {len(out.pair_of_row_M)} rows, {num_rows} may be needed: "
@@ -145,7 +137,7 @@ def row_order_triton(
     num_slots, num_pairs = len(out.slot_ends_S), slots_TK.numel()
     config = config or configurations.choose("row_order", RowOrderConfig, rows=num_pairs)
     counts_S = torch.empty_like(out.slot_ends_S)
-    options = {"PAIRS": config.pairs, "num_warps": config.num_warps}
+    options = configurations.options(config)
     row_count_kernel[(num_slots,)](slots_TK, counts_S, num_pairs, **options)
     row_order_kernel[(num_slots + 1,)](
         slots_TK,
@@ -157,7 +149,7 @@ def row_order_triton(
         num_slots,
         len(out.pair_of_row_M),
         alignment,
-        PADDED_SLOTS=_next_power_of_two(num_slots),
+        PADDED_SLOTS=next_power_of_two(num_slots),
         **options,
     )
 
@@ -224,25 +216,17 @@ def row_order_kernel(
 def specializations(config: RowOrderConfig, *, num_slots: int) -> list[Specialization]:
     """Specialisations of a configuration: both kernels."""
     return [
-        specialization(
-            row_count_kernel,
+        Specialization(
+            kernel=row_count_kernel,
             name=f"row_count {config}",
             types={"slots_ptr": "*i64", "counts_ptr": "*i32"},
-            constants={"PAIRS": config.pairs},
-            num_warps=config.num_warps,
+            options=configurations.options(config),
         ),
-        specialization(
-            row_order_kernel,
+        Specialization(
+            kernel=row_order_kernel,
             name=f"row_order {config} slots={num_slots}",
-            types={
-                "slots_ptr": "*i64",
-                "counts_ptr": "*i32",
-                "places_ptr": "*i32",
-                "pairs_ptr": "*i32",
-                "ends_ptr": "*i32",
-            },
-            constants={"PADDED_SLOTS": _next_power_of_two(num_slots), "PAIRS": config.pairs},
-            num_warps=config.num_warps,
+            types={"slots_ptr": "*i64", "counts_ptr places_ptr pairs_ptr ends_ptr": "*i32"},
+            options=configurations.options(config) | {"PADDED_SLOTS": next_power_of_two(num_slots)},
         ),
     ]
 
@@ -256,7 +240,3 @@ def _empty(slots_TK: Tensor, *, num_slots: int, num_rows: int) -> RowOrder:
         pair_of_row_M=integers(num_rows),
         slot_ends_S=integers(num_slots),
     )
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

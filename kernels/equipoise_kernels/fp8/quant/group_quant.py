@@ -23,16 +23,13 @@ from equipoise_kernels.formats import (
     ScaleLayout,
     empty_rows,
     encode,
-    require_dense_rows,
-    require_dtype,
+    require,
     require_groups,
-    require_same_device,
-    require_shape,
     scales_of,
 )
 from equipoise_kernels.fp8 import configurations, selection
 from equipoise_kernels.fp8.jit import constant, jit, tl
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -78,10 +75,9 @@ def group_quant(
     Raises:
         KernelInputError: the arguments break the contract.
     """
-    require_dtype("x", x_MK, *VALUE_DTYPES)
+    require("x", x_MK, *VALUE_DTYPES)
     require_groups("x", x_MK)
-    require_shape("x", x_MK, x_MK.shape[-2:])
-    require_dense_rows("x", x_MK)
+    require("x", x_MK, shape=x_MK.shape[-2:], dense=True)
     out = checked_out(out, x_MK.shape, device=x_MK.device, layout=scale_layout)
     run = BACKENDS[selection.backend("group_quant", x_MK.device)]
     run(x_MK, scale_format=scale_format, out=out)
@@ -116,9 +112,7 @@ def group_quant_triton(
         out.codes.stride(0),
         *out.scales.stride(),
         UE8M0=scale_format is ScaleFormat.UE8M0,
-        ROWS=config.rows,
-        GROUPS=config.groups,
-        num_warps=config.num_warps,
+        **configurations.options(config),
     )
 
 
@@ -185,10 +179,9 @@ def checked_out(
     """Return the caller's output if it fits, or allocate one."""
     if out is None:
         return empty_rows(shape, device=device, layout=layout)
-    require_shape("out", out.codes, shape)
-    require_dense_rows("out", out.codes)
+    require("out", out.codes, shape=shape, dense=True)
     if out.codes.device != device:
-        require_same_device("out", out.codes, torch.empty(0, device=device))
+        require("out", out.codes, like=torch.empty(0, device=device))
     return out
 
 
@@ -204,17 +197,12 @@ def write_quantized(x: Tensor, *, scale_format: ScaleFormat, out: QuantizedRows)
 def specializations(config: GroupQuantConfig) -> list[Specialization]:
     """Specialisations of a configuration: both scale formats."""
     return [
-        specialization(
-            group_quant_kernel,
+        Specialization(
+            kernel=group_quant_kernel,
             name=f"group_quant {config} {scale_format.value}",
             types={"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
-            multiples_of_16=("x_stride", "code_stride"),
-            constants={
-                "UE8M0": scale_format is ScaleFormat.UE8M0,
-                "ROWS": config.rows,
-                "GROUPS": config.groups,
-            },
-            num_warps=config.num_warps,
+            multiples_of_16="x_stride code_stride",
+            options=configurations.options(config) | {"UE8M0": scale_format is ScaleFormat.UE8M0},
         )
         for scale_format in ScaleFormat
     ]

@@ -19,16 +19,13 @@ from equipoise_kernels.formats import (
     QuantizedRows,
     ScaleFormat,
     ScaleLayout,
-    require_dense_rows,
-    require_dtype,
+    require,
     require_groups,
-    require_same_device,
-    require_shape,
 )
 from equipoise_kernels.fp8 import configurations, selection
-from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.jit import constant, jit, next_power_of_two, tl
 from equipoise_kernels.fp8.quant.group_quant import checked_out, quantized, write_quantized
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.plain.rms_norm import rms_norm
 
 _GROUP = constant(GROUP)
@@ -69,18 +66,12 @@ def rms_norm_quant(
     Raises:
         KernelInputError: the arguments break the contract.
     """
-    require_dtype("x", x_MD, torch.bfloat16, torch.float32)
+    require("x", x_MD, torch.bfloat16, torch.float32)
     require_groups("x", x_MD)
-    require_shape("x", x_MD, x_MD.shape[-2:])
-    require_dense_rows("x", x_MD)
-    require_dtype("weight", weight_D, x_MD.dtype)
-    require_shape("weight", weight_D, x_MD.shape[-1:])
-    require_same_device("weight", weight_D, x_MD)
+    require("x", x_MD, shape=x_MD.shape[-2:], dense=True)
+    require("weight", weight_D, x_MD.dtype, shape=x_MD.shape[-1:], like=x_MD)
     if residual_MD is not None:
-        require_dtype("residual", residual_MD, x_MD.dtype)
-        require_shape("residual", residual_MD, x_MD.shape)
-        require_dense_rows("residual", residual_MD)
-        require_same_device("residual", residual_MD, x_MD)
+        require("residual", residual_MD, x_MD.dtype, shape=x_MD.shape, dense=True, like=x_MD)
     out = checked_out(out, x_MD.shape, device=x_MD.device, layout=scale_layout)
     run = BACKENDS[selection.backend("rms_norm_quant", x_MD.device)]
     run(
@@ -140,8 +131,8 @@ def rms_norm_quant_triton(
         UE8M0=scale_format is ScaleFormat.UE8M0,
         ADD_RESIDUAL=residual_MD is not None,
         GROUPS=dim // GROUP,
-        PADDED_GROUPS=_next_power_of_two(dim // GROUP),
-        num_warps=config.num_warps,
+        PADDED_GROUPS=next_power_of_two(dim // GROUP),
+        **configurations.options(config),
     )
 
 
@@ -191,29 +182,23 @@ def rms_norm_quant_kernel(
 def specializations(config: RmsNormQuantConfig, dim: int) -> list[Specialization]:
     """Specialisations of a configuration: with and without a residual."""
     return [
-        specialization(
-            rms_norm_quant_kernel,
+        Specialization(
+            kernel=rms_norm_quant_kernel,
             name=f"rms_norm_quant {config} dim={dim} residual={residual}",
             types={
-                "x_ptr": "*bf16",
-                "residual_ptr": "*bf16",
-                "weight_ptr": "*bf16",
+                "x_ptr residual_ptr weight_ptr": "*bf16",
                 "codes_ptr": "*fp8e4nv",
                 "scales_ptr": "*fp32",
                 "eps": "fp32",
             },
-            multiples_of_16=("x_stride", "residual_stride", "code_stride"),
-            constants={
+            multiples_of_16="x_stride residual_stride code_stride",
+            options=configurations.options(config)
+            | {
                 "UE8M0": False,
                 "ADD_RESIDUAL": residual,
                 "GROUPS": dim // GROUP,
-                "PADDED_GROUPS": _next_power_of_two(dim // GROUP),
+                "PADDED_GROUPS": next_power_of_two(dim // GROUP),
             },
-            num_warps=config.num_warps,
         )
         for residual in (False, True)
     ]
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

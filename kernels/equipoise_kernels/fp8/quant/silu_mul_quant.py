@@ -21,16 +21,13 @@ from equipoise_kernels.formats import (
     QuantizedRows,
     ScaleFormat,
     ScaleLayout,
-    require_dense_rows,
-    require_dtype,
+    require,
     require_groups,
-    require_same_device,
-    require_shape,
 )
 from equipoise_kernels.fp8 import configurations, selection
 from equipoise_kernels.fp8.jit import constant, jit, tl
 from equipoise_kernels.fp8.quant.group_quant import checked_out, quantized, write_quantized
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 
 _GROUP = constant(GROUP)
 
@@ -74,7 +71,7 @@ def silu_mul_quant(
     Raises:
         KernelInputError: the arguments break the contract.
     """
-    require_dtype("x", x, torch.bfloat16, torch.float32)
+    require("x", x, torch.bfloat16, torch.float32)
     if x.dim() != (2 if rows_per_group is None else 3):
         raise KernelInputError(
             f"x must be [M, 2 I], or [G, M, 2 I] with rows_per_group, not {list(x.shape)}"
@@ -84,11 +81,9 @@ def silu_mul_quant(
             f"x must have 2 I columns, I a multiple of {GROUP}, not {x.shape[-1]}"
         )
     require_groups("x", x)
-    require_dense_rows("x", x)
+    require("x", x, dense=True)
     if rows_per_group is not None:
-        require_dtype("rows_per_group", rows_per_group, torch.int32)
-        require_shape("rows_per_group", rows_per_group, x.shape[:1])
-        require_same_device("rows_per_group", rows_per_group, x)
+        require("rows_per_group", rows_per_group, torch.int32, shape=x.shape[:1], like=x)
     shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2))
     out = checked_out(out, shape, device=x.device, layout=scale_layout)
     run = BACKENDS[selection.backend("silu_mul_quant", x.device)]
@@ -146,9 +141,7 @@ def silu_mul_quant_triton(
         *scales_GMB.stride(),
         UE8M0=scale_format is ScaleFormat.UE8M0,
         MASKED=is_masked,
-        ROWS=config.rows,
-        GROUPS=config.groups,
-        num_warps=config.num_warps,
+        **configurations.options(config),
     )
 
 
@@ -202,8 +195,8 @@ def silu_mul_quant_kernel(
 def specializations(config: SiluMulQuantConfig) -> list[Specialization]:
     """Specialisations of a configuration: plain and masked."""
     return [
-        specialization(
-            silu_mul_quant_kernel,
+        Specialization(
+            kernel=silu_mul_quant_kernel,
             name=f"silu_mul_quant {config} masked={masked}",
             types={
                 "x_ptr": "*bf16",
@@ -211,20 +204,8 @@ def specializations(config: SiluMulQuantConfig) -> list[Specialization]:
                 "codes_ptr": "*fp8e4nv",
                 "scales_ptr": "*fp32",
             },
-            multiples_of_16=(
-                "num_groups",
-                "x_outer_stride",
-                "x_stride",
-                "code_outer_stride",
-                "code_stride",
-            ),
-            constants={
-                "UE8M0": False,
-                "MASKED": masked,
-                "ROWS": config.rows,
-                "GROUPS": config.groups,
-            },
-            num_warps=config.num_warps,
+            multiples_of_16="num_groups x_outer_stride x_stride code_outer_stride code_stride",
+            options=configurations.options(config) | {"UE8M0": False, "MASKED": masked},
         )
         for masked in (False, True)
     ]

@@ -23,14 +23,14 @@ from equipoise_kernels.formats import (
     QuantizedWeight,
     ScaleFormat,
     encode,
-    require_dtype,
+    require,
     scales_of,
     weight_scale_shape,
 )
 from equipoise_kernels.fp8 import selection
 from equipoise_kernels.fp8.jit import constant, jit, tl
 from equipoise_kernels.fp8.quant.group_quant import VALUE_DTYPES, scales_of_amax
-from equipoise_kernels.fp8.specialization import Specialization, specialization
+from equipoise_kernels.fp8.specialization import Specialization
 
 _GROUP = constant(GROUP)
 _NUM_WARPS = 8
@@ -44,7 +44,7 @@ def quantize_weight(
     Raises:
         KernelInputError: the arguments break the contract.
     """
-    require_dtype("weight", weight, *VALUE_DTYPES)
+    require("weight", weight, *VALUE_DTYPES)
     if weight.dim() not in {2, 3} or weight.numel() == 0:
         raise KernelInputError(f"weight must be [N, K] or [S, N, K], not {list(weight.shape)}")
     weight = weight.contiguous()
@@ -176,20 +176,18 @@ def _scale_place(num_columns: int) -> Any:
 def specializations() -> list[Specialization]:
     """Specialisations of the two kernels."""
     return [
-        specialization(
-            quantize_weight_kernel,
+        Specialization(
+            kernel=quantize_weight_kernel,
             name="quantize_weight",
             types={"weight_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
-            multiples_of_16=("num_columns",),
-            constants={"UE8M0": False},
-            num_warps=_NUM_WARPS,
+            multiples_of_16="num_columns",
+            options={"UE8M0": False, "num_warps": _NUM_WARPS},
         ),
-        specialization(
-            dequantize_weight_kernel,
+        Specialization(
+            kernel=dequantize_weight_kernel,
             name="dequantize_weight",
             types={"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*bf16"},
-            multiples_of_16=("num_columns",),
-            constants={},
-            num_warps=_NUM_WARPS,
+            multiples_of_16="num_columns",
+            options={"num_warps": _NUM_WARPS},
         ),
     ]

@@ -80,7 +80,7 @@ def compile_for_hopper(what: Specialization) -> Code:
     for name in _INSTRUCTION.findall(dump):
         instructions[name] = instructions.get(name, 0) + 1
     ptx = compiled.asm["ptx"]
-    num_warps = getattr(compiled.metadata, "num_warps", what.num_warps)
+    num_warps = getattr(compiled.metadata, "num_warps", what.options["num_warps"])
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", ptx)
     return Code(
         num_registers=figures["REG"],
@@ -105,8 +105,8 @@ def _source(what: Specialization) -> Any:
 
 def _options(what: Specialization) -> dict[str, int | bool]:
     return {
-        "num_warps": what.num_warps,
-        "num_stages": what.num_stages,
+        "num_warps": what.options["num_warps"],
+        "num_stages": what.options.get("num_stages", 3),
         "enable_fp_fusion": what.fuses_products,
     }
 

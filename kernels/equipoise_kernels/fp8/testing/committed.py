@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.all_to_all import peer
@@ -32,88 +32,43 @@ _RULE = RoutingRule(num_experts=256, num_groups=8, top_groups=4, top_k=8, normal
 _MAX_REPLICAS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tunable:
-    """An operation with configurations.
+class Tunable(NamedTuple):
+    """An operation with configurations."""
 
-    A specialisation that needs sizes gets those of DeepSeek-V3 with 32 slots per rank.
-    """
-
-    kind: type[Any]
-    """The dataclass of its configurations."""
     space: tuple[Any, ...]
-    """The configurations to choose from."""
+    """The configurations to choose from, all of one dataclass."""
     specializations: Callable[[Any], list[Specialization]]
     """What a configuration compiles to."""
 
 
+# A specialisation that needs sizes gets those of DeepSeek-V3 with 32 slots per rank.
+_LATENTS: Mapping[str, Any] = {"rank": 512, "rotary": 64, "block_tokens": 16}
+
 TUNABLES: Mapping[str, Tunable] = {
-    "all_to_all": Tunable(
-        kind=peer.AllToAllConfig,
-        space=peer.CONFIG_SPACE,
-        specializations=lambda config: peer.specializations(config, _EIGHT_RANKS),
-    ),
-    "gemm": Tunable(
-        kind=dense.GemmConfig,
-        space=dense.CONFIG_SPACE,
-        specializations=dense.specializations,
-    ),
+    "all_to_all": Tunable(peer.CONFIG_SPACE, partial(peer.specializations, shape=_EIGHT_RANKS)),
+    "gemm": Tunable(dense.CONFIG_SPACE, dense.specializations),
     "grouped_gemm": Tunable(
-        kind=grouped.GroupedGemmConfig,
-        space=grouped.CONFIG_SPACE,
-        specializations=lambda config: grouped.specializations(config, num_groups=_GROUPS),
+        grouped.CONFIG_SPACE, partial(grouped.specializations, num_groups=_GROUPS)
     ),
-    "group_quant": Tunable(
-        kind=group_quant.GroupQuantConfig,
-        space=group_quant.CONFIG_SPACE,
-        specializations=group_quant.specializations,
-    ),
+    "group_quant": Tunable(group_quant.CONFIG_SPACE, group_quant.specializations),
     "rms_norm_quant": Tunable(
-        kind=rms_norm_quant.RmsNormQuantConfig,
-        space=rms_norm_quant.CONFIG_SPACE,
-        specializations=lambda config: rms_norm_quant.specializations(config, _HIDDEN),
+        rms_norm_quant.CONFIG_SPACE, partial(rms_norm_quant.specializations, dim=_HIDDEN)
     ),
     "route": Tunable(
-        kind=route.RouteConfig,
-        space=route.CONFIG_SPACE,
-        specializations=lambda config: route.specializations(
-            config, _RULE, max_replicas=_MAX_REPLICAS
-        ),
+        route.CONFIG_SPACE, partial(route.specializations, rule=_RULE, max_replicas=_MAX_REPLICAS)
     ),
     "row_order": Tunable(
-        kind=row_order.RowOrderConfig,
-        space=row_order.CONFIG_SPACE,
-        specializations=lambda config: row_order.specializations(config, num_slots=_GROUPS),
+        row_order.CONFIG_SPACE, partial(row_order.specializations, num_slots=_GROUPS)
     ),
-    "permute": Tunable(
-        kind=permute.PermuteConfig,
-        space=permute.CONFIG_SPACE,
-        specializations=permute.permute_specializations,
-    ),
+    "permute": Tunable(permute.CONFIG_SPACE, permute.permute_specializations),
     "combine": Tunable(
-        kind=permute.PermuteConfig,
-        space=permute.CONFIG_SPACE,
-        specializations=lambda config: permute.combine_specializations(config, top_k=_RULE.top_k),
+        permute.CONFIG_SPACE, partial(permute.combine_specializations, top_k=_RULE.top_k)
     ),
     "latent_write": Tunable(
-        kind=latent_write.LatentWriteConfig,
-        space=latent_write.CONFIG_SPACE,
-        specializations=lambda config: latent_write.specializations(
-            config, rank=512, rotary=64, block_tokens=16
-        ),
+        latent_write.CONFIG_SPACE, partial(latent_write.specializations, **_LATENTS)
     ),
-    "mla_decode": Tunable(
-        kind=mla_decode.MlaDecodeConfig,
-        space=mla_decode.CONFIG_SPACE,
-        specializations=lambda config: mla_decode.specializations(
-            config, rank=512, rotary=64, block_tokens=16
-        ),
-    ),
-    "silu_mul_quant": Tunable(
-        kind=silu_mul_quant.SiluMulQuantConfig,
-        space=silu_mul_quant.CONFIG_SPACE,
-        specializations=silu_mul_quant.specializations,
-    ),
+    "mla_decode": Tunable(mla_decode.CONFIG_SPACE, partial(mla_decode.specializations, **_LATENTS)),
+    "silu_mul_quant": Tunable(silu_mul_quant.CONFIG_SPACE, silu_mul_quant.specializations),
 }
 
 
@@ -123,7 +78,7 @@ def committed_configs() -> list[tuple[str, Any]]:
     for operation, tunable in TUNABLES.items():
         for file in configurations.committed(operation).values():
             for entry in file:
-                found[operation, tunable.kind(**entry.config)] = None
+                found[operation, type(tunable.space[0])(**entry.config)] = None
     return list(found)
 
 
