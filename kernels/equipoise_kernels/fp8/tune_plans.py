@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from equipoise_kernels.formats import QuantizedRows, ScaleFormat, empty_rows
+from equipoise_kernels.formats import ScaleFormat, empty_rows
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.attention.latent_write import latent_write_triton
@@ -37,7 +38,9 @@ from equipoise_kernels.fp8.testing.virtual_ranks import VirtualRanks
 
 TuningShape = tuple[int, ...]
 # Launches an operation with a configuration, each time on different memory.
-TuningProblem = Callable[[int, TuningShape, torch.Generator], Callable[[Any], list[TimedCall]]]
+Launches = Callable[[Any], list[TimedCall]]
+TuningProblem = Callable[[int, TuningShape, torch.Generator], Launches]
+Input = TypeVar("Input")
 
 _DENSE = (
     (576, 7168), (1536, 7168), (2112, 7168), (4096, 7168), (7168, 2048), (7168, 16384),
@@ -59,22 +62,19 @@ class TuningPlan:
     """Makes launches of one size."""
 
 
-def _gemm(
-    rows: int, shape: TuningShape, generator: torch.Generator
-) -> Callable[[Any], list[TimedCall]]:
+def _each(inputs: Sequence[Input], launch: Callable[[Input, Any], object]) -> Launches:
+    return lambda config: [partial(launch, one, config) for one in inputs]
+
+
+def _gemm(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
     num_columns, dim = shape
     a = spread_rows((rows, dim), generator)
     weights = [spread_weight(shape, generator) for _ in range(num_copies(num_columns * dim))]
     out = torch.empty(rows, num_columns, dtype=torch.bfloat16, device=generator.device)
-    return lambda config: [
-        lambda w=w: gemm_triton(a, w, out=out, config=config)  # type: ignore[misc]
-        for w in weights
-    ]
+    return _each(weights, lambda w, config: gemm_triton(a, w, out=out, config=config))
 
 
-def _grouped_gemm(
-    rows: int, shape: TuningShape, generator: torch.Generator
-) -> Callable[[Any], list[TimedCall]]:
+def _grouped_gemm(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
     num_columns, dim = shape
     device = generator.device
     a = spread_rows((_GROUPS, max(rows, 128), dim), generator)
@@ -84,17 +84,15 @@ def _grouped_gemm(
     counts = torch.full((_GROUPS,), rows, dtype=torch.int32, device=device)
     schedule = MaskedRows(rows_of_group=counts, expected_rows=rows)
     out = torch.empty(*a.codes.shape[:2], num_columns, dtype=torch.bfloat16, device=device)
-    return lambda config: [
-        lambda s=s: grouped_gemm_triton(  # type: ignore[misc]
+    return _each(
+        slots,
+        lambda s, config: grouped_gemm_triton(
             a, weight, s, schedule=schedule, out=out, config=config
-        )
-        for s in slots
-    ]
+        ),
+    )
 
 
-def _all_to_all(
-    rows: int, shape: TuningShape, generator: torch.Generator
-) -> Callable[[Any], list[TimedCall]]:
+def _all_to_all(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
     (dim,) = shape
     sizes = EpShape(
         rank=0,
@@ -113,69 +111,49 @@ def _all_to_all(
     ]
 
 
-def _route(
-    rows: int, shape: TuningShape, generator: torch.Generator
-) -> Callable[[Any], list[TimedCall]]:
+def _route(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
     del shape
     # Logits come from the product before, and slots from routing: both are in the cache.
     inputs = [route_inputs(rows, generator) for _ in range(_CACHED_COPIES)]
     counters = inputs[0].counters()
     out = empty_routes(rows, inputs[0].rule.top_k, device=generator.device)
-    return lambda config: [
-        lambda i=i: i.run(  # type: ignore[misc]
-            route_triton, rows_S=counters, out=out, config=config
-        )
-        for i in inputs
-    ]
+    return _each(
+        inputs, lambda i, config: i.run(route_triton, rows_S=counters, out=out, config=config)
+    )
 
 
-def _row_order(
-    rows: int, shape: TuningShape, generator: torch.Generator
-) -> Callable[[Any], list[TimedCall]]:
+def _row_order(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
     (num_slots,) = shape
     inputs = [routed_slots(rows, generator) % num_slots for _ in range(_CACHED_COPIES)]
     alignment = ALIGNMENT
     out = order_rows(inputs[0], num_slots=num_slots, alignment=alignment)
-    return lambda config: [
-        lambda slots=slots: row_order_triton(  # type: ignore[misc]
-            slots, alignment=alignment, out=out, config=config
-        )
-        for slots in inputs
-    ]
+    return _each(
+        inputs, lambda s, config: row_order_triton(s, alignment=alignment, out=out, config=config)
+    )
 
 
-def _permute(
-    rows: int, shape: TuningShape, generator: torch.Generator
-) -> Callable[[Any], list[TimedCall]]:
+def _permute(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
     order = row_order_of(rows, generator)
     copies = num_copies(rows * shape[0])
     inputs = [spread_normal((rows, shape[0] // 2), generator) for _ in range(copies)]
     out = inputs[0].new_empty(len(order.pair_of_row_M), shape[0] // 2).view(torch.int32)
-    return lambda config: [
-        lambda x=x: permute_triton(  # type: ignore[misc]
-            x.view(torch.int32), order, out=out, config=config
-        )
-        for x in inputs
-    ]
+    return _each(
+        inputs, lambda x, config: permute_triton(x.view(torch.int32), order, out=out, config=config)
+    )
 
 
-def _combine(
-    rows: int, shape: TuningShape, generator: torch.Generator
-) -> Callable[[Any], list[TimedCall]]:
+def _combine(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
     order = row_order_of(rows, generator)
     buffer = (len(order.pair_of_row_M), shape[0])
     inputs = [spread_normal(buffer, generator) for _ in range(num_copies(2 * buffer[0] * shape[0]))]
     weights = torch.rand(order.place_of_pair_TK.shape, generator=generator, device=generator.device)
     out = inputs[0].new_empty(rows, shape[0])
-    return lambda config: [
-        lambda x=x: combine_triton(x, order, weights, out=out, config=config)  # type: ignore[misc]
-        for x in inputs
-    ]
+    return _each(
+        inputs, lambda x, config: combine_triton(x, order, weights, out=out, config=config)
+    )
 
 
-def _latent_write(
-    rows: int, shape: TuningShape, generator: torch.Generator
-) -> Callable[[Any], list[TimedCall]]:
+def _latent_write(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
     (rank,) = shape
     device = generator.device
     width = rank + ROTARY
@@ -191,70 +169,44 @@ def _latent_write(
     places = torch.arange(rows, device=device)
     cos, sin = angles.cos(), angles.sin()
     out = raw.new_empty(rows, HEADS, ROTARY)
-    return (
-        lambda config: [
-            lambda query=query: latent_write_triton(  # type: ignore[misc]
-                raw,
-                query[..., 2 * ROTARY :],
-                cache,
-                places_T=places,
-                weight_R=raw[0, :rank],
-                eps=1e-6,
-                cos_TF=cos,
-                sin_TF=sin,
-                out_THP=out,
-                config=config,
-            )
-            for query in queries
-        ]
+    return _each(
+        queries,
+        lambda query, config: latent_write_triton(
+            raw,
+            query[..., 2 * ROTARY :],
+            cache,
+            places_T=places,
+            weight_R=raw[0, :rank],
+            eps=1e-6,
+            cos_TF=cos,
+            sin_TF=sin,
+            out_THP=out,
+            config=config,
+        ),
     )
 
 
-def _mla_decode(
-    rows: int, shape: TuningShape, generator: torch.Generator
-) -> Callable[[Any], list[TimedCall]]:
+def _mla_decode(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
     (length,) = shape
     return mla_inputs([length] * rows, generator).calls
 
 
-def _quant(launch: Callable[..., None], in_factor: int = 1) -> TuningProblem:
-    def problem(
-        rows: int, shape: TuningShape, generator: torch.Generator
-    ) -> Callable[[Any], list[TimedCall]]:
+def _quant(launch: Callable[..., None], in_factor: int = 1, **arguments: Any) -> TuningProblem:
+    def problem(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
         (dim,) = shape
         copies = num_copies(2 * in_factor * rows * dim)
         inputs = [
             spread_normal((rows, in_factor * dim), generator).clamp(-50, 50) for _ in range(copies)
         ]
         out = empty_rows((rows, dim), device=generator.device)
-        return lambda config: [
-            lambda x=x: launch(x, config=config, out=out)  # type: ignore[misc]
-            for x in inputs
-        ]
+        run = partial(launch, scale_format=ScaleFormat.FP32, out=out, **arguments)
+        return _each(inputs, lambda x, config: run(x, config=config))
 
     return problem
 
 
-def _group_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None:
-    group_quant_triton(x, scale_format=ScaleFormat.FP32, out=out, config=config)
-
-
-def _rms_norm_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None:
-    rms_norm_quant_triton(
-        x,
-        x[0],
-        eps=1e-6,
-        residual_MD=None,
-        scale_format=ScaleFormat.FP32,
-        out=out,
-        config=config,
-    )
-
-
-def _silu_mul_quant(x: torch.Tensor, *, config: Any, out: QuantizedRows) -> None:
-    silu_mul_quant_triton(
-        x, rows_per_group=None, scale_format=ScaleFormat.FP32, out=out, config=config
-    )
+def _rms_norm_quant(x: torch.Tensor, **arguments: Any) -> None:
+    rms_norm_quant_triton(x, x[0], eps=1e-6, residual_MD=None, **arguments)
 
 
 PLANS: Mapping[str, TuningPlan] = {
@@ -271,11 +223,15 @@ PLANS: Mapping[str, TuningPlan] = {
     "combine": TuningPlan(buckets=(256, 4096), shapes=((7168,),), problem=_combine),
     "latent_write": TuningPlan(buckets=(256, 4096), shapes=((512,),), problem=_latent_write),
     "mla_decode": TuningPlan(buckets=(8, 128), shapes=((4096,),), problem=_mla_decode),
-    "group_quant": TuningPlan(buckets=(256, 4096), shapes=((7168,),), problem=_quant(_group_quant)),
+    "group_quant": TuningPlan(
+        buckets=(256, 4096), shapes=((7168,),), problem=_quant(group_quant_triton)
+    ),
     "rms_norm_quant": TuningPlan(
         buckets=(256, 4096), shapes=((7168,),), problem=_quant(_rms_norm_quant)
     ),
     "silu_mul_quant": TuningPlan(
-        buckets=(256, 4096), shapes=((2048,),), problem=_quant(_silu_mul_quant, in_factor=2)
+        buckets=(256, 4096),
+        shapes=((2048,),),
+        problem=_quant(silu_mul_quant_triton, 2, rows_per_group=None),
     ),
 }
