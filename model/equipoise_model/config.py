@@ -7,7 +7,7 @@ differently from what its author meant cannot be constructed.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
@@ -66,22 +66,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        if self.q_lora_rank is not None:
-            require(self.q_lora_rank >= 1, "q_lora_rank", self.q_lora_rank, "null or at least 1")
-        require(
-            0 <= self.first_k_dense_replace < self.num_hidden_layers,
-            "first_k_dense_replace",
-            self.first_k_dense_replace,
-            f"within [0, num_hidden_layers = {self.num_hidden_layers}): one MoE layer is needed",
+            require(self, name, getattr(self, name) >= 1, "at least 1")
+        q_rank, dense = self.q_lora_rank, self.first_k_dense_replace
+        require(self, "q_lora_rank", q_rank is None or q_rank >= 1, "null or at least 1")
+        wanted = (
+            f"within [0, num_hidden_layers = {self.num_hidden_layers}): one MoE layer is needed"
         )
-        require(
-            self.num_nextn_predict_layers >= 0,
-            "num_nextn_predict_layers",
-            self.num_nextn_predict_layers,
-            "0 or more",
-        )
-        require(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "even")
+        require(self, "first_k_dense_replace", 0 <= dense < self.num_hidden_layers, wanted)
+        num_mtp = self.num_nextn_predict_layers
+        require(self, "num_nextn_predict_layers", num_mtp >= 0, "0 or more")
+        require(self, "qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "even")
         self._check_routing()
 
     @property
@@ -189,47 +183,23 @@ class ModelConfig:
 
     def _check_routing(self) -> None:
         experts, groups = self.n_routed_experts, self.n_group
-        require(
-            experts % groups == 0, "n_group", groups, f"a divisor of n_routed_experts ({experts})"
-        )
-        require(
-            groups == 1 or experts // groups >= 2,
-            "n_group",
-            groups,
-            "such that a group has two experts: its score is the sum of its best two",
-        )
-        require(1 <= self.topk_group <= groups, "topk_group", self.topk_group, f"1 to {groups}")
+        divides, wanted = experts % groups == 0, f"a divisor of n_routed_experts ({experts})"
+        require(self, "n_group", divides, wanted)
+        wanted = "such that a group has two experts: its score is the sum of its best two"
+        require(self, "n_group", groups == 1 or experts // groups >= 2, wanted)
+        require(self, "topk_group", 1 <= self.topk_group <= groups, f"1 to {groups}")
         reachable = experts // groups * self.topk_group
-        require(
-            self.num_experts_per_tok <= reachable,
-            "num_experts_per_tok",
-            self.num_experts_per_tok,
-            f"at most {reachable}, the experts in topk_group groups",
-        )
+        wanted = f"at most {reachable}, the experts in topk_group groups"
+        require(self, "num_experts_per_tok", self.num_experts_per_tok <= reachable, wanted)
 
-
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "n_group",
-    "topk_group",
-    "max_position_embeddings",
-)
 
 _PARTS = {"rope", "quantization_config"}
 
-_REQUIRED = (*_POSITIVE, "first_k_dense_replace", "q_lora_rank")
+_REQUIRED = (
+    *(f.name for f in fields(ModelConfig) if f.default is f.default_factory is MISSING),
+    "max_position_embeddings",
+)
+_POSITIVE = tuple(n for n in _REQUIRED if n not in ("first_k_dense_replace", "q_lora_rank"))
 
 # Fields with one supported value; the first is the one written.
 _FIXED: dict[str, tuple[object, ...]] = {

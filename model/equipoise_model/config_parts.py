@@ -7,6 +7,7 @@ that `config` shares.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -32,23 +33,15 @@ class RopeConfig:
     mscale_all_dim: float | None = None
 
     def __post_init__(self) -> None:
-        require(self.rope_theta > 1, "rope_theta", self.rope_theta, "a number above 1")
+        require(self, "rope_theta", self.rope_theta > 1, "a number above 1")
         if self.factor is None:
             return
-        require(self.factor >= 1, "rope factor", self.factor, "at least 1")
-        require(
-            self.original_max_position_embeddings is not None
-            and self.original_max_position_embeddings >= 1,
-            "rope original_max_position_embeddings",
-            self.original_max_position_embeddings,
-            "the context length before YaRN",
-        )
-        require(
-            self.beta_fast >= self.beta_slow > 0,
-            "rope beta_fast",
-            self.beta_fast,
-            f"at least beta_slow ({self.beta_slow})",
-        )
+        check = partial(require, self, prefix="rope ")
+        check("factor", self.factor >= 1, "at least 1")
+        original = self.original_max_position_embeddings or 0
+        check("original_max_position_embeddings", original >= 1, "the context length before YaRN")
+        wanted = f"at least beta_slow ({self.beta_slow})"
+        check("beta_fast", self.beta_fast >= self.beta_slow > 0, wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +52,8 @@ class Fp8Config:
     """None for any float32 scales (DeepSeek-V3), "ue8m0" for powers of two (V3.1)."""
 
     def __post_init__(self) -> None:
-        require(
-            self.scale_fmt in (None, "ue8m0"),
-            "quantization_config scale_fmt",
-            self.scale_fmt,
-            "null, 'float' or 'ue8m0'",
-        )
+        known, wanted = self.scale_fmt in (None, "ue8m0"), "null, 'float' or 'ue8m0'"
+        require(self, "scale_fmt", known, wanted, prefix="quantization_config ")
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -158,8 +147,12 @@ def fp8_to_dict(fp8: Fp8Config) -> dict[str, Any]:
     return values if fp8.scale_fmt is None else values | {"scale_fmt": fp8.scale_fmt}
 
 
-def require(condition: bool, name: str, value: object, wanted: str) -> None:
+def require(config: object, name: str, condition: bool, wanted: str, *, prefix: str = "") -> None:
     """Raise UnsupportedConfigError with the field's name and value unless a condition holds."""
+    _require(f"{prefix}{name}", getattr(config, name), condition, wanted)
+
+
+def _require(name: str, value: object, condition: bool, wanted: str) -> None:
     if not condition:
         raise UnsupportedConfigError(f"{name} = {value!r} is not supported: it must be {wanted}")
 
@@ -171,7 +164,7 @@ def check_type(name: str, value: object, hint: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         good = False
     names = ["null" if kind is NoneType else kind.__name__ for kind in allowed]
-    require(good, name, value, f"of type {' or '.join(names)}")
+    _require(name, value, good, f"of type {' or '.join(names)}")
 
 
 _ROPE_FIELDS = tuple(f.name for f in fields(RopeConfig))

@@ -5,7 +5,7 @@ Both data planes begin a step here and read its tables; they differ in what foll
   where                 expert -> physical slot          assignments counted by
   plain                 ExpertStep._choose_slots         _run_pairs
   FP8, one rank         fp8/moe/route.py route_kernel    route_kernel
-  FP8, several ranks    fp8/moe/route.py route_kernel    SlotExchange._run_part, on the receiver
+  FP8, several ranks    fp8/moe/route.py route_kernel    SlotExchange.run, on the receiver
 
 No row is ever dropped, however skewed the routing.
 
@@ -174,57 +174,31 @@ class ExpertParallel:
         )
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class ExpertStep:
     """One forward step. Its MoE layers call `run` once each, in order, on all ranks.
 
     FP8 layers call `enter_layer` instead, and use the tables, counters and exchange themselves.
-
-    Args:
-        placement: tables of the generation that the step runs in.
-        ranks: the group of ranks that take the step.
-        tokens_by_rank: rows that each rank brings.
-        token_ids_T: running numbers of this rank's rows, int64.
-        slot_load_LS: counters, int64 [layers, slots per rank]; the step adds to them.
-        exchange: sends rows between several ranks of an FP8 model; None otherwise.
     """
 
-    def __init__(
-        self,
-        *,
-        placement: PlacementTables,
-        ranks: RankGroup,
-        tokens_by_rank: tuple[int, ...],
-        token_ids_T: Tensor,
-        slot_load_LS: Tensor,
-        exchange: SlotExchange | None = None,
-    ) -> None:
-        self._placement = placement
-        self._ranks = ranks
-        self._tokens_by_rank = tokens_by_rank
-        self.exchange = exchange
-        self.token_ids_T = token_ids_T
-        self.slot_load_LS = slot_load_LS
-        self._layer = 0
+    placement: PlacementTables
+    """Tables of the generation that the step runs in."""
+    ranks: RankGroup
+    """The ranks that take the step."""
+    tokens_by_rank: tuple[int, ...]
+    """Rows that each rank brings."""
+    token_ids_T: Tensor
+    """Running numbers of this rank's rows, int64."""
+    slot_load_LS: Tensor
+    """Counters, int64 [layers, slots per rank]; the step adds to them."""
+    exchange: SlotExchange | None = None
+    """Sends rows between several ranks of an FP8 model; None otherwise."""
+    _layer: int = 0
 
     @property
     def alone(self) -> bool:
         """Whether this rank holds every expert."""
-        return self._ranks.alone
-
-    @property
-    def ranks(self) -> RankGroup:
-        """The ranks that take this step."""
-        return self._ranks
-
-    @property
-    def tokens_by_rank(self) -> tuple[int, ...]:
-        """Rows that each rank brings."""
-        return self._tokens_by_rank
-
-    @property
-    def placement(self) -> PlacementTables:
-        """Tables of the generation that this step runs in."""
-        return self._placement
+        return self.ranks.alone
 
     def enter_layer(self) -> int:
         """Return the index of the next layer, for layers that do not call `run`."""
@@ -239,22 +213,22 @@ class ExpertStep:
         """
         layer = self.enter_layer()
         assert x_TD.shape[0] == self.token_ids_T.shape[0]
-        assert experts.num_slots == self._placement.slots_per_rank
+        assert experts.num_slots == self.placement.slots_per_rank
         slots_TK = self._choose_slots(routing.expert_ids_TK, layer=layer)
-        run = self._run_here if self._ranks.alone else self._run_everywhere
+        run = self._run_here if self.ranks.alone else self._run_everywhere
         y_ND = run(x_TD, slots_TK, experts, self.slot_load_LS[layer])
         return _combine(y_ND, routing.weights_TK).to(x_TD.dtype)
 
     def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
-        share_ends = self._placement.share_ends
+        share_ends = self.placement.share_ends
         replicas_TK = choose_replicas(
             expert_ids_TK,
             self.token_ids_T,
-            self._placement.replica_count[layer],
+            self.placement.replica_count[layer],
             layer=layer,
             share_ends_ER=None if share_ends is None else share_ends[layer],
         )
-        return self._placement.slots_of_expert[layer][expert_ids_TK, replicas_TK]
+        return self.placement.slots_of_expert[layer][expert_ids_TK, replicas_TK]
 
     def _run_here(
         self, x_TD: Tensor, slots_TK: Tensor, experts: PhysicalSlots, load_S: Tensor
@@ -270,12 +244,12 @@ class ExpertStep:
         self, x_TD: Tensor, slots_TK: Tensor, experts: PhysicalSlots, load_S: Tensor
     ) -> Tensor:
         """Compute what `_run_here` does, on all ranks together."""
-        ranks, num_slots, dim = self._ranks, experts.num_slots, x_TD.shape[1]
-        if not any(self._tokens_by_rank):
+        ranks, num_slots, dim = self.ranks, experts.num_slots, x_TD.shape[1]
+        if not any(self.tokens_by_rank):
             return x_TD.new_zeros(0, dim)
         # Slots travel next to their row, reinterpreted as its dtype; nothing computes with them.
         message = torch.cat([x_TD, slots_TK.to(torch.int32).view(x_TD.dtype)], dim=1)
-        message = ranks.share(message, tokens_by_rank=self._tokens_by_rank)
+        message = ranks.share(message, tokens_by_rank=self.tokens_by_rank)
         x_AD, slots_AK = message[:, :dim], message[:, dim:].contiguous().view(torch.int32)
         here_AK = slots_AK.to(torch.int64) - ranks.rank * num_slots
         own_AK = (here_AK >= 0) & (here_AK < num_slots)
@@ -291,7 +265,7 @@ class ExpertStep:
         ranks_N = slots_TK.flatten() // num_slots
         y_ND = ranks.exchange(
             y_ND,
-            send=[int(rows.sum()) for rows in own_AK.split(list(self._tokens_by_rank))],
+            send=[int(rows.sum()) for rows in own_AK.split(list(self.tokens_by_rank))],
             receive=torch.bincount(ranks_N, minlength=ranks.count).tolist(),
         )
         return unpermute_rows(y_ND, slot_order(ranks_N))

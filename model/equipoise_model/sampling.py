@@ -9,6 +9,7 @@ Steps follow the order of Hugging Face: penalties, temperature, top-k, top-p, mi
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def penalize(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     logits_RV = logits_SV[chosen]
     in_output_RV = _counts([rows[row].output for row in chosen], like=logits_RV)
     seen_RV = in_output_RV + _counts([rows[row].prompt for row in chosen], like=logits_RV)
-    column = _Columns([rows[row].params for row in chosen], like=logits_RV)
+    column = partial(_column, params=[rows[row].params for row in chosen], like=logits_RV)
     factor_R1 = column("repetition_penalty")
     repeated_RV = torch.where(logits_RV > 0, logits_RV / factor_R1, logits_RV * factor_R1)
     logits_RV = torch.where(seen_RV > 0, repeated_RV, logits_RV)
@@ -83,16 +84,9 @@ def penalize(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return logits_SV.index_copy(0, torch.tensor(chosen, device=logits_SV.device), logits_RV)
 
 
-class _Columns:
+def _column(name: str, params: Sequence[SamplingParams], *, like: Tensor) -> Tensor:
     """One parameter of every request, as a column for rows of logits."""
-
-    def __init__(self, params: Sequence[SamplingParams], *, like: Tensor) -> None:
-        self._params = params
-        self._like = like
-
-    def __call__(self, name: str) -> Tensor:
-        values = [float(getattr(one, name)) for one in self._params]
-        return torch.tensor(values, dtype=self._like.dtype, device=self._like.device).unsqueeze(-1)
+    return like.new_tensor([[getattr(one, name)] for one in params])
 
 
 def _counts(tokens: Sequence[Sequence[int]], *, like: Tensor) -> Tensor:
@@ -107,11 +101,12 @@ def _counts(tokens: Sequence[Sequence[int]], *, like: Tensor) -> Tensor:
 
 
 def _probabilities(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    column = _Columns(params, like=logits_SV)
     greedy_S1 = torch.tensor([[one.greedy] for one in params], device=logits_SV.device)
     # Subtract the maximum first: a low temperature must not overflow large logits.
     below_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
-    below_SV = below_SV / torch.where(greedy_S1, 1.0, column("temperature"))
+    below_SV = below_SV / torch.where(
+        greedy_S1, 1.0, _column("temperature", params, like=logits_SV)
+    )
     below_SV = _without_unlikely(below_SV, params)
     # Relative to the largest logarithm, 0, so min_p is a bound.
     least = [[math.log(one.min_p) if one.min_p > 0 else -math.inf] for one in params]

@@ -54,26 +54,24 @@ class SamplingParams:
         for name in _FLOATS:
             value = getattr(self, name)
             good = type(value) in {int, float} and math.isfinite(value)
-            _require(good, name, value, "a finite number")
+            self._require(name, good, "a finite number")
         for name in _INTS:
-            _require(type(getattr(self, name)) is int, name, getattr(self, name), "a whole number")
-        temperature = self.temperature
-        good = temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
+            self._require(name, type(getattr(self, name)) is int, "a whole number")
+        good = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
         wanted = f"0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-        _require(good, "temperature", temperature, wanted)
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (all tokens) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
-        penalty = self.repetition_penalty
-        good = MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY
+        self._require("temperature", good, wanted)
+        self._require("top_k", self.top_k >= 0, "0 (all tokens) or more")
+        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
+        good = MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY
         wanted = f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"
-        _require(good, "repetition_penalty", penalty, wanted)
+        self._require("repetition_penalty", good, wanted)
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2")
-        _require(0 <= self.seed < 1 << 64, "seed", self.seed, "from 0 to 2^64 - 1")
+            self._require(name, -2 <= getattr(self, name) <= 2, "from -2 to 2")
+        self._require("seed", 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1")
         if self.logprobs is not None:
             good = type(self.logprobs) is int and 0 <= self.logprobs <= MAX_LOGPROBS
-            _require(good, "logprobs", self.logprobs, f"null or from 0 to {MAX_LOGPROBS}")
+            self._require("logprobs", good, f"null or from 0 to {MAX_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:
@@ -85,6 +83,11 @@ class SamplingParams:
         """Whether earlier tokens change the logits."""
         changes = self.presence_penalty != 0 or self.frequency_penalty != 0
         return changes or self.repetition_penalty != 1
+
+    def _require(self, name: str, condition: bool, wanted: str) -> None:
+        if not condition:
+            value = getattr(self, name)
+            raise SamplingError(f"{name} = {value!r} is out of range: it must be {wanted}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +130,3 @@ _FLOATS = (
     "frequency_penalty",
 )
 _INTS = ("top_k", "seed")
-
-
-def _require(condition: bool, name: str, value: object, wanted: str) -> None:
-    if not condition:
-        raise SamplingError(f"{name} = {value!r} is out of range: it must be {wanted}")

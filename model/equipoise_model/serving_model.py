@@ -1,6 +1,7 @@
 """`ServingModel`: what the models of both data planes have in common."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import nn
 
@@ -16,6 +17,8 @@ class ServingModel(nn.Module, ABC):
 
     config: ModelConfig
     """Sizes, and how the weights are stored."""
+    layers: nn.ModuleList
+    """The blocks, each with attention `self_attn` and feed-forward `mlp`."""
 
     @property
     def num_mtp_layers(self) -> int:
@@ -23,9 +26,14 @@ class ServingModel(nn.Module, ABC):
         return 0
 
     @property
-    @abstractmethod
+    def moe_layers(self) -> list[Any]:
+        """The MoE parts in order; their index is the `layer` of layouts and counters."""
+        return [block.mlp for block in self.layers if hasattr(block.mlp, "experts")]
+
+    @property
     def slots(self) -> list[PhysicalSlots]:
         """This rank's physical slots of every MoE layer."""
+        return [moe.experts for moe in self.moe_layers]
 
     @abstractmethod
     def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> StepOutput:

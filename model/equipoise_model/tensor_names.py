@@ -54,14 +54,10 @@ def mtp_copies(model: Transformer) -> dict[str, Tensor]:
     return copies
 
 
-def payload_names(config: ModelConfig, *, layer: int, expert: int) -> tuple[str, str, str]:
+def payload_names(config: ModelConfig, *, layer: int, expert: int) -> list[str]:
     """The tensors of one expert's payload, in order; MoE layers count from 0."""
     prefix = f"model.layers.{config.first_k_dense_replace + layer}.mlp.experts.{expert}"
-    return (
-        f"{prefix}.gate_proj.weight",
-        f"{prefix}.up_proj.weight",
-        f"{prefix}.down_proj.weight",
-    )
+    return [f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down")]
 
 
 def is_mtp(name: str, config: ModelConfig) -> bool:

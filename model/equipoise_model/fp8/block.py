@@ -7,7 +7,7 @@ from torch.nn import functional
 from equipoise_kernels.formats import QuantizedRows
 from equipoise_kernels.fp8.attention.latents import Latents
 from equipoise_kernels.fp8.moe.route import route_to_slots
-from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables
+from equipoise_kernels.fp8.moe.routes import RoutingRule, SlotTables
 from equipoise_kernels.fp8.quant.group_quant import group_quant
 from equipoise_kernels.fp8.quant.rms_norm_quant import rms_norm_quant
 from equipoise_model.config import ModelConfig
@@ -58,11 +58,24 @@ class Fp8MoE(nn.Module):
         Raises:
             ExchangeError: another rank is gone or stuck, or runs another generation.
         """
-        layer = step.enter_layer()
-        exchange, load_S = step.exchange, step.slot_load_LS[layer]
-        # A rank alone counts assignments while routing; several ranks count what they receive.
-        counted_S = load_S if exchange is None else None
-        routes = self._route(x_TD, step, layer=layer, rows_S=counted_S, num_valid=num_valid)
+        layer, placement, exchange = step.enter_layer(), step.placement, step.exchange
+        load_S, ends = step.slot_load_LS[layer], placement.share_ends
+        # Routes rows to physical slots, without involving the host. A rank alone counts assignments
+        # while routing; several ranks count what they receive.
+        routes = route_to_slots(
+            functional.linear(x_TD.float(), self.gate.weight),
+            self.gate.e_score_correction_bias,
+            rule=self._rule,
+            tables=SlotTables(
+                slots_of_expert_ER=placement.slots_of_expert[layer],
+                replica_count_E=placement.replica_count[layer],
+                share_ends_ER=None if ends is None else ends[layer],
+            ),
+            token_ids_T=step.token_ids_T,
+            layer=layer,
+            rows_S=load_S if exchange is None else None,
+            num_valid=num_valid,
+        )
         if exchange is None:
             assert step.alone
             routed_TD = self.experts.run(rows, routes.slots_TK, routes.weights_TK)
@@ -78,33 +91,6 @@ class Fp8MoE(nn.Module):
             )
         shared_TD: Tensor = self.shared_experts(rows)
         return routed_TD + shared_TD
-
-    def _route(
-        self,
-        x_TD: Tensor,
-        step: ExpertStep,
-        *,
-        layer: int,
-        rows_S: Tensor | None,
-        num_valid: Tensor | None,
-    ) -> Routes:
-        """Route rows to physical slots, without involving the host."""
-        placement = step.placement
-        ends = placement.share_ends
-        return route_to_slots(
-            functional.linear(x_TD.float(), self.gate.weight),
-            self.gate.e_score_correction_bias,
-            rule=self._rule,
-            tables=SlotTables(
-                slots_of_expert_ER=placement.slots_of_expert[layer],
-                replica_count_E=placement.replica_count[layer],
-                share_ends_ER=None if ends is None else ends[layer],
-            ),
-            token_ids_T=step.token_ids_T,
-            layer=layer,
-            rows_S=rows_S,
-            num_valid=num_valid,
-        )
 
 
 class Fp8Block(nn.Module):

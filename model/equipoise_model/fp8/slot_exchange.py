@@ -120,20 +120,27 @@ class SlotExchange:
         Raises:
             ExchangeError: another rank is gone or stuck, or runs another generation.
         """
-        room = self._live.shape.max_tokens
-        parts = [slice(first, first + room) for first in range(0, max(most_tokens, 1), room)]
-        sums = [
-            self._run_part(
-                x_TD[part],
-                QuantizedRows(codes=rows.codes[part], scales=rows.scales[part]),
-                slots_TK=slots_TK[part],
-                weights_TK=weights_TK[part],
-                experts=experts,
-                most_tokens=min(room, most_tokens - part.start),
-                load_S=load_S,
-            )
-            for part in parts
-        ]
+        opened = self._live
+        room, buffer, sums = opened.shape.max_tokens, opened.buffer, []
+        for first in range(0, max(most_tokens, 1), room):
+            part = slice(first, first + room)
+            if opened.is_low_latency:
+                with self._reporting():
+                    came = buffer.low_latency_dispatch(x_TD[part], slots_TK[part])
+                assert isinstance(came.rows, Tensor)
+                arrived = _quantized(came.rows, scale_format=experts.scale_format)
+                y_ND = experts.run_padded(arrived, came.rows_of_slot)
+            else:
+                sent = QuantizedRows(codes=rows.codes[part], scales=rows.scales[part])
+                most = min(room, most_tokens - first)
+                layout = RowLayout(alignment=GROUP_ALIGNMENT, most_tokens=most)
+                with self._reporting():
+                    came = buffer.dispatch(sent, slots_TK[part], layout=layout)
+                assert isinstance(came.rows, QuantizedRows)
+                y_ND = experts.run_packed(_aligned(came.rows), came.slot_ends)
+            load_S += came.rows_of_slot
+            with self._reporting():
+                sums.append(buffer.combine(y_ND, came.handle, weights_TK=weights_TK[part]))
         summed_TD = sums[0] if len(sums) == 1 else torch.cat(sums)
         return summed_TD.to(x_TD.dtype)
 
@@ -149,35 +156,6 @@ class SlotExchange:
     def close(self) -> None:
         """Release the memory; the exchange can no longer be used."""
         self._opened = None
-
-    def _run_part(
-        self,
-        x_TD: Tensor,
-        rows: QuantizedRows,
-        *,
-        slots_TK: Tensor,
-        weights_TK: Tensor,
-        experts: Fp8ExpertSlots,
-        most_tokens: int,
-        load_S: Tensor,
-    ) -> Tensor:
-        opened = self._live
-        buffer = opened.buffer
-        if opened.is_low_latency:
-            with self._reporting():
-                came = buffer.low_latency_dispatch(x_TD, slots_TK)
-            assert isinstance(came.rows, Tensor)
-            arrived = _quantized(came.rows, scale_format=experts.scale_format)
-            y_ND = experts.run_padded(arrived, came.rows_of_slot)
-        else:
-            layout = RowLayout(alignment=GROUP_ALIGNMENT, most_tokens=most_tokens)
-            with self._reporting():
-                came = buffer.dispatch(rows, slots_TK, layout=layout)
-            assert isinstance(came.rows, QuantizedRows)
-            y_ND = experts.run_packed(_aligned(came.rows), came.slot_ends)
-        load_S += came.rows_of_slot
-        with self._reporting():
-            return buffer.combine(y_ND, came.handle, weights_TK=weights_TK)
 
     @property
     def _live(self) -> OpenedBuffer:

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel, ExpertStep
-from equipoise_model.experts import PhysicalSlots
-from equipoise_model.fp8.block import Fp8Block, Fp8MoE
+from equipoise_model.fp8.block import Fp8Block
 from equipoise_model.fp8.graphs import DecodeGraphs
 from equipoise_model.fp8.rows import StepRows
 from equipoise_model.latent_cache import LatentCache
@@ -55,25 +54,9 @@ class Fp8Transformer(ServingModel):
         self._graphs = graphs
         self.requires_grad_(requires_grad=False)
 
-    @property
-    def moe_layers(self) -> list[Fp8MoE]:
-        """The MoE parts in order; their index is the `layer` of layouts and counters."""
-        return [block.mlp for block in self._blocks() if isinstance(block.mlp, Fp8MoE)]
-
-    @property
-    def slots(self) -> list[PhysicalSlots]:
-        """This rank's physical slots of every MoE layer."""
-        return [moe.experts for moe in self.moe_layers]
-
     @torch.no_grad()
     def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> StepOutput:
-        """Run a batch's tokens through the model and store their latents.
-
-        A rank without tokens still computes its slots' experts for the other ranks.
-
-        Raises:
-            ExchangeError: another rank is gone or stuck, or runs another generation.
-        """
+        """See `ServingModel`."""
         rows = StepRows.of(
             tokens_T=batch.tokens_T,
             positions_T=batch.positions_T,

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.experts import PhysicalSlots
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.plain.block import Block
 from equipoise_model.plain.layers import Embedding, Linear, RMSNorm
-from equipoise_model.plain.moe import MoE
 from equipoise_model.plain.mtp import MultiTokenPrediction
 from equipoise_model.plain.router import Router, Routing
 from equipoise_model.rope import Rope
@@ -83,16 +81,6 @@ class Transformer(ServingModel):
         """Multi-token-prediction modules that this model holds."""
         return len(self.mtp_layers)
 
-    @property
-    def moe_layers(self) -> list[MoE]:
-        """The MoE parts in order; their index is the `layer` of layouts and counters."""
-        return [block.mlp for block in self._blocks() if isinstance(block.mlp, MoE)]
-
-    @property
-    def slots(self) -> list[PhysicalSlots]:
-        """This rank's physical slots of every MoE layer."""
-        return [moe.experts for moe in self.moe_layers]
-
     def forward_train(self, tokens_BT: Tensor) -> TrainOutput:
         """Run whole sequences of int64 tokens with every expert local, differentiable."""
         batch, length = tokens_BT.shape
@@ -115,10 +103,7 @@ class Transformer(ServingModel):
 
     @torch.no_grad()
     def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> StepOutput:
-        """Run a batch's tokens through the model and store their latents.
-
-        A rank without tokens still computes its slots' experts for the other ranks.
-        """
+        """See `ServingModel`."""
         cos_TF, sin_TF = self.rope.at(batch.positions_T)
         cache_step = cache.begin_step(
             block_tables=batch.block_tables,

@@ -8,6 +8,7 @@ same number of threads give the same losses.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,10 @@ class DivergedError(RuntimeError):
     """The loss is not finite; the message gives the step and the remedy."""
 
 
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
     """What a run depends on besides the model's config; each field is a command-line option.
@@ -42,72 +47,46 @@ class TrainSettings:
         TrainSettingsError: a value is out of range.
     """
 
-    seed: int = field(default=0, metadata={"help": "seed of the weights and the order of text"})
-    steps: int = field(default=550, metadata={"help": "optimiser steps"})
-    num_sequences: int = field(
-        default=9, metadata={"help": "sequences per step; the three domains alternate"}
+    seed: int = _option(0, "seed of the weights and the order of text")
+    steps: int = _option(550, "optimiser steps")
+    num_sequences: int = _option(9, "sequences per step; the three domains alternate")
+    sequence_tokens: int = _option(192, "tokens of a sequence")
+    learning_rate: float = _option(3e-3, "peak, after warm-up; then a cosine down to a tenth")
+    warmup_steps: int = _option(20, "steps of linear warm-up")
+    weight_decay: float = _option(0.1, "AdamW's, on matrices only")
+    clip_norm: float = _option(1.0, "largest norm of all gradients")
+    bias_speed: float = _option(8e-3, "gamma: how far the selection bias moves in the first step")
+    unsteered_share: float = _option(
+        0.1, "final share of the steps that run without gamma and specialisation loss"
     )
-    sequence_tokens: int = field(default=192, metadata={"help": "tokens of a sequence"})
-    learning_rate: float = field(
-        default=3e-3, metadata={"help": "peak, after warm-up; then a cosine down to a tenth"}
+    settling_steps: int = _option(100, "steps after training in which only the bias moves")
+    settling_speed: float = _option(6e-3, "gamma of the first of those steps; falls to 0")
+    balance_weight: float = _option(1e-4, "alpha of the sequence-wise balance loss")
+    specialization_weight: float = _option(
+        0.5, "initial weight of the loss that draws domains to different experts"
     )
-    warmup_steps: int = field(default=20, metadata={"help": "steps of linear warm-up"})
-    weight_decay: float = field(default=0.1, metadata={"help": "AdamW's, on matrices only"})
-    clip_norm: float = field(default=1.0, metadata={"help": "largest norm of all gradients"})
-    bias_speed: float = field(
-        default=8e-3, metadata={"help": "gamma: how far the selection bias moves in the first step"}
+    specialization_target: float = _option(
+        0.58, "target divergence of two domains' experts, in nats; at most log(2)"
     )
-    unsteered_share: float = field(
-        default=0.1,
-        metadata={
-            "help": "final share of the steps that run without gamma and specialisation loss"
-        },
-    )
-    settling_steps: int = field(
-        default=100, metadata={"help": "steps after training in which only the bias moves"}
-    )
-    settling_speed: float = field(
-        default=6e-3, metadata={"help": "gamma of the first of those steps; falls to 0"}
-    )
-    balance_weight: float = field(
-        default=1e-4, metadata={"help": "alpha of the sequence-wise balance loss"}
-    )
-    specialization_weight: float = field(
-        default=0.5,
-        metadata={"help": "initial weight of the loss that draws domains to different experts"},
-    )
-    specialization_target: float = field(
-        default=0.58,
-        metadata={"help": "target divergence of two domains' experts, in nats; at most log(2)"},
-    )
-    mtp_weight: float = field(
-        default=0.3, metadata={"help": "lambda of the multi-token-prediction loss"}
-    )
+    mtp_weight: float = _option(0.3, "lambda of the multi-token-prediction loss")
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 1, "steps", self.steps, "at least 1")
-        _require(
-            self.num_sequences >= 1 and self.num_sequences % len(DOMAINS) == 0,
-            "num_sequences",
-            self.num_sequences,
-            f"a multiple of {len(DOMAINS)}, the domains",
-        )
-        _require(
-            self.sequence_tokens >= 4,
-            "sequence_tokens",
-            self.sequence_tokens,
-            "at least 4: MTP needs a token after the next",
-        )
-        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
-        _require(self.clip_norm > 0, "clip_norm", self.clip_norm, "above 0")
-        _require(
-            0 <= self.unsteered_share <= 1,
-            "unsteered_share",
-            self.unsteered_share,
-            "within [0, 1]",
-        )
+        self.require("steps", self.steps >= 1, "at least 1")
+        whole = self.num_sequences >= 1 and self.num_sequences % len(DOMAINS) == 0
+        self.require("num_sequences", whole, f"a multiple of {len(DOMAINS)}, the domains")
+        wanted = "at least 4: MTP needs a token after the next"
+        self.require("sequence_tokens", self.sequence_tokens >= 4, wanted)
+        self.require("learning_rate", self.learning_rate > 0, "above 0")
+        self.require("clip_norm", self.clip_norm > 0, "above 0")
+        self.require("unsteered_share", 0 <= self.unsteered_share <= 1, "within [0, 1]")
         for name in _NOT_NEGATIVE:
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+            self.require(name, getattr(self, name) >= 0, "0 or more")
+
+    def require(self, name: str, condition: bool, wanted: str) -> None:
+        """Raise TrainSettingsError with a field's name and value unless a condition holds."""
+        if not condition:
+            value = getattr(self, name)
+            raise TrainSettingsError(f"{name} = {value!r}: it must be {wanted}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +121,9 @@ def train(model: Transformer, settings: TrainSettings) -> Iterator[StepRecord]:
         DivergedError: a loss is infinite or NaN.
         TrainSettingsError: sequences are longer than the model's positions.
     """
-    _require(
-        settings.sequence_tokens <= model.config.max_position_embeddings,
-        "sequence_tokens",
-        settings.sequence_tokens,
-        f"at most max_position_embeddings ({model.config.max_position_embeddings})",
-    )
+    most = model.config.max_position_embeddings
+    fits, wanted = settings.sequence_tokens <= most, f"at most max_position_embeddings ({most})"
+    settings.require("sequence_tokens", fits, wanted)
     rng = np.random.default_rng(settings.seed)
     optimizer = _new_optimizer(model, settings)
     biases = [module.e_score_correction_bias for module in _routers(model)]
@@ -289,11 +265,6 @@ def _new_optimizer(model: Transformer, settings: TrainSettings) -> torch.optim.O
         lr=settings.learning_rate,
         betas=(0.9, 0.95),
     )
-
-
-def _require(condition: bool, name: str, value: object, wanted: str) -> None:
-    if not condition:
-        raise TrainSettingsError(f"{name} = {value!r}: it must be {wanted}")
 
 
 _NOT_NEGATIVE = (
