@@ -127,12 +127,6 @@ def empty_scales(
     return storage[..., :num_rows].transpose(-1, -2)
 
 
-def with_layout(scales: Tensor, layout: ScaleLayout) -> Tensor:
-    """Copy scales to another layout."""
-    copy = empty_scales(scales.shape, device=scales.device, layout=layout)
-    return copy.copy_(scales)
-
-
 def weight_scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of the scales of weights [.., N, K]."""
     *outer, num_rows, num_columns = shape
@@ -155,31 +149,6 @@ def next_power_of_two(scales: Tensor) -> Tensor:
 def encode(x: Tensor, scales: Tensor) -> Tensor:
     """Codes of float32 values; scales broadcast over them."""
     return (x * (1.0 / scales)).to(CODE)
-
-
-def pack_ue8m0(scales: Tensor) -> Tensor:
-    """Pack exponents of power-of-two scales [.., M, G], four per int32 [.., M, ceil(G / 4)].
-
-    The format that Blackwell's tensor cores read: the lowest byte holds the first group's biased
-    exponent; missing groups are 0.
-
-    Raises:
-        KernelInputError: a scale is not a positive power of two.
-    """
-    require("scales", scales, torch.float32)
-    bits = scales.contiguous().view(torch.int32)
-    if bool(((bits & 0x7FFFFF) != 0).any()) or bool((bits <= 0).any()):
-        raise KernelInputError("scales must be powers of two: quantise with ScaleFormat.UE8M0")
-    exponents = (bits >> 23).to(torch.uint8)
-    missing = -exponents.shape[-1] % 4
-    return torch.nn.functional.pad(exponents, (0, missing)).view(torch.int32)
-
-
-def unpack_ue8m0(packed: Tensor, *, num_groups: int) -> Tensor:
-    """Undo `pack_ue8m0`: float32 [.., M, num_groups]."""
-    require("packed", packed, torch.int32)
-    exponents = packed.contiguous().view(torch.uint8)[..., :num_groups].to(torch.int32)
-    return (exponents << 23).view(torch.float32)
 
 
 def require(

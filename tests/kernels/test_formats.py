@@ -10,10 +10,7 @@ from equipoise_kernels.formats import (
     empty_rows,
     empty_scales,
     next_power_of_two,
-    pack_ue8m0,
     scales_of,
-    unpack_ue8m0,
-    with_layout,
 )
 
 
@@ -45,29 +42,6 @@ def test_aligned_scales_start_each_column_at_a_multiple_of_16_bytes(num_rows):
     assert scales.stride(0) == 1
     assert scales.stride(1) % 4 == 0
     assert num_rows <= scales.stride(1) < num_rows + 4
-
-
-def test_a_change_of_layout_keeps_the_scales():
-    scales = torch.rand(2, 5, 3)
-    aligned = with_layout(scales, ScaleLayout.MN_ALIGNED)
-    assert aligned.stride() == (24, 1, 8)
-    assert torch.equal(aligned, scales)
-    assert with_layout(aligned, ScaleLayout.ROW_MAJOR).is_contiguous()
-
-
-@pytest.mark.parametrize("num_groups", [1, 4, 7])
-def test_packed_exponents_come_back(num_groups):
-    scales = 2.0 ** torch.randint(-20, 20, (5, num_groups)).float()
-    packed = pack_ue8m0(scales)
-    assert packed.shape == (5, -(-num_groups // 4))
-    assert (packed[0, 0] & 0xFF) == scales[0, 0].log2() + 127
-    assert torch.equal(unpack_ue8m0(packed, num_groups=num_groups), scales)
-
-
-@pytest.mark.parametrize("scale", [0.75, 0.0, -2.0])
-def test_packing_refuses_scales_that_are_not_powers_of_two(scale):
-    with pytest.raises(KernelInputError, match="UE8M0"):
-        pack_ue8m0(torch.full((1, 1), scale))
 
 
 def test_values_are_codes_times_the_scale_of_their_group_or_block():

@@ -17,7 +17,9 @@ CPU tensors always use the reference, unless kernels run in Triton's interpreter
 
 from __future__ import annotations
 
+import importlib
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -71,6 +73,20 @@ class Selection:
 
     def __str__(self) -> str:
         return ", ".join(f"{operation}={name}" for operation, name in self.backends.items())
+
+
+def missing_library(module: str, *names: str) -> str | None:
+    """Why a library cannot be used, or None; `names` are what it must have, dotted if nested."""
+    try:
+        library = importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001  an extension fails to load in many ways
+        return f"{module} cannot be imported ({type(error).__name__}: {error})"
+    for name in names:
+        try:
+            operator.attrgetter(name)(library)
+        except AttributeError:
+            return f"this {module} has no {name}"
+    return None
 
 
 def resolve(setting: str, obstacle: Obstacle) -> Selection:
@@ -246,17 +262,12 @@ def _wanted(setting: str) -> dict[str, str]:
         else:
             raise KernelsUnavailableError(f"{VARIABLE}: {item!r} is not one of {_choices()}")
     if default != AUTO and not any(default in names for names in OPERATIONS.values()):
-        raise KernelsUnavailableError(
-            f"{VARIABLE}: {default!r} is not one of {AUTO}, {', '.join(_all_backends())}"
-        )
+        known = ", ".join(sorted(set().union(*OPERATIONS.values())))
+        raise KernelsUnavailableError(f"{VARIABLE}: {default!r} is not one of {AUTO}, {known}")
     return {
         operation: exceptions.get(operation, default if default in names else AUTO)
         for operation, names in OPERATIONS.items()
     }
-
-
-def _all_backends() -> list[str]:
-    return sorted({name for names in OPERATIONS.values() for name in names})
 
 
 def _choices() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,24 +32,29 @@ from equipoise_kernels.fp8.all_to_all.window import virtual_windows
 from equipoise_kernels.fp8.attention import latent_write, mla_decode
 from equipoise_kernels.fp8.attention import libraries as attention_libraries
 from equipoise_kernels.fp8.attention.latents import PlainLatents
-from equipoise_kernels.fp8.gemm import dense, grouped, libraries
+from equipoise_kernels.fp8.gemm import dense, grouped
 from equipoise_kernels.fp8.gemm.schedule import MaskedRows
 from equipoise_kernels.fp8.jit import is_interpreting, triton_version
 from equipoise_kernels.fp8.moe import permute, route, row_order
 from equipoise_kernels.fp8.moe.routes import RoutingRule, SlotTables, empty_routes
 from equipoise_kernels.fp8.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
+from equipoise_kernels.fp8.selection import missing_library
 from equipoise_kernels.numerics import difference
 
 MAX_DIFFERENCE = 1e-3
 HOPPER = (9, 0)
 _PATIENCE_S = 30.0
 
-_LIBRARIES: Mapping[str, Callable[[], str | None]] = {
-    "scaled_mm": libraries.scaled_mm_obstacle,
-    "deep_gemm": libraries.deep_gemm_obstacle,
-    "deep_ep": deep_ep.deep_ep_obstacle,
-    "flash_mla": attention_libraries.flash_mla_obstacle,
-    "flashinfer": attention_libraries.flashinfer_obstacle,
+LIBRARIES: Mapping[str, Callable[[], str | None]] = {
+    "scaled_mm": partial(
+        missing_library, "torch.nn.functional", "scaled_mm", "ScalingType", "SwizzleType"
+    ),
+    "deep_gemm": partial(missing_library, "deep_gemm", "fp8_gemm_nt"),
+    "deep_ep": partial(missing_library, "deep_ep", "Buffer.low_latency_dispatch"),
+    "flash_mla": partial(
+        missing_library, "flash_mla", "flash_mla_with_kvcache", "get_mla_metadata"
+    ),
+    "flashinfer": partial(missing_library, "flashinfer.mla", "BatchMLAPagedAttentionWrapper"),
 }
 
 
@@ -86,7 +92,7 @@ def obstacle(operation: str, backend: str) -> str | None:
 def _missing_library(backend: str) -> str | None:
     if backend == "triton":
         return None if triton_version() else "triton is not installed (extra `kernels`)"
-    return _LIBRARIES[backend]()
+    return LIBRARIES[backend]()
 
 
 def _wrong_device(backend: str) -> str | None:
@@ -172,16 +178,9 @@ def _weight_quant(backend: str) -> Tensor:
     return values
 
 
-def _gemm(backend: str) -> Tensor:
-    out = torch.empty(9, 256, dtype=torch.bfloat16, device=_device())
-    dense.BACKENDS[backend](_rows(9, 256), _weight(256, 256), out=out)
-    return out
-
-
-def _gemm_large(backend: str) -> Tensor:
-    # cuBLAS requires multiples of 16; the benchmark covers realistic sizes.
-    out = torch.empty(144, 256, dtype=torch.bfloat16, device=_device())
-    dense.BACKENDS[backend](_rows(144, 256), _weight(256, 256), out=out)
+def _gemm(backend: str, num_rows: int = 9) -> Tensor:
+    out = torch.empty(num_rows, 256, dtype=torch.bfloat16, device=_device())
+    dense.BACKENDS[backend](_rows(num_rows, 256), _weight(256, 256), out=out)
     return out
 
 
@@ -334,7 +333,8 @@ _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "silu_mul_quant": _silu_mul_quant,
     "weight_quant": _weight_quant,
     "gemm": _gemm,
-    "gemm_large": _gemm_large,
+    # cuBLAS requires multiples of 16; the benchmark covers realistic sizes.
+    "gemm_large": partial(_gemm, num_rows=144),
     "grouped_gemm": _grouped_gemm,
     "all_to_all": _all_to_all,
     "route": _route,

@@ -116,7 +116,7 @@ def test_the_low_latency_pair_reserves_room_per_slot(interpreted):
         [10, 11],
         [11],
     ]
-    summed = buffer.low_latency_combine(here.rows, here.handle, torch.ones(3, 2))
+    summed = buffer.combine(here.rows, here.handle, weights_TK=torch.ones(3, 2))
     assert summed[:, 3].tolist() == [20, 22, 12]
 
 

@@ -11,6 +11,7 @@ from equipoise_kernels.fp8.all_to_all import deep_ep
 from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.self_test import LIBRARIES
 
 SHAPE = EpShape(
     rank=0, num_ranks=2, slots_per_rank=3, top_k=2, dim=128, max_tokens=4, payload=Payload.BF16
@@ -80,7 +81,7 @@ def test_deep_ep_gets_its_low_latency_calls(monkeypatch):
 
     library = type("Library", (), {"Buffer": Buffer})
     monkeypatch.setitem(sys.modules, "deep_ep", library)
-    assert deep_ep.deep_ep_obstacle() is None
+    assert LIBRARIES["deep_ep"]() is None
     shape = replace(SHAPE, num_ranks=1)
     buffer = EpBuffer(shape, deep_ep.DeepEpBackend(shape, group="group"), device="cpu")
     x, slots = numbered(10, 3), torch.tensor([[0, 1], [2, 1], [-1, 0]])
@@ -89,7 +90,7 @@ def test_deep_ep_gets_its_low_latency_calls(monkeypatch):
     assert here.slot_ends.tolist() == [2, 6, 9]
     assert here.rows[1, :2, 0].tolist() == [10, 11]
     weights = torch.tensor([[1.0, 3.0, 9.0], [2.0, 4.0, 0.5]]).t()
-    summed = buffer.low_latency_combine(here.rows, here.handle, weights)
+    summed = buffer.combine(here.rows, here.handle, weights_TK=weights)
     assert summed[:, 9].tolist() == [30, 77, 6]
     assert calls == [("group", (4, 128, 1, 3), True, 3), "received", "summed"]
     with pytest.raises(KernelInputError, match="low_latency_dispatch"):
@@ -115,6 +116,6 @@ def test_deep_ep_is_not_opened_for_what_it_would_only_assert(change, depth, name
 
 def test_without_deep_ep_the_reason_is_kept(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", None)
-    assert "cannot be imported" in deep_ep.deep_ep_obstacle()
+    assert "cannot be imported" in LIBRARIES["deep_ep"]()
     monkeypatch.setitem(sys.modules, "deep_ep", object())
-    assert "low_latency_dispatch" in deep_ep.deep_ep_obstacle()
+    assert "low_latency_dispatch" in LIBRARIES["deep_ep"]()

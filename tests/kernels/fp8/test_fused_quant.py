@@ -14,7 +14,8 @@ from equipoise_kernels.fp8.quant.silu_mul_quant import (
     silu_mul_quant_reference,
     silu_mul_quant_triton,
 )
-from equipoise_kernels.fp8.testing.cases import guarded, spread_normal
+from equipoise_kernels.fp8.testing.cases import spread_normal
+from tests.support.guarded_tensors import guarded
 
 SILU_CONFIG = SiluMulQuantConfig(rows=4, groups=2, num_warps=4)
 

@@ -4,8 +4,9 @@ import torch
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import QuantizedRows, QuantizedWeight, ScaleFormat, ScaleLayout
 from equipoise_kernels.fp8.gemm.dense import GemmConfig, gemm, gemm_reference, gemm_triton
-from equipoise_kernels.fp8.testing.cases import guarded, spread_rows, spread_weight
+from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 from equipoise_kernels.numerics import difference
+from tests.support.guarded_tensors import guarded
 
 
 def config(*, block_m=16, block_n=64, swap_ab=True, split_k=1, group_m=2):

@@ -11,7 +11,8 @@ from equipoise_kernels.fp8.quant.group_quant import (
     group_quant_reference,
     group_quant_triton,
 )
-from equipoise_kernels.fp8.testing.cases import guarded, spread_normal
+from equipoise_kernels.fp8.testing.cases import spread_normal
+from tests.support.guarded_tensors import guarded
 
 CONFIG = GroupQuantConfig(rows=4, groups=2, num_warps=4)
 

@@ -18,7 +18,8 @@ from equipoise_kernels.fp8.gemm.schedule import (
     MaskedRows,
     PrefixSumRows,
 )
-from equipoise_kernels.fp8.testing.cases import guarded, spread_rows, spread_weight
+from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
+from tests.support.guarded_tensors import guarded
 
 NUM_SLOTS, NUM_COLUMNS, DIM = 5, 160, 256
 SLOTS = [3, 0, 4]

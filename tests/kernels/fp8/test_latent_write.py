@@ -9,7 +9,8 @@ from equipoise_kernels.fp8.attention.latent_write import (
     latent_write_triton,
 )
 from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
-from equipoise_kernels.fp8.testing.cases import guarded, spread_normal
+from equipoise_kernels.fp8.testing.cases import spread_normal
+from tests.support.guarded_tensors import guarded
 
 RANK, ROTARY, BLOCK, NUM_BLOCKS, HEADS = 256, 16, 4, 3, 5
 EPS = 1e-6

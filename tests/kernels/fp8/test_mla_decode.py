@@ -12,8 +12,8 @@ from equipoise_kernels.fp8.attention.mla_decode import (
     mla_decode_triton,
 )
 from equipoise_kernels.fp8.quant.group_quant import group_quant_reference
-from equipoise_kernels.fp8.testing.cases import guarded
 from equipoise_kernels.numerics import difference
+from tests.support.guarded_tensors import guarded
 
 RANK, ROTARY, BLOCK, NUM_BLOCKS = 128, 16, 16, 12
 SCALE = 0.11

@@ -19,7 +19,8 @@ from equipoise_kernels.fp8.moe.row_order import (
     row_order_reference,
     row_order_triton,
 )
-from equipoise_kernels.fp8.testing.cases import guarded, spread_normal, spread_rows
+from equipoise_kernels.fp8.testing.cases import spread_normal, spread_rows
+from tests.support.guarded_tensors import guarded
 
 ORDER_CONFIG = RowOrderConfig(pairs=8, num_warps=4)
 CONFIG = PermuteConfig(columns=32, num_warps=4)

@@ -9,8 +9,8 @@ from equipoise_kernels.fp8.moe.route import (
     route_triton,
 )
 from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables
-from equipoise_kernels.fp8.testing.cases import guarded
 from equipoise_kernels.replica_choice import SHARE_BITS
+from tests.support.guarded_tensors import guarded
 
 CONFIG = RouteConfig(num_warps=1)
 RULE = RoutingRule(num_experts=16, num_groups=4, top_groups=2, top_k=3, normalize=True, scale=2.5)

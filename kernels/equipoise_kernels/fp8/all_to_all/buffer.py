@@ -195,10 +195,6 @@ class EpBuffer:
         layout = RowLayout(rows_per_slot=shape.num_ranks * shape.max_tokens)
         return self.dispatch(x, slots_TK, layout=layout)
 
-    def low_latency_combine(self, y_SMD: Tensor, handle: EpHandle, weights_TK: Tensor) -> Tensor:
-        """`combine` for the output of `low_latency_dispatch`."""
-        return self.combine(y_SMD, handle, weights_TK=weights_TK)
-
     def check(self) -> None:
         """Check the exchanges of replayed graphs; waits for the device.
 

@@ -36,17 +36,6 @@ ROW_MULTIPLE = 4
 _QUEUE_DEPTH = "1024"
 
 
-def deep_ep_obstacle() -> str | None:
-    """Why DeepEP cannot be used, or None."""
-    try:
-        library = importlib.import_module("deep_ep")
-    except Exception as error:  # noqa: BLE001  an extension fails to load in many ways
-        return f"deep_ep cannot be imported ({type(error).__name__}: {error})"
-    if not hasattr(getattr(library, "Buffer", None), "low_latency_dispatch"):
-        return "this deep_ep has no Buffer.low_latency_dispatch"
-    return None
-
-
 class DeepEpBackend:
     """See `buffer.Backend`; rows in BF16 and the low-latency layout only.
 
@@ -140,7 +129,7 @@ def doubled(x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
     wide_TD = x_TD.repeat(1, _TESTED_DIM // x_TD.shape[1])
     here = buffer.low_latency_dispatch(wide_TD, slots_TK)
     assert isinstance(here.rows, Tensor)
-    summed_TD = buffer.low_latency_combine(2 * here.rows, here.handle, weights_TK)
+    summed_TD = buffer.combine(2 * here.rows, here.handle, weights_TK=weights_TK)
     return summed_TD[:, : x_TD.shape[1]]
 
 

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -38,11 +37,6 @@ _DEEP_EP, _PEER = "deep_ep", "triton"
 
 Result = TypeVar("Result")
 
-# Backends whose exchanges cannot be captured in a CUDA graph, and why.
-_HOST_BOUND: Mapping[str, str] = MappingProxyType(
-    {selection.REFERENCE: "torch.distributed needs the number of rows on the host"}
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenedBuffer:
@@ -65,7 +59,9 @@ class OpenedBuffer:
     @property
     def capture_obstacle(self) -> str | None:
         """Why the backend's exchanges cannot be captured in a CUDA graph, or None."""
-        return _HOST_BOUND.get(self.backend)
+        if self.backend == selection.REFERENCE:
+            return "torch.distributed needs the number of rows on the host"
+        return None
 
 
 def open_buffer(
@@ -160,16 +156,11 @@ def _try_out(
     value = 1.0 + shape.rank % 8  # exact in every payload
     x_1D = torch.full((1, shape.dim), value, dtype=shape.payload.answer_dtype, device=device)
     weights_1K = torch.ones(1, shape.top_k, device=device)
-    if is_low_latency:
-        came = buffer.low_latency_dispatch(x_1D, slots_1K)
-        assert isinstance(came.rows, Tensor)
-        summed_1D = buffer.low_latency_combine(came.rows, came.handle, weights_1K)
-    else:
-        is_fp8 = shape.payload is Payload.FP8
-        came = buffer.dispatch(group_quant(x_1D) if is_fp8 else x_1D, slots_1K)
-        rows = came.rows if isinstance(came.rows, Tensor) else came.rows.dequantized()
-        answers = rows.to(shape.payload.answer_dtype)
-        summed_1D = buffer.combine(answers, came.handle, weights_TK=weights_1K)
+    dispatch = buffer.low_latency_dispatch if is_low_latency else buffer.dispatch
+    came = dispatch(group_quant(x_1D) if shape.payload is Payload.FP8 else x_1D, slots_1K)
+    rows = came.rows if isinstance(came.rows, Tensor) else came.rows.dequantized()
+    answers = rows.to(shape.payload.answer_dtype)
+    summed_1D = buffer.combine(answers, came.handle, weights_TK=weights_1K)
     if not bool((summed_1D == chosen * value).all()):
         raise KernelsUnavailableError("rows did not come back unchanged")
 

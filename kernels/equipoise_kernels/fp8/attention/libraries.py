@@ -51,16 +51,6 @@ class LatentShape:
     """Whether latents are in FP8."""
 
 
-def flash_mla_obstacle() -> str | None:
-    """Why FlashMLA cannot be used, or None."""
-    return _missing(FLASH_MLA, "flash_mla_with_kvcache", "get_mla_metadata")
-
-
-def flashinfer_obstacle() -> str | None:
-    """Why FlashInfer cannot be used, or None."""
-    return _missing("flashinfer.mla", "BatchMLAPagedAttentionWrapper")
-
-
 def misfit(backend: str, shape: LatentShape) -> str | None:
     """Return why a backend cannot attend to such latents, or None; only libraries have limits."""
     if backend not in (FLASH_MLA, FLASHINFER):
@@ -214,18 +204,7 @@ def _flashinfer_wrapper(device: torch.device) -> Any:
     return importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace)
 
 
-def _missing(module: str, *names: str) -> str | None:
-    try:
-        library = importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001  an extension fails to load in many ways
-        return f"{module} cannot be imported ({type(error).__name__}: {error})"
-    absent = [name for name in names if not hasattr(library, name)]
-    return f"this {module} has no {absent[0]}" if absent else None
-
-
-Launch = Callable[..., None]
-
-BACKENDS: Mapping[str, Launch] = {
+BACKENDS: Mapping[str, Callable[..., None]] = {
     FLASH_MLA: mla_decode_flash_mla,
     FLASHINFER: mla_decode_flashinfer,
 }

@@ -14,23 +14,6 @@ from torch.nn import functional
 
 from equipoise_kernels.formats import SCALE_ALIGNMENT, QuantizedRows, QuantizedWeight
 
-_SCALED_MM_NAMES = ("scaled_mm", "ScalingType", "SwizzleType")
-
-
-def scaled_mm_obstacle() -> str | None:
-    """Why torch's block-scaled product cannot be used, or None."""
-    missing = [name for name in _SCALED_MM_NAMES if not hasattr(functional, name)]
-    return f"this torch has no functional.{missing[0]}" if missing else None
-
-
-def deep_gemm_obstacle() -> str | None:
-    """Why DeepGEMM cannot be used, or None."""
-    try:
-        library = importlib.import_module("deep_gemm")
-    except Exception as error:  # noqa: BLE001  an extension fails to load in many ways
-        return f"deep_gemm cannot be imported ({type(error).__name__}: {error})"
-    return None if hasattr(library, "fp8_gemm_nt") else "this deep_gemm has no fp8_gemm_nt"
-
 
 def gemm_scaled_mm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
     """Multiply with cuBLAS (12.9 or later), 1 x 128 and 128 x 128 scales; computes bfloat16."""

@@ -1,9 +1,8 @@
-"""Inputs that expose mistakes, and outputs that reveal out-of-bounds writes."""
+"""Inputs that expose mistakes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ from equipoise_kernels.fp8.quant.weight_quant import quantize_weight_reference
 
 _OUTLIER_SHARE = 0.001
 _OUTLIER_FACTOR = 30.0
-_GUARD = 4
-_UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def spread_normal(
@@ -85,59 +82,3 @@ def spread_slab(
         codes=torch.stack([slot.codes.view(torch.uint8) for slot in slots]).view(CODE),
         scales=torch.stack([slot.scales for slot in slots]),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuardedTensor:
-    """A poisoned tensor inside a larger poisoned one.
-
-    Poison is the byte 0xFF: NaN in every floating-point format used here.
-    """
-
-    view: Tensor
-    storage: Tensor
-
-    def unwritten(self) -> Tensor:
-        """Which elements of the view are still poison, bool of its shape."""
-        return _is_poison(self.view)
-
-    def guard_is_intact(self) -> bool:
-        """Whether every byte outside the view is still poison."""
-        before = self.storage.clone()
-        inside = self.view.clone()
-        _poison(self.view)
-        intact = bool((_bytes(self.storage) == 0xFF).all())
-        self.storage.copy_(before)
-        assert torch.equal(_bytes(inside), _bytes(self.view.clone()))
-        return intact
-
-
-def guarded(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    *,
-    device: torch.device | str = "cpu",
-    column_guard: int = 16,
-) -> GuardedTensor:
-    """A poisoned tensor with poisoned rows around it and poisoned columns after each row."""
-    *outer, num_rows, num_columns = shape
-    storage = torch.empty(
-        (*outer, num_rows + 2 * _GUARD, num_columns + column_guard), dtype=dtype, device=device
-    )
-    _poison(storage)
-    view = storage[..., _GUARD : _GUARD + num_rows, :num_columns]
-    return GuardedTensor(view=view, storage=storage)
-
-
-def _poison(tensor: Tensor) -> None:
-    unsigned = _UNSIGNED[tensor.element_size()]
-    tensor.view(unsigned).fill_(0xFF if unsigned is torch.uint8 else -1)
-
-
-def _is_poison(tensor: Tensor) -> Tensor:
-    unsigned = _UNSIGNED[tensor.element_size()]
-    return tensor.view(unsigned) == (0xFF if unsigned is torch.uint8 else -1)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
