@@ -178,10 +178,10 @@ async def test_backoff_doubles_up_to_a_limit_and_simultaneous_failures_count_onc
 async def test_a_missing_rank_finishes_its_requests_and_is_removed(ranks):
     ranks.update(told("a", "b"))
     places = [await place(ranks), await place(ranks)]
-    on_a = next(one for one in places if one.name == "a")
+    on_a = next(one for one in places if one.rank.name == "a")
     ranks.update(told("b"))
     assert load(ranks, "a").state is RankState.CLOSED
-    assert (await place(ranks)).name == "b"
+    assert (await place(ranks)).rank.name == "b"
     on_a.release()
     assert [rank.name for rank in ranks.loads()] == ["b"]
 
@@ -198,7 +198,7 @@ async def test_a_rank_that_reappears_keeps_its_counters(ranks):
 async def test_an_empty_update_changes_nothing(ranks):
     ranks.update(told("a"))
     ranks.update([])
-    assert (await place(ranks)).name == "a"
+    assert (await place(ranks)).rank.name == "a"
 
 
 async def test_reported_requests_beyond_ours_are_foreign(ranks):
@@ -239,15 +239,15 @@ async def test_a_repeated_report_counts_once(ranks):
 async def test_two_suspects_never_share_a_rank_and_do_not_hold_up_other_requests(ranks):
     ranks.update(told("a", "b"))
     suspects = [await place(ranks, is_suspect=True) for _ in range(2)]
-    assert {suspect.name for suspect in suspects} == {"a", "b"}
+    assert {suspect.rank.name for suspect in suspects} == {"a", "b"}
     third = await in_line(ranks, 1, is_retry=True, is_suspect=True)
     fourth = await in_line(ranks, 2, is_retry=True, is_suspect=True)
-    assert (await place(ranks)).name in {"a", "b"}
+    assert (await place(ranks)).rank.name in {"a", "b"}
     suspects[0].accepted()
     suspects[0].generated(1)
-    assert (await third).name == suspects[0].name, "its token cleared the one before"
+    assert (await third).rank.name == suspects[0].rank.name, "its token cleared the one before"
     suspects[1].release()
-    assert (await fourth).name == suspects[1].name
+    assert (await fourth).rank.name == suspects[1].rank.name
     assert ranks.num_waiting == 0
 
 
@@ -255,4 +255,4 @@ async def test_other_requests_prefer_ranks_without_a_suspect(ranks):
     ranks.update(told("a", "b"))
     suspect = await place(ranks, is_suspect=True)
     others = [await place(ranks) for _ in range(3)]
-    assert suspect.name not in {other.name for other in others}
+    assert suspect.rank.name not in {other.rank.name for other in others}

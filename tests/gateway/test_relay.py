@@ -9,11 +9,11 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from equipoise.gateway.attempt import AttemptTimeouts
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_table import RankInfo, RankTable
-from equipoise.gateway.relay import Relay, RelayPolicy
+from equipoise.gateway.relay import Relay
 from equipoise.gateway.routing import RankState
+from equipoise.gateway.settings import GatewaySettings
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.inference import Blame, GenerateRequest
 from equipoise_api.v1 import worker_pb2 as pb
@@ -377,9 +377,11 @@ async def test_any_mix_of_faults_keeps_tokens_right_and_counters_balanced(fleet,
     relay = Relay(
         ranks,
         vocab_size=VOCAB_SIZE,
-        policy=RelayPolicy(
-            timeouts=AttemptTimeouts(accept_s=0.3, first_token_s=0.3, silence_s=0.3),
-            queue_s=BOUND_S,
+        settings=GatewaySettings(
+            accept_timeout_s=0.3,
+            first_token_timeout_s=0.3,
+            silence_timeout_s=0.3,
+            queue_timeout_s=BOUND_S,
             max_attempts=30,
         ),
         tally=RequestTally(),

@@ -21,7 +21,7 @@ loads = st.builds(
     num_foreign=st.integers(0, 20),
     foreign_kv_tokens=st.integers(0, 2000),
     kv_tokens_total=st.sampled_from([0, 1000, 3000]),
-    on_trial=st.booleans(),
+    num_failures=st.integers(0, 1),
     resting_until_s=st.sampled_from([0.0, NOW_S, NOW_S + 0.5, NOW_S + 2.0]),
     resting_reason=st.sampled_from(["", "it broke"]),
 )
@@ -80,7 +80,7 @@ def test_closed_and_resting_ranks_are_never_chosen(ranks):
         rank = chosen(ranks)
         assert rank.state is not RankState.CLOSED
         assert rank.resting_until_s <= NOW_S
-        assert not (rank.on_trial and rank.num_unanswered)
+        assert not (rank.num_failures and rank.num_unanswered)
 
 
 @settings(deadline=None)

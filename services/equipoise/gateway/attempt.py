@@ -5,12 +5,12 @@ Turns a rank's failures into exceptions; `relay` decides what to do about them.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from equipoise.gateway.errors import InvalidRequestError, RankFullError, RankLostError
+from equipoise.gateway.settings import GatewaySettings
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference import (
@@ -24,32 +24,19 @@ from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptTimeouts:
-    """How long a rank may take, seconds."""
-
-    accept_s: float
-    """To accept the request into its queue."""
-
-    first_token_s: float
-    """From there to the first token."""
-
-    silence_s: float
-    """From one token to the next."""
-
-
 async def attempt(
     stub: "pb_grpc.InferenceAsyncStub",
     request: GenerateRequest,
     *,
     vocab_size: int,
-    timeouts: AttemptTimeouts,
+    settings: GatewaySettings,
     accepted: Callable[[], None],
     credentials: Credentials,
 ) -> AsyncGenerator[GeneratedTokens, None]:
     """Yield a request's tokens from one rank, up to and including its finish.
 
-    Calls `accepted` once the rank has accepted the request. Closing the generator ends the call.
+    The settings' accept, first-token and silence timeouts bound the waits. Calls `accepted` once
+    the rank has accepted the request. Closing the generator ends the call.
 
     Raises:
         RankFullError: the rank's queue is full.
@@ -58,14 +45,14 @@ async def attempt(
     """
     call = stub.Generate(request_to_proto(request), metadata=credentials.metadata())
     try:
-        await _until_accepted(call, timeouts.accept_s)
+        await _until_accepted(call, settings.accept_timeout_s)
         accepted()
-        num_tokens, timeout_s = 0, timeouts.first_token_s
+        num_tokens, timeout_s = 0, settings.first_token_timeout_s
         while True:
             generated = await _next(
                 call, request, num_tokens, timeout_s=timeout_s, vocab_size=vocab_size
             )
-            num_tokens, timeout_s = num_tokens + len(generated.tokens), timeouts.silence_s
+            num_tokens, timeout_s = num_tokens + len(generated.tokens), settings.silence_timeout_s
             yield generated
             if generated.finish is not None:
                 return

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -27,32 +27,11 @@ from equipoise.gateway.openai_responses import (
     usage,
 )
 from equipoise.gateway.relay import Relay
+from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.wire.inference import GeneratedTokens, GenerateRequest
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpLimits:
-    """What HTTP clients may use."""
-
-    max_body_bytes: int
-    """Largest body."""
-
-    client_timeout_s: float
-    """Longest time to send a body, or to read one part of a response, seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointContext:
-    """What all endpoints share."""
-
-    relay: Relay
-    tokenizer: Tokenizer
-    model: str
-    http_limits: HttpLimits
-    open_requests: OpenRequests
 
 
 class CompletionEndpoint:
@@ -63,38 +42,44 @@ class CompletionEndpoint:
 
     def __init__(
         self,
-        shared: EndpointContext,
+        settings: GatewaySettings,
         *,
+        relay: Relay,
+        tokenizer: Tokenizer,
+        open_requests: OpenRequests,
         parse: Callable[[bytes], CompletionRequest],
         form: CompletionForm | ChatForm,
     ) -> None:
-        self._shared = shared
+        self._settings = settings
+        self._model = settings.model_name
+        self._relay = relay
+        self._tokenizer = tokenizer
+        self._open_requests = open_requests
         self._parse = parse
         self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        with self._shared.open_requests.admitted():
+        with self._open_requests.admitted():
             await self._respond(scope, receive, send)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limits, open_requests = self._shared.http_limits, self._shared.open_requests
-        client = HttpClient(scope, receive, send, timeout_s=limits.client_timeout_s)
+        client = HttpClient(scope, receive, send, timeout_s=self._settings.client_timeout_s)
         response_id = f"{self._form.prefix}-{uuid.uuid4().hex}"
         try:
-            body = await client.body(max_bytes=limits.max_body_bytes)
+            body = await client.body(max_bytes=self._settings.max_body_bytes)
             # In a thread, because a long text takes time to tokenize.
             request = await asyncio.to_thread(self._parse, body)
             context = ResponseContext(
                 response_id=response_id,
-                model=self._shared.model,
+                model=self._model,
                 created_s=int(time.time()),
-                tokenizer=self._shared.tokenizer,
+                tokenizer=self._tokenizer,
                 with_logprobs=request.sampling.logprobs is not None,
                 with_token_ids=request.return_token_ids,
             )
             respond = self._stream if request.stream else self._whole
-            await open_requests.run(respond(request, context, client), receive=receive)
+            await self._open_requests.run(respond(request, context, client), receive=receive)
         except ClientGoneError as gone:
             _log.info("%s: %s", response_id, gone)
         except RequestError as error:
@@ -144,7 +129,7 @@ class CompletionEndpoint:
         """All choices as their tokens are generated, each up to a stop string if there is one."""
 
         def choice(index: int) -> tuple[ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]:
-            tokens = self._shared.relay.stream(
+            tokens = self._relay.stream(
                 GenerateRequest(
                     request_id=context.response_id + (f"-{index}" if index else ""),
                     prompt=request.prompt,
@@ -156,7 +141,7 @@ class CompletionEndpoint:
                 )
             )
             decoder = ChoiceDecoder(
-                self._shared.tokenizer, stops=request.stops, stop_tokens=request.stop_tokens
+                self._tokenizer, stops=request.stops, stop_tokens=request.stop_tokens
             )
             return decoder, tokens
 

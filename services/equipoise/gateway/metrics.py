@@ -52,7 +52,11 @@ class RequestTally:
                 async for part in parts:
                     if part.tokens:
                         passed_s, last_s = now() - last_s, now()
-                        self._note(part, passed_s=passed_s, is_first=is_first)
+                        self.tokens += len(part.tokens)
+                        if is_first:
+                            self.ttft_s.observe(passed_s)
+                        else:
+                            self.itl_s.observe(passed_s / len(part.tokens))
                         is_first = False
                     if part.finish is not None:
                         # The caller reads no further.
@@ -64,13 +68,6 @@ class RequestTally:
             raise
         finally:
             self.outcomes[outcome] += 1
-
-    def _note(self, part: GeneratedTokens, *, passed_s: float, is_first: bool) -> None:
-        self.tokens += len(part.tokens)
-        if is_first:
-            self.ttft_s.observe(passed_s)
-        else:
-            self.itl_s.observe(passed_s / len(part.tokens))
 
 
 class GatewayCollector(Collector):
@@ -89,27 +86,16 @@ class GatewayCollector(Collector):
         for outcome, count in tally.outcomes.items():
             requests.add_metric([outcome], count)
         yield requests
-        yield CounterMetricFamily(
-            "equipoise_gateway_replays", "Rank failures during a request.", value=tally.replays
-        )
-        yield CounterMetricFamily(
-            "equipoise_gateway_poison_requests",
-            "Requests rejected because they appear to crash the ranks that run them.",
-            value=tally.poison,
-        )
-        yield CounterMetricFamily(
-            "equipoise_gateway_tokens", "Tokens sent to clients.", value=tally.tokens
-        )
-        yield GaugeMetricFamily(
-            "equipoise_gateway_queued_requests",
-            "Requests waiting for a rank.",
-            value=float(self._ranks.num_waiting),
-        )
-        yield GaugeMetricFamily(
-            "equipoise_gateway_ready",
-            "1 if a rank accepts requests, else 0.",
-            value=float(not self._ranks.trouble()),
-        )
+        is_ready, num_waiting = not self._ranks.trouble(), self._ranks.num_waiting
+        poison = "Requests rejected because they appear to crash the ranks that run them."
+        for family, name, text, value in (
+            (CounterMetricFamily, "replays", "Rank failures during a request.", tally.replays),
+            (CounterMetricFamily, "poison_requests", poison, tally.poison),
+            (CounterMetricFamily, "tokens", "Tokens sent to clients.", tally.tokens),
+            (GaugeMetricFamily, "queued_requests", "Requests waiting for a rank.", num_waiting),
+            (GaugeMetricFamily, "ready", "1 if a rank accepts requests, else 0.", is_ready),
+        ):
+            yield family(f"equipoise_gateway_{name}", text, value=float(value))
         for name, text, histogram in (
             ("ttft_seconds", "Time from a request to its first token.", tally.ttft_s),
             ("itl_seconds", "Time between two tokens of a request.", tally.itl_s),

@@ -5,13 +5,13 @@ the gateway's shutdown is over.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from equipoise.gateway.errors import ClientGoneError, StoppingError, TooManyRequestsError
+from starlette.types import Receive
 
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+from equipoise.gateway.errors import ClientGoneError, StoppingError, TooManyRequestsError
 
 
 class OpenRequests:
@@ -21,15 +21,11 @@ class OpenRequests:
         self.stopping = False
         self._max_open = max_open
         self._num_admitted = 0
-        self._num_open = 0
+        self.num_open = 0
+        """Requests in flight."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def num_open(self) -> int:
-        """Requests in flight."""
-        return self._num_open
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -63,7 +59,7 @@ class OpenRequests:
         """
         working = asyncio.create_task(work)
         gone = asyncio.create_task(_hung_up(receive))
-        self._num_open += 1
+        self.num_open += 1
         self._idle.clear()
         try:
             await asyncio.wait({working, gone, self._ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -76,8 +72,8 @@ class OpenRequests:
             working.cancel()
             gone.cancel()
             await asyncio.gather(working, gone, return_exceptions=True)
-            self._num_open -= 1
-            if not self._num_open:
+            self.num_open -= 1
+            if not self.num_open:
                 self._idle.set()
 
     async def drain(self, grace_s: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from equipoise.gateway.chat_template import ChatTemplate, Messages
 from equipoise.gateway.errors import InvalidRequestError, UnknownModelError
 from equipoise.gateway.fields import Fields, is_whole, shown
+from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.wire.inference import Sampling
 
@@ -68,20 +69,6 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLimits:
-    """Limits of one request, tokens."""
-
-    max_prompt_tokens: int
-    """Longest prompt."""
-
-    max_tokens: int
-    """Longest output."""
-
-    context_length: int
-    """Prompt and output together; limits chats that do not limit their output."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
     """A checked request for text."""
 
@@ -120,17 +107,12 @@ class RequestParser:
     """Parses requests for one model."""
 
     def __init__(
-        self,
-        *,
-        model: str,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        limits: RequestLimits,
+        self, settings: GatewaySettings, *, tokenizer: Tokenizer, template: ChatTemplate | None
     ) -> None:
-        self._model = model
+        self._settings = settings
+        self._model = settings.model_name
         self._tokenizer = tokenizer
         self._template = template
-        self._limits = limits
 
     def completion(self, body: bytes) -> CompletionRequest:
         """Parse the body of `POST /v1/completions`.
@@ -142,7 +124,7 @@ class RequestParser:
         fields = Fields.of_body(body)
         self._check(fields, known=_OF_COMPLETIONS, unsupported=_COMPLETIONS_UNSUPPORTED)
         prompt = self._prompt(fields)
-        most, default = self._limits.max_tokens, DEFAULT_MAX_TOKENS
+        most, default = self._settings.max_tokens, DEFAULT_MAX_TOKENS
         logprobs = None
         if "logprobs" in fields:
             logprobs = fields.whole("logprobs", least=0, most=MAX_LOGPROBS, default=0)
@@ -246,19 +228,19 @@ class RequestParser:
         return tokens
 
     def _check_length(self, fields: Fields, name: str, num_tokens: int) -> None:
-        most = self._limits.max_prompt_tokens
+        most = self._settings.max_prompt_tokens
         if not 1 <= num_tokens <= most:
             raise fields.refuse(name, f"must have 1 to {most} tokens, not {num_tokens}")
 
     def _chat_tokens(self, fields: Fields, *, num_prompt: int) -> int:
         """The answer's limit, by either name, or what the context leaves."""
         names = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
-        most = self._limits.max_tokens
+        most = self._settings.max_tokens
         if len(names) == 2:
             raise fields.refuse(
                 "max_tokens", "and max_completion_tokens are the same setting: send one"
             )
-        left = max(1, min(most, self._limits.context_length - num_prompt))
+        left = max(1, min(most, self._settings.context_length - num_prompt))
         return fields.whole(names[0] if names else "max_tokens", least=1, most=most, default=left)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from equipoise.gateway.choice import ChoiceDelta
@@ -77,7 +78,7 @@ class CompletionForm:
     def _logprobs(self, context: ResponseContext, delta: ChoiceDelta) -> dict[str, Any] | None:
         if not context.with_logprobs:
             return None
-        name = _TokenNames(context.tokenizer)
+        name = partial(_token_name, context.tokenizer)
         return {
             "tokens": [name(one.token) for one in delta.shown],
             "token_logprobs": [_finite(one.logprob.value) for one in delta.shown],
@@ -160,7 +161,7 @@ def error_object(error: RequestError) -> dict[str, Any]:
 def _chat_logprobs(context: ResponseContext, delta: ChoiceDelta) -> dict[str, Any] | None:
     if not context.with_logprobs:
         return None
-    name = _TokenNames(context.tokenizer)
+    name = partial(_token_name, context.tokenizer)
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -179,20 +180,15 @@ def _chat_logprobs(context: ResponseContext, delta: ChoiceDelta) -> dict[str, An
     return {"content": content, "refusal": None}
 
 
-class _TokenNames:
-    """Tokens as text; a token that is not whole characters is named by its bytes, as at OpenAI."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes_of = tokenizer.bytes_of
-
-    def __call__(self, token: int) -> str:
-        data = self._bytes_of[token]
-        if not data:
-            return f"<token {token}>"
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+def _token_name(tokenizer: Tokenizer, token: int) -> str:
+    """A token as text; one that is not whole characters is named by its bytes, as at OpenAI."""
+    data = tokenizer.bytes_of[token]
+    if not data:
+        return f"<token {token}>"
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _finite(logprob: float) -> float:

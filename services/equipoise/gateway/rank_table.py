@@ -8,11 +8,9 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 from equipoise.gateway.errors import NoRankError, TooManyQueuedError
 from equipoise.gateway.routing import NoRankChoice, RankLoad, RankState, choose
@@ -62,7 +60,7 @@ class RankTable:
 
     def __init__(self, *, max_queued: int, clock: Callable[[], float]) -> None:
         self._max_queued = max_queued
-        self._clock = clock
+        self.now = clock
         self._ranks: dict[str, _Rank] = {}
         self._queue: deque[_Waiter] = deque()
         self._turns = itertools.count()
@@ -74,13 +72,13 @@ class RankTable:
         """Queued requests."""
         return len(self._queue)
 
-    def loads(self) -> list[RankLoad]:
+    def loads(self) -> Sequence[RankLoad]:
         """Every rank and its current work."""
-        return [rank.load() for rank in self._ranks.values()]
+        return list(self._ranks.values())
 
     def trouble(self) -> str:
         """Why no rank can take a request now; empty when one can."""
-        found = choose(self.loads(), now=self._clock(), avoid=frozenset(), turn=0)
+        found = choose(self.loads(), now=self.now(), avoid=frozenset(), turn=0)
         return found.reason if isinstance(found, NoRankChoice) else ""
 
     def update(self, infos: Iterable[RankInfo]) -> None:
@@ -121,7 +119,7 @@ class RankTable:
             TooManyQueuedError: too many requests wait already.
             NoRankError: no rank took it in time; names the trouble of each rank.
         """
-        if until_s <= self._clock():
+        if until_s <= self.now():
             raise self._no_rank(timeout_s)
         waiter = _Waiter(request=request, avoid=avoid, is_retry=is_retry, is_suspect=is_suspect)
         # After earlier retries, before everything new.
@@ -130,7 +128,7 @@ class RankTable:
         self._serve_queue()
         try:
             self._check_length(waiter)
-            async with asyncio.timeout(until_s - self._clock()):
+            async with asyncio.timeout(until_s - self.now()):
                 return await waiter.reservation
         except TimeoutError:
             waiter.release()
@@ -162,7 +160,7 @@ class RankTable:
             if not waiter.reservation.done():
                 found = choose(
                     self.loads(),
-                    now=self._clock(),
+                    now=self.now(),
                     avoid=waiter.avoid,
                     turn=next(self._turns),
                     is_suspect=waiter.is_suspect,
@@ -184,7 +182,7 @@ class RankTable:
         if self._retry is not None:
             self._retry.cancel()
         if at_s is not None:
-            delay_s = max(0.0, at_s - self._clock())
+            delay_s = max(0.0, at_s - self.now())
             self._retry = asyncio.get_running_loop().call_later(delay_s, self._serve_queue)
 
     def changed(self, rank: "_Rank") -> None:
@@ -193,12 +191,8 @@ class RankTable:
             self._ranks.pop(rank.address, None)
         self._serve_queue()
 
-    def now(self) -> float:
-        """The clock's time."""
-        return self._clock()
 
-
-class Reservation:
+class Reservation(AbstractContextManager["Reservation"]):
     """A request's share of a rank, from the choice to the request's end there.
 
     A context manager: leaving it releases the reservation.
@@ -207,7 +201,7 @@ class Reservation:
     def __init__(
         self, rank: "_Rank", request: GenerateRequest, *, ranks: RankTable, is_suspect: bool
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self.was_accepted = False
         self._ranks = ranks
         self._in_flight = len(request.prompt) + request.max_tokens
@@ -217,48 +211,31 @@ class Reservation:
         rank.num_suspects += is_suspect
         rank.open(self._in_flight)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
-
-    @property
-    def address(self) -> str:
-        """host:port of the rank."""
-        return self._rank.address
-
-    @property
-    def name(self) -> str:
-        """The rank's name."""
-        return self._rank.name
 
     def accepted(self) -> None:
         """The rank has accepted the request: it is alive."""
         self.was_accepted = True
-        self._rank.num_unanswered -= 1
-        if self._rank.num_failures:
-            self._rank.num_failures = 0
-            self._ranks.changed(self._rank)
+        self.rank.num_unanswered -= 1
+        if self.rank.num_failures:
+            self.rank.num_failures = 0
+            self._ranks.changed(self.rank)
 
     def generated(self, num_tokens: int) -> None:
         """The rank has generated tokens, and has run the prompt before the first."""
         run = num_tokens + (self._num_prompt if not self._cached else 0)
-        self._rank.move_to_cache(run)
+        self.rank.tokens_in_flight -= run
+        self.rank.kv_tokens += run
         self._in_flight -= run
         self._cached += run
         if self._is_suspect:
             self._clear_suspicion()
-            self._ranks.changed(self._rank)
+            self._ranks.changed(self.rank)
 
     def lost(self, reason: str) -> None:
         """The rank has failed the request: back off before it is tried again."""
-        rank, now = self._rank, self._ranks.now()
+        rank, now = self.rank, self._ranks.now()
         if now >= rank.resting_until_s:
             # Many requests that break at once are one failure.
             rank.num_failures += 1
@@ -266,23 +243,27 @@ class Reservation:
             level = logging.WARNING if rank.num_failures == 1 else logging.DEBUG
             _log.log(level, "%s at %s failed: %s", rank.name, rank.address, reason)
             rest_s = min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(rank.num_failures - 1, 16))
-            rank.rest(until_s=now + rest_s, reason=reason)
+            rank.resting_until_s, rank.resting_reason = now + rest_s, reason
 
     def full(self, reason: str) -> None:
         """The rank's queue is full."""
-        self._rank.rest(until_s=self._ranks.now() + FULL_REST_S, reason=reason)
+        self.rank.resting_until_s = self._ranks.now() + FULL_REST_S
+        self.rank.resting_reason = reason
 
     def release(self) -> None:
         """The request has ended on this rank. May be repeated."""
         if self._in_flight < 0:
             return
         self._clear_suspicion()
-        self._rank.leave(self._in_flight, self._cached, was_accepted=self.was_accepted)
+        self.rank.num_open -= 1
+        self.rank.num_unanswered -= not self.was_accepted
+        self.rank.tokens_in_flight -= self._in_flight
+        self.rank.kv_tokens -= self._cached
         self._in_flight = -1
-        self._ranks.changed(self._rank)
+        self._ranks.changed(self.rank)
 
     def _clear_suspicion(self) -> None:
-        self._rank.num_suspects -= self._is_suspect
+        self.rank.num_suspects -= self._is_suspect
         self._is_suspect = False
 
 
@@ -306,49 +287,18 @@ class _Waiter:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Rank:
-    """One rank's counters."""
+class _Rank(RankLoad):
+    """A rank's load, and what separates it from the load of other gateways."""
 
-    name: str
-    address: str
     state: RankState = RankState.OPEN
-    num_open: int = 0
-    num_unanswered: int = 0
-    num_failures: int = 0
-    num_suspects: int = 0
-    resting_until_s: float = 0.0
-    resting_reason: str = ""
-    tokens_in_flight: int = 0
-    kv_tokens: int = 0
-    num_foreign: int = 0
     report: int = 0
     # Most requests of ours open at a time: since the latest report, and between that and the one
     # before. What a report counts beyond them is foreign.
     peak_open: int = 0
     earlier_peak_open: int = 0
     # The same for the most tokens that our requests may hold in the cache.
-    foreign_kv_tokens: int = 0
-    kv_tokens_total: int = 0
     peak_kv_tokens: int = 0
     earlier_peak_kv_tokens: int = 0
-
-    def load(self) -> RankLoad:
-        return RankLoad(
-            name=self.name,
-            address=self.address,
-            state=self.state,
-            num_open=self.num_open,
-            num_unanswered=self.num_unanswered,
-            tokens_in_flight=self.tokens_in_flight,
-            kv_tokens=self.kv_tokens,
-            num_foreign=self.num_foreign,
-            foreign_kv_tokens=self.foreign_kv_tokens,
-            kv_tokens_total=self.kv_tokens_total,
-            num_suspects=self.num_suspects,
-            on_trial=self.num_failures > 0,
-            resting_until_s=self.resting_until_s,
-            resting_reason=self.resting_reason,
-        )
 
     def update(self, info: RankInfo) -> None:
         self.name, self.state = info.name, info.state
@@ -369,16 +319,3 @@ class _Rank:
         self.peak_open = max(self.peak_open, self.num_open)
         self.tokens_in_flight += in_flight
         self.peak_kv_tokens = max(self.peak_kv_tokens, self.kv_tokens + self.tokens_in_flight)
-
-    def move_to_cache(self, num_tokens: int) -> None:
-        self.tokens_in_flight -= num_tokens
-        self.kv_tokens += num_tokens
-
-    def leave(self, in_flight: int, cached: int, *, was_accepted: bool) -> None:
-        self.num_open -= 1
-        self.num_unanswered -= not was_accepted
-        self.tokens_in_flight -= in_flight
-        self.kv_tokens -= cached
-
-    def rest(self, *, until_s: float, reason: str) -> None:
-        self.resting_until_s, self.resting_reason = until_s, reason

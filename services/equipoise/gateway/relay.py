@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from equipoise.gateway.attempt import AttemptTimeouts, attempt
+from equipoise.gateway.attempt import attempt
 from equipoise.gateway.errors import (
     AttemptsExhaustedError,
     InvalidRequestError,
@@ -21,6 +21,7 @@ from equipoise.gateway.errors import (
 )
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_table import RankTable, Reservation
+from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
@@ -38,36 +39,26 @@ _CHANNEL_OPTIONS = (
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayPolicy:
-    """How long and how often a request is tried."""
-
-    timeouts: AttemptTimeouts
-    """Timeouts of one attempt."""
-
-    queue_s: float
-    """Longest wait for a rank, seconds; it starts again after each break."""
-
-    max_attempts: int
-    """Ranks that may break after they accepted the request."""
-
-
 class Relay:
-    """Serves requests by the ranks of a table; used from one event loop only."""
+    """Serves requests by the ranks of a table; used from one event loop only.
+
+    The settings' queue timeout starts again after each break; only ranks that break after they
+    accepted the request count against its attempts.
+    """
 
     def __init__(
         self,
         ranks: RankTable,
         *,
         vocab_size: int,
-        policy: RelayPolicy,
+        settings: GatewaySettings,
         tally: RequestTally,
         credentials: Credentials,
     ) -> None:
         self._ranks = ranks
         self._tally = tally
         self._vocab_size = vocab_size
-        self._policy = policy
+        self._settings = settings
         self._credentials = credentials
         self._channels: dict[tuple[str, int], _SharedChannel] = {}
 
@@ -88,8 +79,8 @@ class Relay:
                 avoid=frozenset(progress.avoid),
                 is_retry=progress.was_placed,
                 is_suspect=progress.suspicion.is_strong,
-                until_s=progress.without_rank_since_s + self._policy.queue_s,
-                timeout_s=self._policy.queue_s,
+                until_s=progress.without_rank_since_s + self._settings.queue_timeout_s,
+                timeout_s=self._settings.queue_timeout_s,
             )
             progress.was_placed = True
             with reservation:
@@ -104,8 +95,8 @@ class Relay:
                     reservation.full(str(full))
                 except RankLostError as lost:
                     reservation.lost(str(lost))
-                    progress.avoid.add(reservation.address)
-                    # A rank that blames the request had accepted it, even if the end came first.
+                    progress.avoid.add(reservation.rank.address)
+                    # A rank that blames the request accepted it, even if the end came first.
                     if reservation.was_accepted or lost.blame is Blame.REQUEST:
                         progress.suspicion.note_break(lost.blame)
                         self._note_break(progress, reservation, request, reason=str(lost))
@@ -113,7 +104,7 @@ class Relay:
                     if not progress.tokens:
                         raise
                     # Another rank accepted the same request: this one differs from the others.
-                    progress.avoid.add(reservation.address)
+                    progress.avoid.add(reservation.rank.address)
                     reason = f"it refuses: {refusal}"
                     self._note_break(progress, reservation, request, reason=reason)
 
@@ -121,12 +112,12 @@ class Relay:
         self, reservation: Reservation, request: GenerateRequest
     ) -> AsyncGenerator[GeneratedTokens, None]:
         """One attempt on the reserved rank, with its work accounted for."""
-        async with self._stub(reservation.address) as stub:
+        async with self._stub(reservation.rank.address) as stub:
             parts = attempt(
                 stub,
                 request,
                 vocab_size=self._vocab_size,
-                timeouts=self._policy.timeouts,
+                settings=self._settings,
                 accepted=reservation.accepted,
                 credentials=self._credentials,
             )
@@ -151,19 +142,19 @@ class Relay:
         """
         _log.warning(
             "%s: %s at %s broke after %d of %d tokens: %s",
-            *(request.request_id, reservation.name, reservation.address),
+            *(request.request_id, reservation.rank.name, reservation.rank.address),
             *(len(progress.tokens), request.max_tokens, reason),
         )
         self._tally.replays += 1
         progress.without_rank_since_s = self._ranks.now()
-        progress.breaks.append(f"{reservation.name}: {reason}")
+        progress.breaks.append(f"{reservation.rank.name}: {reason}")
         if verdict := progress.suspicion.verdict:
             self._tally.poison += 1
             raise PoisonRequestError(
                 f"the request is refused because {verdict} ({'; '.join(progress.breaks)}): "
                 f"change it before sending it again"
             )
-        if len(progress.breaks) >= self._policy.max_attempts:
+        if len(progress.breaks) >= self._settings.max_attempts:
             raise AttemptsExhaustedError(
                 f"{len(progress.breaks)} attempts broke: {'; '.join(progress.breaks)}"
             )
@@ -197,7 +188,7 @@ class _Progress:
     """When it last lost its rank, or arrived."""
 
     was_placed: bool = False
-    """Whether it has had a rank."""
+    """Whether a rank was reserved for it before."""
 
     tokens: list[int] = field(default_factory=list)
     """Tokens so far."""

@@ -33,9 +33,9 @@ class RankState(IntEnum):
     """It is leaving, or is no longer in the pool. It finishes the requests it has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankLoad:
-    """A rank and its work at one moment."""
+    """A rank and its work now."""
 
     name: str
     """Name for logs and messages."""
@@ -70,8 +70,8 @@ class RankLoad:
     num_suspects: int = 0
     """Requests that have no token since two ranks in a row broke under them."""
 
-    on_trial: bool = False
-    """Whether it failed last time: it gets one request at a time until it accepts one."""
+    num_failures: int = 0
+    """Failures since it last accepted a request. While above 0, it gets one request at a time."""
 
     resting_until_s: float = 0.0
     """Not to be tried before, on the clock of `now`."""
@@ -166,7 +166,7 @@ def refusal(rank: RankLoad, *, now: float, is_suspect: bool = False) -> str:
         return "is leaving"
     if rank.resting_until_s > now:
         return f"rests: {rank.resting_reason}"
-    if rank.on_trial and rank.num_unanswered:
+    if rank.num_failures and rank.num_unanswered:
         return f"is on trial with one request: {rank.resting_reason}"
     if is_suspect and rank.num_suspects:
         return "runs another request under which ranks broke"

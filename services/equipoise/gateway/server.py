@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,9 +14,8 @@ from starlette.routing import Route, request_response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from equipoise.gateway.access import ApiKeys
-from equipoise.gateway.attempt import AttemptTimeouts
 from equipoise.gateway.chat_template import ChatTemplate
-from equipoise.gateway.completions import CompletionEndpoint, EndpointContext, HttpLimits
+from equipoise.gateway.completions import CompletionEndpoint
 from equipoise.gateway.errors import (
     GatewayError,
     InvalidRequestError,
@@ -25,7 +25,7 @@ from equipoise.gateway.errors import (
 from equipoise.gateway.http_server import http_server
 from equipoise.gateway.metrics import GatewayCollector, RequestTally
 from equipoise.gateway.open_requests import OpenRequests
-from equipoise.gateway.openai_requests import RequestLimits, RequestParser
+from equipoise.gateway.openai_requests import RequestParser
 from equipoise.gateway.openai_responses import (
     ChatForm,
     CompletionForm,
@@ -33,7 +33,7 @@ from equipoise.gateway.openai_responses import (
     model_object,
 )
 from equipoise.gateway.rank_table import RankInfo, RankTable
-from equipoise.gateway.relay import Relay, RelayPolicy
+from equipoise.gateway.relay import Relay
 from equipoise.gateway.routing import RankState
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
@@ -130,33 +130,23 @@ def _application(
     credentials: Credentials,
 ) -> Starlette:
     """All paths."""
-    parser = RequestParser(
-        model=model.name,
-        tokenizer=model.tokenizer,
-        template=model.template,
-        limits=RequestLimits(
-            max_prompt_tokens=settings.max_prompt_tokens,
-            max_tokens=settings.max_tokens,
-            context_length=settings.context_length,
-        ),
+    parser = RequestParser(settings, tokenizer=model.tokenizer, template=model.template)
+    relay = Relay(
+        ranks,
+        vocab_size=model.tokenizer.vocab_size,
+        settings=settings,
+        tally=tally,
+        credentials=credentials,
     )
-    context = EndpointContext(
-        relay=Relay(
-            ranks,
-            vocab_size=model.tokenizer.vocab_size,
-            policy=_relay_policy(settings),
-            tally=tally,
-            credentials=credentials,
-        ),
+    endpoint = partial(
+        CompletionEndpoint,
+        settings,
+        relay=relay,
         tokenizer=model.tokenizer,
-        model=model.name,
-        http_limits=HttpLimits(
-            max_body_bytes=settings.max_body_bytes, client_timeout_s=settings.client_timeout_s
-        ),
         open_requests=open_requests,
     )
-    completions = CompletionEndpoint(context, parse=parser.completion, form=CompletionForm())
-    chats = CompletionEndpoint(context, parse=parser.chat, form=ChatForm())
+    completions = endpoint(parse=parser.completion, form=CompletionForm())
+    chats = endpoint(parse=parser.chat, form=ChatForm())
     return Starlette(
         routes=[
             Route("/v1/completions", _BehindKey(completions, model.keys), methods=["POST"]),
@@ -233,18 +223,6 @@ async def _follow(
     )
     await stop.wait()
     return None
-
-
-def _relay_policy(settings: GatewaySettings) -> RelayPolicy:
-    return RelayPolicy(
-        timeouts=AttemptTimeouts(
-            accept_s=settings.accept_timeout_s,
-            first_token_s=settings.first_token_timeout_s,
-            silence_s=settings.silence_timeout_s,
-        ),
-        queue_s=settings.queue_timeout_s,
-        max_attempts=settings.max_attempts,
-    )
 
 
 async def _answer_request_error(_: Request, error: Exception) -> JSONResponse:

@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from equipoise.gateway.errors import GatewayError
+from equipoise.gateway.fields import is_whole
 from equipoise.gateway.tokenizer_file import read_tokenizer_file
 
 _NUM_BYTES = 256
@@ -102,14 +102,10 @@ def _vocabulary(path: Path) -> tuple[int, frozenset[int]]:
         raise GatewayError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise GatewayError(f"{path}: not a model's config with a vocab_size") from None
-    if not _is_whole(vocab_size) or vocab_size < 1:
+    if not is_whole(vocab_size) or vocab_size < 1:
         raise GatewayError(f"{path}: vocab_size {vocab_size!r} is not a positive whole number")
     ends = [] if end is None else end if isinstance(end, list) else [end]
     for token in ends:
-        if not _is_whole(token) or not 0 <= token < vocab_size:
+        if not is_whole(token) or not 0 <= token < vocab_size:
             raise GatewayError(f"{path}: eos_token_id {token!r} is not in the vocabulary")
     return vocab_size, frozenset(ends)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

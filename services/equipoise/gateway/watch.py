@@ -26,7 +26,7 @@ PACE_S = 0.5
 
 SILENCE_S = 15.0
 """A stream that is silent for this long is opened again, at the next balancer if there are several:
-nothing else tells an idle pool from a balancer that vanished."""
+nothing else distinguishes an idle pool from a vanished balancer."""
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 2.0
