@@ -17,25 +17,14 @@ PREFIX = "policy"
 def embedded(values: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
     """The chart's schema with its definitions of the policy replaced."""
     kept = {name: one for name, one in values["definitions"].items() if not name.startswith(PREFIX)}
-    ours = {f"{PREFIX}{name}": _moved(one) for name, one in policy["$defs"].items()}
+    moved = json.dumps(policy["$defs"]).replace('"#/$defs/', f'"#/definitions/{PREFIX}')
+    ours = {f"{PREFIX}{name}": one for name, one in json.loads(moved).items()}
     return {**values, "definitions": {**kept, **ours}}
 
 
 def written(schema: dict[str, Any]) -> str:
     """The schema as text, formatted like the file."""
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
-
-
-def _moved(schema: Any) -> Any:
-    """The schema with references to the new place of the definitions."""
-    if isinstance(schema, dict):
-        return {
-            key: value.replace("#/$defs/", f"#/definitions/{PREFIX}")
-            if key == "$ref"
-            else _moved(value)
-            for key, value in schema.items()
-        }
-    return [_moved(one) for one in schema] if isinstance(schema, list) else schema
 
 
 if __name__ == "__main__":

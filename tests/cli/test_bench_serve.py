@@ -11,7 +11,6 @@ from equipoise.cli.bench.report import report
 from equipoise.cli.bench.requests import TimedRequest, timed_requests
 from equipoise.cli.bench.serve import run
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.offline.settings import ToolInputError
 from equipoise.settings.errors import InvalidSettingsError
 from tests.support.scripted_ranks import Fault
 
@@ -134,5 +133,5 @@ def test_a_report_of_failures_alone_has_no_latencies():
     ],
 )
 def test_invalid_settings_raise_one_sentence(changes, words, tmp_path):
-    with pytest.raises((ToolInputError, InvalidSettingsError), match=words):
+    with pytest.raises(InvalidSettingsError, match=words):
         run(settings(**changes))

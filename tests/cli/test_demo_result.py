@@ -8,8 +8,6 @@ from equipoise.cli.demo.result import (
     DemoResult,
     Latency,
     SwitchFigures,
-    TimeSpan,
-    WindowRecord,
     compare_tokens,
     recovery_of,
     split_latency,
@@ -17,16 +15,18 @@ from equipoise.cli.demo.result import (
     switches_of,
     windows_of,
 )
-from equipoise.cli.demo.traffic import Arrival, Completion, Gap, Prompt
+from equipoise.cli.demo.traffic import Arrival, Completion, Prompt, TimeSpan
 from equipoise_api.v1 import status_pb2
 
 PROMPT = Prompt(domain="code", tokens=(1, 2, 3), max_tokens=3)
 
 
-def windows(*max_over_mean: float) -> list[WindowRecord]:
+def windows(*max_over_mean: float) -> list[status_pb2.WindowStatus]:
     """Windows that close at 1, 2, 3, ... seconds."""
     return [
-        WindowRecord(closed_s=float(i), balancedness=1 / value, max_over_mean=value, generation=1)
+        status_pb2.WindowStatus(
+            closed_unix_s=float(i), balancedness=1 / value, max_over_mean=value, generation=1
+        )
         for i, value in enumerate(max_over_mean, start=1)
     ]
 
@@ -45,7 +45,6 @@ def completion(tokens, *, generation=1, first_step=0, failure=None) -> Completio
     return Completion(
         prompt=PROMPT,
         rank=0,
-        started_s=0.0,
         arrivals=tuple(
             Arrival(time_s=float(i), tokens=(token,), generation=generation, step=first_step + i)
             for i, token in enumerate(tokens)
@@ -138,7 +137,13 @@ def test_a_step_that_two_ranks_report_with_different_generations_is_found():
 
 
 def test_latencies_are_split_by_overlap_with_a_rollout():
-    gaps = [Gap(0.0, 0.01), Gap(9.0, 9.02), Gap(9.99, 10.02), Gap(10.5, 10.53), Gap(11.2, 11.24)]
+    gaps = [
+        TimeSpan(0.0, 0.01),
+        TimeSpan(9.0, 9.02),
+        TimeSpan(9.99, 10.02),
+        TimeSpan(10.5, 10.53),
+        TimeSpan(11.2, 11.24),
+    ]
     quiet, during = split_latency(gaps, [TimeSpan(10.0, 11.0)])
     assert (quiet.samples, during.samples) == (2, 2)
     assert quiet.p50_ms == pytest.approx(15)
@@ -146,7 +151,7 @@ def test_latencies_are_split_by_overlap_with_a_rollout():
 
 
 def test_without_a_rollout_all_gaps_are_quiet():
-    quiet, during = split_latency([Gap(0.0, 0.01)], [])
+    quiet, during = split_latency([TimeSpan(0.0, 0.01)], [])
     assert (quiet.samples, during.samples) == (1, 0)
     assert math.isnan(during.p95_ms)
 
@@ -201,10 +206,7 @@ def test_windows_are_ordered_by_closing_time_without_empty_ones():
         ),
         status_pb2.WindowStatus(closed_unix_s=1.0, balancedness=1.0, assignments=0),
     ]
-    assert [tuple(w) for w in windows_of(windows)] == [
-        (4.0, 0.9, 1.1, 1),
-        (8.0, 0.5, 2.1, 2),
-    ]
+    assert windows_of(windows) == [windows[1], windows[0]]
 
 
 def test_a_switch_spans_from_staging_to_the_last_switched_message():

@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from equipoise.cli.demo.result import DemoResult, DomainShift, Latency, SwitchFigures, TimeSpan
+from equipoise.cli.demo.result import DemoResult, DomainShift, Latency, SwitchFigures
 from equipoise.cli.demo.summary import summary
+from equipoise.cli.demo.traffic import TimeSpan
 
 SHIFT = DomainShift(
     from_domain="code",

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from equipoise.cli.demo.result import Latency, WindowRecord
+from equipoise.cli.demo.result import Latency
 from equipoise.cli.demo.view import (
     LiveScreen,
     Mark,
@@ -21,7 +21,9 @@ YES = status_pb2.Decision(
 )
 NO = status_pb2.Decision(sequence=2, accepted=False, reason="it would gain 0.004")
 WINDOWS = [
-    WindowRecord(closed_s=float(i), balancedness=1 / value, max_over_mean=value, generation=i)
+    status_pb2.WindowStatus(
+        closed_unix_s=float(i), balancedness=1 / value, max_over_mean=value, generation=i
+    )
     for i, value in enumerate((1.6, 1.1, 1.9, 1.05))
 ]
 SCENE = Scene(
@@ -99,7 +101,9 @@ def test_the_chart_rises_with_imbalance_and_names_domains_where_they_begin():
 
 def test_the_chart_keeps_to_the_newest_windows():
     many = [
-        WindowRecord(closed_s=float(i), balancedness=0.9, max_over_mean=1.1, generation=1)
+        status_pb2.WindowStatus(
+            closed_unix_s=float(i), balancedness=0.9, max_over_mean=1.1, generation=1
+        )
         for i in range(500)
     ]
     assert max(map(len, printed(balance_chart(many, SCENE.marks)).splitlines())) < 100
@@ -132,12 +136,14 @@ def test_a_decision_mentions_a_traffic_shift():
 def test_the_live_picture_is_for_terminals(terminal, plain, kind, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     console = Console(force_terminal=terminal)
-    assert isinstance(open_screen(console, plain=plain), kind)
+    with console.capture(), open_screen(console, plain=plain) as screen:
+        assert isinstance(screen, kind)
 
 
-def test_messages_scroll_by_above_the_live_picture():
+def test_messages_scroll_by_above_the_live_picture(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     console = Console(width=120, force_terminal=True)
-    with console.capture() as capture, LiveScreen(console) as screen:
+    with console.capture() as capture, open_screen(console, plain=False) as screen:
         screen.show(SCENE)
         screen.say("traffic shifts from [code] to arithmetic", at_s=41.0)
     assert "traffic shifts from [code] to arithmetic" in capture.get()

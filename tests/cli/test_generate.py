@@ -9,7 +9,6 @@ from equipoise.cli.demo.reference import ReferenceModel
 from equipoise.cli.demo.traffic import Prompt
 from equipoise.cli.generate.run import run
 from equipoise.cli.generate.settings import GenerateSettings
-from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.settings.errors import InvalidSettingsError
 from tests.support.scripted_ranks import Fault, undisturbed
@@ -59,9 +58,9 @@ async def test_a_server_makes_the_text(server, capsys):
 
 async def test_a_servers_fault_is_one_line(server):
     server.rank.faults.append(Fault(after=2))
-    with pytest.raises(ToolInputError, match="the server reports: 1 attempts broke"):
+    with pytest.raises(InvalidSettingsError, match="the server reports: 1 attempts broke"):
         await asyncio.to_thread(run, settings(url=f"{server.url}/v1", model="tiny"))
-    with pytest.raises(ToolInputError, match="the server returned 404: the model"):
+    with pytest.raises(InvalidSettingsError, match="the server returned 404: the model"):
         await asyncio.to_thread(run, settings(url=server.url, model="another"))
 
 
@@ -85,5 +84,5 @@ def test_a_prompt_comes_from_standard_input(monkeypatch, capsys):
     ],
 )
 def test_invalid_settings_raise_one_sentence(changes, words):
-    with pytest.raises((ToolInputError, InvalidSettingsError), match=words):
+    with pytest.raises(InvalidSettingsError, match=words):
         run(settings(**changes))

@@ -19,7 +19,6 @@ from equipoise.cli.live.settings import (
     LayoutShowSettings,
     LoadsSettings,
 )
-from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.errors import FormatError
 from equipoise.formats.files import read_placement
 from equipoise.formats.format import Format
@@ -114,7 +113,7 @@ def test_a_layout_is_shown_by_layer_and_one_layer_by_rank(address, capsys):
     assert layouts.show(LayoutShowSettings(address=address, generation=1, layer=1)) == 0
     first_rank = capsys.readouterr().out.splitlines()[2]
     assert first_rank.split() == ["0", "a", "0", "1", "2"]
-    with pytest.raises(ToolInputError, match="--layer must be from 0 to 2, not 3"):
+    with pytest.raises(InvalidSettingsError, match="--layer must be from 0 to 2, not 3"):
         layouts.show(LayoutShowSettings(address=address, layer=3))
 
 

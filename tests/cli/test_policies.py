@@ -1,8 +1,8 @@
 import pytest
 
 from equipoise.cli.offline.policies import policies_of
-from equipoise.cli.offline.settings import ToolInputError
 from equipoise.planning.policy import Algorithm, Policy
+from equipoise.settings.errors import InvalidSettingsError
 
 
 def test_without_a_policy_it_is_the_balancers_own():
@@ -45,7 +45,7 @@ def test_a_file_is_a_policy_by_its_name(tmp_path, name, text):
     ],
 )
 def test_an_invalid_policy_is_refused(specs, words):
-    with pytest.raises(ToolInputError, match=words):
+    with pytest.raises(InvalidSettingsError, match=words):
         policies_of(specs)
 
 
@@ -60,7 +60,7 @@ def test_an_invalid_policy_is_refused(specs, words):
 )
 def test_a_faulty_file_is_named(tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
-    with pytest.raises(ToolInputError, match=words):
+    with pytest.raises(InvalidSettingsError, match=words):
         policies_of([str(tmp_path / name)])
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import yaml
 
-from equipoise.cli.offline.settings import ToolInputError
 from equipoise.cli.policy.files import diff, schema, show, validate
 from equipoise.cli.policy.preview import Situation, decided, run
 from equipoise.cli.policy.settings import (
@@ -22,6 +21,7 @@ from equipoise.planning.topology import ModelShape, Topology
 from equipoise.policy.reading import read_policy
 from equipoise.policy.reference import document_of, field_table, json_schema
 from equipoise.policy.setting import SETTINGS
+from equipoise.settings.errors import InvalidSettingsError
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
@@ -62,7 +62,7 @@ def test_validate_prints_one_line_per_fault_and_returns_2(write, capsys):
 
 
 def test_a_missing_file_is_an_input_error(tmp_path):
-    with pytest.raises(ToolInputError, match="No such file"):
+    with pytest.raises(InvalidSettingsError, match="No such file"):
         validate(PolicyValidateSettings(file=tmp_path / "none.yaml"))
 
 

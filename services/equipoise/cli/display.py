@@ -1,5 +1,6 @@
 """How tables and lines show bytes, times and text."""
 
+import json
 from datetime import datetime
 
 from rich.console import Console
@@ -26,6 +27,11 @@ def format_time(unix_s: float) -> str:
     at = datetime.fromtimestamp(unix_s).astimezone()
     today = datetime.now().astimezone().date()
     return at.strftime("%H:%M:%S" if at.date() == today else "%Y-%m-%d %H:%M:%S")
+
+
+def print_json(document: object) -> None:
+    """Print a document as indented JSON."""
+    print(json.dumps(document, indent=2))
 
 
 def console(*, stderr: bool = False) -> Console:

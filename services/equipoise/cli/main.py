@@ -16,35 +16,10 @@ from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.generate.settings import GenerateSettings
 from equipoise.cli.help import INSPECT, OFFLINE, OPERATE, SERVICES, TRY, Sections
-from equipoise.cli.live.settings import (
-    BalancerClientSettings,
-    DecisionsSettings,
-    LayoutDiffSettings,
-    LayoutExportSettings,
-    LayoutImportSettings,
-    LayoutShowSettings,
-    LoadsSettings,
-    OperationSettings,
-    PinSettings,
-    PreviewSettings,
-    RebalanceSettings,
-    RollbackSettings,
-    StatusSettings,
-)
-from equipoise.cli.offline.settings import (
-    ConvertSettings,
-    PlanSettings,
-    ReplaySettings,
-    ToolInputError,
-    WhatIfSettings,
-)
+from equipoise.cli.live import settings as live
+from equipoise.cli.offline import settings as offline
 from equipoise.cli.options import add_command
-from equipoise.cli.policy.settings import (
-    PolicyDiffSettings,
-    PolicyPreviewSettings,
-    PolicyShowSettings,
-    PolicyValidateSettings,
-)
+from equipoise.cli.policy import settings as policy
 from equipoise.formats.errors import FormatError
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.planning.errors import InvalidPolicyError
@@ -62,7 +37,6 @@ _BAD_INPUT = (
     InvalidPolicyError,
     InvalidSettingsError,
     PolicyError,
-    ToolInputError,
     TrustError,
 )
 _REFUSED = "Exits with status 3 if the balancer refuses."
@@ -109,7 +83,7 @@ app = typer.Typer(
 layout = typer.Typer(
     cls=Sections, help="Show, compare, export and import layouts.", no_args_is_help=True
 )
-policy = typer.Typer(
+policies = typer.Typer(
     cls=Sections, help="Check, show, compare and preview policy files.", no_args_is_help=True
 )
 checkpoint = typer.Typer(cls=Sections, help="Prepare a model's weights.", no_args_is_help=True)
@@ -141,28 +115,28 @@ add_command(app, "worker", WorkerSettings, "worker.__main__:run", SERVICES)
 add_command(app, "gateway", GatewaySettings, "gateway.__main__:run", SERVICES)
 
 app.add_typer(layout, name="layout", rich_help_panel=INSPECT)
-add_command(app, "status", StatusSettings, "cli.live.status:run", INSPECT)
-add_command(app, "decisions", DecisionsSettings, "cli.live.decisions:run", INSPECT)
+add_command(app, "status", live.StatusSettings, "cli.live.status:run", INSPECT)
+add_command(app, "decisions", live.DecisionsSettings, "cli.live.decisions:run", INSPECT)
 add_command(
     app,
     "epochs",
-    BalancerClientSettings,
+    live.BalancerClientSettings,
     "cli.live.decisions:epochs",
     INSPECT,
     text="List recent membership changes with their reasons.",
 )
-add_command(app, "loads", LoadsSettings, "cli.live.loads:run", INSPECT)
-add_command(layout, "show", LayoutShowSettings, "cli.live.layouts:show")
-add_command(layout, "diff", LayoutDiffSettings, "cli.live.layouts:diff")
-add_command(layout, "export", LayoutExportSettings, "cli.live.layouts:export")
-add_command(layout, "import", LayoutImportSettings, "cli.live.layouts:import_")
+add_command(app, "loads", live.LoadsSettings, "cli.live.loads:run", INSPECT)
+add_command(layout, "show", live.LayoutShowSettings, "cli.live.layouts:show")
+add_command(layout, "diff", live.LayoutDiffSettings, "cli.live.layouts:diff")
+add_command(layout, "export", live.LayoutExportSettings, "cli.live.layouts:export")
+add_command(layout, "import", live.LayoutImportSettings, "cli.live.layouts:import_")
 
-app.add_typer(policy, name="policy", rich_help_panel=OPERATE)
-add_command(app, "rebalance", RebalanceSettings, "cli.live.operations:rebalance", OPERATE)
+app.add_typer(policies, name="policy", rich_help_panel=OPERATE)
+add_command(app, "rebalance", live.RebalanceSettings, "cli.live.operations:rebalance", OPERATE)
 add_command(
     app,
     "pause",
-    OperationSettings,
+    live.OperationSettings,
     "cli.live.operations:pause",
     OPERATE,
     text="Stop adopting plans until `resume`.\n\n"
@@ -171,28 +145,28 @@ add_command(
 add_command(
     app,
     "resume",
-    OperationSettings,
+    live.OperationSettings,
     "cli.live.operations:resume",
     OPERATE,
     text=f"Adopt plans again after `pause` or `rollback`.\n\n{_REFUSED}",
 )
-add_command(app, "rollback", RollbackSettings, "cli.live.operations:rollback", OPERATE)
-add_command(app, "pin", PinSettings, "cli.live.operations:pin", OPERATE)
+add_command(app, "rollback", live.RollbackSettings, "cli.live.operations:rollback", OPERATE)
+add_command(app, "pin", live.PinSettings, "cli.live.operations:pin", OPERATE)
 add_command(
     app,
     "unpin",
-    OperationSettings,
+    live.OperationSettings,
     "cli.live.operations:unpin",
     OPERATE,
     text=f"Adopt plans again after `pin`.\n\n{_REFUSED}",
 )
-add_command(app, "preview", PreviewSettings, "cli.live.operations:preview", OPERATE)
-add_command(policy, "validate", PolicyValidateSettings, "cli.policy.files:validate")
-add_command(policy, "show", PolicyShowSettings, "cli.policy.files:show")
-add_command(policy, "diff", PolicyDiffSettings, "cli.policy.files:diff")
+add_command(app, "preview", live.PreviewSettings, "cli.live.operations:preview", OPERATE)
+add_command(policies, "validate", policy.PolicyValidateSettings, "cli.policy.files:validate")
+add_command(policies, "show", policy.PolicyShowSettings, "cli.policy.files:show")
+add_command(policies, "diff", policy.PolicyDiffSettings, "cli.policy.files:diff")
 
 
-@policy.command("schema")
+@policies.command("schema")
 def _policy_schema() -> None:
     """Print the JSON Schema of policy files, for editors."""
     from equipoise.cli.policy.files import schema
@@ -200,13 +174,13 @@ def _policy_schema() -> None:
     schema()
 
 
-add_command(policy, "preview", PolicyPreviewSettings, "cli.policy.preview:run")
+add_command(policies, "preview", policy.PolicyPreviewSettings, "cli.policy.preview:run")
 
 app.add_typer(checkpoint, name="checkpoint", rich_help_panel=OFFLINE)
-add_command(app, "plan", PlanSettings, "cli.offline.plan:run", OFFLINE)
-add_command(app, "replay", ReplaySettings, "cli.offline.replay:run", OFFLINE)
-add_command(app, "whatif", WhatIfSettings, "cli.offline.whatif:run", OFFLINE)
-add_command(app, "convert", ConvertSettings, "cli.offline.convert:run", OFFLINE)
+add_command(app, "plan", offline.PlanSettings, "cli.offline.plan:run", OFFLINE)
+add_command(app, "replay", offline.ReplaySettings, "cli.offline.replay:run", OFFLINE)
+add_command(app, "whatif", offline.WhatIfSettings, "cli.offline.whatif:run", OFFLINE)
+add_command(app, "convert", offline.ConvertSettings, "cli.offline.convert:run", OFFLINE)
 add_command(checkpoint, "convert", ConvertCheckpointSettings, "cli.checkpoint.convert:run")
 
 app.add_typer(bench, name="bench", rich_help_panel=TRY)

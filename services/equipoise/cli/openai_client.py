@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2
 
-from equipoise.cli.offline.settings import ToolInputError
+from equipoise.settings.errors import InvalidSettingsError
 
 
 def base_url(url: str) -> str:
@@ -25,16 +25,18 @@ def event(line: str) -> dict[str, Any] | None:
     """Parse a line of a stream; None if it holds no event.
 
     Raises:
-        ToolInputError: the server reports an error, or the line is not valid JSON.
+        InvalidSettingsError: the server reports an error, or the line is not valid JSON.
     """
     if not line.startswith("data:") or line == "data: [DONE]":
         return None
     try:
         document = json.loads(line.removeprefix("data:"))
     except ValueError:
-        raise ToolInputError(f"the server's stream is not valid JSON: {line[:80]!r}") from None
+        raise InvalidSettingsError(
+            f"the server's stream is not valid JSON: {line[:80]!r}"
+        ) from None
     if "error" in document:
-        raise ToolInputError(f"the server reports: {_message(document)}")
+        raise InvalidSettingsError(f"the server reports: {_message(document)}")
     assert isinstance(document, dict)
     return document
 
@@ -43,31 +45,31 @@ def check(status: int, content: bytes) -> None:
     """Check the status of a response.
 
     Raises:
-        ToolInputError: it is an error; the message quotes the server.
+        InvalidSettingsError: it is an error; the message quotes the server.
     """
     if status != 200:
         try:
             message = _message(json.loads(content))
         except (ValueError, AttributeError):
             message = content[:200].decode(errors="replace")
-        raise ToolInputError(f"the server returned {status}: {message}")
+        raise InvalidSettingsError(f"the server returned {status}: {message}")
 
 
-def unreachable(url: str, error: httpx2.HTTPError | httpx2.InvalidURL) -> ToolInputError:
+def unreachable(url: str, error: httpx2.HTTPError | httpx2.InvalidURL) -> InvalidSettingsError:
     """The error for a server that cannot be reached."""
-    return ToolInputError(f"cannot reach --url {url}: {str(error) or type(error).__name__}")
+    return InvalidSettingsError(f"cannot reach --url {url}: {str(error) or type(error).__name__}")
 
 
 def first_model(content: bytes) -> str:
     """The first model in a response of /v1/models.
 
     Raises:
-        ToolInputError: it lists none.
+        InvalidSettingsError: it lists none.
     """
     try:
         return str(json.loads(content)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
-        raise ToolInputError("the server lists no model: use --model") from None
+        raise InvalidSettingsError("the server lists no model: use --model") from None
 
 
 def _message(document: dict[str, Any]) -> str:

@@ -2,4 +2,4 @@
 
 
 class InvalidSettingsError(ValueError):
-    """A setting is invalid; the message names the setting, its value and the valid values."""
+    """A setting, or what it names, cannot be used; the message names its value and the remedy."""

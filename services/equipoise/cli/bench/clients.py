@@ -13,7 +13,7 @@ import httpx2
 from equipoise.cli import openai_client
 from equipoise.cli.bench.requests import TimedRequest
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.offline.settings import ToolInputError
+from equipoise.settings.errors import InvalidSettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class BenchClients:
         """The model to request.
 
         Raises:
-            ToolInputError: the server is unreachable or lists no model.
+            InvalidSettingsError: the server is unreachable or lists no model.
         """
         if self._settings.model:
             return self._settings.model
@@ -113,7 +113,7 @@ class BenchClients:
                 await self._read(request, stream, model=model)
         except TimeoutError:
             failure = f"not complete within {self._settings.timeout_s:g} s"
-        except ToolInputError as error:
+        except InvalidSettingsError as error:
             failure = str(error)
         except httpx2.HTTPError as error:
             failure = f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.offline.settings import ToolInputError
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise_model.train.data import DOMAINS, CorpusError, Domain, heldout_prompts
 
 
@@ -34,14 +34,14 @@ def timed_requests(
     """Make `count` requests in order of arrival; each `stream` of a seed differs.
 
     Raises:
-        ToolInputError: a kind of text is unknown, or has too little text.
+        InvalidSettingsError: a kind of text is unknown, or has too little text.
     """
     rng = np.random.default_rng([settings.seed, stream])
     shares = settings.shares
     names = list(shares)
     for name in names:
         if name not in DOMAINS:
-            raise ToolInputError(f"--mix {name}: kinds of text are {', '.join(DOMAINS)}")
+            raise InvalidSettingsError(f"--mix {name}: kinds of text are {', '.join(DOMAINS)}")
     domains = [names[i] for i in rng.choice(len(names), size=count, p=list(shares.values()))]
     prompts = {name: iter(_prompts(settings, name, domains.count(name), stream)) for name in names}
     lengths = rng.integers(*settings.output_tokens, size=count, endpoint=True)
@@ -77,5 +77,5 @@ def _prompts(settings: BenchServeSettings, domain: str, count: int, stream: int)
             texts = [prompt.decode() for prompt in found]
             return list(islice((text for _ in range(count) for text in texts), count))
     if count:
-        raise ToolInputError(f"--input-length: no {domain} text has {least} characters")
+        raise InvalidSettingsError(f"--input-length: no {domain} text has {least} characters")
     return []

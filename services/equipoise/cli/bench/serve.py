@@ -1,7 +1,6 @@
 """`equipoise bench serve`: latency and throughput of an OpenAI-compatible server."""
 
 import asyncio
-import json
 import time
 from dataclasses import asdict
 
@@ -19,7 +18,7 @@ from equipoise.cli.bench.report import (
 )
 from equipoise.cli.bench.requests import timed_requests
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.display import console, progress_bar
+from equipoise.cli.display import console, print_json, progress_bar
 
 EXIT_FAILURES = 1
 
@@ -30,7 +29,7 @@ def run(settings: BenchServeSettings) -> int:
     """Measure and print; return 1 if a request failed.
 
     Raises:
-        ToolInputError: the server is unreachable, or options contradict each other.
+        InvalidSettingsError: the server is unreachable, or options contradict each other.
         FormatError: the image cannot be written.
         ModuleNotFoundError: an image is requested and matplotlib is missing.
     """
@@ -43,7 +42,7 @@ def run(settings: BenchServeSettings) -> int:
         latencies_s = {_TTFT: ttfts_s(good), _ITL: itls_s(good), _E2E: e2es_s(good)}
         draw_latencies(latencies_s, settings.plot, title=_title(settings, model))
     if settings.json:
-        print(json.dumps({"settings": _chosen(settings, model), **asdict(figures)}, indent=2))
+        print_json({"settings": _chosen(settings, model), **asdict(figures)})
     else:
         _show(figures, title=_title(settings, model))
     return EXIT_FAILURES if figures.failed else 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from equipoise.cli.offline.settings import ToolInputError
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
 
 _MAX = 10**6
@@ -18,8 +18,7 @@ class BenchServeSettings:
     Exits with status 1 if a request failed.
 
     Raises:
-        InvalidSettingsError: a number is out of range.
-        ToolInputError: another value is invalid.
+        InvalidSettingsError: a value is invalid.
     """
 
     url: str = "http://127.0.0.1:8080"
@@ -75,9 +74,11 @@ class BenchServeSettings:
     def __post_init__(self) -> None:
         check_ranges(self)
         if not self.url.startswith(("http://", "https://")):
-            raise ToolInputError(f"--url must begin with http:// or https://, not {self.url!r}")
+            raise InvalidSettingsError(
+                f"--url must begin with http:// or https://, not {self.url!r}"
+            )
         if self.plot is not None and self.plot.suffix not in {".svg", ".png"}:
-            raise ToolInputError(f"--plot must end in .svg or .png, not {str(self.plot)!r}")
+            raise InvalidSettingsError(f"--plot must end in .svg or .png, not {str(self.plot)!r}")
         _ = self.shares, self.input_chars, self.output_tokens
 
     @property
@@ -89,11 +90,11 @@ class BenchServeSettings:
             try:
                 parts[name] = float(part or 1)
             except ValueError:
-                raise ToolInputError(f"--mix {one}: {part!r} is not a number") from None
+                raise InvalidSettingsError(f"--mix {one}: {part!r} is not a number") from None
             if not math.isfinite(parts[name]) or parts[name] < 0:
-                raise ToolInputError(f"--mix {one}: a weight must be at least 0")
+                raise InvalidSettingsError(f"--mix {one}: a weight must be at least 0")
         if not sum(parts.values()):
-            raise ToolInputError("--mix needs a weight above 0")
+            raise InvalidSettingsError("--mix needs a weight above 0")
         return {name: part / sum(parts.values()) for name, part in parts.items()}
 
     @property
@@ -109,8 +110,10 @@ class BenchServeSettings:
 
 def _range(name: str, words: tuple[str, ...]) -> tuple[int, int]:
     if not 1 <= len(words) <= 2 or not all(word.isdigit() for word in words):
-        raise ToolInputError(f"--{name} must be one number, or two separated by a comma")
+        raise InvalidSettingsError(f"--{name} must be one number, or two separated by a comma")
     least, most = int(words[0]), int(words[-1])
     if not 1 <= least <= most <= _MAX:
-        raise ToolInputError(f"--{name} {','.join(words)}: must be from 1 to {_MAX}, smaller first")
+        raise InvalidSettingsError(
+            f"--{name} {','.join(words)}: must be from 1 to {_MAX}, smaller first"
+        )
     return least, most

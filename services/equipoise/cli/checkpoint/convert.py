@@ -1,15 +1,13 @@
 """`equipoise checkpoint convert`: convert weights between BF16 and FP8, and reshard them."""
 
-import json
 import shutil
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.progress import DownloadColumn, TaskProgressColumn
 
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings, Weights
-from equipoise.cli.display import console, format_bytes, format_count, progress_bar
-from equipoise.cli.offline.settings import ToolInputError
+from equipoise.cli.display import console, format_bytes, format_count, print_json, progress_bar
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.checkpoint_convert import convert
 from equipoise_model.checkpoint_writer import CONFIG, INDEX
@@ -24,7 +22,7 @@ def run(settings: ConvertCheckpointSettings) -> int:
     """Read one folder, write the other, and print the sizes.
 
     Raises:
-        ToolInputError: the checkpoint cannot be converted, or the folder cannot be written.
+        InvalidSettingsError: the checkpoint cannot be converted, or the folder cannot be written.
         UnsupportedConfigError: the model is not supported.
     """
     source, out = settings.checkpoint, settings.out
@@ -43,56 +41,30 @@ def run(settings: ConvertCheckpointSettings) -> int:
             )
         copied = _copy_beside_weights(source, out)
     except CheckpointError as error:
-        raise ToolInputError(str(error)) from error
+        raise InvalidSettingsError(str(error)) from error
     except OSError as error:
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"cannot write {out}: {error.strerror}: choose another --out"
         ) from error
-    conversion = _Conversion(
-        out=str(out),
-        weights=settings.weights,
-        files=len(list(out.glob(_SHARDS))),
-        bytes_before=_num_bytes(source),
-        bytes_after=_num_bytes(out),
-        copied=copied,
-    )
+    before, after = _num_bytes(source), _num_bytes(out)
+    num_files = len(list(out.glob(_SHARDS)))
     if settings.json:
-        print(json.dumps(asdict(conversion), indent=2))
+        document = {
+            "out": str(out),
+            "weights": settings.weights,
+            "files": num_files,
+            "bytes_before": before,
+            "bytes_after": after,
+            "copied": copied,
+        }
+        print_json(document)
     else:
-        console().print(conversion.line)
-    return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Conversion:
-    """The result of a conversion."""
-
-    out: str
-    """Folder written."""
-
-    weights: Weights
-    """Number format."""
-
-    files: int
-    """Number of safetensors files written."""
-
-    bytes_before: int
-    """Size of the weights read."""
-
-    bytes_after: int
-    """Size of the weights written."""
-
-    copied: list[str]
-    """Names of other files copied."""
-
-    @property
-    def line(self) -> str:
-        before, after = format_bytes(self.bytes_before), format_bytes(self.bytes_after)
-        copied = f"; copied {', '.join(self.copied)}" if self.copied else ""
-        return (
-            f"wrote {self.out}: {after} in {self.weights.upper()} (from {before}), "
-            f"{format_count(self.files, 'file')}{copied}"
+        beside = f"; copied {', '.join(copied)}" if copied else ""
+        console().print(
+            f"wrote {out}: {format_bytes(after)} in {settings.weights.upper()} "
+            f"(from {format_bytes(before)}), {format_count(num_files, 'file')}{beside}"
         )
+    return 0
 
 
 def _copy_beside_weights(source: Path, out: Path) -> list[str]:

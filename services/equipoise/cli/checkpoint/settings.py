@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from equipoise.cli.offline.settings import ToolInputError
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import Range, check_ranges
 
 _MOST_GIB = 4096
@@ -23,8 +23,7 @@ class ConvertCheckpointSettings:
     """Convert a model's weights to FP8 or BF16, or reshard them.
 
     Raises:
-        InvalidSettingsError: a number is out of range.
-        ToolInputError: options contradict each other.
+        InvalidSettingsError: a number is out of range, or options contradict each other.
     """
 
     checkpoint: Path
@@ -49,7 +48,7 @@ class ConvertCheckpointSettings:
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.ue8m0 and self.weights is not Weights.FP8:
-            raise ToolInputError("--ue8m0 needs --weights fp8")
+            raise InvalidSettingsError("--ue8m0 needs --weights fp8")
 
     @property
     def max_shard_bytes(self) -> int | None:

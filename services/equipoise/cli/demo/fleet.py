@@ -5,12 +5,10 @@ import os
 import signal
 import socket
 import sys
-import time
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -47,17 +45,13 @@ class Fleet:
         self._processes: dict[str, Process] = {}
         self._expected_ends: set[str] = set()
         self._changed = asyncio.Event()
-        self._peak_memory_bytes = 0
+        self.peak_memory_bytes = 0
+        """Highest value that `memory_bytes` has returned."""
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # A second cancellation must not interrupt the stop.
         await asyncio.shield(self._stop_all())
 
@@ -111,24 +105,20 @@ class Fleet:
         Raises:
             FleetError: the process exited, or was not serving within `timeout_s`.
         """
-        deadline = time.monotonic() + timeout_s
-        async with grpc.aio.insecure_channel(address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            while True:
-                left_s = deadline - time.monotonic()
-                self.check()
-                if left_s <= 0:
-                    raise FleetError(
-                        f"{name} was not serving at {address} after {timeout_s:g} s\n"
-                        f"{self.log_tail(name)}"
-                    )
-                with suppress(grpc.aio.AioRpcError):
-                    answer = await health.Check(
-                        health_pb2.HealthCheckRequest(), timeout=min(left_s, 1.0)
-                    )
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-                await asyncio.sleep(min(left_s, 0.05))
+        try:
+            async with asyncio.timeout(timeout_s), grpc.aio.insecure_channel(address) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                while True:
+                    self.check()
+                    with suppress(grpc.aio.AioRpcError):
+                        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise FleetError(
+                f"{name} was not serving at {address} after {timeout_s:g} s\n{self.log_tail(name)}"
+            ) from None
 
     def pid(self, name: str) -> int:
         """Process id of a process."""
@@ -142,13 +132,8 @@ class Fleet:
         for pid in pids:
             with suppress(psutil.NoSuchProcess):
                 total += psutil.Process(pid).memory_info().rss
-        self._peak_memory_bytes = max(self._peak_memory_bytes, total)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, total)
         return total
-
-    @property
-    def peak_memory_bytes(self) -> int:
-        """Highest value that `memory_bytes` has returned."""
-        return self._peak_memory_bytes
 
     def log_path(self, name: str) -> Path:
         """File with everything that the process printed."""
@@ -174,11 +159,8 @@ class Fleet:
 
     async def _stop_all(self) -> None:
         """Stop all workers at once, as a leaving rank fails others' steps; then the balancer."""
-        names = list(self._processes)
-        self._expected_ends.update(names)
-        balancers = [name for name in names if name == "balancer"]
-        workers = [name for name in names if name != "balancer"]
-        for wave in (workers, balancers):
+        self._expected_ends.update(self._processes)
+        for wave in (self._processes.keys() - {"balancer"}, self._processes.keys() & {"balancer"}):
             await asyncio.gather(
                 *(_end(self._processes[name], with_signal=signal.SIGTERM) for name in wave)
             )

@@ -9,11 +9,11 @@ receiving ranks counted.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from equipoise.cli.demo.traffic import Completion, Gap, Prompt
+from equipoise.cli.demo.traffic import Completion, Prompt, TimeSpan
 from equipoise_api.v1 import status_pb2
 
 RECOVERED_MAX_OVER_MEAN = 1.2
@@ -27,22 +27,6 @@ _SETTLING_S = 0.5
 
 _SWITCH_REPORT_S = 0.25
 """From the last Staged to the last Switched message: about one step and one message."""
-
-
-class WindowRecord(NamedTuple):
-    """A closed window, as the balancer reported it."""
-
-    closed_s: float
-    balancedness: float
-    max_over_mean: float
-    generation: int
-
-
-class TimeSpan(NamedTuple):
-    """A period of time, Unix seconds."""
-
-    from_s: float
-    to_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,31 +156,23 @@ class DemoResult:
 
     def to_json(self) -> dict[str, Any]:
         """The document for --json; figures over all shifts are the worst of them."""
-        recoveries = [shift.intervals_to_recover for shift in self.shifts]
+        shifts, switches = self.shifts, self.switches
+        recoveries = [s.intervals_to_recover for s in shifts if s.intervals_to_recover is not None]
+        all_recovered = len(recoveries) == len(shifts)
         document: dict[str, Any] = {
-            "balancedness_before_shift": min(
-                (shift.balancedness_before for shift in self.shifts), default=None
-            ),
-            "balancedness_after_shift": max(
-                (shift.balancedness_after for shift in self.shifts), default=None
-            ),
-            "balancedness_recovered": min(
-                (shift.balancedness_recovered for shift in self.shifts), default=None
-            ),
-            "intervals_to_recover": max((n for n in recoveries if n is not None), default=None)
-            if None not in recoveries
-            else None,
+            "balancedness_before_shift": min((s.balancedness_before for s in shifts), default=None),
+            "balancedness_after_shift": max((s.balancedness_after for s in shifts), default=None),
+            "balancedness_recovered": min((s.balancedness_recovered for s in shifts), default=None),
+            "intervals_to_recover": max(recoveries, default=None) if all_recovered else None,
             "rollouts": self.rollouts,
             "failed_requests": len(self.failures),
             "tokens_identical": self.tokens_identical,
             "tokens_compared": self.tokens_compared,
-            "max_switch_stall_ms": max((s.stall_ms for s in self.switches), default=None),
-            "median_step_ms": float(np.median([s.median_step_ms for s in self.switches]))
-            if self.switches
-            else None,
+            "max_switch_stall_ms": max((s.stall_ms for s in switches), default=None),
+            "median_step_ms": _median(s.median_step_ms for s in switches),
             "p95_inter_token_ratio_during_rollout": self.p95_ratio,
-            "shifts": [asdict(shift) for shift in self.shifts],
-            "switches": [asdict(switch) for switch in self.switches],
+            "shifts": [asdict(shift) for shift in shifts],
+            "switches": [asdict(switch) for switch in switches],
             "inter_token_ms": {
                 "quiet": asdict(self.quiet),
                 "during_rollout": asdict(self.during_rollout),
@@ -214,7 +190,7 @@ class DemoResult:
 
 
 def recovery_of(
-    windows: Sequence[WindowRecord],
+    windows: Sequence[status_pb2.WindowStatus],
     *,
     from_domain: str,
     to_domain: str,
@@ -222,8 +198,8 @@ def recovery_of(
     until_s: float,
 ) -> DomainShift:
     """The pool's recovery from one shift, from windows in the order they closed."""
-    before = [window for window in windows if window.closed_s <= at_s][-1:]
-    later = [window for window in windows if at_s < window.closed_s <= until_s]
+    before = [window for window in windows if window.closed_unix_s <= at_s][-1:]
+    later = [window for window in windows if at_s < window.closed_unix_s <= until_s]
     ratios = [window.max_over_mean for window in later]
     worst = int(np.argmax(ratios[:2])) if ratios else 0
     recovered = next(
@@ -275,7 +251,9 @@ def steps_of_two_generations(completions: Iterable[Completion]) -> int:
     return len(mixed)
 
 
-def split_latency(gaps: Sequence[Gap], rollouts: Sequence[TimeSpan]) -> tuple[Latency, Latency]:
+def split_latency(
+    gaps: Sequence[TimeSpan], rollouts: Sequence[TimeSpan]
+) -> tuple[Latency, Latency]:
     """Inter-token latency away from rollouts, and of gaps that overlap one.
 
     Gaps less than half a second away from a rollout count for neither.
@@ -313,18 +291,10 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def windows_of(windows: Iterable[status_pb2.WindowStatus]) -> tuple[WindowRecord, ...]:
-    """Records of the windows that had traffic, in the order they closed."""
-    return tuple(
-        WindowRecord(
-            closed_s=window.closed_unix_s,
-            balancedness=window.balancedness,
-            max_over_mean=window.max_over_mean,
-            generation=window.generation,
-        )
-        for window in sorted(windows, key=lambda window: window.closed_unix_s)
-        if window.assignments
-    )
+def windows_of(windows: Iterable[status_pb2.WindowStatus]) -> list[status_pb2.WindowStatus]:
+    """The windows that had traffic, in the order they closed."""
+    busy = [window for window in windows if window.assignments]
+    return sorted(busy, key=lambda window: window.closed_unix_s)
 
 
 def switches_of(switches: Iterable[status_pb2.SwitchStatus]) -> tuple[SwitchFigures, ...]:

@@ -282,7 +282,7 @@ class Demo:
             decisions=[decision for _, decision in sorted(self._feed.decisions.items())],
             marks=self._marks,
             tokens_per_s=(num_tokens_now - num_tokens) / max(to_s - from_s, _REFRESH_S),
-            latency=latency(np.array([gap.length_s for gap in recent])),
+            latency=latency(np.array([gap.to_s - gap.from_s for gap in recent])),
             requests=len(completions),
             failed_requests=sum(c.failure is not None for c in completions),
             tokens_compared=self._tokens_compared,

@@ -4,8 +4,9 @@
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import NamedTuple
 
 import grpc
@@ -62,9 +63,6 @@ class Completion:
     rank: int
     """Rank that served it."""
 
-    started_s: float
-    """When it was sent, Unix seconds."""
-
     arrivals: tuple[Arrival, ...]
     """Messages received."""
 
@@ -77,16 +75,11 @@ class Completion:
         return tuple(token for arrival in self.arrivals for token in arrival.tokens)
 
 
-class Gap(NamedTuple):
-    """The time between two messages of one request, Unix seconds."""
+class TimeSpan(NamedTuple):
+    """A period of time, Unix seconds."""
 
     from_s: float
     to_s: float
-
-    @property
-    def length_s(self) -> float:
-        """Inter-token latency: each message carries the token of one step."""
-        return self.to_s - self.from_s
 
 
 class Traffic:
@@ -106,20 +99,16 @@ class Traffic:
     ) -> None:
         assert all(prompts.values())
         self.completions: list[Completion] = []
-        self.gaps: list[Gap] = []
+        self.gaps: list[TimeSpan] = []
+        """Between two messages of one request, each of which carries the token of one step."""
         self.num_tokens = 0
-        self._prompts = {domain: _in_turn(these) for domain, these in prompts.items()}
+        self._prompts = {domain: cycle(these) for domain, these in prompts.items()}
         self._addresses = tuple(addresses)
         self._clients_per_rank = clients_per_rank
         self._clock = clock
         self._domain = next(iter(prompts))
         self._ending = False
         self._num_requests = 0
-
-    @property
-    def domain(self) -> str:
-        """Domain of new requests."""
-        return self._domain
 
     def shift_to(self, domain: str) -> None:
         """Send requests of this domain from now on."""
@@ -154,7 +143,6 @@ class Traffic:
         self, stub: "worker_pb2_grpc.InferenceAsyncStub", rank: int, prompt: Prompt
     ) -> Completion:
         self._num_requests += 1
-        started_s = self._clock()
         arrivals: list[Arrival] = []
         failure = None
         call = stub.Generate(
@@ -172,7 +160,7 @@ class Traffic:
                 self.num_tokens += len(response.tokens)
                 now_s = self._clock()
                 if arrivals:
-                    self.gaps.append(Gap(arrivals[-1].time_s, now_s))
+                    self.gaps.append(TimeSpan(arrivals[-1].time_s, now_s))
                 arrivals.append(
                     Arrival(
                         time_s=now_s,
@@ -190,7 +178,6 @@ class Traffic:
         return Completion(
             prompt=prompt,
             rank=rank,
-            started_s=started_s,
             arrivals=tuple(arrivals),
             failure=failure,
         )
@@ -209,8 +196,3 @@ def prompts_of(
         Prompt(domain=domain, tokens=tuple(text), max_tokens=int(length))
         for text, length in zip(texts, lengths, strict=True)
     )
-
-
-def _in_turn(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    while True:
-        yield from prompts

@@ -1,9 +1,8 @@
 """A running demo on the screen: a live picture on a terminal, lines elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,7 +13,6 @@ from equipoise.cli.demo.result import (
     DRIFTED_MAX_OVER_MEAN,
     RECOVERED_MAX_OVER_MEAN,
     Latency,
-    WindowRecord,
 )
 from equipoise.cli.live.view import ranks_view
 from equipoise_api.v1 import status_pb2
@@ -46,7 +44,7 @@ class Scene:
     """What the demo is doing."""
     status: status_pb2.PoolStatus | None
     """Status of the pool, once it exists."""
-    windows: Sequence[WindowRecord]
+    windows: Sequence[status_pb2.WindowStatus]
     """Closed windows."""
     decisions: Sequence[status_pb2.Decision]
     """Decisions."""
@@ -75,20 +73,8 @@ class Scene:
 class LiveScreen:
     """Redraws one picture in place; messages scroll by above it."""
 
-    def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._live.stop()
+    def __init__(self, live: Live) -> None:
+        self._live = live
 
     def say(self, text: str, *, at_s: float) -> None:
         """Print a message."""
@@ -107,17 +93,6 @@ class PlainScreen:
         self._windows_shown = 0
         self._decisions_shown = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
-
     def say(self, text: str, *, at_s: float) -> None:
         """Print a message."""
         self._console.print(Text(f"{at_s:5.0f} s  {text}"), soft_wrap=True)
@@ -135,11 +110,14 @@ class PlainScreen:
 Screen = LiveScreen | PlainScreen
 
 
-def open_screen(console: Console, *, plain: bool) -> Screen:
+@contextmanager
+def open_screen(console: Console, *, plain: bool) -> Iterator[Screen]:
     """A live picture, if the console is a capable terminal and `plain` is off."""
     if plain or not console.is_terminal or console.is_dumb_terminal:
-        return PlainScreen(console)
-    return LiveScreen(console)
+        yield PlainScreen(console)
+    else:
+        with Live(console=console, auto_refresh=False) as live:
+            yield LiveScreen(live)
 
 
 def window_line(scene: Scene) -> str:
@@ -147,7 +125,7 @@ def window_line(scene: Scene) -> str:
     window = scene.windows[-1]
     latency = scene.latency
     # A window that closed just before a shift may be shown just after it.
-    begun = [mark for mark in scene.marks if mark.at_s < window.closed_s] or scene.marks[:1]
+    begun = [mark for mark in scene.marks if mark.at_s < window.closed_unix_s] or scene.marks[:1]
     return (
         f"{begun[-1].domain:<10}  window {len(scene.windows):>2}  "
         f"rank max/mean {window.max_over_mean:.2f}  generation {window.generation}  "
@@ -179,12 +157,14 @@ def picture(scene: Scene) -> RenderableType:
         parts.append(balance_chart(scene.windows, scene.marks))
     if scene.marks:
         parts.append(_traffic(scene))
-    if scene.decisions:
-        parts.append(_decisions(scene.decisions[-_NUM_DECISIONS:]))
+    for decision in scene.decisions[-_NUM_DECISIONS:]:
+        parts.append(Text(decision_line(decision), style="" if decision.accepted else "dim"))
     return Panel(Group(*parts), title="equipoise demo", border_style="dim")
 
 
-def balance_chart(windows: Sequence[WindowRecord], marks: Sequence[Mark]) -> RenderableType:
+def balance_chart(
+    windows: Sequence[status_pb2.WindowStatus], marks: Sequence[Mark]
+) -> RenderableType:
     """Rank max/mean per window as bars, higher is worse, with each domain's name at its start."""
     shown = windows[-_NUM_BARS:]
     bars = Text("rank max/mean  ")
@@ -193,7 +173,7 @@ def balance_chart(windows: Sequence[WindowRecord], marks: Sequence[Mark]) -> Ren
         value = window.max_over_mean
         height = (value - 1) / (_HIGHEST_BAR - 1) * len(_BARS)
         bars.append(_BARS[max(0, min(int(height), len(_BARS) - 1))], style=_color(value))
-        while begun < len(marks) and marks[begun].at_s < window.closed_s:
+        while begun < len(marks) and marks[begun].at_s < window.closed_unix_s:
             names = names.ljust(place)[:place] + f"└{marks[begun].domain}"
             begun += 1
     newest = shown[-1].max_over_mean
@@ -228,15 +208,6 @@ def _traffic(scene: Scene) -> RenderableType:
         (f"{scene.failed_requests} failed", "bold red" if scene.failed_requests else "green"),
         ", ",
         (f"{scene.tokens_identical:,} of {scene.tokens_compared:,} tokens identical", identical),
-    )
-
-
-def _decisions(decisions: Sequence[status_pb2.Decision]) -> RenderableType:
-    return Group(
-        *(
-            Text(decision_line(decision), style="" if decision.accepted else "dim")
-            for decision in decisions
-        )
     )
 
 

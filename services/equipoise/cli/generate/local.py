@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
 from equipoise.cli.generate.settings import GenerateSettings
-from equipoise.cli.offline.settings import ToolInputError
 from equipoise.gateway.choice import ChoiceDecoder
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.telemetry.loading import Loading
 from equipoise.wire.inference import GeneratedTokens
 from equipoise.worker.alone import engine_alone
@@ -27,15 +27,19 @@ def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[st
     """Yield pieces of the completion as they are generated.
 
     Raises:
-        ToolInputError: a sampling parameter is out of range, or the prompt is not UTF-8.
+        InvalidSettingsError: a sampling parameter is out of range, or the prompt is not UTF-8.
         GatewayError, CheckpointError, WorkerError: the checkpoint cannot be used.
     """
     sampling = _sampling(settings, seed=seed)
     tokenizer = Tokenizer.of_checkpoint(settings.checkpoint)
+    try:
+        tokens = tokenizer.encode(prompt)
+    except UnicodeEncodeError:
+        raise InvalidSettingsError("the prompt is not valid UTF-8") from None
     ends = frozenset() if settings.ignore_eos else tokenizer.end_tokens
     request = Request(
         key=1,
-        prompt=_tokens(tokenizer, prompt),
+        prompt=tokens,
         max_tokens=settings.max_tokens,
         stop_tokens=ends,
         sampling=sampling,
@@ -90,13 +94,6 @@ def _running(engine: Engine) -> Iterator[Future[None]]:
             engine.leave()
 
 
-def _tokens(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
-    try:
-        return tokenizer.encode(prompt)
-    except UnicodeEncodeError:
-        raise ToolInputError("the prompt is not valid UTF-8") from None
-
-
 def _sampling(settings: GenerateSettings, *, seed: int) -> SamplingParams:
     try:
         return SamplingParams(
@@ -110,4 +107,4 @@ def _sampling(settings: GenerateSettings, *, seed: int) -> SamplingParams:
             seed=seed,
         )
     except SamplingError as error:
-        raise ToolInputError(f"--{str(error).replace('_', '-')}") from None
+        raise InvalidSettingsError(f"--{str(error).replace('_', '-')}") from None

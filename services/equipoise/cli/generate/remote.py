@@ -13,7 +13,7 @@ def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[st
     """Yield pieces of the completion as they arrive.
 
     Raises:
-        ToolInputError: the server rejects the request, fails or is unreachable.
+        InvalidSettingsError: the server rejects the request, fails or is unreachable.
     """
     try:
         with httpx2.Client(

@@ -9,19 +9,19 @@ from collections.abc import Generator
 from contextlib import closing
 
 from equipoise.cli.generate.settings import GenerateSettings
-from equipoise.cli.offline.settings import ToolInputError
+from equipoise.settings.errors import InvalidSettingsError
 
 
 def run(settings: GenerateSettings) -> int:
     """Print the completion; return 0.
 
     Raises:
-        ToolInputError: the server or the model rejects the request, or the server is unreachable.
+        InvalidSettingsError: the server is unreachable, or it or the model rejects the request.
         GatewayError, CheckpointError, WorkerError: the checkpoint cannot be used.
     """
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     if not prompt:
-        raise ToolInputError("the prompt is empty: standard input had no text")
+        raise InvalidSettingsError("the prompt is empty: standard input had no text")
     seed = secrets.randbits(63) if settings.seed is None else settings.seed
     with closing(_texts(settings, prompt, seed=seed)) as texts:
         for text in texts:

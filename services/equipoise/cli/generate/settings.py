@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from equipoise.cli.offline.settings import ToolInputError
 from equipoise.cli.options import ARGUMENT, REPEATED
 from equipoise.formats.packaged import packaged_checkpoint
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
 
 
@@ -15,8 +15,7 @@ class GenerateSettings:
     """Complete a prompt, in this process or on a server.
 
     Raises:
-        InvalidSettingsError: a number is out of range.
-        ToolInputError: another value is invalid.
+        InvalidSettingsError: a value is invalid.
     """
 
     prompt: str = field(metadata={ARGUMENT: True})
@@ -75,8 +74,10 @@ class GenerateSettings:
     def __post_init__(self) -> None:
         check_ranges(self)
         if not self.prompt:
-            raise ToolInputError("the prompt is empty")
+            raise InvalidSettingsError("the prompt is empty")
         if self.url and not self.url.startswith(("http://", "https://")):
-            raise ToolInputError(f"--url must begin with http:// or https://, not {self.url!r}")
+            raise InvalidSettingsError(
+                f"--url must begin with http:// or https://, not {self.url!r}"
+            )
         if not all(self.stop):
-            raise ToolInputError("--stop must not be empty")
+            raise InvalidSettingsError("--stop must not be empty")

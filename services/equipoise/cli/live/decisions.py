@@ -9,7 +9,7 @@ from typing import NoReturn
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import console, format_bytes, format_time
+from equipoise.cli.display import console, format_bytes, format_time, print_json
 from equipoise.cli.live.client import BalancerClient, connected
 from equipoise.cli.live.settings import BalancerClientSettings, DecisionsSettings
 from equipoise.wire.plain import as_json
@@ -29,7 +29,7 @@ def run(settings: DecisionsSettings) -> int:
         if settings.follow:
             _follow(client, decisions, as_lines=settings.json)
     if settings.json:
-        print(json.dumps({"decisions": [as_json(one) for one in decisions]}, indent=2))
+        print_json({"decisions": [as_json(one) for one in decisions]})
     elif decisions:
         console().print(decisions_table(decisions))
     else:
@@ -47,7 +47,7 @@ def epochs(settings: BalancerClientSettings) -> int:
         status = client.status()
     if settings.json:
         opened = [as_json(one) for one in status.epochs]
-        print(json.dumps({"pool": status.pool, "epoch": status.epoch, "epochs": opened}, indent=2))
+        print_json({"pool": status.pool, "epoch": status.epoch, "epochs": opened})
     elif status.epochs:
         console().print(epochs_table(status.epochs))
     else:

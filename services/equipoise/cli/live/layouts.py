@@ -1,6 +1,5 @@
 """`equipoise layout ...`: show, compare, export and import a pool's layouts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +7,23 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import console
+from equipoise.cli.display import console, print_json
 from equipoise.cli.live.client import BalancerClient, connected
-from equipoise.cli.live.operations import send_pin
+from equipoise.cli.live.operations import operate
 from equipoise.cli.live.settings import (
     LayoutDiffSettings,
     LayoutExportSettings,
     LayoutImportSettings,
     LayoutShowSettings,
 )
-from equipoise.cli.offline.settings import ToolInputError
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, write_placement
 from equipoise.formats.placement import ExpertPlacement
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 from equipoise.planning.shares import WHOLE
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto
-from equipoise_api.v1 import admin_pb2
 
 EXIT_DIFFERENT = 3
 """Exit status of `diff`."""
@@ -38,17 +36,17 @@ def show(settings: LayoutShowSettings) -> int:
 
     Raises:
         BalancerRefusedError: the balancer is unreachable or has no such layout.
-        ToolInputError: the layout has no such layer.
+        InvalidSettingsError: the layout has no such layer.
     """
     with connected(settings) as client:
         response = client.layout(settings.generation)
     layout = layout_from_proto(response.layout)
     if settings.layer is not None and not 0 <= settings.layer < layout.num_layers:
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"--layer must be from 0 to {layout.num_layers - 1}, not {settings.layer}"
         )
     if settings.json:
-        print(json.dumps(_document(layout, list(response.node_of_rank)), indent=2))
+        print_json(_document(layout, list(response.node_of_rank)))
         return 0
     out = console()
     out.print(
@@ -68,13 +66,13 @@ def diff(settings: LayoutDiffSettings) -> int:
     Raises:
         BalancerRefusedError: the balancer is unreachable or has no such layout.
         FormatError: a file cannot be read.
-        ToolInputError: the layouts have different shapes.
+        InvalidSettingsError: the layouts have different shapes.
     """
     with connected(settings) as client:
         after = _either(settings.after, client)
         before = _either(settings.before, client, like=after)
     if before.expert_of_slot.shape != after.expert_of_slot.shape:
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"cannot compare {settings.before} with {settings.after}: {_shape(before)} against "
             f"{_shape(after)}"
         )
@@ -89,7 +87,7 @@ def diff(settings: LayoutDiffSettings) -> int:
         "moves_of_rank": changed.sum(axis=0).reshape(after.num_ranks, -1).sum(axis=1).tolist(),
     }
     if settings.json:
-        print(json.dumps(document, indent=2))
+        print_json(document)
     else:
         _print_diff(before, after, document)
     return 0 if is_same else EXIT_DIFFERENT
@@ -113,12 +111,8 @@ def export(settings: LayoutExportSettings) -> int:
     )
     write_placement(placement, settings.file, form=settings.format)
     if settings.json:
-        document = {
-            "generation": layout.generation,
-            "file": str(settings.file),
-            "format": settings.format,
-        }
-        print(json.dumps(document, indent=2))
+        written = {"file": str(settings.file), "format": settings.format}
+        print_json({"generation": layout.generation, **written})
     else:
         print(f"wrote generation {layout.generation} to {settings.file} ({settings.format} format)")
     return 0
@@ -140,10 +134,7 @@ def import_(settings: LayoutImportSettings) -> int:
         form=settings.file_format,
     )
     reason = settings.reason or f"imported from {settings.file.name}"
-    request = admin_pb2.PinRequest(
-        pool=settings.pool, reason=reason, layout=layout_to_proto(layout)
-    )
-    return send_pin(settings, request)
+    return operate(settings, "Pin", reason=reason, layout=layout_to_proto(layout))
 
 
 def _either(name: str, client: BalancerClient, *, like: Layout | None = None) -> Layout:
@@ -173,7 +164,7 @@ def _read(
             share_of_slot=placement.share_of_slot,
         )
     except InvalidLayoutError as error:
-        raise ToolInputError(f"{path}: {error}") from None
+        raise InvalidSettingsError(f"{path}: {error}") from None
 
 
 def _layers_table(layout: Layout) -> Table:

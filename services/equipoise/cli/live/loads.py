@@ -1,18 +1,16 @@
 """`equipoise loads`: rank load as a heat map, and the busiest experts."""
 
-import json
 from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from equipoise.cli.display import console
+from equipoise.cli.display import console, print_json
 from equipoise.cli.live.client import BalancerRefusedError, connected
 from equipoise.cli.live.settings import LoadsSettings
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer
-from equipoise_api.v1 import status_pb2 as pb
 
 HIGHEST = 1.6
 """Rank load over the mean at which the colour scale ends; it begins at the reciprocal."""
@@ -57,7 +55,14 @@ def run(settings: LoadsSettings) -> int:
     """
     with connected(settings) as client:
         pool = settings.pool or client.status().pool
-        heat = _heat(pool, client.loads())
+        loads = client.loads()
+    layers, ranks, experts = loads.num_layers, loads.num_ranks, loads.num_experts
+    heat = Heat(
+        pool=pool,
+        generation=loads.window_generation,
+        rank_load=load_table(loads.window_rank_assignments, (layers, ranks)),
+        expert_load=load_table(loads.window_assignments, (layers, experts)),
+    )
     if settings.out is not None:
         from equipoise.cli.plots import draw_loads
 
@@ -67,7 +72,7 @@ def run(settings: LoadsSettings) -> int:
         )
         draw_loads(heat.times_mean, settings.out, title=title, highest=HIGHEST)
     if settings.json:
-        print(json.dumps(_document(heat), indent=2))
+        print_json(_document(heat))
     elif settings.out is not None:
         print(f"wrote {settings.out}")
     else:
@@ -107,15 +112,6 @@ def heat_view(heat: Heat, *, width: int, top: int) -> RenderableType:
     if top:
         rows += [Text(), *_busiest(heat, top)]
     return Group(*rows)
-
-
-def _heat(pool: str, loads: pb.GetLoadsResponse) -> Heat:
-    return Heat(
-        pool=pool,
-        generation=loads.window_generation,
-        rank_load=load_table(loads.window_rank_assignments, (loads.num_layers, loads.num_ranks)),
-        expert_load=load_table(loads.window_assignments, (loads.num_layers, loads.num_experts)),
-    )
 
 
 def load_table(cells: bytes, shape: tuple[int, int]) -> Load:

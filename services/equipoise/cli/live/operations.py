@@ -3,14 +3,13 @@
 Sends the request and prints the answer. The balancer decides whether to carry it out.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
-from equipoise.cli.display import format_bytes, format_count
+from equipoise.cli.display import format_bytes, format_count, print_json
 from equipoise.cli.live.client import BalancerRefusedError, credentials_of, explained
 from equipoise.cli.live.settings import (
     OperationSettings,
@@ -25,63 +24,51 @@ from equipoise_api.v1 import admin_pb2_grpc
 
 EXIT_REFUSED = 3
 
-_R = TypeVar("_R")
-
 
 def rebalance(settings: RebalanceSettings) -> int:
     """Plan now, in one pool or in all."""
     if settings.all_pools:
         return _rebalance_all(settings)
-    request = pb.TriggerRebalanceRequest(
-        pool=settings.pool, reason=settings.reason, force=settings.force
-    )
-    return _report(settings, _send(settings, lambda stub: stub.TriggerRebalance, request))
+    return operate(settings, "TriggerRebalance", force=settings.force)
 
 
 def pause(settings: OperationSettings) -> int:
     """Stop adopting plans."""
-    request = pb.PauseRequest(pool=settings.pool, reason=settings.reason)
-    return _report(settings, _send(settings, lambda stub: stub.Pause, request))
+    return operate(settings, "Pause")
 
 
 def resume(settings: OperationSettings) -> int:
     """Adopt plans again."""
-    request = pb.ResumeRequest(pool=settings.pool, reason=settings.reason)
-    return _report(settings, _send(settings, lambda stub: stub.Resume, request))
+    return operate(settings, "Resume")
 
 
 def rollback(settings: RollbackSettings) -> int:
     """Restore an earlier generation's placement."""
-    request = pb.RollbackRequest(
-        pool=settings.pool,
-        reason=settings.reason,
-        generation=settings.generation,
-        keep_planning=settings.keep_planning,
-    )
-    return _report(settings, _send(settings, lambda stub: stub.Rollback, request))
+    generation, keep_planning = settings.generation, settings.keep_planning
+    return operate(settings, "Rollback", generation=generation, keep_planning=keep_planning)
 
 
 def pin(settings: PinSettings) -> int:
     """Keep a generation's placement."""
-    request = pb.PinRequest(pool=settings.pool, reason=settings.reason)
-    if settings.generation:
-        request.generation = settings.generation
-    return send_pin(settings, request)
-
-
-def send_pin(settings: OperationSettings, request: pb.PinRequest) -> int:
-    """Keep the placement that `request` names or contains.
-
-    Raises:
-        BalancerRefusedError: the balancer is unreachable or rejects the request.
-    """
-    return _report(settings, _send(settings, lambda stub: stub.Pin, request))
+    return operate(settings, "Pin", generation=settings.generation or None)
 
 
 def unpin(settings: OperationSettings) -> int:
     """Release the pinned placement."""
-    request = pb.UnpinRequest(pool=settings.pool, reason=settings.reason)
-    return _report(settings, _send(settings, lambda stub: stub.Unpin, request))
+    return operate(settings, "Unpin")
+
+
+def operate(settings: OperationSettings, method: str, **values: Any) -> int:
+    """Call a method of the Admin service and print the answer; return the exit status.
+
+    `values` are fields of its request besides the pool and the reason.
+
+    Raises:
+        BalancerRefusedError: the balancer is unreachable or rejects the request.
+    """
+    kind = getattr(pb, f"{method}Request")
+    request = kind(**{"pool": settings.pool, "reason": settings.reason, **values})
+    return _report(settings, _send(settings, method, request))
 
 
 def preview(settings: PreviewSettings) -> int:
@@ -92,7 +79,7 @@ def preview(settings: PreviewSettings) -> int:
         policy=settings.policy(),
         algorithm=settings.algorithm or "",
     )
-    response = _send(settings, lambda stub: stub.Preview, request)
+    response: pb.PreviewResponse = _send(settings, "Preview", request)
     status = _report(settings, response)
     if response.HasField("decision") and not settings.json:
         decision = response.decision
@@ -110,7 +97,7 @@ def _report(settings: OperationSettings, response: Any) -> int:
     if settings.json:
         document = as_json(response)
         document.pop("layout", None)  # A table for programs that speak the protocol.
-        print(json.dumps(document, indent=2))
+        print_json(document)
     else:
         is_preview = isinstance(response, pb.PreviewResponse)
         print(response.outcome.reason if is_preview else _line(response.outcome))
@@ -121,22 +108,19 @@ def _rebalance_all(settings: RebalanceSettings) -> int:
     """Plan in every pool; print each pool's answer as it arrives."""
     request = pb.RebalanceAllRequest(reason=settings.reason, force=settings.force)
 
-    def collected(stub: admin_pb2_grpc.AdminStub) -> Callable[..., list[pb.RebalanceAllResponse]]:
-        def call(*arguments: Any, **options: Any) -> list[pb.RebalanceAllResponse]:
-            answers = []
-            for answer in stub.RebalanceAll(*arguments, **options):
-                answers.append(answer)
-                if not settings.json:
-                    unknown = f"unknown: {answer.unanswered}" if answer.unanswered else ""
-                    print(f"{answer.pool}: {unknown or _line(answer.outcome)}", flush=True)
-            return answers
+    answers = []
 
-        return call
+    def collect(stream: Iterable[pb.RebalanceAllResponse]) -> None:
+        for answer in stream:
+            answers.append(answer)
+            if not settings.json:
+                unknown = f"unknown: {answer.unanswered}" if answer.unanswered else ""
+                print(f"{answer.pool}: {unknown or _line(answer.outcome)}", flush=True)
 
-    answers = _send(settings, collected, request)
+    _send(settings, "RebalanceAll", request, read=collect)
     accepted = sum(answer.outcome.accepted for answer in answers)
     if settings.json:
-        print(json.dumps([as_json(answer) for answer in answers], indent=2))
+        print_json([as_json(answer) for answer in answers])
     else:
         print(f"{accepted} of {len(answers)} pools accepted")
     return 0 if accepted == len(answers) else EXIT_REFUSED
@@ -144,31 +128,34 @@ def _rebalance_all(settings: RebalanceSettings) -> int:
 
 def _send(
     settings: OperationSettings,
-    method: Callable[[admin_pb2_grpc.AdminStub], Callable[..., _R]],
+    method: str,
     request: object,
-) -> _R:
-    """Send a request to the balancer at the address, or to the leader that it names."""
+    *,
+    read: Callable[[Any], Any] = lambda response: response,
+) -> Any:
+    """Send a request to the balancer at the address, or to the leader that it names.
+
+    Returns what `read` makes of the response, which is an iterator if the method streams.
+    """
     try:
-        return _send_once(settings, method, request)
+        return _send_once(settings, method, request, read)
     except BalancerRefusedError as error:
         if not error.leader_address or error.leader_address == settings.address:
             raise
-        return _send_once(replace(settings, address=error.leader_address), method, request)
+        return _send_once(replace(settings, address=error.leader_address), method, request, read)
 
 
 def _send_once(
-    settings: OperationSettings,
-    method: Callable[[admin_pb2_grpc.AdminStub], Callable[..., _R]],
-    request: object,
-) -> _R:
+    settings: OperationSettings, method: str, request: object, read: Callable[[Any], Any]
+) -> Any:
     credentials = credentials_of(settings.access)
     with (
         credentials.blocking_channel(settings.address) as channel,
         explained(settings.address, credentials),
     ):
-        call = method(admin_pb2_grpc.AdminStub(channel))
+        call = getattr(admin_pb2_grpc.AdminStub(channel), method)
         try:
-            return call(request, timeout=settings.timeout_s, metadata=credentials.metadata())
+            return read(call(request, timeout=settings.timeout_s, metadata=credentials.metadata()))
         except grpc.RpcError as error:
             if "Deadline" not in (error.details() or ""):
                 raise  # The balancer was unreachable, or refused.

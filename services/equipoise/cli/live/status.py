@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from equipoise.cli.display import print_json
 from equipoise.cli.live.client import BalancerClient, connected
 from equipoise.cli.live.settings import StatusSettings
 from equipoise.cli.live.view import NUM_DECISIONS, RateMeter, pool_view, pools_view, status_line
@@ -39,7 +40,7 @@ def run(settings: StatusSettings) -> int:
         status = client.status()
         decisions = [] if settings.json else client.decisions(limit=NUM_DECISIONS)
     if settings.json:
-        print(json.dumps(as_json(status), indent=2))
+        print_json(as_json(status))
     else:
         console.print(pool_view(status, decisions=decisions))
     return _exit_status([status.health])
@@ -83,7 +84,7 @@ def _show_pools(
     console: Console,
 ) -> int:
     if settings.json:
-        print(json.dumps({"pools": [as_json(pool) for pool in pools]}, indent=2))
+        print_json({"pools": [as_json(pool) for pool in pools]})
     elif pools:
         console.print(pools_view(pools))
     else:

@@ -1,9 +1,8 @@
 """`equipoise convert`: loads or a layout from one engine's format to another's."""
 
-import json
 from dataclasses import replace
 
-from equipoise.cli.display import console
+from equipoise.cli.display import console, print_json
 from equipoise.cli.offline.settings import ConvertSettings
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_either, write_placement, write_recording
@@ -31,7 +30,7 @@ def run(settings: ConvertSettings) -> int:
         write_placement(content, settings.out, form=settings.format)
     facts = _facts(content)
     if settings.json:
-        print(json.dumps({**facts, "out": str(settings.out), "format": settings.format}, indent=2))
+        print_json({**facts, "out": str(settings.out), "format": settings.format})
     else:
         listed = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         console().print(f"wrote {settings.out} ({settings.format} format): {listed}")

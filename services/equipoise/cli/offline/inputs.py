@@ -6,17 +6,18 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.cli.offline.settings import PoolSettings, RecordingSettings, ToolInputError
+from equipoise.cli.offline.settings import PoolSettings, RecordingSettings
 from equipoise.formats.errors import FormatError
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, read_recording
 from equipoise.formats.model_config import ModelDescription, read_model_config
 from equipoise.formats.recording import Recording, joined
 from equipoise.planning.arrays import ExpertTable, ShareTable
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, contiguous_layout
 from equipoise.planning.placing.twins import repair_twins
 from equipoise.planning.shared_expert import shape_with_shared_expert, with_shared_expert
 from equipoise.planning.topology import ModelShape, Topology
+from equipoise.settings.errors import InvalidSettingsError
 
 MAX_SLOTS = 1_000_000
 """Maximum slots per layer: fifty times the largest published pool."""
@@ -76,7 +77,7 @@ def read_case(settings: RecordingSettings) -> Case:
 
     Raises:
         FormatError: a file is invalid.
-        ToolInputError: files and options contradict each other.
+        InvalidSettingsError: files and options contradict each other.
     """
     config = None if settings.model_config is None else read_model_config(settings.model_config)
     first_moe_layer = settings.first_moe_layer
@@ -97,7 +98,9 @@ def read_case(settings: RecordingSettings) -> Case:
     expert_bytes, origin = _expert_bytes(settings, config)
     groups = settings.groups or (config.num_groups if config else 1)
     if recording.num_experts % groups:
-        raise ToolInputError(f"--groups {groups} does not divide {recording.num_experts} experts")
+        raise InvalidSettingsError(
+            f"--groups {groups} does not divide {recording.num_experts} experts"
+        )
     model = ModelShape(
         num_layers=recording.num_layers,
         num_experts=recording.num_experts,
@@ -107,7 +110,7 @@ def read_case(settings: RecordingSettings) -> Case:
     if settings.shared_expert:
         top_k = settings.experts_per_token or recording.top_k or (config.top_k if config else None)
         if top_k is None:
-            raise ToolInputError(
+            raise InvalidSettingsError(
                 "--shared-expert needs the routed experts per token: --experts-per-token N"
             )
         windows = with_shared_expert(recording.windows, top_k=top_k)
@@ -121,31 +124,30 @@ def read_case(settings: RecordingSettings) -> Case:
     )
 
 
-def topology_of(
-    model: ModelShape, *, num_nodes: int, num_ranks: int, num_slots: int | None
-) -> Topology:
+def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
     """A pool with the same number of ranks on each node and of slots on each rank.
 
-    `num_slots` defaults to the fewest that hold all experts.
-
     Raises:
-        ToolInputError: ranks or slots do not divide evenly, cannot hold all experts, or exceed
+        InvalidSettingsError: ranks or slots do not divide evenly, hold too few experts or exceed
             `MAX_SLOTS`.
     """
-    if num_ranks > MAX_SLOTS or (num_slots or 0) > MAX_SLOTS:
-        raise ToolInputError(f"--ranks and --slots must be at most {MAX_SLOTS}")
+    num_nodes, num_ranks = settings.nodes, settings.ranks
+    if num_ranks > MAX_SLOTS or (settings.slots or 0) > MAX_SLOTS:
+        raise InvalidSettingsError(f"--ranks and --slots must be at most {MAX_SLOTS}")
     if num_ranks < 1 or num_nodes < 1 or num_ranks % num_nodes:
-        raise ToolInputError(f"--ranks {num_ranks} cannot be split evenly over --nodes {num_nodes}")
+        raise InvalidSettingsError(
+            f"--ranks {num_ranks} cannot be split evenly over --nodes {num_nodes}"
+        )
     least = -(-model.num_experts // num_ranks) * num_ranks
-    num_slots = least if num_slots is None else num_slots
+    num_slots = least if settings.slots is None else settings.slots
     if num_slots < 1 or num_slots % num_ranks:
         below = num_slots // num_ranks * num_ranks
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"--slots {num_slots} cannot be split evenly over --ranks {num_ranks}: use "
             f"{max(below, least)} or {max(below, least) + num_ranks}"
         )
     if num_slots < model.num_experts:
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"--slots {num_slots} cannot hold {model.num_experts} experts: use {least} or more"
         )
     ranks_per_node = num_ranks // num_nodes
@@ -155,41 +157,31 @@ def topology_of(
     )
 
 
-def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
-    """The pool that the settings describe.
-
-    Raises:
-        ToolInputError: ranks or slots do not divide evenly, or cannot hold all experts.
-    """
-    return topology_of(
-        model, num_nodes=settings.nodes, num_ranks=settings.ranks, num_slots=settings.slots
-    )
-
-
 def unequal_topology(
     settings: PoolSettings, model: ModelShape, *, slots_of_rank: Sequence[str]
 ) -> Topology:
     """The pool that the settings describe, with the slots per rank from items such as 9x16.
 
     Raises:
-        ToolInputError: an item is invalid, or they describe too few slots or another number of
-            ranks.
+        InvalidSettingsError: an item is invalid, or they describe too few slots or other ranks.
     """
     slots: list[int] = []
     for word in slots_of_rank:
         size, _, count = word.partition("x")
         if not (size.isdecimal() and (count or "1").isdecimal()) or len(word) > 20:
-            raise ToolInputError(f"--slots-of-rank takes items such as 9 or 9x16, not {word!r}")
+            raise InvalidSettingsError(
+                f"--slots-of-rank takes items such as 9 or 9x16, not {word!r}"
+            )
         slots += [int(size)] * min(int(count or 1), settings.ranks + 1)
     if len(slots) != settings.ranks or min(slots) < 1:
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"--slots-of-rank must list {settings.ranks} ranks (--ranks) with at least 1 slot each"
         )
     if sum(slots) < model.num_experts:
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"--slots-of-rank has {sum(slots)} slots, too few for {model.num_experts} experts"
         )
-    even = topology_of(model, num_nodes=settings.nodes, num_ranks=settings.ranks, num_slots=None)
+    even = pool_topology(replace(settings, slots=None), model)
     return replace(even, slots_per_rank=max(slots), slots_of_rank=tuple(slots))
 
 
@@ -230,20 +222,38 @@ def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> C
     )
 
 
+def starting_layout(settings: PoolSettings, *, case: Case, topology: Topology) -> Layout:
+    """The current layout, or experts in order if the settings name no file.
+
+    Raises:
+        FormatError: the file is invalid, or its experts, layers, ranks or slots differ.
+    """
+    if (current := read_current(settings, case=case, topology=topology)) is not None:
+        return current.layout
+    return contiguous_layout(
+        num_layers=case.model.num_layers,
+        num_experts=case.model.num_experts,
+        num_ranks=topology.num_ranks,
+        slots_per_rank=topology.slots_per_rank,
+    )
+
+
 def numbers(option: str, words: Sequence[str]) -> tuple[int, ...]:
     """Parse whole numbers and ranges such as 8-11.
 
     Raises:
-        ToolInputError: an item is neither.
+        InvalidSettingsError: an item is neither.
     """
     found: list[int] = []
     for word in words:
         first, dash, last = word.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or len(word) > 20:
-            raise ToolInputError(f"{option} takes numbers and ranges such as 0,4-7, not {word!r}")
+            raise InvalidSettingsError(
+                f"{option} takes numbers and ranges such as 0,4-7, not {word!r}"
+            )
         end = int(last or first)
         if not int(first) <= end <= int(first) + 100_000:
-            raise ToolInputError(f"{option}: {word} is not a valid range")
+            raise InvalidSettingsError(f"{option}: {word} is not a valid range")
         found += range(int(first), end + 1)
     return tuple(dict.fromkeys(found))
 

@@ -1,6 +1,5 @@
 """`equipoise plan`: plan a layout for recorded loads with the balancer's planner."""
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from equipoise.cli.display import console, format_bytes, format_count
+from equipoise.cli.display import console, format_bytes, format_count, print_json
 from equipoise.cli.offline.inputs import (
     Case,
     CurrentLayout,
@@ -19,10 +18,10 @@ from equipoise.cli.offline.inputs import (
     read_current,
     unequal_topology,
 )
-from equipoise.cli.offline.settings import PlanSettings, ToolInputError
+from equipoise.cli.offline.settings import PlanSettings
 from equipoise.formats.files import write_placement
 from equipoise.formats.placement import ExpertPlacement
-from equipoise.planning.arrays import ExpertTable, Load, ShareTable
+from equipoise.planning.arrays import ExpertTable, Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.load import assignments_per_layer
@@ -31,6 +30,7 @@ from equipoise.planning.policy import Weighting
 from equipoise.planning.shared_expert import plan_with_shared_ranks
 from equipoise.planning.shares import even_shares
 from equipoise.planning.topology import Topology
+from equipoise.settings.errors import InvalidSettingsError
 
 MAX_CURVE_POINTS = 200
 _SHOWN_CURVE_POINTS = 7
@@ -41,13 +41,13 @@ def run(settings: PlanSettings) -> int:
 
     Raises:
         FormatError: a file cannot be read or written.
-        ToolInputError: files and options contradict each other, or no layout fits.
+        InvalidSettingsError: files and options contradict each other, or no layout fits.
     """
     report = _make(settings)
     if settings.out is not None:
         write_placement(report.placement, settings.out, form=settings.format)
     if settings.json:
-        print(json.dumps(_document(report, settings), indent=2))
+        print_json(_document(report, settings))
     else:
         _show(report, settings)
     return 0
@@ -72,39 +72,16 @@ class _PlanReport:
     plan_ms: float
     """Time to plan."""
 
-    load: Load
-    """Load of all windows, [layers, experts]."""
-
     held: ExpertTable
     """Experts that the plan's ranks hold now, [layers, slots]."""
 
-    held_shares: ShareTable | None
-    """Their shares, [layers, slots]; None for even shares."""
+    rank_load_now: Load
+    """Current load, [layers, ranks]; experts that no rank holds are ignored."""
 
     @property
     def moves(self) -> int:
         """Number of slots that change from the current layout."""
         return int(np.count_nonzero(self.plan.expert_of_slot != self.held))
-
-    @property
-    def balancedness_of_layer_now(self) -> Load:
-        """Current balancedness, [layers]; experts that no rank holds are ignored."""
-        return balancedness_per_layer(self._rank_loads_now())
-
-    @property
-    def balancedness_now(self) -> float:
-        """Current balancedness, mean over the layers with traffic."""
-        return balancedness(self._rank_loads_now())
-
-    def _rank_loads_now(self) -> Load:
-        live = self.topology.only(self.plan.ranks)
-        return rank_loads(
-            self.held,
-            load=self.load,
-            num_ranks=live.num_ranks,
-            first_slot=live.first_slot,
-            share_of_slot=self.held_shares,
-        )
 
     @property
     def shared_replicas(self) -> list[int] | None:
@@ -169,8 +146,9 @@ def _make(settings: PlanSettings) -> _PlanReport:
         made = planner(load, **arguments)
         plan_ms = (time.perf_counter() - started_s) * 1000
     except InvalidLayoutError as error:
-        raise ToolInputError(str(error)) from None
-    held = _held(current, case, topology.only(made.ranks), made.ranks)
+        raise InvalidSettingsError(str(error)) from None
+    live = topology.only(made.ranks)
+    held = _held(current, case, live, made.ranks)
     has_all_ranks = len(made.ranks) == topology.num_ranks
     return _PlanReport(
         case=case,
@@ -178,9 +156,14 @@ def _make(settings: PlanSettings) -> _PlanReport:
         current=current,
         plan=made,
         plan_ms=plan_ms,
-        load=load,
         held=held,
-        held_shares=current.share_of_slot if current and has_all_ranks else None,
+        rank_load_now=rank_loads(
+            held,
+            load=load,
+            num_ranks=live.num_ranks,
+            first_slot=live.first_slot,
+            share_of_slot=current.share_of_slot if current and has_all_ranks else None,
+        ),
     )
 
 
@@ -193,11 +176,11 @@ def _excluded(settings: PlanSettings, topology: Topology) -> frozenset[int]:
     ranks = numbers("--exclude-ranks", settings.exclude_ranks)
     unknown = [rank for rank in ranks if rank >= topology.num_ranks]
     if unknown:
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"--exclude-ranks {unknown[0]}: the ranks are 0 to {topology.num_ranks - 1}"
         )
     if settings.shared_ranks and settings.shared_ranks >= topology.num_ranks - len(ranks):
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"--shared-ranks {settings.shared_ranks} leaves no rank for routed experts"
         )
     return frozenset(ranks)
@@ -222,7 +205,7 @@ def _document(report: _PlanReport, settings: PlanSettings) -> dict[str, Any]:
     return {
         "balancedness": made.balancedness,
         "balancedness_min_layer": float(made.balancedness_of_layer.min()),
-        "balancedness_current": report.balancedness_now,
+        "balancedness_current": balancedness(report.rank_load_now),
         "bound": made.bound,
         "moves": report.moves,
         "bytes": report.moves * model.expert_bytes,
@@ -259,14 +242,14 @@ def _show(report: _PlanReport, settings: PlanSettings) -> None:
         f"{format_count(len(report.topology.only(made.ranks).nodes), 'node')}, {num_slots} slots "
         f"({num_slots - model.num_experts} redundant)\n"
     )
-    now = report.balancedness_of_layer_now
+    now = balancedness_per_layer(report.rank_load_now)
     origin = "the current layout" if report.current else "experts in order"
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, justify in (("", "left"), ("now", "right"), ("planned", "right"), ("", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]  # a literal of its own
     table.add_row(
         "balancedness",
-        f"{report.balancedness_now:.4f}",
+        f"{balancedness(report.rank_load_now):.4f}",
         f"{made.balancedness:.4f}",
         f"mean / max rank load; upper bound {made.bound:.4f}",
     )

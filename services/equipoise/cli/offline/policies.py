@@ -7,23 +7,23 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from equipoise.cli.offline.settings import ToolInputError
 from equipoise.cli.policy.files import read_file
 from equipoise.planning.errors import InvalidPolicyError
 from equipoise.planning.policy import Policy
+from equipoise.settings.errors import InvalidSettingsError
 
 
 def policies_of(specs: Sequence[str]) -> dict[str, Policy]:
     """Policies by name, in order; the balancer's defaults if `specs` is empty.
 
     Raises:
-        ToolInputError: a policy is invalid, or two have the same name.
+        InvalidSettingsError: a policy is invalid, or two have the same name.
     """
     policies: dict[str, Policy] = {}
     for spec in specs or ("default",):
         name, policy = _policy_of(spec)
         if name in policies:
-            raise ToolInputError(f"--policy {spec}: another policy is already named {name!r}")
+            raise InvalidSettingsError(f"--policy {spec}: another policy is already named {name!r}")
         policies[name] = policy
     return policies
 
@@ -39,7 +39,7 @@ def _policy_of(spec: str) -> tuple[str, Policy]:
     if path.suffix in {".yaml", ".yml"}:
         return path.stem, read_file(path).defaults
     if path.suffix not in {".toml", ".json"}:
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"--policy {spec} must be name=option=value,option=value, a BalancePolicy .yaml, or a "
             ".toml or .json file of options"
         )
@@ -51,11 +51,11 @@ def _file(path: Path) -> Mapping[str, Any]:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
-        raise ToolInputError(f"--policy {path}: {error.strerror}") from None
+        raise InvalidSettingsError(f"--policy {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ToolInputError(f"--policy {path}: {error}") from None
+        raise InvalidSettingsError(f"--policy {path}: {error}") from None
     if not isinstance(values, dict):
-        raise ToolInputError(f"--policy {path}: the file must contain options by name")
+        raise InvalidSettingsError(f"--policy {path}: the file must contain options by name")
     return values
 
 
@@ -72,14 +72,14 @@ def _policy(spec: str, values: Mapping[str, Any]) -> Policy:
         except (ValueError, TypeError, OverflowError):
             # The policy itself rejects unknown algorithms.
             if types[name] in {int, float}:
-                raise ToolInputError(
+                raise InvalidSettingsError(
                     f"--policy {spec}: {key} must be a number, not {value!r}"
                 ) from None
             chosen[name] = value
     try:
         return Policy(**chosen)
     except InvalidPolicyError as error:
-        raise ToolInputError(f"--policy {spec}: {error}") from None
+        raise InvalidSettingsError(f"--policy {spec}: {error}") from None
 
 
 def _option(spec: str, key: str) -> str:
@@ -89,4 +89,6 @@ def _option(spec: str, key: str) -> str:
     for name in (plain, f"{plain}_s"):
         if name in known:
             return name
-    raise ToolInputError(f"--policy {spec}: unknown option {key!r}; options are {', '.join(known)}")
+    raise InvalidSettingsError(
+        f"--policy {spec}: unknown option {key!r}; options are {', '.join(known)}"
+    )

@@ -1,6 +1,5 @@
 """`equipoise replay`: compare policies on recorded windows."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -8,14 +7,14 @@ from typing import Any
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from equipoise.cli.display import console, format_bytes, format_count, progress_bar
-from equipoise.cli.offline.inputs import Case, pool_topology, read_case, read_current
+from equipoise.cli.display import console, format_bytes, format_count, print_json, progress_bar
+from equipoise.cli.offline.inputs import Case, pool_topology, read_case, starting_layout
 from equipoise.cli.offline.policies import policies_of
 from equipoise.cli.offline.replay_run import ReplayedWindow, ReplayRun, replay
-from equipoise.cli.offline.settings import ReplaySettings, ToolInputError
-from equipoise.planning.layout import contiguous_layout
+from equipoise.cli.offline.settings import ReplaySettings
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import Topology
+from equipoise.settings.errors import InvalidSettingsError
 
 NEVER = "never"
 """Name of the baseline, which never moves anything."""
@@ -26,14 +25,14 @@ def run(settings: ReplaySettings) -> int:
 
     Raises:
         FormatError: a file cannot be read or written.
-        ToolInputError: files and options contradict each other.
+        InvalidSettingsError: files and options contradict each other.
         ModuleNotFoundError: an image is requested and matplotlib is missing.
     """
     if settings.plot is not None:
         from equipoise.cli.plots import draw_replay  # Fails early if matplotlib is missing.
     named = policies_of(settings.policy)
     if NEVER in named:
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"--policy {NEVER}: the name is reserved for the baseline, which is always included"
         )
     policies: dict[str, Policy | None] = {NEVER: None, **named}
@@ -43,7 +42,7 @@ def run(settings: ReplaySettings) -> int:
     if settings.plot is not None:
         draw_replay(runs, settings.plot, window_s=settings.window_s)
     if settings.json:
-        print(json.dumps(_document(runs, settings), indent=2))
+        print_json(_document(runs, settings))
     else:
         _show(runs, settings, case, topology)
     return 0
@@ -56,18 +55,10 @@ def _replayed(
     topology: Topology,
 ) -> tuple[ReplayRun, ...]:
     if case.recording.num_windows < 2:
-        raise ToolInputError("a replay needs at least two windows: name several files, --loads A,B")
-    current = read_current(settings.pool, case=case, topology=topology)
-    start = (
-        current.layout
-        if current
-        else contiguous_layout(
-            num_layers=case.model.num_layers,
-            num_experts=case.model.num_experts,
-            num_ranks=topology.num_ranks,
-            slots_per_rank=topology.slots_per_rank,
+        raise InvalidSettingsError(
+            "a replay needs at least two windows: name several files, --loads A,B"
         )
-    )
+    start = starting_layout(settings.pool, case=case, topology=topology)
     with progress_bar(MofNCompleteColumn()) as progress:
         runs = []
         for name, policy in policies.items():

@@ -119,16 +119,27 @@ def replay(
         proposal = None
         if decider is not None:
             proposal = decider.close(window, layout, now=(index + 1) * window_s)
+        adopted = proposal if proposal is not None and proposal.verdict.accepted else None
         taken = layout
-        if proposal is not None and proposal.verdict.accepted:
+        if adopted is not None:
             taken = layout.with_placement(
-                proposal.plan.expert_of_slot,
+                adopted.plan.expert_of_slot,
                 generation=layout.generation + 1,
-                share_of_slot=proposal.plan.share_of_slot,
+                share_of_slot=adopted.plan.share_of_slot,
             )
         following = None if index + 1 == recording.num_windows else recording.windows[index + 1]
         windows.append(
-            _replayed(recording.names[index], window, following, proposal, kept=layout, taken=taken)
+            ReplayedWindow(
+                window=recording.names[index],
+                balancedness=_balancedness(layout, window),
+                shifted=proposal is not None and proposal.request.shift.detected,
+                accepted=None if proposal is None else proposal.verdict.accepted,
+                reason="" if proposal is None else proposal.verdict.reason,
+                moves=0 if adopted is None else adopted.verdict.moves,
+                bytes=0 if adopted is None else adopted.verdict.bytes,
+                next_kept=None if following is None else _balancedness(layout, following),
+                next_taken=None if following is None else _balancedness(taken, following),
+            )
         )
         layout = taken
         on_window()
@@ -193,29 +204,6 @@ class _Decider:
             self._slow = self._slow.restarted(load, duration_s=duration_s, now=now)
         self._shifted_before = shift.detected
         return shift
-
-
-def _replayed(
-    name: str,
-    window: Load,
-    following: Load | None,
-    proposal: Proposal | None,
-    *,
-    kept: Layout,
-    taken: Layout,
-) -> ReplayedWindow:
-    moved = taken is not kept and proposal is not None
-    return ReplayedWindow(
-        window=name,
-        balancedness=_balancedness(kept, window),
-        shifted=proposal is not None and proposal.request.shift.detected,
-        accepted=None if proposal is None else proposal.verdict.accepted,
-        reason="" if proposal is None else proposal.verdict.reason,
-        moves=proposal.verdict.moves if moved and proposal is not None else 0,
-        bytes=proposal.verdict.bytes if moved and proposal is not None else 0,
-        next_kept=None if following is None else _balancedness(kept, following),
-        next_taken=None if following is None else _balancedness(taken, following),
-    )
 
 
 def _balancedness(layout: Layout, load: Load) -> float:

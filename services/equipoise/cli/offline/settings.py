@@ -7,13 +7,10 @@ from typing import Annotated
 from equipoise.cli.options import REPEATED
 from equipoise.formats.format import Format
 from equipoise.planning.policy import Algorithm
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import DAY_S, Range, check_ranges
 
 _IMAGES = {".png", ".svg"}
-
-
-class ToolInputError(ValueError):
-    """A command's options or files contradict each other; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +18,7 @@ class RecordingSettings:
     """Recorded loads, and the model they were recorded from.
 
     Raises:
-        InvalidSettingsError: a value is out of range.
-        ToolInputError: options contradict each other.
+        InvalidSettingsError: a value is out of range, or options contradict each other.
     """
 
     loads: tuple[str, ...]
@@ -60,7 +56,7 @@ class RecordingSettings:
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.shared_expert and (self.groups or 1) > 1:
-            raise ToolInputError(
+            raise InvalidSettingsError(
                 "--shared-expert cannot be combined with --groups: the shared expert has no group"
             )
 
@@ -91,8 +87,7 @@ class PlanSettings:
     """Plan a layout for recorded loads and show its balance and cost.
 
     Raises:
-        InvalidSettingsError: a value is out of range.
-        ToolInputError: options contradict each other.
+        InvalidSettingsError: a value is out of range, or options contradict each other.
     """
 
     source: RecordingSettings
@@ -143,21 +138,21 @@ class PlanSettings:
         is_limited = self.max_moves is not None or self.target_balancedness is not None
         self._check_ranks(is_limited=is_limited)
         if self.max_moves is not None and self.target_balancedness is not None:
-            raise ToolInputError("--max-moves and --target-balancedness exclude each other")
+            raise InvalidSettingsError("--max-moves and --target-balancedness exclude each other")
         if self.locality is not None and (
             is_limited or self.algorithm not in {Algorithm.AUTO, Algorithm.LOCAL}
         ):
-            raise ToolInputError(
+            raise InvalidSettingsError(
                 "--locality works with --algorithm local only, without --max-moves and "
                 "--target-balancedness"
             )
         if self.weighted and self.out is not None and self.format is not Format.EQUIPOISE:
-            raise ToolInputError(
+            raise InvalidSettingsError(
                 f"--weighted works with --format {Format.EQUIPOISE} only: {self.format} cannot "
                 "represent shares"
             )
         if is_limited and self.algorithm not in {Algorithm.AUTO, Algorithm.INCREMENTAL}:
-            raise ToolInputError(
+            raise InvalidSettingsError(
                 f"--algorithm {self.algorithm} plans from scratch: --max-moves and "
                 "--target-balancedness work with incremental plans only"
             )
@@ -166,14 +161,14 @@ class PlanSettings:
         """Check the options about single ranks and their slots."""
         conflicting = (self.pool.slots, self.pool.current, self.out)
         if self.slots_of_rank and any(one is not None for one in conflicting):
-            raise ToolInputError(
+            raise InvalidSettingsError(
                 "--slots-of-rank cannot be combined with --slots, --current or --out"
             )
         if self.shared_ranks is not None:
             if not self.source.shared_expert:
-                raise ToolInputError("--shared-ranks needs --shared-expert")
+                raise InvalidSettingsError("--shared-ranks needs --shared-expert")
             if is_limited or self.locality is not None or self.weighted:
-                raise ToolInputError(
+                raise InvalidSettingsError(
                     "--shared-ranks cannot be combined with --max-moves, --target-balancedness, "
                     "--locality or --weighted"
                 )
@@ -184,8 +179,7 @@ class ReplaySettings:
     """Replay recorded windows under one or more policies.
 
     Raises:
-        InvalidSettingsError: a value is out of range.
-        ToolInputError: the plot is not an image.
+        InvalidSettingsError: a value is out of range, or the plot is not an image.
     """
 
     source: RecordingSettings
@@ -214,7 +208,7 @@ class ReplaySettings:
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.plot is not None and self.plot.suffix not in _IMAGES:
-            raise ToolInputError(f"--plot must end in .svg or .png, not {str(self.plot)!r}")
+            raise InvalidSettingsError(f"--plot must end in .svg or .png, not {str(self.plot)!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

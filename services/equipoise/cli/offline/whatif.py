@@ -1,6 +1,5 @@
 """`equipoise whatif`: compare numbers of GPUs and of redundant slots for recorded loads."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -8,16 +7,17 @@ import numpy as np
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from equipoise.cli.display import console, format_bytes, format_count, progress_bar
+from equipoise.cli.display import console, format_bytes, format_count, print_json, progress_bar
 from equipoise.cli.offline.inputs import Case, numbers, read_case
 from equipoise.cli.offline.policies import policies_of
 from equipoise.cli.offline.replay_run import replay
-from equipoise.cli.offline.settings import ToolInputError, WhatIfSettings
+from equipoise.cli.offline.settings import WhatIfSettings
 from equipoise.formats.recording import Recording
 from equipoise.planning.layout import Layout
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape, Topology
+from equipoise.settings.errors import InvalidSettingsError
 
 MAX_OPTIONS = 1000
 _GIB = 1024**3
@@ -74,7 +74,7 @@ def run(settings: WhatIfSettings) -> int:
 
     Raises:
         FormatError: a file is invalid.
-        ToolInputError: an option is invalid, or there are too many pools to evaluate.
+        InvalidSettingsError: an option is invalid, or there are too many pools to evaluate.
     """
     case = read_case(settings.source)
     options = _evaluated(settings, case)
@@ -88,7 +88,7 @@ def run(settings: WhatIfSettings) -> int:
             "expert_bytes": case.model.expert_bytes,
             "expert_bytes_origin": case.expert_bytes_origin,
         }
-        print(json.dumps(document, indent=2))
+        print_json(document)
     else:
         _show(options, chosen, reason, case)
     return 0
@@ -206,7 +206,7 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
     ((_, policy),) = policies_of([settings.policy]).items()
     rank_counts = numbers("--ranks", settings.ranks)
     if not rank_counts or min(rank_counts) < 1:
-        raise ToolInputError("--ranks must be numbers of at least 1")
+        raise InvalidSettingsError("--ranks must be numbers of at least 1")
     num_experts = case.model.num_experts
     most = num_experts // 4 if settings.max_redundant is None else settings.max_redundant
     tried = list(
@@ -218,7 +218,7 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
         )
     )
     if len(tried) > MAX_OPTIONS:
-        raise ToolInputError(
+        raise InvalidSettingsError(
             f"{len(tried)} pools are more than {MAX_OPTIONS}: use fewer --ranks or a smaller "
             "--max-redundant"
         )

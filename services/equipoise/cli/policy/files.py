@@ -1,12 +1,11 @@
 """`equipoise policy validate|show|diff|schema`, which read files and talk to no balancer."""
 
-import json
 import sys
 from pathlib import Path
 
 import yaml
 
-from equipoise.cli.offline.settings import ToolInputError
+from equipoise.cli.display import print_json
 from equipoise.cli.policy.settings import (
     PolicyDiffSettings,
     PolicyShowSettings,
@@ -17,6 +16,7 @@ from equipoise.policy.digest import changes, digest
 from equipoise.policy.errors import PolicyError
 from equipoise.policy.reading import MAX_BYTES, ReadPolicy, read_policy
 from equipoise.policy.reference import json_schema, written
+from equipoise.settings.errors import InvalidSettingsError
 
 EXIT_BAD_INPUT = 2
 EXIT_DIFFERENT = 3
@@ -28,14 +28,14 @@ def read_file(path: Path) -> ReadPolicy:
     """Read a policy file.
 
     Raises:
-        ToolInputError: it cannot be read.
+        InvalidSettingsError: it cannot be read.
         PolicyError: it is invalid.
     """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1).decode(errors="replace")
     except OSError as error:
-        raise ToolInputError(f"{path}: {error.strerror}") from None
+        raise InvalidSettingsError(f"{path}: {error.strerror}") from None
     return read_policy(text, source=str(path))
 
 
@@ -50,7 +50,7 @@ def validate(settings: PolicyValidateSettings) -> int:
     """Print every fault of a file; return 2 if there is one.
 
     Raises:
-        ToolInputError: the file cannot be read.
+        InvalidSettingsError: the file cannot be read.
     """
     try:
         read = read_file(settings.file)
@@ -60,14 +60,14 @@ def validate(settings: PolicyValidateSettings) -> int:
                 {"path": one.path, "line": one.line, "value": one.value, "why": one.why}
                 for one in error.faults
             ]
-            print(json.dumps({"valid": False, "faults": faults}, indent=2))
+            print_json({"valid": False, "faults": faults})
         else:
             for fault in error.faults:
                 print(f"{settings.file}: {fault}", file=sys.stderr)
         return EXIT_BAD_INPUT
     hashes = {name: digest(policy) for name, policy in policies_by_pool(read).items()}
     if settings.json:
-        print(json.dumps({"valid": True, "hashes": hashes}, indent=2))
+        print_json({"valid": True, "hashes": hashes})
     else:
         listed = ", ".join(f"{one} for {name}" for name, one in hashes.items())
         print(f"{settings.file} is valid: policy {listed}")
@@ -78,7 +78,7 @@ def show(settings: PolicyShowSettings) -> int:
     """Print every value in effect under a file.
 
     Raises:
-        ToolInputError: the file cannot be read.
+        InvalidSettingsError: the file cannot be read.
         PolicyError: it is invalid.
     """
     shown = policies_by_pool(read_file(settings.file), settings.pool)
@@ -87,7 +87,7 @@ def show(settings: PolicyShowSettings) -> int:
             name: {"hash": digest(policy), "policy": written(policy)}
             for name, policy in shown.items()
         }
-        print(json.dumps(document, indent=2))
+        print_json(document)
         return 0
     for name, policy in shown.items():
         print(f"# {name}: policy {digest(policy)}")
@@ -99,7 +99,7 @@ def diff(settings: PolicyDiffSettings) -> int:
     """Print what differs between two files; return 3 if anything does.
 
     Raises:
-        ToolInputError: a file cannot be read.
+        InvalidSettingsError: a file cannot be read.
         PolicyError: a file is invalid.
     """
     old, new = read_file(settings.before), read_file(settings.after)
@@ -109,7 +109,7 @@ def diff(settings: PolicyDiffSettings) -> int:
         for name in ([settings.pool] if settings.pool else every)
     }
     if settings.json:
-        print(json.dumps(differences, indent=2))
+        print_json(differences)
     else:
         for name, lines in differences.items():
             for line in lines:
@@ -121,4 +121,4 @@ def diff(settings: PolicyDiffSettings) -> int:
 
 def schema() -> None:
     """Print the JSON Schema of policy files."""
-    print(json.dumps(json_schema(), indent=2))
+    print_json(json_schema())

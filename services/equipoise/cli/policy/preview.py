@@ -3,21 +3,20 @@
 The decision is made in this process, with the balancer's code. Nothing changes.
 """
 
-import json
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.cli.display import console, format_bytes, format_count
+from equipoise.cli.display import console, format_bytes, format_count, print_json
 from equipoise.cli.live.client import BalancerClient, BalancerRefusedError, connected
 from equipoise.cli.live.loads import load_table
-from equipoise.cli.offline.inputs import pool_topology, read_case, read_current
+from equipoise.cli.offline.inputs import pool_topology, read_case, starting_layout
 from equipoise.cli.offline.settings import PoolSettings, RecordingSettings
 from equipoise.cli.policy.files import policies_by_pool, read_file
 from equipoise.cli.policy.settings import PolicyPreviewSettings
 from equipoise.planning.arrays import Load
-from equipoise.planning.layout import Layout, contiguous_layout
+from equipoise.planning.layout import Layout
 from equipoise.planning.load import assignments_per_layer, detect_shift
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
@@ -59,7 +58,7 @@ def run(settings: PolicyPreviewSettings) -> int:
     """Print what the policy would decide.
 
     Raises:
-        ToolInputError: a file cannot be read, or files and options contradict each other.
+        InvalidSettingsError: a file cannot be read, or files and options contradict each other.
         FormatError: a file of loads or of a layout is invalid.
         PolicyError: the policy is invalid.
         BalancerRefusedError: the balancer is unreachable, or the pool has no loads yet.
@@ -91,18 +90,10 @@ def recorded_situation(settings: PolicyPreviewSettings) -> Situation:
         slots=settings.slots,
     )
     topology = pool_topology(pool, case.model)
-    current = read_current(pool, case=case, topology=topology)
     window = case.recording.windows[-1].astype(np.float64)
     return Situation(
         pool=settings.pool or "default",
-        current=current.layout
-        if current is not None
-        else contiguous_layout(
-            num_layers=case.model.num_layers,
-            num_experts=case.model.num_experts,
-            num_ranks=topology.num_ranks,
-            slots_per_rank=topology.slots_per_rank,
-        ),
+        current=starting_layout(pool, case=case, topology=topology),
         model=case.model,
         topology=topology,
         slow=case.recording.total().astype(np.float64),
@@ -153,7 +144,7 @@ def _show(situation: Situation, policy: Policy, *, as_json: bool) -> None:
         "waves": len(proposal.waves),
     }
     if as_json:
-        print(json.dumps(document, indent=2))
+        print_json(document)
         return
     out = console()
     action = "would adopt the plan" if verdict.accepted else "would move nothing"
