@@ -80,16 +80,18 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-layout = typer.Typer(
-    cls=Sections, help="Show, compare, export and import layouts.", no_args_is_help=True
-)
-policies = typer.Typer(
-    cls=Sections, help="Check, show, compare and preview policy files.", no_args_is_help=True
-)
-checkpoint = typer.Typer(cls=Sections, help="Prepare a model's weights.", no_args_is_help=True)
-bench = typer.Typer(
-    cls=Sections, help="Measure a server's latency and throughput.", no_args_is_help=True
-)
+
+
+def _group(name: str, section: str, text: str) -> typer.Typer:
+    group = typer.Typer(cls=Sections, help=text, no_args_is_help=True)
+    app.add_typer(group, name=name, rich_help_panel=section)
+    return group
+
+
+layout = _group("layout", INSPECT, "Show, compare, export and import layouts.")
+policies = _group("policy", OPERATE, "Check, show, compare and preview policy files.")
+checkpoint = _group("checkpoint", OFFLINE, "Prepare a model's weights.")
+bench = _group("bench", TRY, "Measure a server's latency and throughput.")
 
 
 def _show_version(requested: bool) -> None:
@@ -114,7 +116,6 @@ add_command(app, "balancer", BalancerSettings, "balancer.__main__:run", SERVICES
 add_command(app, "worker", WorkerSettings, "worker.__main__:run", SERVICES)
 add_command(app, "gateway", GatewaySettings, "gateway.__main__:run", SERVICES)
 
-app.add_typer(layout, name="layout", rich_help_panel=INSPECT)
 add_command(app, "status", live.StatusSettings, "cli.live.status:run", INSPECT)
 add_command(app, "decisions", live.DecisionsSettings, "cli.live.decisions:run", INSPECT)
 add_command(
@@ -131,36 +132,24 @@ add_command(layout, "diff", live.LayoutDiffSettings, "cli.live.layouts:diff")
 add_command(layout, "export", live.LayoutExportSettings, "cli.live.layouts:export")
 add_command(layout, "import", live.LayoutImportSettings, "cli.live.layouts:import_")
 
-app.add_typer(policies, name="policy", rich_help_panel=OPERATE)
-add_command(app, "rebalance", live.RebalanceSettings, "cli.live.operations:rebalance", OPERATE)
-add_command(
-    app,
-    "pause",
-    live.OperationSettings,
-    "cli.live.operations:pause",
-    OPERATE,
-    text="Stop adopting plans until `resume`.\n\n"
-    f"A rollout in progress still completes. {_REFUSED}",
-)
-add_command(
-    app,
-    "resume",
-    live.OperationSettings,
-    "cli.live.operations:resume",
-    OPERATE,
-    text=f"Adopt plans again after `pause` or `rollback`.\n\n{_REFUSED}",
-)
-add_command(app, "rollback", live.RollbackSettings, "cli.live.operations:rollback", OPERATE)
-add_command(app, "pin", live.PinSettings, "cli.live.operations:pin", OPERATE)
-add_command(
-    app,
-    "unpin",
-    live.OperationSettings,
-    "cli.live.operations:unpin",
-    OPERATE,
-    text=f"Adopt plans again after `pin`.\n\n{_REFUSED}",
-)
-add_command(app, "preview", live.PreviewSettings, "cli.live.operations:preview", OPERATE)
+for _name, _settings, _text in (
+    ("rebalance", live.RebalanceSettings, ""),
+    (
+        "pause",
+        live.OperationSettings,
+        f"Stop adopting plans until `resume`.\n\nA rollout in progress still completes. {_REFUSED}",
+    ),
+    (
+        "resume",
+        live.OperationSettings,
+        f"Adopt plans again after `pause` or `rollback`.\n\n{_REFUSED}",
+    ),
+    ("rollback", live.RollbackSettings, ""),
+    ("pin", live.PinSettings, ""),
+    ("unpin", live.OperationSettings, f"Adopt plans again after `pin`.\n\n{_REFUSED}"),
+    ("preview", live.PreviewSettings, ""),
+):
+    add_command(app, _name, _settings, f"cli.live.operations:{_name}", OPERATE, text=_text)
 add_command(policies, "validate", policy.PolicyValidateSettings, "cli.policy.files:validate")
 add_command(policies, "show", policy.PolicyShowSettings, "cli.policy.files:show")
 add_command(policies, "diff", policy.PolicyDiffSettings, "cli.policy.files:diff")
@@ -176,14 +165,12 @@ def _policy_schema() -> None:
 
 add_command(policies, "preview", policy.PolicyPreviewSettings, "cli.policy.preview:run")
 
-app.add_typer(checkpoint, name="checkpoint", rich_help_panel=OFFLINE)
 add_command(app, "plan", offline.PlanSettings, "cli.offline.plan:run", OFFLINE)
 add_command(app, "replay", offline.ReplaySettings, "cli.offline.replay:run", OFFLINE)
 add_command(app, "whatif", offline.WhatIfSettings, "cli.offline.whatif:run", OFFLINE)
 add_command(app, "convert", offline.ConvertSettings, "cli.offline.convert:run", OFFLINE)
 add_command(checkpoint, "convert", ConvertCheckpointSettings, "cli.checkpoint.convert:run")
 
-app.add_typer(bench, name="bench", rich_help_panel=TRY)
 add_command(app, "demo", DemoSettings, "cli.demo.run:run", TRY)
 add_command(app, "generate", GenerateSettings, "cli.generate.run:run", TRY)
 add_command(bench, "serve", BenchServeSettings, "cli.bench.serve:run")

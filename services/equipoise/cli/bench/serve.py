@@ -10,7 +10,6 @@ from rich.table import Table
 from equipoise.cli.bench.clients import BenchClients, RequestResult
 from equipoise.cli.bench.report import (
     BenchReport,
-    LatencySummary,
     e2es_s,
     itls_s,
     report,
@@ -106,12 +105,8 @@ def _show(figures: BenchReport, *, title: str) -> None:
     for name in ("mean", "p50", "p90", "p99"):
         table.add_column(name, justify="right")
     for name, latency in ((_TTFT, figures.ttft), (_ITL, figures.itl), (_E2E, figures.e2e)):
-        table.add_row(name, *_cells(latency))
+        values = (latency.mean_ms, latency.p50_ms, latency.p90_ms, latency.p99_ms)
+        table.add_row(name, *("-" if value is None else f"{value:.1f}" for value in values))
     screen.print(table)
     for why, count in figures.failures.items():
         screen.print(f"{count} failed: {why}", style="red", highlight=False, markup=False)
-
-
-def _cells(latency: LatencySummary) -> list[str]:
-    values = (latency.mean_ms, latency.p50_ms, latency.p90_ms, latency.p99_ms)
-    return ["-" if value is None else f"{value:.1f}" for value in values]

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -21,6 +21,8 @@ from equipoise.settings.address import parse_address
 STOP_TIMEOUT_S = 10.0
 """How long a process may take to stop before it is killed."""
 
+# One compute thread each, because the processes share few cores.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _LOG_TAIL_LINES = 12
 _LOG_TAIL_BYTES = 16 * 1024
 
@@ -68,7 +70,7 @@ class Fleet:
                 stdout=log,
                 stderr=STDOUT,
                 process_group=0,
-                env=single_threaded(os.environ),
+                env={**os.environ, **dict.fromkeys(_THREADS, "1"), "PYTHONUNBUFFERED": "1"},
             )
         self._expected_ends.discard(name)
         self._changed.set()
@@ -164,12 +166,6 @@ class Fleet:
             await asyncio.gather(
                 *(_end(self._processes[name], with_signal=signal.SIGTERM) for name in wave)
             )
-
-
-def single_threaded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with one compute thread, because the processes share few cores."""
-    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {**environment, **dict.fromkeys(threads, "1"), "PYTHONUNBUFFERED": "1"}
 
 
 def free_address(preferred: str) -> str:

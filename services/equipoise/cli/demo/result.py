@@ -6,6 +6,7 @@ over layers of mean/max, so roughly its reciprocal. The balancer computes both f
 receiving ranks counted.
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -186,7 +187,9 @@ class DemoResult:
             "wall_s": self.wall_s,
             "faults": list(self.faults),
         }
-        return {key: _without_nan(value) for key, value in document.items()}
+        # JSON has no NaN: null stands for a missing measurement.
+        plain: dict[str, Any] = json.loads(json.dumps(document), parse_constant=lambda _: None)
+        return plain
 
 
 def recovery_of(
@@ -280,15 +283,6 @@ def _median(values: Iterable[float]) -> float:
     """The median; NaN without values."""
     known = list(values)
     return float(np.median(known)) if known else math.nan
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: null stands for a missing measurement."""
-    if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def windows_of(windows: Iterable[status_pb2.WindowStatus]) -> list[status_pb2.WindowStatus]:

@@ -42,10 +42,46 @@ class Row(NamedTuple):
 
 
 def _rows(result: DemoResult) -> list[Row]:
+    stall_ms = max((switch.stall_ms for switch in result.switches), default=math.nan)
+    stall_share = max(
+        (switch.stall_ms / switch.median_step_ms for switch in result.switches), default=math.nan
+    )
+    quiet, during = result.quiet, result.during_rollout
     return [
         *(_shift(shift) for shift in result.shifts),
-        *_correctness(result),
-        *_speed(result),
+        Row(
+            "failed requests",
+            f"{len(result.failures)} of {result.requests:,}",
+            "none",
+            not result.failures,
+        ),
+        Row(
+            "tokens equal to the reference",
+            f"{result.tokens_identical:,} of {result.tokens_compared:,}",
+            "all, of 20,000 or more",
+            result.tokens_identical == result.tokens_compared >= 20_000,
+        ),
+        Row(
+            "steps with two generations",
+            f"{result.steps_of_two_generations}",
+            "none",
+            result.steps_of_two_generations == 0,
+        ),
+        Row(
+            "longest switch",
+            f"{stall_ms:.1f} ms, {stall_share:.2f} of a step",
+            "at most 0.5 of a step",
+            stall_share <= 0.5,
+        ),
+        Row("inter-token p50, p95, p99, outside rollouts", _percentiles(quiet)),
+        Row("inter-token p50, p95, p99, in rollouts", _percentiles(during)),
+        Row(
+            "p95 in rollouts / outside rollouts",
+            f"{result.p95_ratio:.2f}",
+            "at most 1.25",
+            result.p95_ratio <= 1.25,
+        ),
+        Row("tokens generated per second", f"{result.tokens_per_s:.0f}"),
         Row("rollouts", f"{result.rollouts}, to generation {result.generation}"),
         Row("moves", f"{sum(switch.moves for switch in result.switches)}"),
         Row("decisions", f"{result.decisions}"),
@@ -72,54 +108,6 @@ def _shift(shift: DomainShift) -> Row:
         and intervals <= 2
         and shift.max_over_mean_recovered <= RECOVERED_MAX_OVER_MEAN,
     )
-
-
-def _correctness(result: DemoResult) -> list[Row]:
-    return [
-        Row(
-            "failed requests",
-            f"{len(result.failures)} of {result.requests:,}",
-            "none",
-            not result.failures,
-        ),
-        Row(
-            "tokens equal to the reference",
-            f"{result.tokens_identical:,} of {result.tokens_compared:,}",
-            "all, of 20,000 or more",
-            result.tokens_identical == result.tokens_compared >= 20_000,
-        ),
-        Row(
-            "steps with two generations",
-            f"{result.steps_of_two_generations}",
-            "none",
-            result.steps_of_two_generations == 0,
-        ),
-    ]
-
-
-def _speed(result: DemoResult) -> list[Row]:
-    stall_ms = max((switch.stall_ms for switch in result.switches), default=math.nan)
-    stall_share = max(
-        (switch.stall_ms / switch.median_step_ms for switch in result.switches), default=math.nan
-    )
-    quiet, during = result.quiet, result.during_rollout
-    return [
-        Row(
-            "longest switch",
-            f"{stall_ms:.1f} ms, {stall_share:.2f} of a step",
-            "at most 0.5 of a step",
-            stall_share <= 0.5,
-        ),
-        Row("inter-token p50, p95, p99, outside rollouts", _percentiles(quiet)),
-        Row("inter-token p50, p95, p99, in rollouts", _percentiles(during)),
-        Row(
-            "p95 in rollouts / outside rollouts",
-            f"{result.p95_ratio:.2f}",
-            "at most 1.25",
-            result.p95_ratio <= 1.25,
-        ),
-        Row("tokens generated per second", f"{result.tokens_per_s:.0f}"),
-    ]
 
 
 def _percentiles(latency: Latency) -> str:

@@ -146,7 +146,11 @@ def decision_line(decision: status_pb2.Decision) -> str:
 
 def picture(scene: Scene) -> RenderableType:
     """The whole live view."""
-    parts: list[RenderableType] = [_headline(scene)]
+    elapsed, gib = f"{scene.elapsed_s:.0f} s  ", scene.memory_bytes / 2**30
+    headline = Text.assemble(
+        (elapsed, "dim"), (scene.activity, "bold"), (f"  {gib:.1f} GiB", "dim")
+    )
+    parts: list[RenderableType] = [headline]
     if scene.references_ready < scene.references_total and not scene.marks:
         parts.append(
             Text(f"reference tokens: {scene.references_ready} of {scene.references_total} prompts")
@@ -179,13 +183,6 @@ def balance_chart(
     newest = shown[-1].max_over_mean
     bars.append(f"  {newest:.2f}", style=f"bold {_color(newest)}")
     return Group(bars, Text(names, style="dim"))
-
-
-def _headline(scene: Scene) -> RenderableType:
-    gib = scene.memory_bytes / 2**30
-    return Text.assemble(
-        (f"{scene.elapsed_s:.0f} s  ", "dim"), (scene.activity, "bold"), (f"  {gib:.1f} GiB", "dim")
-    )
 
 
 def _rollout(status: status_pb2.PoolStatus) -> RenderableType:

@@ -21,7 +21,11 @@ def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[st
             headers=openai_client.headers(settings.api_key),
             timeout=settings.timeout_s,
         ) as client:
-            model = settings.model or _first_model(client)
+            model = settings.model
+            if not model:
+                answer = client.get("models")
+                openai_client.check(answer.status_code, answer.content)
+                model = openai_client.first_model(answer.content)
             body = _body(settings, prompt, model=model, seed=seed)
             with client.stream("POST", "completions", json=body) as response:
                 if response.status_code != 200:
@@ -31,12 +35,6 @@ def texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[st
                         yield from (choice["text"] for choice in event["choices"])
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise openai_client.unreachable(settings.url, error) from None
-
-
-def _first_model(client: httpx2.Client) -> str:
-    answer = client.get("models")
-    openai_client.check(answer.status_code, answer.content)
-    return openai_client.first_model(answer.content)
 
 
 def _body(settings: GenerateSettings, prompt: str, *, model: str, seed: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ The model runs in this process, in a worker's engine without a balancer, or on a
 
 import secrets
 import sys
-from collections.abc import Generator
 from contextlib import closing
 
 from equipoise.cli.generate.settings import GenerateSettings
@@ -23,20 +22,13 @@ def run(settings: GenerateSettings) -> int:
     if not prompt:
         raise InvalidSettingsError("the prompt is empty: standard input had no text")
     seed = secrets.randbits(63) if settings.seed is None else settings.seed
-    with closing(_texts(settings, prompt, seed=seed)) as texts:
-        for text in texts:
+    if settings.url:
+        from equipoise.cli.generate.remote import texts
+    else:
+        from equipoise.cli.generate.local import texts  # Imports torch.
+    with closing(texts(settings, prompt, seed=seed)) as pieces:
+        for text in pieces:
             sys.stdout.write(text)
             sys.stdout.flush()
     sys.stdout.write("\n")
     return 0
-
-
-def _texts(settings: GenerateSettings, prompt: str, *, seed: int) -> Generator[str, None, None]:
-    """Pieces of the completion. Only the local model imports torch."""
-    if settings.url:
-        from equipoise.cli.generate import remote
-
-        return remote.texts(settings, prompt, seed=seed)
-    from equipoise.cli.generate import local
-
-    return local.texts(settings, prompt, seed=seed)

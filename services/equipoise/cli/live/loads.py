@@ -72,7 +72,15 @@ def run(settings: LoadsSettings) -> int:
         )
         draw_loads(heat.times_mean, settings.out, title=title, highest=HIGHEST)
     if settings.json:
-        print_json(_document(heat))
+        document = {
+            "pool": heat.pool,
+            "generation": heat.generation,
+            "balancedness": balancedness(heat.rank_load),
+            "balancedness_of_layer": balancedness_per_layer(heat.rank_load).tolist(),
+            "rank_load": heat.rank_load.tolist(),
+            "expert_load": heat.expert_load.tolist(),
+        }
+        print_json(document)
     elif settings.out is not None:
         print(f"wrote {settings.out}")
     else:
@@ -162,14 +170,3 @@ def _busiest(heat: Heat, top: int) -> list[Text]:
         shares = "   ".join(f"{expert:>4} {row[expert] / total:5.1%}" for expert in chosen)
         lines.append(Text.assemble((f"{layer:>5}  ", "dim"), shares))
     return lines
-
-
-def _document(heat: Heat) -> dict[str, object]:
-    return {
-        "pool": heat.pool,
-        "generation": heat.generation,
-        "balancedness": balancedness(heat.rank_load),
-        "balancedness_of_layer": balancedness_per_layer(heat.rank_load).tolist(),
-        "rank_load": heat.rank_load.tolist(),
-        "expert_load": heat.expert_load.tolist(),
-    }

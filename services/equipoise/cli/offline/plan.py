@@ -120,13 +120,15 @@ def _make(settings: PlanSettings) -> _PlanReport:
         else pool_topology(settings.pool, case.model)
     )
     current = read_current(settings.pool, case=case, topology=topology)
+    is_counts = bool((load == np.trunc(load)).all())
     arguments: dict[str, Any] = {
         "model": case.model,
         "topology": topology,
         "current": current.layout if current else None,
         "algorithm": settings.algorithm,
         "exclude_ranks": _excluded(settings, topology),
-        "samples": _samples(load) if current else None,
+        # If the loads are counts, the plan makes no moves for noise.
+        "samples": assignments_per_layer(load) if current and is_counts else None,
     }
     if settings.shared_ranks is None:
         planner: Callable[..., Plan] = plan
@@ -165,11 +167,6 @@ def _make(settings: PlanSettings) -> _PlanReport:
             share_of_slot=current.share_of_slot if current and has_all_ranks else None,
         ),
     )
-
-
-def _samples(load: Load) -> float | None:
-    """Assignments per layer if the loads are counts, so that noise causes no moves."""
-    return assignments_per_layer(load) if (load == np.trunc(load)).all() else None
 
 
 def _excluded(settings: PlanSettings, topology: Topology) -> frozenset[int]:

@@ -64,9 +64,8 @@ class PoolOption:
     @property
     def worth(self) -> float:
         """The balancedness to compare by: the replayed one if there is one."""
-        if self.balancedness_replayed is None:
-            return self.balancedness
-        return self.balancedness_replayed
+        replayed = self.balancedness_replayed
+        return self.balancedness if replayed is None else replayed
 
 
 def run(settings: WhatIfSettings) -> int:
