@@ -180,16 +180,16 @@ def test_deep_gemm_gets_pairs_of_codes_and_scales(monkeypatch, generator):
             d.copy_(torch.full_like(d, len(a) + len(b)))
 
     monkeypatch.setitem(__import__("sys").modules, "deep_gemm", Library)
-    assert libraries.deep_gemm_obstacle() is None
+    assert self_test.LIBRARIES["deep_gemm"]() is None
     out = torch.zeros(3, 128)
     libraries.gemm_deep_gemm(
         spread_rows((3, 128), generator), spread_weight((128, 128), generator), out=out
     )
     assert (out == 4).all()
     monkeypatch.setitem(__import__("sys").modules, "deep_gemm", object())
-    assert "no fp8_gemm_nt" in libraries.deep_gemm_obstacle()
+    assert "no fp8_gemm_nt" in self_test.LIBRARIES["deep_gemm"]()
     monkeypatch.setitem(__import__("sys").modules, "deep_gemm", None)
-    assert "cannot be imported" in libraries.deep_gemm_obstacle()
+    assert "cannot be imported" in self_test.LIBRARIES["deep_gemm"]()
 
 
 def test_an_experts_network_runs_on_the_selected_kernels_from_end_to_end(
