@@ -27,5 +27,3 @@ def test_a_lost_group_reports_the_highest_generation_ever_used():
     assert (lost.epoch, lost.generation, lost.reason) == (1, 9, "a peer died")
     assert state.lost is lost
     assert state.lose(epoch(2, generation=11), "", expert_of_slot=None).generation == 11
-    state.serve()
-    assert state.lost is None

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.worker.errors import GroupError, PeerLeftError
-from equipoise.worker.header import StepHeader, agreed_generation, check_group, pack, unpack
+from equipoise.worker.header import StepHeader, agreed_generation, check_group
 
 
 def header(**changes):
@@ -18,10 +18,6 @@ def header(**changes):
         "leaving": 0,
     }
     return StepHeader(**(fields | changes))
-
-
-def test_a_header_survives_packing():
-    assert unpack(list(pack(header(staged_generation=9)))) == header(staged_generation=9)
 
 
 @settings(deadline=None)

@@ -154,9 +154,6 @@ async def test_a_stage_leads_to_staged_and_switched_and_no_token_changes(
             expected = checksum(checkpoint.read_expert(0, expert))
             assert switched.checksums[0, 3].tobytes() == expected
         assert await generating == solo(PROMPT, 80)
-        log = dict(rig.worker.rank.engine.step_log)
-        for switched in link.of(Switched):
-            assert log.get(switched.step, switched.generation) == switched.generation
 
 
 async def test_serving_continues_without_the_balancer_and_the_state_is_reported_on_reconnect(

@@ -49,7 +49,7 @@ class Model:
             rows = range(end - len(chunk.sampling) + 1, end + 1)
             of_chunk = [told(next_token(tokens[:row])) for row in rows]
             sampled += of_chunk
-            if chunk.samples:
+            if chunk.sampling:
                 standing = chunk.accepted(of_chunk)
                 known = tokens[: chunk.start + len(chunk.known)]
                 drafts[chunk.key] = self.draft([*known, *(one.token for one in standing)])
@@ -277,7 +277,7 @@ def test_generating_requests_run_in_every_step_during_a_long_prefill():
     for expected in (3, 3, 3):
         plan = scheduler.plan()
         assert [(chunk.key, len(chunk.tokens)) for chunk in plan.chunks] == [(0, 1), (1, expected)]
-        scheduler.commit(plan, [told(7)] * sum(chunk.samples for chunk in plan.chunks))
+        scheduler.commit(plan, [told(7)] * sum(bool(chunk.sampling) for chunk in plan.chunks))
 
 
 def test_a_full_queue_refuses_until_a_request_leaves():
@@ -289,16 +289,6 @@ def test_a_full_queue_refuses_until_a_request_leaves():
     scheduler.commit(scheduler.plan(), [told(3)])
     scheduler.submit(Request(key=2, prompt=(1,), max_tokens=1))
     assert scheduler.num_queued == 2
-
-
-def test_clearing_returns_all_keys_and_frees_all_blocks():
-    scheduler = scheduler_of(max_requests=1, max_queued=2, max_step_tokens=1)
-    for key in range(3):
-        scheduler.submit(Request(key=key, prompt=(1,), max_tokens=1))
-    scheduler.plan()
-    assert sorted(scheduler.clear()) == [0, 1, 2]
-    assert scheduler.plan().num_tokens == 0
-    assert scheduler.num_active == scheduler.num_queued == 0
 
 
 def test_sampling_rows_separate_prompt_from_output_also_after_a_replay():

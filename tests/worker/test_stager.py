@@ -16,8 +16,7 @@ from equipoise.planning.shares import WHOLE
 from equipoise.wire.messages import Abort, Refused, Staged
 from equipoise.worker.errors import StageRefusedError
 from equipoise.worker.spans import RankSpans
-from equipoise.worker.stage_check import check_stage
-from equipoise.worker.stager import Stager
+from equipoise.worker.stager import Stager, check_stage
 from equipoise_model.experts import checksum
 from tests.support.worker_parts import join_epoch_of, puller_of
 

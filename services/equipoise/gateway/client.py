@@ -50,15 +50,8 @@ class HttpClient:
         async with self._bounded():
             await JSONResponse(document)(self._scope, self._receive, self._send)
 
-    async def send_event(self, data: dict[str, Any] | str) -> None:
-        """Send a server-sent event; the first one starts the response."""
-        await self._write(data, is_last=False)
-
-    async def end_stream(self, data: dict[str, Any] | str) -> None:
-        """Send the last event."""
-        await self._write(data, is_last=True)
-
-    async def _write(self, data: dict[str, Any] | str, *, is_last: bool) -> None:
+    async def send_event(self, data: dict[str, Any] | str, *, is_last: bool = False) -> None:
+        """Send a server-sent event; the first one starts the response, the last one ends it."""
         text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
         async with self._bounded():
             if not self.is_streaming:

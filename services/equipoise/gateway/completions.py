@@ -86,7 +86,7 @@ class CompletionEndpoint:
             if not client.is_streaming:
                 raise
             _log.warning("%s: %s", response_id, error)
-            await client.end_stream(error_object(error))
+            await client.send_event(error_object(error), is_last=True)
 
     async def _whole(
         self, request: CompletionRequest, context: ResponseContext, client: HttpClient
@@ -121,7 +121,7 @@ class CompletionEndpoint:
         if request.include_usage:
             counts = usage(num_prompt=len(request.prompt), num_generated=num_generated)
             await client.send_event(self._form.part(context, {}, usage=counts))
-        await client.end_stream("[DONE]")
+        await client.send_event("[DONE]", is_last=True)
 
     def _deltas(
         self, request: CompletionRequest, context: ResponseContext

@@ -131,7 +131,7 @@ class RequestParser:
         echo = fields.flag("echo")
         if echo and logprobs is not None:
             raise fields.refuse("echo", "is not supported with logprobs: prompts have no logprobs")
-        return self._asked(
+        return self._request(
             fields,
             prompt=prompt,
             max_tokens=fields.whole("max_tokens", least=1, most=most, default=min(default, most)),
@@ -160,7 +160,7 @@ class RequestParser:
             logprobs = fields.whole("top_logprobs", least=0, most=MAX_LOGPROBS, default=0)
         elif "top_logprobs" in fields:
             raise fields.refuse("top_logprobs", "needs logprobs: true")
-        return self._asked(
+        return self._request(
             fields,
             prompt=prompt,
             max_tokens=self._chat_tokens(fields, num_prompt=len(prompt)),
@@ -180,7 +180,7 @@ class RequestParser:
                 f"the model {shown(wanted)} is not served here; use {self._model}", param="model"
             )
 
-    def _asked(
+    def _request(
         self,
         fields: Fields,
         *,

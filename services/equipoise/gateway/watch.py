@@ -56,11 +56,9 @@ async def follow(
                 ranks.update(ranks_of_status(status))
         except TimeoutError:
             continue
-        except _NoRanksKnownError as error:
-            why = str(error)
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {credentials.explain(error.details())}"
-        except TrustError as error:
+        except (_NoRanksKnownError, TrustError) as error:
             why = str(error)
         else:
             why = "it ended the stream"

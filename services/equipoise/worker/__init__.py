@@ -1,1 +1,1 @@
-"""The data plane's I/O: engine, reporter, stager, agent; the only room that sees both planes."""
+"""The data plane's I/O: engine, reporter, stager, agent; the only package that sees both planes."""

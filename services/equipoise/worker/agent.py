@@ -237,17 +237,14 @@ class Agent:
                 _log.warning("dropped a %s: %s", type(value).__name__, reason)
                 self._handler.message_dropped(message, reason)
                 continue
-            self._accept(value)
+            if not isinstance(value, Rejection):
+                self._num_failures = 0
+            self._log_change(logging.INFO, f"linked to the balancer at {self._address}")
+            if isinstance(value, JoinEpoch):
+                self._heartbeat_interval_s = value.heartbeat_interval_s
+            if not isinstance(value, HeartbeatAck):
+                self._handler.receive(value)
         raise LinkLostError("the balancer closed the stream")
-
-    def _accept(self, message: BalancerMessage) -> None:
-        if not isinstance(message, Rejection):
-            self._num_failures = 0
-        self._log_change(logging.INFO, f"linked to the balancer at {self._address}")
-        if isinstance(message, JoinEpoch):
-            self._heartbeat_interval_s = message.heartbeat_interval_s
-        if not isinstance(message, HeartbeatAck):
-            self._handler.receive(message)
 
     async def _write(self, call: Call, queue: asyncio.Queue[WorkerMessage]) -> None:
         """Send queued messages, and a heartbeat at every interval: in a report if one is sent."""

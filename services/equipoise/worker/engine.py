@@ -43,7 +43,7 @@ LONG_IDLE_TURNS = 100
 
 _log = logging.getLogger(__name__)
 
-_STEP_LOG_LENGTH = 4096
+_UNREPORTED_STEPS = 4096
 _MEDIAN_STEPS = 128
 
 
@@ -108,9 +108,8 @@ class Engine:
         self._num_steps = 0
         self._busy_s = 0.0
         self._loads = experts.loads()
-        self._step_log: deque[tuple[int, int]] = deque(maxlen=_STEP_LOG_LENGTH)
         self._recent_us: deque[int] = deque(maxlen=_MEDIAN_STEPS)
-        self._unreported_us: deque[int] = deque(maxlen=_STEP_LOG_LENGTH)
+        self._unreported_us: deque[int] = deque(maxlen=_UNREPORTED_STEPS)
 
     # For any thread.
 
@@ -124,12 +123,6 @@ class Engine:
         """Generation that is ready for the switch; 0 if there is none."""
         staged = self._staged
         return staged.generation if staged else 0
-
-    @property
-    def step_log(self) -> tuple[tuple[int, int], ...]:
-        """The latest steps with their generations, oldest first."""
-        with self._lock:
-            return tuple(self._step_log)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its tokens arrive through `publish`.
@@ -223,11 +216,17 @@ class Engine:
             switch = self._switch(staged)
         tokens_by_rank = [header.num_tokens for header in headers]
         emissions: tuple[Emission, ...] = ()
-        if any(tokens_by_rank):
+        is_idle = not any(tokens_by_rank)
+        if not is_idle:
             emissions = self._step(plan, tokens_by_rank, began=began)
-            self._count_busy(began=began, waited_s=self._waited_s - waited_s)
+            with self._lock:
+                # A rank that waits for its peers is not busy.
+                waited_s = self._waited_s - waited_s
+                self._busy_s += max(0.0, time.perf_counter() - began - waited_s)
         self._publish_result(emissions, switch)
-        self._rest(idle=not any(tokens_by_rank))
+        self._num_idle_turns = self._num_idle_turns + 1 if is_idle else 0
+        if is_idle:
+            self._wake.wait(idle_wait_s(self._num_idle_turns))
         return True
 
     def _header(
@@ -258,17 +257,6 @@ class Engine:
     def _waited_s(self) -> float:
         """Total time this rank has spent in exchanges with its peers, seconds."""
         return self._group.waited_s + self._experts.waited_s
-
-    def _count_busy(self, *, began: float, waited_s: float) -> None:
-        """Count the part of a step in which this rank did not wait for its peers."""
-        with self._lock:
-            self._busy_s += max(0.0, time.perf_counter() - began - waited_s)
-
-    def _rest(self, *, idle: bool) -> None:
-        """Sleep while no rank has work, until work arrives here."""
-        self._num_idle_turns = self._num_idle_turns + 1 if idle else 0
-        if idle:
-            self._wake.wait(idle_wait_s(self._num_idle_turns))
 
     def _switch(self, staged: StagedGeneration) -> Switched:
         """Use a staged generation from the coming step on; serving stalls while this runs."""
@@ -319,7 +307,6 @@ class Engine:
                 self._cache.clear(blocks)
             self._num_steps += 1
             self._loads = loads
-            self._step_log.append((self._num_steps, self.generation))
             duration_us = _microseconds_since(began)
             self._recent_us.append(duration_us)
             self._unreported_us.append(duration_us)

@@ -29,10 +29,6 @@ class EpochState:
         """Whether no later epoch was taken up."""
         return join_epoch.epoch == self._newest
 
-    def serve(self) -> None:
-        """Take part in steps."""
-        self.lost = None
-
     def use(self, generation: int) -> None:
         """Count a generation as run or staged, so that its number is never reused."""
         self._highest_generation = max(self._highest_generation, generation)

@@ -37,7 +37,8 @@ class Epochs:
     def join(self, join_epoch: JoinEpoch) -> None:
         """Become a rank of an epoch; the newest epoch wins, and a repetition changes nothing."""
         rank = self.rank
-        if rank is not None and rank.is_for(join_epoch):
+        mine = rank and (rank.join_epoch.epoch, rank.join_epoch.rank)
+        if rank is not None and mine == (join_epoch.epoch, join_epoch.rank):
             # Answered again, because the stream may have broken before the balancer received it.
             self._send_serving(rank)
         elif self.state.take_up(join_epoch):
@@ -68,7 +69,7 @@ class Epochs:
         """Announce to the peers in the next header, or give up joining."""
         self._given_up.set()
         if self.rank is not None:
-            self.rank.leave()
+            self.rank.engine.leave()
 
     async def _run_epoch(self, join_epoch: JoinEpoch) -> None:
         self._given_up = threading.Event()
@@ -90,9 +91,9 @@ class Epochs:
     async def _serve(self, joined: EpochGroup) -> None:
         rank = Rank(joined, self._parts)
         self.rank = rank
-        self.state.serve()
+        self.state.lost = None
         if self._given_up.is_set():
-            rank.leave()
+            rank.engine.leave()
         self._parts.transfer.open(joined.held, epoch=joined.join_epoch.epoch)
         if self._outage is not None:
             self._outage.cancel()
@@ -105,7 +106,7 @@ class Epochs:
         finally:
             self.state.use(max(rank.engine.generation, rank.engine.staged_generation))
             self.rank = None
-            self._parts.timings.num_corrupted += rank.num_corrupted
+            self._parts.timings.num_corrupted += rank.puller.num_corrupted
 
     def _send_serving(self, rank: Rank) -> None:
         self._parts.send(rank.serving())

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, MutableMapping
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from equipoise.settings.address import parse_address
 from equipoise.wire.messages import JoinEpoch
 from equipoise.worker.errors import GroupError, StepTimeoutError
-from equipoise.worker.header import HEADER_WIDTH, StepHeader, pack, unpack
+from equipoise.worker.header import HEADER_WIDTH, StepHeader
 from equipoise.worker.torch_workarounds import interruptible_store, reset_group_count
 
 _POLL_S = 0.05
@@ -69,14 +70,14 @@ class RankGroup:
         """
         if self.num_ranks == 1:
             return (header,)
-        row = torch.tensor(pack(header), dtype=torch.int64)
+        row = torch.tensor(astuple(header), dtype=torch.int64)
         began = time.perf_counter()
         try:
             dist.all_gather_single(self._gathered, row)
         except RuntimeError as error:
             raise collective_failed(error) from error
         self.waited_s += time.perf_counter() - began
-        return tuple(unpack(row) for row in self._gathered.view(-1, HEADER_WIDTH).tolist())
+        return tuple(StepHeader(*row) for row in self._gathered.view(-1, HEADER_WIDTH).tolist())
 
     def close(self) -> None:
         """Leave the group; the other ranks' next collective fails."""
@@ -147,8 +148,8 @@ def meet(
                 f"epoch-{epoch}", store
             )
             # torch bounds forming by the collectives' timeout, so all ranks must arrive first.
-            store.set(_arrival_key(rank), announcement)
-            keys = [_arrival_key(number) for number in range(len(names))]
+            keys = [f"arrived/{number}" for number in range(len(names))]
+            store.set(keys[rank], announcement)
             while not store.check(keys):
                 _pause(deadline_s=deadline_s, given_up=given_up)
             _agree(tuple(store.get(key).decode() for key in keys), check=check, epoch=epoch)
@@ -242,10 +243,6 @@ def _pause(*, deadline_s: float, given_up: threading.Event) -> None:
         raise TimeoutError("given up")
     if time.monotonic() > deadline_s:
         raise TimeoutError("some ranks have not arrived")
-
-
-def _arrival_key(rank: int) -> str:
-    return f"arrived/{rank}"
 
 
 def collective_failed(error: Exception) -> GroupError:

@@ -4,7 +4,7 @@ The header is the entire switch protocol: every rank sees the same headers and a
 rule, so all ranks switch at the same step or none does, without the balancer.
 """
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 from equipoise.worker.errors import GroupError, PeerLeftError
 
@@ -26,17 +26,6 @@ class StepHeader:
 
 
 HEADER_WIDTH = len(fields(StepHeader))
-
-
-def pack(header: StepHeader) -> tuple[int, ...]:
-    """Return the row that travels."""
-    return astuple(header)
-
-
-def unpack(row: list[int]) -> StepHeader:
-    """Return the header of a row of `HEADER_WIDTH` numbers."""
-    assert len(row) == HEADER_WIDTH
-    return StepHeader(*row)
 
 
 def check_group(headers: tuple[StepHeader, ...], *, names: tuple[str, ...]) -> None:

@@ -17,14 +17,10 @@ class WorkerHealth:
 
     def __init__(self) -> None:
         self._servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._takes_requests = False
+        self.takes_requests = False
+        """Whether requests are accepted."""
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def takes_requests(self) -> bool:
-        """Whether requests are accepted."""
-        return self._takes_requests
 
     async def serve_on(self, server: grpc.aio.Server) -> None:
         """Add the health service to a server that has not started."""
@@ -34,7 +30,7 @@ class WorkerHealth:
 
     def set_serving(self, serving: bool) -> None:
         """Report whether requests are accepted; ignored after `stop`."""
-        self._takes_requests = serving and not self._stopping
+        self.takes_requests = serving and not self._stopping
         status = health_pb2.HealthCheckResponse
         task = asyncio.create_task(self._set(status.SERVING if serving else status.NOT_SERVING))
         self._tasks.add(task)
@@ -42,7 +38,7 @@ class WorkerHealth:
 
     async def stop(self) -> None:
         """Report NOT_SERVING for all services from now on."""
-        self._stopping, self._takes_requests = True, False
+        self._stopping, self.takes_requests = True, False
         await self._servicer.enter_graceful_shutdown()
 
     async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:

@@ -52,7 +52,8 @@ class InferenceService(pb_grpc.InferenceServicer):
         # Tokens not sent yet, by request: at most the request's own. None ends the stream when the
         # engine has ended.
         self._streams: dict[int, _Stream] = {}
-        self._draining = ""
+        self.draining = ""
+        """Refuses new requests with UNAVAILABLE and this reason if set; open ones continue."""
         self._failed_step: StepError | None = None
         self._changed = asyncio.Event()
 
@@ -71,16 +72,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         self._engine, self._closed, self._failed_step = None, reason, failed_step
         for stream in self._streams.values():
             stream.put_nowait(None)
-        self._note_change()
-
-    @property
-    def draining(self) -> bool:
-        """Whether new requests are refused because this worker stops."""
-        return bool(self._draining)
-
-    def turn_away(self, reason: str) -> None:
-        """Refuse new requests with UNAVAILABLE and this reason; open ones continue."""
-        self._draining = reason
+        self._changed.set()
 
     async def drain(self, *, timeout_s: float) -> bool:
         """Wait until all requests have ended or the service is closed.
@@ -90,6 +82,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._streams and self._engine is not None:
+                    self._changed.clear()
                     await self._changed.wait()
         return not self._streams or self._engine is None
 
@@ -110,14 +103,21 @@ class InferenceService(pb_grpc.InferenceServicer):
             request = request_from_proto(
                 message, vocab_size=self._vocab_size, context_length=self._context_length
             )
-            queued = _engine_request(key, request)
+            queued = Request(
+                key=key,
+                prompt=request.prompt,
+                max_tokens=request.max_tokens,
+                stop_tokens=request.stop_tokens,
+                sampling=SamplingParams(**asdict(request.sampling)),
+                num_replayed=request.num_replayed,
+            )
         except InvalidMessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except SamplingError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"sampling.{error}")
         engine = self._engine
-        if engine is None or self._draining:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, self._draining or self._closed)
+        if engine is None or self.draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
         assert engine is not None
         stream = self._streams[key] = _Stream()
         try:
@@ -131,7 +131,7 @@ class InferenceService(pb_grpc.InferenceServicer):
             # Also when the client is gone: others need its blocks.
             del self._streams[key]
             (self._engine or engine).cancel(key)
-            self._note_change()
+            self._changed.set()
 
     async def _write(
         self, context: _Context, request: GenerateRequest, stream: _Stream, key: int
@@ -165,29 +165,9 @@ class InferenceService(pb_grpc.InferenceServicer):
         step = self._failed_step
         return step.blame if step is not None and key in step.keys else Blame.NONE
 
-    def _note_change(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
 
 async def _end(context: _Context, code: grpc.StatusCode, reason: str, *, blame: Blame) -> NoReturn:
     await context.abort(code, reason, trailing_metadata=((BLAME_KEY, blame.value),))
-
-
-def _engine_request(key: int, request: GenerateRequest) -> Request:
-    """The request as the engine takes it.
-
-    Raises:
-        SamplingError: a sampling value is out of range.
-    """
-    return Request(
-        key=key,
-        prompt=request.prompt,
-        max_tokens=request.max_tokens,
-        stop_tokens=request.stop_tokens,
-        sampling=SamplingParams(**asdict(request.sampling)),
-        num_replayed=request.num_replayed,
-    )
 
 
 async def _all_queued(stream: _Stream) -> list[_Token]:

@@ -71,8 +71,11 @@ class Slots:
             for layer, slot in np.argwhere(wanted != held.expert_of_slot)
         }
         payloads = await self._fetch(missing, join_epoch, given_up=given_up)
-        checksums = await asyncio.to_thread(_checksums, payloads)
-        contents = held.contents.changed(layout, checksums)
+        contents = await asyncio.to_thread(
+            lambda: held.contents.changed(
+                layout, {index: checksum(payload) for index, payload in payloads.items()}
+            )
+        )
         fill = await asyncio.to_thread(self._filling, payloads)
         return lambda: held.replace(contents, rank=rank, fill=fill)
 
@@ -191,10 +194,6 @@ async def join(
     return EpochGroup(join_epoch=join_epoch, group=group, held=slots.held, exchange=exchange)
 
 
-def _checksums(payloads: Mapping[SlotIndex, Tensor]) -> dict[SlotIndex, bytes]:
-    return {index: checksum(payload) for index, payload in payloads.items()}
-
-
 def _check(given_up: threading.Event) -> None:
     if given_up.is_set():
-        raise GroupError("the epoch was given up before its ranks had met")
+        raise GroupError("the epoch was given up before its ranks met")

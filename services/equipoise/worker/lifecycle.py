@@ -110,7 +110,8 @@ class Worker:
         self._guard = Guard(
             settings.tls, tokens=settings.tokens, rights=_RIGHTS, pool=settings.pool
         )
-        self._address = ""
+        self.address = ""
+        """Advertised host:port of this worker's services; empty before it listens."""
         listener = _listener(parse_address(settings.listen).host, settings.rendezvous_port)
         self._rendezvous_address = f"{settings.advertise_host}:{listener.getsockname()[1]}"
         self._rendezvous = Rendezvous(listener)
@@ -150,11 +151,6 @@ class Worker:
         )
 
     @property
-    def address(self) -> str:
-        """Advertised host:port of this worker's services; empty before it listens."""
-        return self._address
-
-    @property
     def rank(self) -> Rank | None:
         """This worker's rank; None unless it serves."""
         return self._epochs.rank
@@ -167,15 +163,11 @@ class Worker:
         """
         try:
             probes = probe_routes(ready=lambda: self._parts.health.takes_requests)
-            listen = self._settings.metrics_listen
-            async with metrics_at(listen, self.collector(), routes=probes):
+            collector = WorkerCollector(rank=lambda: self._epochs.rank, parts=self._parts)
+            async with metrics_at(self._settings.metrics_listen, collector, routes=probes):
                 await self._run(stop)
         finally:
             self._rendezvous.close()
-
-    def collector(self) -> WorkerCollector:
-        """Return the source of this worker's metrics."""
-        return WorkerCollector(rank=lambda: self._epochs.rank, parts=self._parts)
 
     async def _run(self, stop: asyncio.Event) -> None:
         server = await self._listen()
@@ -193,7 +185,7 @@ class Worker:
                     failed_step = error if isinstance(error, StepError) else None
                     raise error
             await self._parts.health.stop()
-            self._parts.inference.turn_away(reason)
+            self._parts.inference.draining = reason
             # Sent at once rather than at the next interval, so that gateways choose other ranks.
             self._outbox.send(self.heartbeat(0))
             await self._drain()
@@ -216,7 +208,7 @@ class Worker:
             return
         self._parts.waits.note(Wait.DRAIN, f"{self._settings.worker} handed back its open requests")
         if self._epochs.rank is not None:
-            self._epochs.rank.report_now()
+            self._epochs.rank.reporter.send_now()
 
     async def _listen(self) -> grpc.aio.Server:
         max_bytes = max_request_bytes(context_length=self._settings.context_length)
@@ -242,8 +234,8 @@ class Worker:
                 "local?"
             ) from error
         await server.start()
-        self._address = f"{self._settings.advertise_host}:{port}"
-        _log.info("%s listens on %s", self._settings.worker, self._address)
+        self.address = f"{self._settings.advertise_host}:{port}"
+        _log.info("%s listens on %s", self._settings.worker, self.address)
         return server
 
     # The LinkHandler of the agent.
@@ -296,7 +288,7 @@ class Worker:
             kernels=self._core.operations.kernels,
             backends=self._core.operations.backends,
             cache_token_bytes=self._core.cache.bytes_per_token,
-            address=self._address,
+            address=self.address,
             rendezvous_address=self._rendezvous_address,
             model=self._core.shape,
             slots_per_rank=self._settings.slots_per_rank,
@@ -311,7 +303,7 @@ class Worker:
         beat = Heartbeat(epoch=0, generation=0, staged_generation=0, sequence=sequence)
         if self._epochs.rank is not None:
             beat = self._epochs.rank.heartbeat(sequence)
-        return replace(beat, draining=self._parts.inference.draining)
+        return replace(beat, draining=bool(self._parts.inference.draining))
 
     def _receive_rejection(self, rejection: Rejection) -> None:
         """Stop if rejected before the first epoch; a balancer cannot stop a rank that serves."""

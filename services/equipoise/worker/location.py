@@ -1,8 +1,8 @@
 """`Location`: the node, machine and zone a worker runs on, found at start-up.
 
-Kubernetes tells a pod its machine's name, but not the machine's labels. They name its zone and its
-fast domain (`nvidia.com/gpu.clique`: machines whose GPUs share NVLink). This module reads them from
-the cluster's Node with one GET; workers that may not read Nodes get them as settings.
+A pod gets its machine's name from Kubernetes, but not the machine's labels, which name its zone and
+its fast domain (`nvidia.com/gpu.clique`: machines whose GPUs share NVLink). This module reads them
+from the cluster's Node with one GET; workers that may not read Nodes get them as settings.
 """
 
 import asyncio

@@ -48,7 +48,7 @@ class WorkerCollector(Collector):
     def _counters(self, rank: Rank | None) -> Iterator[Metric]:
         counts = self._scheduler.counts
         timeouts = {bound.name: bound.reached for bound in self._waits.all()}
-        corrupted = self._timings.num_corrupted + (rank.num_corrupted if rank else 0)
+        corrupted = self._timings.num_corrupted + (rank.puller.num_corrupted if rank else 0)
         yield _labelled("bound_reached", "Timeouts of a bounded wait.", "bound", timeouts)
         yield _labelled(
             "tokens",
@@ -98,11 +98,7 @@ def _gauges_of_rank(rank: Rank | None) -> Iterator[tuple[str, str, float]]:
     yield "serving", "1 if the worker takes part in steps, else 0.", rank is not None
     yield "rank", "Rank in the epoch; -1 if none.", number
     yield "epoch", "Epoch the worker serves in; 0 if none.", epoch
-    yield (
-        "generation",
-        "Generation of the latest step; 0 if none.",
-        generation,
-    )
+    yield "generation", "Generation of the latest step; 0 if none.", generation
     yield "staged_generation", "Generation that awaits the switch; 0 if none.", staged
 
 

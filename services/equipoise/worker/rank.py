@@ -5,11 +5,10 @@ It assembles these parts and takes them down in order; it makes no decisions.
 
 import asyncio
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from equipoise.telemetry.logs import about
-from equipoise.wire.messages import Heartbeat, JoinEpoch, RunningState, Serving, Switched
+from equipoise.wire.messages import Heartbeat, RunningState, Serving, Switched
 from equipoise.worker.core import ModelCore, single_threaded
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.held import placement_of
@@ -28,7 +27,7 @@ class Rank:
 
     def __init__(self, joined: EpochGroup, parts: WorkerParts) -> None:
         join_epoch, core, settings = joined.join_epoch, parts.core, parts.settings
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self.join_epoch = join_epoch
         self.held = joined.held
         self._parts = parts
@@ -44,22 +43,21 @@ class Rank:
             held=self.held,
             group=joined.group,
             scheduler=parts.scheduler,
-            # Wakes the event loop once per step, however many tokens the step made.
-            publish=lambda result: _call_soon(loop, self._receive, result),
+            publish=self._publish,
             step_s=parts.timings.step_s,
             drafter=core.drafter(settings),
         )
         bytes_per_s = settings.pull_mib_per_s * 2**20
-        self._puller = parts.puller(join_epoch, held=self.held, bytes_per_s=bytes_per_s)
+        self.puller = parts.puller(join_epoch, held=self.held, bytes_per_s=bytes_per_s)
         self.stager = Stager(
             engine=self.engine,
             held=self.held,
-            puller=self._puller,
+            puller=self.puller,
             epoch=join_epoch.epoch,
             send=parts.send,
             spans=parts.spans,
         )
-        self._reporter = Reporter(
+        self.reporter = Reporter(
             join_epoch,
             engine=self.engine,
             boot_id=parts.boot_id,
@@ -68,12 +66,12 @@ class Rank:
         )
 
     async def run(self) -> None:
-        """Step until `leave` is called.
+        """Step until the engine leaves.
 
         Raises:
             GroupError: a peer failed, left or disagrees.
         """
-        reports = asyncio.create_task(self._reporter.run())
+        reports = asyncio.create_task(self.reporter.run())
         stepping = asyncio.get_running_loop().run_in_executor(self._thread, self._step)
         try:
             await asyncio.shield(stepping)
@@ -82,21 +80,8 @@ class Rank:
             reports.cancel()
             await asyncio.wait([stepping, reports])
             await self.stager.close()
-            await self._puller.close()
+            await self.puller.close()
             self._thread.shutdown()
-
-    def leave(self) -> None:
-        """Announce it to the peers in the next header, and end `run` afterwards."""
-        self.engine.leave()
-
-    def report_now(self) -> None:
-        """Send the balancer the reports that are due at the next interval."""
-        self._reporter.send_now()
-
-    def is_for(self, join_epoch: JoinEpoch) -> bool:
-        """Whether a repeated JoinEpoch names the epoch and rank that this already is."""
-        mine = (self.join_epoch.epoch, self.join_epoch.rank)
-        return mine == (join_epoch.epoch, join_epoch.rank)
 
     def state(self) -> RunningState:
         """Return what this rank runs, for a balancer that reconnects."""
@@ -121,11 +106,6 @@ class Rank:
             steps=state.steps,
         )
 
-    @property
-    def num_corrupted(self) -> int:
-        """Experts pulled in this epoch whose bytes failed their checksum."""
-        return self._puller.num_corrupted
-
     def heartbeat(self, sequence: int) -> Heartbeat:
         """Return a heartbeat with the generations that the balancer reconciles with."""
         return Heartbeat(
@@ -144,6 +124,11 @@ class Rank:
             # The other ranks share its memory; none of them steps in this group any more.
             self._experts.close()
             self._group.close()
+
+    def _publish(self, result: StepResult) -> None:
+        """Wake the event loop once per step, however many tokens the step made."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._receive, result)
 
     def _receive(self, result: StepResult) -> None:
         self._parts.inference.deliver(result)
@@ -171,11 +156,3 @@ def _expert_parallel(joined: EpochGroup, core: ModelCore) -> ExpertParallel:
     if process_group is None:
         return ExpertParallel.local(core.checkpoint.config, placement)
     return ExpertParallel.distributed(placement, group=process_group, exchange=joined.exchange)
-
-
-def _call_soon(
-    loop: asyncio.AbstractEventLoop, receive: Callable[[StepResult], None], result: StepResult
-) -> None:
-    """Hand a step's result to the event loop, unless the loop has closed."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(receive, result)

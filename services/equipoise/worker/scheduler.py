@@ -184,15 +184,6 @@ class Scheduler:
         blocks, self._suspect_blocks = self._suspect_blocks, []
         return blocks
 
-    def clear(self) -> list[int]:
-        """Remove every request, active and queued, and return their keys."""
-        keys = [*self._active, *(waiting.request.key for waiting in self._queue)]
-        for sequence in self._active.values():
-            sequence.pause()
-        self._active.clear()
-        self._queue.clear()
-        return keys
-
     def _admit(self) -> None:
         """Activate queued requests in order while there are blocks for all their tokens."""
         while self._queue and len(self._active) < self._max_requests:

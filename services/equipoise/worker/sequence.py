@@ -67,11 +67,6 @@ class Chunk:
         """The tokens that run, drafts last."""
         return self.known + self.drafts
 
-    @property
-    def samples(self) -> bool:
-        """Whether this chunk yields tokens."""
-        return bool(self.sampling)
-
     def accepted(self, sampled: Tokens[SampledToken]) -> list[SampledToken]:
         """The valid samples: the first, and one more for each draft that was right.
 

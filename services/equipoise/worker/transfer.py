@@ -47,8 +47,9 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
     def open(self, held: HeldExperts, *, epoch: int) -> None:
         """Start serving the peers of an epoch; callers in another epoch are refused."""
         self._held, self._epoch = held, epoch
-        changed, self._epoch_changed = self._epoch_changed, asyncio.Event()
-        changed.set()
+        # Wakes all tasks that wait now.
+        self._epoch_changed.set()
+        self._epoch_changed.clear()
 
     # A coroutine that writes, not a generator: its clean-up runs as soon as the peer disconnects.
     async def Fetch(  # type: ignore[override]  # noqa: N802 - named by the proto
@@ -126,12 +127,8 @@ class ExpertPuller:
         self._pull_interval_s = expert_bytes / bytes_per_s
         self._next_pull_s = 0.0
         self._channels: dict[tuple[int, int], grpc.aio.Channel] = {}
-        self._num_corrupted = 0
-
-    @property
-    def num_corrupted(self) -> int:
+        self.num_corrupted = 0
         """Number of pulled experts whose bytes failed their checksum."""
-        return self._num_corrupted
 
     async def pull(self, moves: Sequence[Move]) -> PullResult:
         """Pull the experts of some moves, at most four at a time.
@@ -219,7 +216,10 @@ class ExpertPuller:
         # Reloaded certificates need a new connection.
         key = (rank, self._credentials.version())
         if key not in self._channels:
-            self._channels[key] = self._dial(self._peers[rank].address)
+            try:
+                self._channels[key] = self._credentials.worker_channel(self._peers[rank].address)
+            except TrustError as error:
+                raise TransferError(str(error)) from error
         request = pb.FetchRequest(epoch=self._epoch, layer=move.layer, expert=move.expert)
         call = pb_grpc.ExpertTransferStub(self._channels[key]).Fetch(
             request, timeout=self._source_timeout_s, metadata=self._credentials.metadata()
@@ -239,16 +239,10 @@ class ExpertPuller:
             call.cancel()
         return data
 
-    def _dial(self, address: str) -> grpc.aio.Channel:
-        try:
-            return self._credentials.worker_channel(address)
-        except TrustError as error:
-            raise TransferError(str(error)) from error
-
     async def _verify(self, payload: Tensor, move: Move) -> None:
         found = await asyncio.to_thread(checksum, payload)
         if found != move.checksum:
-            self._num_corrupted += 1
+            self.num_corrupted += 1
             raise TransferError(
                 f"corrupted: {payload.numel()} bytes with checksum {found.hex()}, "
                 f"not {move.checksum.hex()}"
