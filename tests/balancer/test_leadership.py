@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from equipoise.balancer.leadership.standing import (
+from equipoise.balancer.leadership.leader_state import (
     TABLE,
     Candidate,
     Due,
     Failed,
     GaveUp,
     LeaderRole,
+    LeaderState,
     LeaseRecord,
     LeaseTiming,
     Outranked,
@@ -20,7 +21,6 @@ from equipoise.balancer.leadership.standing import (
     Read,
     Saw,
     Sighting,
-    Standing,
     Ticked,
     Write,
     Wrote,
@@ -51,7 +51,7 @@ class Balancer:
 
     name: str
     register: Register
-    standing: Standing = None
+    state: LeaderState = None
     reachable: bool = True
     running: bool = True
     skew_s: float = 0.0
@@ -59,12 +59,12 @@ class Balancer:
 
     def __post_init__(self) -> None:
         candidate = Candidate(name=self.name, address=f"{self.name}:7070")
-        self.standing = Standing(candidate=candidate, timing=TIMING)
+        self.state = LeaderState(candidate=candidate, timing=TIMING)
 
     def apply(self, event, true_s):
-        self.standing, request = self.standing.step(event, now=true_s + self.skew_s)
-        if self.standing.role is LeaderRole.LEADING and self.standing.term not in self.terms:
-            self.terms.append(self.standing.term)
+        self.state, request = self.state.step(event, now=true_s + self.skew_s)
+        if self.state.role is LeaderRole.LEADING and self.state.term not in self.terms:
+            self.terms.append(self.state.term)
         return request
 
     def round(self, true_s):
@@ -86,7 +86,7 @@ class Balancer:
         return Wrote(sighting=written, sent_s=true_s + self.skew_s)
 
     def leads(self, true_s) -> bool:
-        return self.running and self.standing.leads(now=true_s + self.skew_s)
+        return self.running and self.state.leads(now=true_s + self.skew_s)
 
 
 def run(balancers, *, from_s, to_s):
@@ -117,9 +117,9 @@ def test_the_table_answers_every_event_in_every_role():
 def test_the_first_to_ask_leads_and_the_other_one_knows_where(pair):
     a, b = pair
     run(pair, from_s=100.0, to_s=120.0)
-    assert (a.standing.role, a.terms, b.terms) == (LeaderRole.LEADING, [1], [])
-    assert b.standing.leader_address == "a:7070"
-    assert a.standing.leader_address == ""
+    assert (a.state.role, a.terms, b.terms) == (LeaderRole.LEADING, [1], [])
+    assert b.state.leader_address == "a:7070"
+    assert a.state.leader_address == ""
 
 
 def test_a_killed_leader_is_followed_within_the_duration_and_two_rounds(pair):
@@ -135,13 +135,13 @@ def test_a_killed_leader_is_followed_within_the_duration_and_two_rounds(pair):
 def test_a_leader_that_stops_in_order_is_followed_at_the_next_round(pair):
     a, b = pair
     run(pair, from_s=0.0, to_s=5.0)
-    request = a.standing.release()
+    request = a.state.release()
     a.running = False
     assert a.register.write(request) is not None
     history = run(pair, from_s=5.0, to_s=6.0)
     assert history[0][1] == ["b"]
-    assert b.standing.release() is not None
-    assert Standing(candidate=b.standing.candidate, timing=TIMING).release() is None
+    assert b.state.release() is not None
+    assert LeaderState(candidate=b.state.candidate, timing=TIMING).release() is None
 
 
 def test_a_partitioned_leader_stops_by_itself_before_anybody_follows(pair):
@@ -156,7 +156,7 @@ def test_a_partitioned_leader_stops_by_itself_before_anybody_follows(pair):
     a.reachable = True
     history = run(pair, from_s=20.0, to_s=25.0)
     assert all(leaders == ["b"] for _, leaders in history)
-    assert a.standing.leader_address == "b:7070"
+    assert a.state.leader_address == "b:7070"
 
 
 def test_a_register_that_nobody_reaches_leaves_nobody_leading_and_then_a_higher_term(pair):
@@ -177,7 +177,7 @@ def test_a_paused_leader_that_wakes_up_knows_at_once_that_its_lease_is_over(pair
     a.running = True
     assert not a.leads(30.0)
     assert a.apply(Ticked(), 30.0) is None
-    assert a.standing.role is LeaderRole.FOLLOWING
+    assert a.state.role is LeaderRole.FOLLOWING
     assert b.leads(30.0)
 
 
@@ -186,7 +186,7 @@ def test_an_answer_that_comes_after_the_pause_wins_and_renews_nothing(pair):
     campaign = a.apply(Saw(sighting=None), 0.0)
     late = Wrote(sighting=a.register.write(campaign), sent_s=0.0)
     assert a.apply(late, 2.0) is None
-    assert (a.standing.role, a.terms) == (LeaderRole.FOLLOWING, [])
+    assert (a.state.role, a.terms) == (LeaderRole.FOLLOWING, [])
     run([b], from_s=0.0, to_s=5.0)
     assert b.terms == [2]
     renewal = b.apply(Due(), 5.0)
@@ -273,7 +273,7 @@ def test_a_leader_that_cannot_do_its_work_lets_another_one_try(pair):
     run(pair, from_s=0.0, to_s=5.0)
     request = a.apply(GaveUp(reason="the store cannot be read"), 5.0)
     assert a.answer(request, 5.0).sighting.record.holder == ""
-    assert (a.standing.role, a.standing.reason) == (
+    assert (a.state.role, a.state.reason) == (
         LeaderRole.FOLLOWING,
         "the store cannot be read",
     )
@@ -334,4 +334,4 @@ def test_a_record_is_compared_by_version_not_by_content():
     follower = Balancer("a", Register())
     for second in range(20):
         follower.apply(Saw(sighting=Sighting(record=record, version=str(second))), float(second))
-    assert follower.standing.role is LeaderRole.FOLLOWING
+    assert follower.state.role is LeaderRole.FOLLOWING

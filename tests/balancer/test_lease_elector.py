@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from equipoise.balancer.leadership.elector import Elector
+from equipoise.balancer.leadership.leader_state import Candidate, LeaderRole, LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import ALONE, RegisterError, SoleRegister
-from equipoise.balancer.leadership.standing import Candidate, LeaderRole, LeaseTiming
 
 BOUND_S = 60.0
 QUICK = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.1, request_timeout_s=0.1)
@@ -67,9 +67,9 @@ async def test_two_of_them_share_one_register_and_the_second_follows_the_first()
             leader, follower = one, other
             if (await _first_tenure(one, other)) is other:
                 leader, follower = other, one
-            while not follower.standing.leader_address:
-                await soon(follower.until_changed(follower.standing))
-            assert follower.standing.leader_address == leader.standing.candidate.address
+            while not follower.state.leader_address:
+                await soon(follower.until_changed(follower.state))
+            assert follower.state.leader_address == leader.state.candidate.address
         tenure = await soon(other.tenure())
         assert tenure.term >= 1
 
@@ -80,12 +80,12 @@ async def test_a_register_that_stops_answering_ends_the_term_within_the_deadline
     elector = elector_of(register)
     async with elector.running():
         tenure = await soon(elector.tenure())
-        valid_until_s = elector.standing.valid_until_s
+        valid_until_s = elector.state.valid_until_s
         register.fault = fault
         register.answering.clear()
         await soon(elector.until_over(tenure))
-        assert elector.standing.role is LeaderRole.FOLLOWING
-        assert elector.standing.valid_until_s <= valid_until_s + QUICK.retry_s
+        assert elector.state.role is LeaderRole.FOLLOWING
+        assert elector.state.valid_until_s <= valid_until_s + QUICK.retry_s
         lease, request = elector.bounds
         assert (lease.name, lease.bound_s) == ("lease", QUICK.renew_deadline_s)
         assert lease.reached >= 1
@@ -115,11 +115,11 @@ async def test_who_gives_up_hands_the_lease_back_first():
     async with one.running():
         tenure = await soon(one.tenure())
         async with other.running():
-            while not other.standing.leader_address:
-                await soon(other.until_changed(other.standing))
+            while not other.state.leader_address:
+                await soon(other.until_changed(other.state))
             tenure.give_up("the store cannot be read")
             await soon(one.until_over(tenure))
-            assert (await _first_tenure(one, other)).standing.term == 2
+            assert (await _first_tenure(one, other)).state.term == 2
         tenure.give_up("said again, by somebody who had not heard")
 
 

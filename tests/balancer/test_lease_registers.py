@@ -9,9 +9,9 @@ from kubernetes.aio import client
 from redis import Redis
 
 from equipoise.balancer.leadership.kubernetes_register import KubernetesRegister
+from equipoise.balancer.leadership.leader_state import LeaseRecord
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import RegisterError, SoleRegister
-from equipoise.balancer.leadership.standing import LeaseRecord
 from equipoise.balancer.store.redis_store import HASH_TAG
 from tests.support.redis_server import free_port
 
@@ -151,9 +151,9 @@ async def test_a_register_of_one_process_keeps_the_terms_of_its_store():
 
 async def test_a_redis_that_is_down_is_named_with_the_remedy():
     register = RedisRegister(f"redis://127.0.0.1:{free_port()}", timeout_s=PATIENT_S)
-    with pytest.raises(RegisterError, match="check that it runs"):
+    with pytest.raises(RegisterError, match="check that it is running"):
         await register.read()
-    with pytest.raises(RegisterError, match="check that it runs"):
+    with pytest.raises(RegisterError, match="check that it is running"):
         await register.write(RECORD, replacing=None)
     await register.close()
 
@@ -162,14 +162,14 @@ async def test_a_redis_that_is_down_is_named_with_the_remedy():
 async def test_a_senseless_lease_in_redis_is_nobodys(redis_url, open_redis, text):
     with Redis.from_url(redis_url) as operator:
         operator.set(f"{HASH_TAG}:lease", text)
-    with pytest.raises(RegisterError, match="remove it if no balancer runs"):
+    with pytest.raises(RegisterError, match="remove it if no balancer is running"):
         await open_redis().read()
 
 
 async def test_a_lease_in_redis_that_would_never_end_is_refused(open_redis):
     register = open_redis()
     await register.write(replace(RECORD, duration_s=float("inf")), replacing=None)
-    with pytest.raises(RegisterError, match="senseless lease"):
+    with pytest.raises(RegisterError, match="invalid lease"):
         await register.read()
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from equipoise.balancer.__main__ import run
-from equipoise.balancer.leadership.standing import LeaseTiming
+from equipoise.balancer.leadership.leader_state import LeaseTiming
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.trust.settings import Tls
@@ -110,7 +110,9 @@ def test_a_redis_that_is_not_there_is_one_line_and_exit_status_1(capsys):
     store = f"redis://127.0.0.1:{free_port()}/0"
     assert run(BalancerSettings(listen="127.0.0.1:0", store=store)) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"equipoise balancer: {store} cannot be reached: check that it runs")
+    assert line.startswith(
+        f"equipoise balancer: {store} cannot be reached: check that it is running"
+    )
 
 
 def test_a_wrong_password_is_one_line_without_the_password(tmp_path, capsys):
@@ -119,7 +121,7 @@ def test_a_wrong_password_is_one_line_without_the_password(tmp_path, capsys):
         store = server.url.replace("sesame", "barley")
         assert run(BalancerSettings(listen="127.0.0.1:0", store=store)) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "does not let us in: check user and password" in line
+    assert "rejects the credentials: check user and password" in line
     assert "barley" not in line
 
 

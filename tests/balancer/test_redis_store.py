@@ -46,7 +46,7 @@ async def fault_of(call):
 async def test_a_server_that_is_not_there_is_unreachable(open_at):
     error = await fault_of(open_at(f"redis://127.0.0.1:{free_port()}").pools())
     assert error.fault is StoreFault.UNREACHABLE
-    assert "check that it runs" in str(error)
+    assert "check that it is running" in str(error)
 
 
 async def test_an_address_that_is_none_is_said_at_once():
@@ -133,7 +133,7 @@ async def test_a_server_that_lost_its_replicas_takes_no_write_and_still_reads(
         for write in (store.commit("p", 1, previous=None, term=1), store.fence(term=2)):
             error = await fault_of(write)
             assert error.fault is StoreFault.FULL
-            assert "takes no write without its replicas" in str(error)
+            assert "accepts no writes without its replicas" in str(error)
         assert (await store.proposed("p")).generation == 1
         operator.config_set("min-replicas-to-write", 0)
     await store.commit("p", 1, previous=None, term=1)

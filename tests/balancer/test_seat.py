@@ -11,8 +11,8 @@ from opentelemetry.trace import NoOpTracer
 from equipoise.balancer.archive import Archive
 from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership.elector import Elector
+from equipoise.balancer.leadership.leader_state import Candidate, LeaseTiming
 from equipoise.balancer.leadership.register import SoleRegister
-from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
@@ -113,14 +113,14 @@ async def test_the_store_is_fenced_by_the_term_before_a_pool_is_read(store, elec
         assert seat.led is seat.pools
         assert seat.led.find("p").pool.layouts.stored_generation == 3
         assert seat.led.find("p").pool.elsewhere == ""
-        assert await store.highest_term() == elector.standing.term == 1
+        assert await store.highest_term() == elector.state.term == 1
 
 
 async def test_a_store_that_saw_a_higher_term_is_led_in_a_higher_one_still(store, elector):
     await store.fence(term=30)
     async with seated(store, elector) as seat:
         await until_led(seat, elector)
-        assert elector.standing.term == 31
+        assert elector.state.term == 31
         assert await store.highest_term() == 31
 
 
@@ -153,12 +153,12 @@ async def test_a_store_that_cannot_be_read_ends_the_term_until_it_can(
         task = asyncio.create_task(seat.run())
         async with asyncio.timeout(WAIT_S):
             while len(store.fences) < 3:
-                await elector.until_changed(elector.standing)
+                await elector.until_changed(elector.state)
         assert seat.led is None
         assert str(fault) in caplog.text
         store.fault = None
         await until_led(seat, elector)
-        assert elector.standing.term >= 3
+        assert elector.state.term >= 3
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

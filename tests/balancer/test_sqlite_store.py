@@ -19,7 +19,7 @@ TERM = 1
 async def test_a_second_balancer_on_one_file_is_told_so(tmp_path, monkeypatch):
     monkeypatch.setattr("equipoise.balancer.store.sqlite_file._LOCK_TIMEOUT_S", 0.0)
     first = SqliteStore(tmp_path / "state")
-    with pytest.raises(StoreError, match="held by another process"):
+    with pytest.raises(StoreError, match="locked by another process"):
         SqliteStore(tmp_path / "state")
     await first.put_proposed("p", layout_of(1), term=TERM)
     await first.close()

@@ -17,9 +17,9 @@ from opentelemetry.trace import Tracer
 
 from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.errors import BalancerError
+from equipoise.balancer.leadership.leader_state import LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
-from equipoise.balancer.leadership.standing import LeaseTiming
 from equipoise.balancer.planner.processes import PlannerProcesses
 from equipoise.balancer.server import BalancerParts, serving
 from equipoise.balancer.settings import BalancerSettings, LeaseKind

@@ -64,12 +64,12 @@ class Seat:
     @property
     def highest_term(self) -> int:
         """Highest term of a leader that this balancer has seen."""
-        return self._elector.standing.highest_term
+        return self._elector.state.highest_term
 
     @property
     def leader_address(self) -> str | None:
         """host:port of the balancer that leads, if another does and it is known."""
-        return self._elector.standing.leader_address or None
+        return self._elector.state.leader_address or None
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
@@ -83,7 +83,7 @@ class Seat:
             return f"this balancer accepts no workers yet: {self.not_ready}"
         if self.leader_address:
             return f"this balancer follows the leader at {self.leader_address}: connect there"
-        return f"no balancer leads now ({self._elector.standing.reason}): try again in a moment"
+        return f"no balancer leads now ({self._elector.state.reason}): try again in a moment"
 
     async def open(self) -> None:
         """Read the store once, so that a balancer that cannot read it does not start.

@@ -17,8 +17,8 @@ from opentelemetry.trace import Tracer
 
 from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership.elector import Elector
+from equipoise.balancer.leadership.leader_state import Candidate, LeaseTiming
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, SoleRegister
-from equipoise.balancer.leadership.standing import Candidate, LeaseTiming
 from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.policy_file import PolicyFile
 from equipoise.balancer.readiness import Readiness
@@ -317,14 +317,14 @@ async def _show_readiness(readiness: Readiness, watched: Any) -> None:
 async def _show_leadership(elector: Elector, watched: Any) -> None:
     """Keep the health of WorkerLink current: only a leader accepts workers."""
     while True:
-        standing = elector.standing
+        state = elector.state
         await watched.set(
             _WORKER_LINK,
             health_pb2.HealthCheckResponse.SERVING
             if elector.leads()
             else health_pb2.HealthCheckResponse.NOT_SERVING,
         )
-        await elector.until_changed(standing)
+        await elector.until_changed(state)
 
 
 async def _stop(server: grpc.aio.Server, seat: Seat, watched: Any, grace_s: float) -> None:

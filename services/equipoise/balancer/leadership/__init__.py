@@ -1,1 +1,1 @@
-"""Which of several balancers leads: a table of roles, and the registers that a lease lives in."""
+"""Leader election: a state machine, and the registers that store the lease."""

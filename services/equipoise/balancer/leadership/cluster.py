@@ -1,4 +1,4 @@
-"""The Kubernetes cluster that this process runs in, if it does."""
+"""Access to the Kubernetes cluster."""
 
 import os
 from pathlib import Path
@@ -12,18 +12,18 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 async def connect() -> tuple[client.ApiClient, str]:
-    """A client of the cluster that this process runs in, and its namespace there.
+    """Connect to the cluster that this process runs in, else to that of the user's kubeconfig.
 
-    Outside of one it is that of the user's kubeconfig.
+    Returns the client and the namespace.
 
     Raises:
-        RegisterError: there is no cluster to be found.
+        RegisterError: no cluster is configured.
     """
     configuration = client.Configuration()
     try:
         if "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(configuration)
-            namespace = _own_namespace()
+            namespace = _NAMESPACE_FILE.read_text().strip()  # noqa: ASYNC240 - a small local file
         else:
             await config.load_kube_config(client_configuration=configuration)
             namespace = "default"
@@ -32,7 +32,3 @@ async def connect() -> tuple[client.ApiClient, str]:
             f"no Kubernetes cluster is configured ({error}): run in one, or use --lease=store"
         ) from error
     return client.ApiClient(configuration), namespace
-
-
-def _own_namespace() -> str:
-    return _NAMESPACE_FILE.read_text().strip()

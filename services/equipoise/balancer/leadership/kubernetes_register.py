@@ -1,7 +1,8 @@
-"""`KubernetesRegister`: the lease as a `coordination.k8s.io/v1` Lease, kept by a quorum.
+"""`KubernetesRegister`: the lease as a `coordination.k8s.io/v1` Lease, stored by a quorum.
 
-Of the client library only plain requests are used, each with a timeout. Its own leader election led
-on through a partition: no request timeouts, the wall clock, no deadline beside the requests.
+Only plain requests of the client library are used, each with a timeout. Its own leader election
+keeps leading through a partition: it has no request timeouts, uses the wall clock, and has no
+deadline that is independent of its requests.
 """
 
 import math
@@ -14,8 +15,8 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from equipoise.balancer.leadership import cluster
+from equipoise.balancer.leadership.leader_state import LeaseRecord, Sighting
 from equipoise.balancer.leadership.register import RegisterError
-from equipoise.balancer.leadership.standing import LeaseRecord, Sighting
 
 _ADDRESS = "equipoise/leader-address"
 _RENEWALS = "equipoise/renewals"
@@ -25,9 +26,9 @@ _CONFLICT = 409
 
 
 class KubernetesRegister:
-    """A `LeaseRegister` in the Lease `name` of `namespace`, which is made when missing.
+    """A `LeaseRegister` in the Lease `name` of `namespace`, which is created when missing.
 
-    The term is its `leaseTransitions`, so that `kubectl get lease` shows what pushes carry.
+    The term is its `leaseTransitions`, so `kubectl get lease` shows the fencing number of pushes.
     """
 
     def __init__(
@@ -41,16 +42,16 @@ class KubernetesRegister:
 
     @classmethod
     async def connect(cls, name: str, *, timeout_s: float) -> "KubernetesRegister":
-        """The cluster that this process runs in, else that of the user's kubeconfig.
+        """Connect as `cluster.connect` does.
 
         Raises:
-            RegisterError: there is no cluster to be found.
+            RegisterError: no cluster is configured.
         """
         api, namespace = await cluster.connect()
         return cls(api, namespace=namespace, name=name, timeout_s=timeout_s)
 
     async def read(self) -> Sighting | None:
-        """The record now; None if there is none."""
+        """Return the current record; None if there is none."""
         async with self._explained():
             try:
                 lease = await self._leases.read_namespaced_lease(
@@ -63,7 +64,7 @@ class KubernetesRegister:
             return self._sighting(lease)
 
     async def write(self, record: LeaseRecord, *, replacing: str | None) -> Sighting | None:
-        """Put `record` in the place of version `replacing`; None if another one was there."""
+        """Replace version `replacing` by `record`; return None if the version differs."""
         lease = self._lease(record, version=replacing)
         async with self._explained():
             try:
@@ -94,7 +95,7 @@ class KubernetesRegister:
             is_right = error.status in {_UNAUTHORIZED, _FORBIDDEN}
             remedy = "the service account needs get, create and update on leases"
             raise RegisterError(
-                f"{where}: the cluster refuses ({error.status} {error.reason}): "
+                f"{where}: the cluster rejects the request ({error.status} {error.reason}): "
                 f"{remedy if is_right else 'check its API server'}"
             ) from error
         except (ClientError, TimeoutError, OSError) as error:
@@ -116,13 +117,13 @@ class KubernetesRegister:
                 holder_identity=record.holder,
                 lease_duration_seconds=math.ceil(record.duration_s),
                 lease_transitions=record.term,
-                # For people only: nobody's clock is compared with another's.
+                # For display only: clocks of two machines are never compared.
                 renew_time=datetime.now(UTC),
             ),
         )
 
     def _sighting(self, lease: client.V1Lease) -> Sighting:
-        """What a Lease says; one that somebody else made says that nobody leads."""
+        """Convert a Lease; one that another program created has no holder."""
         spec, metadata = lease.spec, lease.metadata
         if metadata is None or metadata.resource_version is None:
             raise RegisterError(f"lease {self._namespace}/{self._name} has no version")

@@ -1,12 +1,11 @@
-"""`RedisRegister`: the lease beside the state, in the Redis server that the balancers share.
+"""`RedisRegister`: the lease in the Redis server that stores the state.
 
-Weaker than a quorum: a server that fails over to a replica that had not heard of the last renewal
-forgets it. Then two balancers may lead for as long as the older one's lease is valid, and the term
-keeps the older one from writing.
+Weaker than a quorum: a failover to a replica that lags loses the last renewal. Then two balancers
+may lead until the older one's lease expires; the term keeps the older one from writing.
 """
 
+from equipoise.balancer.leadership.leader_state import LeaseRecord, Sighting
 from equipoise.balancer.leadership.register import RegisterError, record_from_text, record_to_text
-from equipoise.balancer.leadership.standing import LeaseRecord, Sighting
 from equipoise.balancer.store.redis_link import RedisLink
 from equipoise.balancer.store.redis_store import HASH_TAG
 from equipoise.balancer.store.store import StoreError
@@ -21,10 +20,10 @@ return 1
 
 
 class RedisRegister:
-    """A `LeaseRegister` in the Redis server at `url`, with a connection of its own.
+    """A `LeaseRegister` in the Redis server at `url`, with its own connection.
 
     Raises:
-        StoreError: the URL is none.
+        StoreError: the URL is not valid.
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
@@ -32,7 +31,7 @@ class RedisRegister:
         self._replace = self._link.redis.register_script(_REPLACE)
 
     async def read(self) -> Sighting | None:
-        """The record now; None if there is none."""
+        """Return the current record; None if there is none."""
         try:
             async with self._link.request():
                 found = await self._link.redis.get(_KEY)
@@ -41,10 +40,11 @@ class RedisRegister:
         if found is None:
             return None
         text = found.decode(errors="replace") if isinstance(found, bytes) else found
-        return Sighting(record=record_from_text(text, where=self._where), version=text)
+        where = f"key {_KEY} of {self._link.name}"
+        return Sighting(record=record_from_text(text, where=where), version=text)
 
     async def write(self, record: LeaseRecord, *, replacing: str | None) -> Sighting | None:
-        """Put `record` in the place of version `replacing`; None if another one was there."""
+        """Replace version `replacing` by `record`; return None if the version differs."""
         text = record_to_text(record)
         try:
             async with self._link.request():
@@ -56,7 +56,3 @@ class RedisRegister:
     async def close(self) -> None:
         """Close the connection."""
         await self._link.close()
-
-    @property
-    def _where(self) -> str:
-        return f"key {_KEY} of {self._link.name}"

@@ -1,39 +1,39 @@
-"""Where the lease is kept: one record, replaced by compare-and-set. Registers decide nothing."""
+"""Where the lease is stored: one record, replaced by compare-and-set."""
 
 import json
 from dataclasses import asdict
 from typing import Protocol
 
-from equipoise.balancer.leadership.standing import LeaseRecord, LeaseTiming, Sighting
+from equipoise.balancer.leadership.leader_state import LeaseRecord, LeaseTiming, Sighting
 
 ALONE = LeaseTiming(duration_s=2e9, renew_deadline_s=1e9, retry_s=1.0, request_timeout_s=1.0)
-"""Timing of a register that nobody else can reach: a lease in it never ends by itself."""
+"""Timing of a register that no other candidate can reach: its lease never expires."""
 
 
 class RegisterError(RuntimeError):
-    """The register did not answer or refused; the message names it and what to do."""
+    """The register did not answer or refused; the message names it and the remedy."""
 
 
 class LeaseRegister(Protocol):
-    """One record that many processes see. Each call may raise `RegisterError`, and be cancelled."""
+    """One record shared by processes. Calls may raise `RegisterError` and may be cancelled."""
 
     async def read(self) -> Sighting | None:
-        """The record now; None if there is none."""
+        """Return the current record; None if there is none."""
 
     async def write(self, record: LeaseRecord, *, replacing: str | None) -> Sighting | None:
-        """Put `record` in the place of version `replacing` (None: of nothing).
+        """Replace version `replacing` (None: an empty register) by `record`.
 
-        Returns it with its version, or None if another version was there.
+        Returns the record with its new version, or None if the register held another version.
         """
 
     async def close(self) -> None:
-        """Release what the register holds."""
+        """Close its connection."""
 
 
 class SoleRegister:
-    """The register of a balancer whose store lets one process in: there is no other candidate.
+    """The register of a balancer whose store admits one process, so it is the only candidate.
 
-    `term` is the highest that was ever used.
+    `term` is the highest term ever used.
     """
 
     def __init__(self, *, term: int) -> None:
@@ -41,30 +41,30 @@ class SoleRegister:
         self._sighting = Sighting(record=record, version=record_to_text(record))
 
     async def read(self) -> Sighting | None:
-        """The record now."""
+        """Return the current record."""
         return self._sighting
 
     async def write(self, record: LeaseRecord, *, replacing: str | None) -> Sighting | None:
-        """Put `record` in the place of version `replacing`."""
+        """Replace version `replacing` by `record`."""
         if replacing != self._sighting.version:
             return None
         self._sighting = Sighting(record=record, version=record_to_text(record))
         return self._sighting
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def record_to_text(record: LeaseRecord) -> str:
-    """A record as one line, which also serves as its version where the register has no other."""
+    """Format a record as one line, which is also its version in registers without versions."""
     return json.dumps(asdict(record), sort_keys=True)
 
 
 def record_from_text(text: str, *, where: str) -> LeaseRecord:
-    """A record as it was written by `record_to_text`.
+    """Parse what `record_to_text` wrote.
 
     Raises:
-        RegisterError: it is none; `where` names the register.
+        RegisterError: the text is not a valid lease; `where` names the register.
     """
     try:
         values = json.loads(text)
@@ -77,8 +77,8 @@ def record_from_text(text: str, *, where: str) -> LeaseRecord:
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise RegisterError(
-            f"{where} holds no lease of ours ({error!r}): remove it if no balancer runs"
+            f"{where} does not hold a lease ({error!r}): remove it if no balancer is running"
         ) from error
     if not 0 < record.duration_s < ALONE.duration_s or record.term < 0:
-        raise RegisterError(f"{where} holds a senseless lease: remove it if no balancer runs")
+        raise RegisterError(f"{where} holds an invalid lease: remove it if no balancer is running")
     return record

@@ -1,10 +1,9 @@
-"""The program that a planner's process runs: reads requests from a socket, answers with proposals.
+"""The planner process: reads requests from a socket and answers with proposals.
 
     python -m equipoise.balancer.planner FD
 
-Requests come with a number, which their answers have too, and some before they can be begun. One
-that came again without anything in it is not wanted any more. What cannot be read ends the process,
-with a word in the log.
+An answer carries the number of its request. Requests may arrive before they can start; an empty
+request with the same number withdraws one. A frame that cannot be read ends the process.
 """
 
 import os
@@ -25,16 +24,16 @@ from equipoise.planning.proposal import ProposalRequest, propose
 from equipoise.planning.warm_up import warm_up
 
 NICENESS = 5
-"""Workers are heard before plans are made."""
+"""Makes planning yield the CPU to the balancer, which serves the workers."""
 
 OOM_SCORE = "500"
-"""If memory runs out, half of it taken by this process makes it the first to go."""
+"""Makes this process the first one killed if memory runs out and it uses half of it."""
 
 
 def main() -> None:
-    """Answer until the balancer that asks is gone."""
+    """Answer requests until the balancer disconnects."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)  # The balancer says when it ends.
+        signal.signal(ignored, signal.SIG_IGN)  # The balancer ends this process.
     os.nice(NICENESS)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
@@ -50,7 +49,7 @@ def main() -> None:
 
 
 class Requests:
-    """Requests that wait, in order, without those that were withdrawn. For two threads."""
+    """The queue of requests, without those that were withdrawn. Used by two threads."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[int, ProposalRequest]] = SimpleQueue()
@@ -58,14 +57,14 @@ class Requests:
         self._begun = 0
 
     def take(self, number: int, request: ProposalRequest | None) -> None:
-        """One that came, or None if that number is not wanted any more."""
+        """Add a request; None withdraws the request of that number."""
         if request is not None:
             self._waiting.put((number, request))
-        elif number > self._begun:  # Else it is too late.
+        elif number > self._begun:  # Else it has started.
             self._withdrawn.add(number)
 
     def next(self) -> tuple[int, ProposalRequest]:
-        """Wait for the next one."""
+        """Wait for the next request."""
         while True:
             self._begun, request = self._waiting.get()
             if self._begun not in self._withdrawn:
@@ -74,7 +73,7 @@ class Requests:
 
 
 def _read(file: BinaryIO, requests: Requests) -> None:
-    """Hear the balancer's end too, in the midst of a plan that nobody waits for any more."""
+    """Read requests; exit when the balancer disconnects, even during a plan."""
     while True:
         try:
             requests.take(*read_frame(file))
@@ -86,7 +85,7 @@ def _read(file: BinaryIO, requests: Requests) -> None:
 
 
 def _write(connection: socket.socket, answers: "SimpleQueue[bytes]") -> None:
-    """Answers leave while the next plan is made; that the balancer is gone its reader hears."""
+    """Send answers while the next plan is computed; `_read` notices a disconnect."""
     with suppress(OSError):
         while True:
             connection.sendall(answers.get())
@@ -95,20 +94,20 @@ def _write(connection: socket.socket, answers: "SimpleQueue[bytes]") -> None:
 def _answer(request: ProposalRequest) -> object:
     try:
         made = propose(request)
-    except Exception as error:  # noqa: BLE001 - it is raised where the plan was asked for
+    except Exception as error:  # noqa: BLE001 - the balancer raises it for the requester
         return _portable(error)
     return made.plan, made.verdict, made.waves
 
 
 def _portable(error: Exception) -> Exception:
-    """The same, with where it was raised, or its words if it cannot be sent."""
+    """Return `error` with its traceback as a note; as a RuntimeError if it cannot be pickled."""
     error.add_note("".join(traceback.format_exception(error)))
     try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - made here
     except Exception:  # noqa: BLE001
-        words = RuntimeError(repr(error))
-        words.__notes__ = error.__notes__
-        return words
+        substitute = RuntimeError(repr(error))
+        substitute.__notes__ = error.__notes__
+        return substitute
     return error
 
 

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Asked:
+class PlanningJob:
     """A requested plan; `begins` is called when a process starts it."""
 
     request: ProposalRequest
@@ -40,7 +40,7 @@ class Asked:
 
 
 class PlannerProcess:
-    """Makes the plans it is asked for, one after the other, from the first of `asked` on.
+    """Makes the plans it is asked for, one after the other, from the first of `jobs` on.
 
     `changed` is called when it has answered, has ended, or is longer than a turn at a plan. Used
     from one event loop.
@@ -50,10 +50,10 @@ class PlannerProcess:
     """
 
     def __init__(self, *, changed: Callable[["PlannerProcess"], None]) -> None:
-        self.asked: deque[Asked] = deque()
+        self.jobs: deque[PlanningJob] = deque()
         # Of each asking, because one that was withdrawn may be asked for here once more.
         self._numbers = itertools.count(READY + 1)
-        self._number_of: dict[Asked, int] = {}
+        self._number_of: dict[PlanningJob, int] = {}
         self.in_turn = False
         """Whether it plans, and not for longer than a turn."""
         self.is_ending = self.ended = False
@@ -81,24 +81,24 @@ class PlannerProcess:
         """Its process id."""
         return self._process.pid
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, job: PlanningJob) -> None:
         """Queue a plan."""
-        number = self._number_of[asked] = next(self._numbers)
-        self.asked.append(asked)
-        self._send(number, asked.request)
-        if len(self.asked) == 1:
+        number = self._number_of[job] = next(self._numbers)
+        self.jobs.append(job)
+        self._send(number, job.request)
+        if len(self.jobs) == 1:
             self._begin()
 
-    def withdraw(self, asked: Asked) -> None:
+    def withdraw(self, job: PlanningJob) -> None:
         """Remove a plan that has not started."""
-        self.asked.remove(asked)
-        self._send(self._number_of.pop(asked), None)
+        self.jobs.remove(job)
+        self._send(self._number_of.pop(job), None)
 
-    def withdraw_waiting(self) -> list[Asked]:
+    def withdraw_waiting(self) -> list[PlanningJob]:
         """Remove all plans that have not started; returns them."""
-        waiting = list(self.asked)[1:]
-        for asked in waiting:
-            self.withdraw(asked)
+        waiting = list(self.jobs)[1:]
+        for job in waiting:
+            self.withdraw(job)
         return waiting
 
     def kill(self) -> None:
@@ -121,7 +121,7 @@ class PlannerProcess:
         )
 
     def _begin(self) -> None:
-        """The first of `asked` is what it makes now, or as soon as it is ready."""
+        """The first of `jobs` is what it makes now, or as soon as it is ready."""
         loop = asyncio.get_running_loop()
         self.in_turn = True
         self._turn_ends = loop.call_later(TURN_S, self._turn_over)
@@ -130,8 +130,8 @@ class PlannerProcess:
 
     def _tell_begin(self) -> None:
         # Who gave it up this moment is no more to be told.
-        if not self.asked[0].answer.done():
-            self.asked[0].begins()
+        if not self.jobs[0].answer.done():
+            self.jobs[0].begins()
 
     def _turn_over(self) -> None:
         self.in_turn = False
@@ -162,26 +162,26 @@ class PlannerProcess:
     def _hear(self, number: int, answer: Any) -> None:
         if number == READY:
             self.ready.set()
-            if self.asked:
+            if self.jobs:
                 self._tell_begin()
-        elif self.asked and self._number_of[self.asked[0]] == number:
-            asked = self.asked.popleft()
-            del self._number_of[asked]
-            self._settle(asked, answer)
+        elif self.jobs and self._number_of[self.jobs[0]] == number:
+            job = self.jobs.popleft()
+            del self._number_of[job]
+            self._settle(job, answer)
             self._end_turn()
-            if self.asked and not self.is_ending:
+            if self.jobs and not self.is_ending:
                 self._begin()
             self._changed(self)
 
-    def _settle(self, asked: Asked, answer: Any) -> None:
-        if asked.answer.done():
+    def _settle(self, job: PlanningJob, answer: Any) -> None:
+        if job.answer.done():
             return
         if isinstance(answer, Exception):
-            asked.answer.set_exception(answer)
+            job.answer.set_exception(answer)
         else:
             plan, verdict, waves = answer
-            made = Proposal(request=asked.request, plan=plan, verdict=verdict, waves=waves)
-            asked.answer.set_result(made)
+            made = Proposal(request=job.request, plan=plan, verdict=verdict, waves=waves)
+            job.answer.set_result(made)
 
     def _end_turn(self) -> None:
         self.in_turn = False

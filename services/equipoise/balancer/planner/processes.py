@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from equipoise.balancer.planner.planning import PlannerDiedError
-from equipoise.balancer.planner.process import Asked, PlannerProcess
+from equipoise.balancer.planner.process import PlannerProcess, PlanningJob
 from equipoise.balancer.planner.turns import MAX_AT_ONCE
 from equipoise.planning.proposal import Proposal, ProposalRequest
 
@@ -33,7 +33,7 @@ class PlannerProcesses:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Asked] = deque()
+        self._waiting: deque[PlanningJob] = deque()
         self._processes: list[PlannerProcess] = []
         self._stopped = False
 
@@ -50,8 +50,8 @@ class PlannerProcesses:
         self._stopped = True
         for process in tuple(self._processes):
             await process.gone()
-        for asked in self._waiting:
-            _fail(asked, PlannerDiedError("the balancer stops"))
+        for job in self._waiting:
+            _fail(job, PlannerDiedError("the balancer stops"))
 
     async def start(self) -> None:
         """Start one process, so that the first plan does not wait for it.
@@ -85,17 +85,17 @@ class PlannerProcesses:
             Exception: what the planner raised.
         """
         assert not self._stopped, f"{pool} is over"
-        asked = Asked(
+        job = PlanningJob(
             request=request,
             begins=begins,
             answer=asyncio.get_running_loop().create_future(),
         )
         try:
-            self._waiting.append(asked)
+            self._waiting.append(job)
             self._deal()
-            return await asked.answer
+            return await job.answer
         except asyncio.CancelledError:
-            self._give_up(asked)
+            self._give_up(job)
             raise
 
     def _deal(self) -> None:
@@ -118,47 +118,47 @@ class PlannerProcesses:
             if idle:
                 return idle[0]
             return self._started() if len(self._processes) < MAX_PROCESSES else None
-        least = min(in_turn, key=lambda process: len(process.asked))
-        return least if len(least.asked) <= NUM_AHEAD else None
+        least = min(in_turn, key=lambda process: len(process.jobs))
+        return least if len(least.jobs) <= NUM_AHEAD else None
 
     def _idle(self) -> list[PlannerProcess]:
-        return [one for one in self._processes if not one.asked and not one.is_ending]
+        return [one for one in self._processes if not one.jobs and not one.is_ending]
 
     def _started(self) -> PlannerProcess:
         process = PlannerProcess(changed=self._follow)
         self._processes.append(process)
         return process
 
-    def _give_up(self, asked: Asked) -> None:
-        if asked in self._waiting:
-            self._waiting.remove(asked)
+    def _give_up(self, job: PlanningJob) -> None:
+        if job in self._waiting:
+            self._waiting.remove(job)
         for process in self._processes:
-            if asked not in process.asked:
+            if job not in process.jobs:
                 continue
-            if process.asked[0] is asked:
+            if process.jobs[0] is job:
                 process.kill()
             else:
-                process.withdraw(asked)
+                process.withdraw(job)
 
     def _follow(self, process: PlannerProcess) -> None:
         """A process has answered, exceeded a turn, or ended."""
         if process.ended:
             self._processes.remove(process)
-            left = deque(one for one in process.asked if not one.answer.done())
+            left = deque(one for one in process.jobs if not one.answer.done())
             # If it was killed, the plan in progress was cancelled.
             if left and not process.is_ending:
                 _fail(left.popleft(), process.died())
             self._waiting.extendleft(reversed(left))
-        elif process.asked and not process.in_turn:
+        elif process.jobs and not process.in_turn:
             # Plans queued behind a long one can be made elsewhere.
             self._waiting.extendleft(reversed(process.withdraw_waiting()))
-        elif not process.asked and len(self._idle()) > MAX_AT_ONCE:
+        elif not process.jobs and len(self._idle()) > MAX_AT_ONCE:
             # More processes were needed while some took long.
             process.kill()
         if not self._stopped:
             self._deal()
 
 
-def _fail(asked: Asked, error: PlannerDiedError) -> None:
-    if not asked.answer.done():
-        asked.answer.set_exception(error)
+def _fail(job: PlanningJob, error: PlannerDiedError) -> None:
+    if not job.answer.done():
+        job.answer.set_exception(error)

@@ -13,7 +13,7 @@ from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pools import Pools
 from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
-from equipoise.balancer.service.pace import Pace, message_pace
+from equipoise.balancer.service.message_limit import MessageLimit, message_limit
 from equipoise.planning.errors import InvalidReportError
 from equipoise.pool.hello_checks import RefusedWorkerError
 from equipoise.trust.identity import Caller
@@ -135,11 +135,11 @@ async def _converse(
 
 async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: Mailbox) -> str:
     reason = "its stream ended"
-    pace = message_pace(runner.pool.policy.values)
+    limit = message_limit(runner.pool.policy.values)
     try:
         async for request in requests:
             try:
-                _check_pace_and_size(request, hello, pace)
+                _check_limits(request, hello, limit)
                 value = from_worker(_message(request), hello=hello)
                 if isinstance(value, Report) and value.heartbeat is not None:
                     # First, because the report may be refused.
@@ -187,16 +187,16 @@ def _message(request: bytes) -> pb.ConnectRequest:
         ) from None
 
 
-def _check_pace_and_size(request: bytes, hello: Hello, pace: Pace) -> None:
+def _check_limits(request: bytes, hello: Hello, limit: MessageLimit) -> None:
     """Refuse messages larger or more frequent than a worker of that shape sends.
 
     Raises:
         InvalidMessageError: "link_rate" or "link_size".
     """
-    if not pace.take(now=asyncio.get_running_loop().time()):
+    if not limit.take(now=asyncio.get_running_loop().time()):
         raise InvalidMessageError(
             "link_rate",
-            f"more than {pace.per_s:g} messages per second: the excess is dropped",
+            f"more than {limit.per_s:g} messages per second: the excess is dropped",
         )
     size, most = len(request), max_message_bytes(hello)
     if size > most:

@@ -1,7 +1,4 @@
-"""`RedisLink`: a Redis server, how long it is waited for, and its faults in words.
-
-Owns connections. Knows neither keys nor scripts.
-"""
+"""`RedisLink`: connections to a Redis server, with timeouts and human-readable errors."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,19 +13,19 @@ from redis.backoff import NoBackoff
 from equipoise.balancer.store.store import StoreError, StoreFault
 
 _MAX_REQUESTS = 4
-"""Requests, and so connections, at a time."""
+"""Concurrent requests, and so connections."""
 
 _QUEUE_TIMEOUT_S = 10.0
-"""How long a request may wait for its turn: as long as a write may take at all."""
+"""How long a request may be queued: as long as a write may take in total."""
 
 
 class RedisLink:
     """The server at `url` (redis://[user:password@]host:port/db, or rediss://).
 
-    Nothing is tried twice in here: whoever asked knows whether it is safe to ask again.
+    Nothing is retried here: only the caller knows whether a retry is safe.
 
     Raises:
-        StoreError: the URL is none.
+        StoreError: the URL is not valid.
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
@@ -37,8 +34,8 @@ class RedisLink:
         self._timeout_s = timeout_s
         self._turns = asyncio.Semaphore(_MAX_REQUESTS)
         try:
-            # Each request is bounded here, as a whole. With a `socket_timeout` the library would
-            # send by wait_for, which in Python 3.11 swallows a cancellation that comes meanwhile.
+            # `request` limits each request as a whole. With a `socket_timeout` the library would
+            # send with wait_for, which in Python 3.11 can swallow a cancellation.
             self.redis: Redis = Redis.from_url(
                 url,
                 socket_timeout=None,
@@ -47,15 +44,15 @@ class RedisLink:
             )
         except ValueError as error:
             raise StoreError(
-                f"{self.name} is no Redis address ({error}): name one like redis://host:6379/0"
+                f"{self.name} is not a valid Redis address ({error}): use one like redis://host:6379/0"
             ) from error
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Bound a request to Redis inside the block, and turn what it raises into one sentence.
+        """Limit the time of a request to Redis inside the block, and explain its errors.
 
         Raises:
-            StoreError: with the fault's kind and a remedy.
+            StoreError: the request failed; has the kind of the fault and a remedy.
         """
         async with self._turn():
             try:
@@ -75,8 +72,8 @@ class RedisLink:
                 await self._turns.acquire()
         except TimeoutError:
             raise StoreError(
-                f"{self.name} was not asked within {_QUEUE_TIMEOUT_S:g} s, because "
-                f"{_MAX_REQUESTS} requests were under way all the time: check its load",
+                f"{self.name}: a request was queued for {_QUEUE_TIMEOUT_S:g} s behind "
+                f"{_MAX_REQUESTS} requests in flight: check its load",
                 fault=StoreFault.SLOW,
             ) from None
         try:
@@ -86,10 +83,12 @@ class RedisLink:
 
     async def _fault(self, error: faults.RedisError | OSError) -> StoreError:
         if isinstance(error, faults.ConnectionError):
-            # Its siblings are dead too; each would cost somebody a request to find out.
+            # The other connections are dead too; each would fail one more request.
             await self.redis.connection_pool.disconnect(inuse_connections=False)
         if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-            return StoreError(f"{self.name} cannot be reached ({error}): check that it runs there")
+            return StoreError(
+                f"{self.name} cannot be reached ({error}): check that it is running there"
+            )
         fault, sentence = self._explain(error)
         return StoreError(f"{self.name} {sentence}", fault=fault)
 
@@ -100,34 +99,46 @@ class RedisLink:
                 | faults.AuthorizationError()
                 | faults.NoPermissionError()
             ):
-                fault, sentence = StoreFault.DENIED, "does not let us in: check user and password"
+                fault, sentence = (
+                    StoreFault.DENIED,
+                    "rejects the credentials: check user and password",
+                )
             case faults.BusyLoadingError():
-                fault, sentence = StoreFault.UNREACHABLE, "still loads its data: wait for it"
+                fault, sentence = StoreFault.UNREACHABLE, "is still loading its data: wait for it"
             case faults.TimeoutError() | TimeoutError():
                 fault = StoreFault.SLOW
                 sentence = f"did not answer within {self._timeout_s:g} s: check its load"
             case faults.ConnectionError():
-                fault, sentence = StoreFault.UNREACHABLE, "cannot be reached: check that it runs"
+                fault, sentence = (
+                    StoreFault.UNREACHABLE,
+                    "cannot be reached: check that it is running",
+                )
             case faults.OutOfMemoryError():
-                fault, sentence = StoreFault.FULL, "is full: raise its maxmemory or free some"
+                fault, sentence = (
+                    StoreFault.FULL,
+                    "is full: raise its maxmemory or free some memory",
+                )
             case faults.ReadOnlyError():
-                fault, sentence = StoreFault.DENIED, "is a read-only replica: name the primary"
+                fault, sentence = (
+                    StoreFault.DENIED,
+                    "is a read-only replica: use the primary's address",
+                )
             case _:
-                told = ((what, words) for mark, what, words in _ANSWERS if mark in str(error))
-                fault, sentence = next(told, _REFUSAL)
+                known = ((kind, text) for mark, kind, text in _ANSWERS if mark in str(error))
+                fault, sentence = next(known, _REFUSAL)
         return fault, f"{sentence} ({error})" if str(error) else sentence
 
 
 _ANSWERS = (
-    ("NOAUTH", StoreFault.DENIED, "wants a password: put it into the address"),
-    ("NOREPLICAS", StoreFault.FULL, "takes no write without its replicas: mend them"),
-    ("MISCONF", StoreFault.FULL, "cannot write to its disk: free some room"),
+    ("NOAUTH", StoreFault.DENIED, "requires a password: add it to the address"),
+    ("NOREPLICAS", StoreFault.FULL, "accepts no writes without its replicas: repair them"),
+    ("MISCONF", StoreFault.FULL, "cannot write to its disk: free some space"),
     (
         "WRONGTYPE",
         StoreFault.FOREIGN,
-        "has our keys with another program's contents: name another database",
+        "has keys of another program: use another database",
     ),
 )
-"""What a server answers that does not do as it was asked, by a word in it."""
+"""Explanations of error replies, by a word in the reply."""
 
-_REFUSAL = (StoreFault.DENIED, "refuses (it must be Redis 6.2 or newer)")
+_REFUSAL = (StoreFault.DENIED, "rejects the request (Redis 6.2 or newer is required)")

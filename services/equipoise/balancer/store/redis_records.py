@@ -1,4 +1,4 @@
-"""Layouts, averages and entries as bytes for Redis: a line of JSON, then a table."""
+"""Binary records for Redis: a line of JSON, then a table."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from equipoise.pool.records import AverageRecord
 
 
 def pack_layout(layout: Layout) -> bytes:
-    """A layout; its generation is the field that it is kept under."""
+    """Pack a layout without its generation, which is its key."""
     header: dict[str, Any] = {
         "num_layers": layout.num_layers,
         "num_experts": layout.num_experts,
@@ -21,13 +21,17 @@ def pack_layout(layout: Layout) -> bytes:
     table = layout.expert_of_slot.astype("<i4", copy=False).tobytes()
     if layout.share_of_slot is None:
         return _pack(header, table)
-    # Behind the table, by the number of its bytes, so that a record without shares has none.
+    # Shares follow the table; records without shares lack this field.
     header["table_bytes"] = len(table)
     return _pack(header, table + layout.share_of_slot.astype("<u2").tobytes())
 
 
 def unpack_layout(generation: int, packed: bytes) -> Layout:
-    """Raises InvalidLayoutError, LookupError, TypeError, ValueError: it makes no sense."""
+    """Unpack a layout.
+
+    Raises:
+        InvalidLayoutError, LookupError, TypeError, ValueError: the record is invalid.
+    """
     header, cells = _unpack(packed)
     end = header.get("table_bytes", len(cells))
     table = np.frombuffer(cells[:end], dtype="<i4").reshape(header["num_layers"], -1)
@@ -45,7 +49,7 @@ def unpack_layout(generation: int, packed: bytes) -> Layout:
 
 
 def pack_average(record: AverageRecord) -> bytes:
-    """An average with its table."""
+    """Pack an average."""
     num_layers, num_experts = record.decayed_load.shape
     header = {
         "half_life_s": record.half_life_s,
@@ -58,7 +62,11 @@ def pack_average(record: AverageRecord) -> bytes:
 
 
 def unpack_average(packed: bytes) -> AverageRecord:
-    """Raises LookupError, TypeError, ValueError: it makes no sense."""
+    """Unpack an average.
+
+    Raises:
+        LookupError, TypeError, ValueError: the record is invalid.
+    """
     header, cells = _unpack(packed)
     table = np.frombuffer(cells, dtype="<f8")
     numbers = [header[name] for name in ("half_life_s", "time_unix_s", "weight_s")]
@@ -74,10 +82,10 @@ def unpack_average(packed: bytes) -> AverageRecord:
 
 
 def unpack_entry(number: bytes, fields: list[bytes]) -> dict[str, Any]:
-    """The fields of a numbered record of a stream.
+    """Unpack a numbered record of a stream.
 
     Raises:
-        LookupError, ValueError: it makes no sense.
+        LookupError, ValueError: the record is invalid.
     """
     record = dict(zip(fields[::2], fields[1::2], strict=True))
     return {"sequence": int(number.partition(b"-")[0]), **json.loads(record[b"record"])}

@@ -1,8 +1,7 @@
-"""What happens inside Redis, in Lua: each script is one atomic step on the keys of one pool.
+"""The Lua scripts of the Redis store: each is one atomic step on the keys of one pool.
 
-Redis runs a script alone, so that reading, judging and writing cannot be torn apart; and it refuses
-the first write of a script when its memory is full, so a script happens whole or not at all. The
-words of a refusal are chosen by `redis_store.py`.
+Redis runs a script alone, and rejects its first write if memory is full, so a script happens as a
+whole or not at all.
 """
 
 PRELUDE = """
@@ -33,9 +32,9 @@ local function note_commit(generation)
   end
 end
 """
-"""Stands before every script but OPEN. ARGV: incarnation, term ('' for a read), pool name.
+"""Precedes every script but OPEN. ARGV: incarnation, term ('' for a read), pool name.
 
-Answers that any script may give: {'lost'}, {'over', highest term}.
+Any script may return {'lost'} or {'over', highest term}.
 """
 
 OPEN = """
@@ -50,7 +49,7 @@ else
 end
 return redis.call('HMGET', meta, 'schema', 'incarnation')
 """
-"""Make the store if there is none, mark what older releases must not read; whose it is."""
+"""Create the store if missing, or raise its schema version; return schema and incarnation."""
 
 HIGHEST_TERM = "return {'ok', highest_term}"
 

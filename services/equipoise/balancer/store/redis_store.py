@@ -1,12 +1,9 @@
-"""`RedisStore`: the store that several balancers share, of which one leads.
+"""`RedisStore`: the store that several balancers share; each step is a script of `redis_scripts`.
 
-Owns what the keys mean; each step is a script of `redis_scripts.py`, the connection is
-`redis_link`'s. Decides nothing.
-
-All keys have one hash tag, so a cluster keeps them together: one script can then look at the term,
-which is common to all pools, and write a pool. A write survives what the server's own persistence
-survives (`appendfsync always` for a power cut); a server that forgot is noticed, never trusted:
-the contents have a random name, the incarnation, which is checked by every step.
+All keys have one hash tag, so that a cluster stores them together and one script can check the
+term, which all pools share, and write a pool. A write survives what the server's persistence
+survives (`appendfsync always` for a power cut). Data loss is detected: the contents have a random
+name, the incarnation, which every step checks.
 """
 
 import json
@@ -40,29 +37,29 @@ from equipoise.planning.layout import Layout
 from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
 
 SCHEMA_VERSION = 3
-"""Raised with every change of keys or records; other versions are refused, never guessed at."""
+"""Incremented with every change of keys or records; other versions are refused."""
 
 OLDEST_VERSION = 1
-"""Records from this version on are read as they are: layouts without shares are even splits, and
-nobody ordered anything before orders were kept."""
+"""Oldest version whose records can be read: layouts without shares are even splits, and a missing
+audit log is empty."""
 
 HASH_TAG = "{equipoise}"
-"""Begins every key. Two fleets share a server by using two databases of it."""
+"""Prefix of every key. Fleets that share a server need separate databases."""
 
 REQUEST_TIMEOUT_S = 2.0
-"""How long the server may take for one step."""
+"""Timeout of one step."""
 
 _Value = TypeVar("_Value")
 
 
 class RedisStore:
-    """A `Store` in the Redis server at `url`; connects when it is first used.
+    """A `Store` in the Redis server at `url`; connects on first use.
 
-    After it found its contents lost it starts anew with what is there, so whoever hears of it must
-    read everything again.
+    After data loss it continues with the contents that it finds, so callers must read everything
+    again.
 
     Raises:
-        StoreError: the URL is none.
+        StoreError: the URL is not valid.
     """
 
     def __init__(self, url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
@@ -71,21 +68,21 @@ class RedisStore:
         self._opening = Lock()
 
     async def highest_term(self) -> int:
-        """The highest term that ever wrote; 0 in a new store."""
+        """See `Store`."""
         (term,) = await self._read("", scripts.HIGHEST_TERM)
         return int(term)
 
     async def fence(self, *, term: int) -> None:
-        """From now on refuse lower terms."""
+        """See `Store`."""
         await self._write("", scripts.FENCE, term=term)
 
     async def pools(self) -> tuple[str, ...]:
-        """Names of all pools the store knows, sorted."""
+        """See `Store`."""
         (names,) = await self._read("", scripts.POOLS)
         return tuple(sorted(name.decode() for name in names))
 
     async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
-        """Remember a layout before anybody is asked to stage it; see `Store`."""
+        """See `Store`."""
         answer, *rest = await self._step(
             pool,
             scripts.PUT_PROPOSED,
@@ -101,7 +98,7 @@ class RedisStore:
             )
 
     async def commit(self, pool: str, generation: int, *, previous: int | None, term: int) -> None:
-        """Make a proposed layout the committed one, if `previous` still is; see `Store`."""
+        """See `Store`."""
         before = "" if previous is None else previous
         answer, *rest = await self._step(pool, scripts.COMMIT, generation, before, term=term)
         if answer == b"other":
@@ -113,32 +110,32 @@ class RedisStore:
             raise StoreConflictError(f"pool {pool}: generation {generation} was never proposed")
 
     async def adopt(self, pool: str, layout: Layout, *, term: int) -> None:
-        """Commit the layout that all ranks report to run; see `Store`."""
+        """See `Store`."""
         packed = pack_layout(layout)
         await self._write(pool, scripts.ADOPT, layout.generation, packed, MAX_LAYOUTS, term=term)
 
     async def committed(self, pool: str) -> Layout | None:
-        """The layout that all ranks were last known to run."""
+        """See `Store`."""
         generation, packed = await self._read(pool, scripts.COMMITTED)
         if generation is not None and packed is None:
             raise self._damaged(f"pool {pool} lacks its committed layout {generation.decode()}")
         return self._layout(pool, generation, packed)
 
     async def proposed(self, pool: str) -> Layout | None:
-        """The newest layout above the committed one, if any."""
+        """See `Store`."""
         return self._layout(pool, *await self._read(pool, scripts.PROPOSED))
 
     async def layout(self, pool: str, generation: int) -> Layout | None:
-        """A layout that was proposed or adopted and is still kept."""
+        """See `Store`."""
         return self._layout(pool, *await self._read(pool, scripts.LAYOUT, generation))
 
     async def next_generation(self, pool: str) -> int:
-        """The number after the highest ever used; 1 for a new pool."""
+        """See `Store`."""
         (highest,) = await self._read(pool, scripts.HIGHEST_GENERATION)
         return self._sense(f"highest generation of pool {pool}", lambda: int(highest)) + 1
 
     async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
-        """Remember an epoch, which must not be below the latest."""
+        """See `Store`."""
         workers = json.dumps(members.workers)
         answer, *rest = await self._step(
             pool, scripts.PUT_MEMBERSHIP, members.epoch, workers, term=term
@@ -149,7 +146,7 @@ class RedisStore:
             )
 
     async def membership(self, pool: str) -> EpochMembers | None:
-        """The latest epoch."""
+        """See `Store`."""
         epoch, workers = await self._read(pool, scripts.MEMBERSHIP)
         if epoch is None:
             return None
@@ -159,11 +156,11 @@ class RedisStore:
         )
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
-        """Remember a moving average by its name."""
+        """See `Store`."""
         await self._write(pool, scripts.PUT_AVERAGE, name, pack_average(record), term=term)
 
     async def average(self, pool: str, name: str) -> AverageRecord | None:
-        """A moving average as it was put last."""
+        """See `Store`."""
         (packed,) = await self._read(pool, scripts.AVERAGE, name)
         if packed is None:
             return None
@@ -172,7 +169,7 @@ class RedisStore:
     async def add_decision(
         self, pool: str, decision: DecisionRecord, *, term: int
     ) -> DecisionRecord:
-        """Append a decision; returns it with its sequence number."""
+        """See `Store`."""
         record = {key: value for key, value in asdict(decision).items() if key != "sequence"}
         (sequence,) = await self._write(
             pool, scripts.ADD_DECISION, json.dumps(record), MAX_DECISIONS, term=term
@@ -180,7 +177,7 @@ class RedisStore:
         return replace(decision, sequence=int(sequence))
 
     async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
-        """The newest decisions, newest first."""
+        """See `Store`."""
         (entries,) = await self._read(pool, scripts.DECISIONS, max(0, limit))
         return self._sense(
             f"decisions of pool {pool}",
@@ -190,14 +187,14 @@ class RedisStore:
         )
 
     async def commits(self, pool: str) -> tuple[int, ...]:
-        """Generations that were committed and whose layouts are still kept, ascending."""
+        """See `Store`."""
         (generations,) = await self._read(pool, scripts.COMMITS)
         return tuple(sorted(int(generation) for generation in generations))
 
     async def add_audit(
         self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
     ) -> AuditRecord:
-        """Append an order and set what the pool is held to, in one step; see `Store`."""
+        """See `Store`."""
         fields = {key: value for key, value in asdict(record).items() if key != "sequence"}
         (sequence,) = await self._write(
             pool,
@@ -210,7 +207,7 @@ class RedisStore:
         return replace(record, sequence=int(sequence))
 
     async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
-        """The newest orders, newest first."""
+        """See `Store`."""
         (entries,) = await self._read(pool, scripts.AUDIT, max(0, limit))
         return self._sense(
             f"audit of pool {pool}",
@@ -220,14 +217,14 @@ class RedisStore:
         )
 
     async def hold(self, pool: str) -> Hold:
-        """What operators hold the pool to."""
+        """See `Store`."""
         (packed,) = await self._read(pool, scripts.HOLD)
         if packed is None:
             return Hold()
         return self._sense(f"hold of pool {pool}", lambda: unpack_hold(packed))
 
     async def close(self) -> None:
-        """Close the connections; no method may be called after."""
+        """See `Store`."""
         await self._link.close()
 
     async def _read(self, pool: str, script: str, *arguments: str | int | bytes) -> list[Any]:
@@ -243,7 +240,7 @@ class RedisStore:
     async def _step(
         self, pool: str, script: str, *arguments: str | int | bytes, term: int | str
     ) -> list[Any]:
-        """Run a script: its answer in a word, then its values."""
+        """Run a script; return its status word, then its values."""
         incarnation = await self._open()
         answer, *values = await self._run(
             scripts.PRELUDE + script, _keys(pool), (incarnation, term, pool, *arguments)
@@ -255,13 +252,13 @@ class RedisStore:
             self._incarnation = None
             raise StoreError(
                 f"{self._link.name} was emptied or replaced since this balancer read it: "
-                "everything is read again and the workers are asked what they run",
+                "reading everything again and asking the workers what they run",
                 fault=StoreFault.LOST,
             )
         return [answer, *values]
 
     async def _open(self) -> str:
-        """Name of the contents, which are made when there are none."""
+        """Return the incarnation of the contents, which are created when missing."""
         async with self._opening:
             if self._incarnation is None:
                 schema, found = await self._run(
@@ -273,8 +270,8 @@ class RedisStore:
                     raise StoreError(
                         f"{self._link.name} has schema version "
                         f"{'unknown' if schema is None else schema.decode()}, this release reads "
-                        f"{SCHEMA_VERSION}: use the release that wrote it, or name another "
-                        "database to start anew from what the workers report",
+                        f"{SCHEMA_VERSION}: use the release that wrote it, or another "
+                        "database to start from what the workers report",
                         fault=StoreFault.FOREIGN,
                     )
                 self._incarnation = found.decode()
@@ -294,7 +291,7 @@ class RedisStore:
         return self._sense(f"layout of pool {pool}", lambda: unpack_layout(int(generation), packed))
 
     def _sense(self, what: str, unpack: Callable[[], _Value]) -> _Value:
-        """What `unpack` makes of a record; one that makes no sense is named."""
+        """Return what `unpack` returns; raise StoreError if the record is invalid."""
         try:
             return unpack()
         except (InvalidLayoutError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -302,14 +299,14 @@ class RedisStore:
 
     def _damaged(self, finding: str) -> StoreError:
         return StoreError(
-            f"{self._link.name} is damaged ({finding}): empty its database, or name another, to "
-            "start anew from what the workers report",
+            f"{self._link.name} is damaged ({finding}): empty its database, or use another, to "
+            "start from what the workers report",
             fault=StoreFault.DAMAGED,
         )
 
 
 def _keys(pool: str) -> tuple[str, ...]:
-    """Keys in the order in which the scripts name them."""
+    """Return the keys in the order of `PRELUDE`."""
     own = f"{HASH_TAG}:pool:{pool}"
     return (
         f"{HASH_TAG}:meta",

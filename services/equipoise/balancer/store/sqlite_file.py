@@ -1,7 +1,4 @@
-"""`SqliteFile`: one SQLite file of ours, its lock, its schema's version and its faults in words.
-
-Owns the connection and the thread it is used on. Knows the tables, not what their rows mean.
-"""
+"""`SqliteFile`: an SQLite file with its lock, schema, thread and human-readable errors."""
 
 import asyncio
 import sqlite3
@@ -17,18 +14,17 @@ from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError
 from equipoise.planning.errors import InvalidLayoutError
 
 SCHEMA_VERSION = 4
-"""Raised with every change of the tables below; versions without an upgrade are refused, never
-guessed at."""
+"""Incremented with every change of the tables below; versions without an upgrade are refused."""
 
-_APPLICATION_ID = 0x45515053  # "EQPS": tells our files from other programs' SQLite files
+_APPLICATION_ID = 0x45515053  # "EQPS": marks our files
 
 _LOCK_TIMEOUT_S = 2.0
-"""How long a file that another process holds is waited for: a predecessor that is just ending."""
+"""How long to wait for a lock, such as that of a predecessor that is shutting down."""
 
-_ORDERS = """
+_OPERATIONS = """
 CREATE TABLE commits (
     pool TEXT NOT NULL,
-    generation INTEGER NOT NULL,           -- of a layout that all ranks ran once
+    generation INTEGER NOT NULL,           -- of a layout that all ranks ran
     PRIMARY KEY (pool, generation)
 ) WITHOUT ROWID;
 CREATE TABLE audit (
@@ -38,9 +34,9 @@ CREATE TABLE audit (
     PRIMARY KEY (pool, sequence)
 ) WITHOUT ROWID;
 """
-"""What operators ordered, and what they may go back to."""
+"""Tables of operations, and of the generations that they may roll back to."""
 
-_SCHEMA = f"""{_ORDERS}
+_SCHEMA = f"""{_OPERATIONS}
 CREATE TABLE fence (term INTEGER NOT NULL);
 INSERT INTO fence VALUES (0);
 CREATE TABLE pools (
@@ -51,7 +47,7 @@ CREATE TABLE pools (
     workers TEXT,                          -- JSON list of worker names in rank order
     num_decisions INTEGER NOT NULL DEFAULT 0,
     num_audit INTEGER NOT NULL DEFAULT 0,
-    hold TEXT                              -- what operators hold it to, as `hold.py` packs it
+    hold TEXT                              -- as `hold.py` packs it
 ) WITHOUT ROWID;
 CREATE TABLE layouts (
     pool TEXT NOT NULL,
@@ -80,32 +76,31 @@ CREATE TABLE decisions (
     record TEXT NOT NULL,                  -- JSON of the rest of a DecisionRecord
     PRIMARY KEY (pool, sequence)
 ) WITHOUT ROWID;
-"""  # noqa: S608 - all of it is ours
+"""  # noqa: S608 - constant
 
 _UPGRADES = {
     1: "ALTER TABLE layouts ADD COLUMN share_of_slot BLOB;",
-    2: f"""{_ORDERS}
+    2: f"""{_OPERATIONS}
 ALTER TABLE pools ADD COLUMN num_audit INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE pools ADD COLUMN hold TEXT;
 INSERT INTO commits SELECT pool, committed FROM pools WHERE committed IS NOT NULL;
-""",  # noqa: S608 - all of it is ours
+""",  # noqa: S608 - constant
     3: "ALTER TABLE averages RENAME COLUMN tokens TO decayed_load;",
 }
-"""What brings a file of an older version to the next one."""
+"""Upgrades of a file from each version to the next one."""
 
 _Result = TypeVar("_Result")
 
 
 class SqliteFile:
-    """An open file with our tables, made when missing; `db` may be used by `read` and `write` only.
+    """An open file, created when missing; only work of `read` and `write` may use `db`.
 
-    The file is locked while it is open: a second balancer on it is told so instead of writing in
-    between. Work runs one piece after the other on a thread of its own, so that a slow disk delays
-    whoever waits for it and no stream.
+    The file is locked while it is open, so a second balancer fails to open it. Work runs on one
+    thread, so a slow disk delays no stream.
 
     Raises:
-        StoreError: the file cannot be opened, is damaged, is somebody else's or another version's,
-            or another process holds it.
+        StoreError: the file cannot be opened, is damaged, belongs to another program or version,
+            or is locked by another process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,13 +116,13 @@ class SqliteFile:
             self.db.close()
             raise
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
-        self._asked: deque[_Asked[Any]] = deque()
+        self._pending: deque[_PendingWrite[Any]] = deque()
 
     async def read(self, work: Callable[[], _Result]) -> _Result:
         """Run `work` on the store's thread.
 
         Raises:
-            StoreError: what SQLite, or a row that makes no sense, raised in it.
+            StoreError: SQLite failed, or a row is invalid.
         """
 
         def explained() -> _Result:
@@ -137,43 +132,43 @@ class SqliteFile:
         return await asyncio.get_running_loop().run_in_executor(self._thread, explained)
 
     async def write(self, work: Callable[[], _Result], *, term: int) -> _Result:
-        """Run `work` in a transaction that is durable on return, or undone.
+        """Run `work` in a transaction that is durable on return, or rolled back.
 
-        What waits at one moment is made durable together: hundreds of pools close their windows at
-        once, and a disk takes as long for one of them as for all. What fails undoes itself only.
+        Queued writes share a transaction, because hundreds of pools close their windows at once,
+        and a disk syncs all of them as fast as one. A write that fails rolls back only itself.
 
         Raises:
-            TermOverError: a higher `term` wrote before.
+            TermOverError: a higher `term` has written.
             StoreError: as `read`.
         """
-        asked = _Asked(work=work, term=term)
-        self._asked.append(asked)
-        # Whoever is first on the thread does it for all who asked by then.
+        write = _PendingWrite(work=work, term=term)
+        self._pending.append(write)
+        # The first call on the thread runs all writes that are queued by then.
         await asyncio.get_running_loop().run_in_executor(self._thread, self._write_all)
-        if asked.fault is not None:
-            raise asked.fault
-        return asked.result
+        if write.fault is not None:
+            raise write.fault
+        return write.result
 
     def highest_term(self) -> int:
-        """The highest term that ever wrote; used by `read` and `write` only."""
+        """Return the highest term that ever wrote; only for work of `read` and `write`."""
         (highest,) = self.db.execute("SELECT term FROM fence").fetchone()
         return int(highest)
 
     async def close(self) -> None:
-        """Release the file and its thread."""
+        """Close the file and end its thread."""
         await self.read(self.db.close)
         self._thread.shutdown()
 
     def damaged(self, finding: str) -> StoreError:
-        """The error for contents that no release of ours wrote."""
+        """Return the error for contents that no release wrote."""
         return StoreError(
-            f"{self._path} is damaged ({finding}): move it away to start anew from what the "
+            f"{self._path} is damaged ({finding}): move it away to start from what the "
             "workers report",
             fault=StoreFault.DAMAGED,
         )
 
     def _prepare(self) -> None:
-        # The lock comes first: nothing may be judged while somebody else may be writing it.
+        # Lock first: another process may be writing.
         self.db.execute("PRAGMA locking_mode = EXCLUSIVE")
         self.db.execute("BEGIN EXCLUSIVE")
         is_new = self.db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
@@ -182,7 +177,7 @@ class SqliteFile:
             self._check_is_ours()
             self._upgrade()
         self.db.execute("PRAGMA journal_mode = WAL")
-        # A generation must survive a power cut before anybody stages it.
+        # A generation must survive a power cut before a rank stages it.
         self.db.execute("PRAGMA synchronous = FULL")
         if is_new:
             self.db.executescript(
@@ -195,13 +190,13 @@ class SqliteFile:
         (version,) = self.db.execute("PRAGMA user_version").fetchone()
         if application != _APPLICATION_ID:
             raise StoreError(
-                f"{self._path} is an SQLite file of another program: name another state file",
+                f"{self._path} is an SQLite file of another program: use another state file",
                 fault=StoreFault.FOREIGN,
             )
         if version != SCHEMA_VERSION and version not in _UPGRADES:
             raise StoreError(
                 f"{self._path} has schema version {version}, this release reads {SCHEMA_VERSION}: "
-                "use the release that wrote it, or move the file away to start anew from what the "
+                "use the release that wrote it, or move the file away to start from what the "
                 "workers report",
                 fault=StoreFault.FOREIGN,
             )
@@ -218,51 +213,51 @@ class SqliteFile:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what SQLite and senseless rows raise into one sentence with a remedy."""
+        """Turn errors of SQLite and of invalid rows into a StoreError with a remedy."""
         try:
             yield
         except sqlite3.OperationalError as error:
             if "locked" in str(error):
                 raise StoreError(
-                    f"{self._path} is held by another process: one balancer uses a state file at a "
-                    "time"
+                    f"{self._path} is locked by another process: stop it, only one balancer can "
+                    "use a state file"
                 ) from error
             is_full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
             raise StoreError(
-                f"{self._path} cannot be used ({error}): check that its folder exists, can be "
-                "written and has room",
+                f"{self._path} cannot be used ({error}): check that its folder exists, is "
+                "writable and has free space",
                 fault=StoreFault.FULL if is_full else StoreFault.UNREACHABLE,
             ) from error
         except (sqlite3.Error, InvalidLayoutError, LookupError, TypeError, ValueError) as error:
             raise self.damaged(str(error)) from error
 
     def _write_all(self) -> None:
-        """Do what was asked, in order, in one transaction; outcomes are left with who asked."""
-        asked = [self._asked.popleft() for _ in range(len(self._asked))]
-        if not asked:
+        """Run the queued writes in order in one transaction; each keeps its outcome."""
+        writes = [self._pending.popleft() for _ in range(len(self._pending))]
+        if not writes:
             return
         try:
             with self._explained():
                 self.db.execute("BEGIN IMMEDIATE")
-                for one in asked:
-                    self._write_one(one)
+                for write in writes:
+                    self._write_one(write)
                 self.db.execute("COMMIT")
-        except Exception as error:  # noqa: BLE001 - each of them raises it to who asked
+        except Exception as error:  # noqa: BLE001 - each write raises it to its caller
             if self.db.in_transaction:
                 self.db.execute("ROLLBACK")
-            for one in asked:
-                one.fail(error)
+            for write in writes:
+                write.fail(error)
 
-    def _write_one(self, asked: "_Asked[Any]") -> None:
+    def _write_one(self, write: "_PendingWrite[Any]") -> None:
         self.db.execute("SAVEPOINT one")
         try:
             with self._explained():
-                self._fence(asked.term)
-                asked.run()
+                self._fence(write.term)
+                write.result = write.work()
         except Exception as error:
-            asked.fail(error)
+            write.fail(error)
             if not self.db.in_transaction:
-                raise  # A full disk, for one, takes all of the transaction back.
+                raise  # A full disk, for example, rolls back the whole transaction.
             self.db.execute("ROLLBACK TO one")
         self.db.execute("RELEASE one")
 
@@ -274,18 +269,14 @@ class SqliteFile:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Asked(Generic[_Result]):
-    """A piece of work and, once it is done, its `fault` or else its `result`."""
+class _PendingWrite(Generic[_Result]):
+    """A queued write; once it has run, it has a `fault` or a `result`."""
 
     work: Callable[[], _Result]
     term: int
     fault: Exception | None = None
     result: _Result = field(init=False)
 
-    def run(self) -> None:
-        """Do the work."""
-        self.result = self.work()
-
     def fail(self, error: Exception) -> None:
-        """It failed; the first fault counts."""
+        """Record a failure; the first one counts."""
         self.fault = self.fault or error

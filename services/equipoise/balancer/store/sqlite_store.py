@@ -1,7 +1,4 @@
-"""`SqliteStore`: the store in one file of this machine, the default of a single balancer.
-
-Owns what the rows mean; the file itself is `sqlite_file`'s. Decides nothing.
-"""
+"""`SqliteStore`: the store in one local file, the default of a single balancer."""
 
 import json
 import math
@@ -24,11 +21,11 @@ from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, E
 
 
 class SqliteStore:
-    """A `Store` in an SQLite file, which is made when missing. Opened until `close`.
+    """A `Store` in an SQLite file, which is created when missing and open until `close`.
 
     Raises:
-        StoreError: the file cannot be opened, is damaged, is somebody else's or another version's,
-            or another process holds it.
+        StoreError: the file cannot be opened, is damaged, belongs to another program or version,
+            or is locked by another process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,15 +33,15 @@ class SqliteStore:
         self._db = self._file.db
 
     async def highest_term(self) -> int:
-        """The highest term that ever wrote; 0 in a new store."""
+        """See `Store`."""
         return await self._file.read(self._file.highest_term)
 
     async def fence(self, *, term: int) -> None:
-        """From now on refuse lower terms."""
+        """See `Store`."""
         await self._file.write(lambda: None, term=term)
 
     async def pools(self) -> tuple[str, ...]:
-        """Names of all pools the store knows, sorted."""
+        """See `Store`."""
 
         def read() -> tuple[str, ...]:
             return tuple(name for (name,) in self._db.execute("SELECT pool FROM pools"))
@@ -52,7 +49,7 @@ class SqliteStore:
         return tuple(sorted(await self._file.read(read)))
 
     async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
-        """Remember a layout before anybody is asked to stage it; see `Store`."""
+        """See `Store`."""
 
         def write() -> None:
             known = self._layout(pool, layout.generation)
@@ -69,7 +66,7 @@ class SqliteStore:
         await self._file.write(write, term=term)
 
     async def commit(self, pool: str, generation: int, *, previous: int | None, term: int) -> None:
-        """Make a proposed layout the committed one, if `previous` still is; see `Store`."""
+        """See `Store`."""
 
         def write() -> None:
             committed = self._pool_value(pool, "committed")
@@ -87,7 +84,7 @@ class SqliteStore:
         await self._file.write(write, term=term)
 
     async def adopt(self, pool: str, layout: Layout, *, term: int) -> None:
-        """Commit the layout that all ranks report to run; see `Store`."""
+        """See `Store`."""
 
         def write() -> None:
             self._put_layout(pool, layout)
@@ -96,7 +93,7 @@ class SqliteStore:
         await self._file.write(write, term=term)
 
     async def committed(self, pool: str) -> Layout | None:
-        """The layout that all ranks were last known to run."""
+        """See `Store`."""
 
         def read() -> Layout | None:
             generation = self._pool_value(pool, "committed")
@@ -110,7 +107,7 @@ class SqliteStore:
         return await self._file.read(read)
 
     async def proposed(self, pool: str) -> Layout | None:
-        """The newest layout above the committed one, if any."""
+        """See `Store`."""
 
         def read() -> Layout | None:
             row = self._db.execute(
@@ -123,15 +120,15 @@ class SqliteStore:
         return await self._file.read(read)
 
     async def layout(self, pool: str, generation: int) -> Layout | None:
-        """A layout that was proposed or adopted and is still kept."""
+        """See `Store`."""
         return await self._file.read(lambda: self._layout(pool, generation))
 
     async def next_generation(self, pool: str) -> int:
-        """The number after the highest ever used; 1 for a new pool."""
+        """See `Store`."""
         return await self._file.read(lambda: (self._pool_value(pool, "highest") or 0) + 1)
 
     async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
-        """Remember an epoch, which must not be below the latest."""
+        """See `Store`."""
 
         def write() -> None:
             latest = self._pool_value(pool, "epoch")
@@ -145,7 +142,7 @@ class SqliteStore:
         await self._file.write(write, term=term)
 
     async def membership(self, pool: str) -> EpochMembers | None:
-        """The latest epoch."""
+        """See `Store`."""
 
         def read() -> EpochMembers | None:
             epoch = self._pool_value(pool, "epoch")
@@ -157,7 +154,7 @@ class SqliteStore:
         return await self._file.read(read)
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
-        """Remember a moving average by its name."""
+        """See `Store`."""
         num_layers, num_experts = record.decayed_load.shape
         decayed_load = record.decayed_load.astype("<f8", copy=False).tobytes()
         numbers = (record.half_life_s, record.time_unix_s, record.weight_s)
@@ -172,7 +169,7 @@ class SqliteStore:
         await self._file.write(write, term=term)
 
     async def average(self, pool: str, name: str) -> AverageRecord | None:
-        """A moving average as it was put last."""
+        """See `Store`."""
 
         def read() -> AverageRecord | None:
             row = self._db.execute(
@@ -187,7 +184,7 @@ class SqliteStore:
     async def add_decision(
         self, pool: str, decision: DecisionRecord, *, term: int
     ) -> DecisionRecord:
-        """Append a decision; returns it with its sequence number."""
+        """See `Store`."""
 
         def write() -> DecisionRecord:
             self._know(pool)
@@ -206,7 +203,7 @@ class SqliteStore:
         return await self._file.write(write, term=term)
 
     async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
-        """The newest decisions, newest first."""
+        """See `Store`."""
 
         def read() -> tuple[DecisionRecord, ...]:
             rows = self._db.execute(
@@ -221,7 +218,7 @@ class SqliteStore:
         return await self._file.read(read)
 
     async def commits(self, pool: str) -> tuple[int, ...]:
-        """Generations that were committed and whose layouts are still kept, ascending."""
+        """See `Store`."""
 
         def read() -> tuple[int, ...]:
             rows = self._db.execute(
@@ -236,7 +233,7 @@ class SqliteStore:
     async def add_audit(
         self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
     ) -> AuditRecord:
-        """Append an order and set what the pool is held to, in one step; see `Store`."""
+        """See `Store`."""
 
         def write() -> AuditRecord:
             self._know(pool)
@@ -257,7 +254,7 @@ class SqliteStore:
         return await self._file.write(write, term=term)
 
     async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
-        """The newest orders, newest first."""
+        """See `Store`."""
 
         def read() -> tuple[AuditRecord, ...]:
             rows = self._db.execute(
@@ -271,7 +268,7 @@ class SqliteStore:
         return await self._file.read(read)
 
     async def hold(self, pool: str) -> Hold:
-        """What operators hold the pool to."""
+        """See `Store`."""
 
         def read() -> Hold:
             packed = self._pool_value(pool, "hold")
@@ -280,7 +277,7 @@ class SqliteStore:
         return await self._file.read(read)
 
     async def close(self) -> None:
-        """Release the file; no method may be called after."""
+        """See `Store`."""
         await self._file.close()
 
     def _know(self, pool: str) -> None:
@@ -304,7 +301,7 @@ class SqliteStore:
     def _set_committed(self, pool: str, generation: int) -> None:
         self._set_pool(pool, committed=generation)
         self._db.execute("INSERT OR IGNORE INTO commits VALUES (?, ?)", (pool, generation))
-        # Of layouts that are dropped nothing is remembered.
+        # Commits of dropped layouts are dropped too.
         self._db.execute(
             "DELETE FROM commits WHERE pool = :pool AND generation NOT IN"
             " (SELECT generation FROM layouts WHERE pool = :pool)",
@@ -345,11 +342,11 @@ class SqliteStore:
         ).fetchone()
         if row is None:
             return None
-        num_layers, num_experts, num_ranks, cells, parts = row
+        num_layers, num_experts, num_ranks, cells, packed_shares = row
         table = np.frombuffer(cells, dtype="<i4").reshape(num_layers, -1)
         shares = None
-        if parts is not None:
-            shares = np.frombuffer(parts, dtype="<u2").reshape(table.shape).astype(np.int32)
+        if packed_shares is not None:
+            shares = np.frombuffer(packed_shares, dtype="<u2").reshape(table.shape).astype(np.int32)
         return Layout(
             generation=generation,
             num_experts=num_experts,

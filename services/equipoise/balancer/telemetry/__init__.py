@@ -1,1 +1,1 @@
-"""What the balancer tells without being asked: metrics, Kubernetes Events, pages over HTTP."""
+"""Metrics, Kubernetes Events and HTTP ports of the balancer."""

@@ -1,4 +1,4 @@
-"""What the balancer tells over HTTP: metrics with probes, and the page; at one address or two."""
+"""The HTTP ports of the balancer: metrics with probes, and the web page, at one port or two."""
 
 from contextlib import AsyncExitStack
 
@@ -23,12 +23,10 @@ async def open_http(
     metrics_listen: str,
     web_listen: str,
 ) -> str:
-    """Serve until `running` is left; returns the host:port of the metrics, empty without them.
-
-    Probes are answered where the metrics are.
+    """Serve until `running` exits; returns the host:port of metrics and probes, empty if off.
 
     Raises:
-        TelemetryError: an address cannot be listened on.
+        TelemetryError: an address is not available.
     """
     metrics = (
         metrics_route(registry_of(BalancerCollector(seat, clock=clock))),

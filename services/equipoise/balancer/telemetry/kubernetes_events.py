@@ -12,7 +12,7 @@ from kubernetes.aio.client.exceptions import ApiException
 _COMPONENT = "equipoise-balancer"
 _TIMEOUT_S = 5.0
 _MOST_CHARACTERS = 1024
-"""The API accepts no longer messages."""
+"""The API's limit on a message."""
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,4 @@
-"""`BalancerCollector`: the balancer's metrics, read from its state when somebody asks.
-
-Keeps nothing and changes nothing. What there is of a pool is `pool_metrics.py`'s business.
-"""
+"""`BalancerCollector`: the balancer's metrics, read from its state on every scrape."""
 
 from collections.abc import Iterator
 
@@ -14,14 +11,14 @@ from equipoise.balancer.telemetry.pool_metrics import PoolMetrics
 
 
 class BalancerCollector(Collector):
-    """Collects from the pools that the balancer of `seat` leads; a follower shows none."""
+    """Collects from the pools that the balancer of `seat` leads; a follower has none."""
 
     def __init__(self, seat: Seat, *, clock: Clock) -> None:
         self._seat = seat
         self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they stand now."""
+        """Yield all metrics."""
         pools = self._seat.led
         yield GaugeMetricFamily(
             "equipoise_leader", "1 if this balancer leads, else 0.", value=float(pools is not None)
@@ -44,7 +41,6 @@ class BalancerCollector(Collector):
         yield from metrics.families()
 
     def _election(self) -> Iterator[Metric]:
-        """The waits of the election, if there are others to be elected."""
         longest = GaugeMetricFamily(
             "equipoise_election_bound_seconds",
             "Timeout of a wait of the leader election.",

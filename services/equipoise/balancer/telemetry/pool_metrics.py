@@ -1,8 +1,7 @@
-"""`PoolMetrics`: one pool's state and tally as Prometheus writes them.
+"""`PoolMetrics`: the state and tally of pools as Prometheus metrics; see docs/metrics.md.
 
-Owns names and labels, which docs/metrics.md explains. The number of series of a pool is bounded:
-there is none by expert or by layer, and pools of more than `MAX_RANKS_LISTED` ranks have none by
-rank.
+The number of series per pool is bounded: none per expert or per layer, and none per rank in pools
+of more than `MAX_RANKS_LISTED` ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from equipoise.pool.pool import Pool
 from equipoise.telemetry.histogram import Histogram
 
 MAX_RANKS_LISTED = 400
-"""Beyond it the three series of each rank are left out; the pool's own remain."""
+"""Larger pools have no series per rank."""
 
 _P, _PHASE, _RANK = ("pool",), ("pool", "phase"), ("pool", "rank")
 
@@ -97,7 +96,7 @@ _HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 
 class PoolMetrics:
-    """Families of metrics to which pools are added one by one; `now` is the pools' clock."""
+    """Metric families to which pools are added one by one; `now` is the time of their clock."""
 
     def __init__(self, *, now: float) -> None:
         self._now = now
@@ -115,13 +114,13 @@ class PoolMetrics:
         }
 
     def families(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all families."""
         yield from self._gauges.values()
         yield from self._counters.values()
         yield from self._histograms.values()
 
     def add(self, pool: Pool) -> None:
-        """Tell one pool's state and tally."""
+        """Add one pool's state and tally."""
         self._add_state(pool)
         self._add_ranks(pool)
         self._add_balance(pool)

@@ -1,4 +1,1 @@
-"""The page for people: read-only, served by the balancer itself, live by server-sent events.
-
-Owns what a browser gets. Must not change anything, nor fetch anything from elsewhere.
-"""
+"""The web page: read-only, served by the balancer, updated by server-sent events."""

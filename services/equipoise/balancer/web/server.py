@@ -1,4 +1,4 @@
-"""The page's HTTP: its files, its state as JSON, its events, and the headers that fence it in."""
+"""The HTTP server of the web page: files, state as JSON, events and security headers."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -8,7 +8,7 @@ from importlib.resources import files
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,7 +18,7 @@ from equipoise.settings.address import parse_address
 from equipoise.telemetry.exposition import serving_http
 
 MAX_CONNECTIONS = 4 * MAX_CLIENTS
-"""Connections at a time; what comes beyond is answered 503."""
+"""Concurrent connections; further ones get 503."""
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -31,7 +31,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every answer: nothing from elsewhere is loaded, framed or kept."""
+"""Headers of every response: nothing external is loaded, and nothing is framed or cached."""
 
 _TYPE_OF_FILE = {
     "page.html": "text/html; charset=utf-8",
@@ -45,10 +45,10 @@ _LOOPBACK_NAMES = {"127.0.0.1", "localhost", "[::1]"}
 async def serving_page(
     state: PageState, *, listen: str, routes: Sequence[BaseRoute] = ()
 ) -> AsyncIterator[str]:
-    """Serve the page, and `routes` before it, on `listen` inside the block; gives host:port.
+    """Serve `routes` and the page on `listen` inside the block; yields host:port.
 
     Raises:
-        TelemetryError: the address cannot be listened on.
+        TelemetryError: the address is not available.
     """
     streams = EventStreams(state)
     page = page_routes(state, streams, hosts=_hosts_of(listen))
@@ -66,13 +66,12 @@ async def serving_page(
 
 
 def page_routes(state: PageState, streams: EventStreams, *, hosts: frozenset[str]) -> Mount:
-    """Everything of the page. Requests for another host than `hosts` are refused, unless empty."""
+    """Return the routes of the page. Unless `hosts` is empty, other Host headers get 421."""
 
     async def as_json(request: Request) -> Response:
-        """`GET /state.json?pool=NAME`: what the events of a stream begin with."""
+        """`GET /state.json?pool=NAME`: the first events of a stream."""
         events = await state.events(request.query_params.get("pool", ""))
-        told = {event: json.loads(data) for event, data in events.items()}
-        return Response(json.dumps(told), media_type="application/json")
+        return JSONResponse({event: json.loads(data) for event, data in events.items()})
 
     own = [Route("/", _file("page.html")), Route("/events", streams.answer)]
     own += [Route(f"/{name}", _file(name)) for name in _TYPE_OF_FILE if name != "page.html"]
@@ -81,7 +80,7 @@ def page_routes(state: PageState, streams: EventStreams, *, hosts: frozenset[str
 
 
 def _file(name: str) -> ASGIApp:
-    """Answers with a file of this package, read once."""
+    """Return a handler for a file of this package, which is read once."""
     content = files("equipoise.balancer.web").joinpath(name).read_bytes()
     media_type = _TYPE_OF_FILE[name]
 
@@ -92,16 +91,16 @@ def _file(name: str) -> ASGIApp:
 
 
 def _hosts_of(listen: str) -> frozenset[str]:
-    """Names by which a page on loopback may be asked for; any if it listens elsewhere.
+    """Return the valid Host headers of a page on loopback; empty (any) if it listens elsewhere.
 
-    A foreign page whose name was made to mean this machine could read ours otherwise.
+    Prevents DNS rebinding: a foreign page whose name resolves to this machine.
     """
     host = parse_address(listen).host
     return frozenset(_LOOPBACK_NAMES | {host}) if host in _LOOPBACK_NAMES else frozenset()
 
 
 class _Fence:
-    """Adds the headers to every answer, and refuses names that are not ours."""
+    """Adds the headers to every response, and rejects unknown Host headers."""
 
     def __init__(self, app: ASGIApp, *, hosts: frozenset[str]) -> None:
         self._app = app
@@ -115,8 +114,8 @@ class _Fence:
 
         app = self._app
         if self._hosts and _host(Headers(scope=scope).get("host", "")) not in self._hosts:
-            words = f"this page is for {', '.join(sorted(self._hosts))} only\n"
-            app = PlainTextResponse(words, status_code=421)
+            message = f"this page is served for {', '.join(sorted(self._hosts))} only\n"
+            app = PlainTextResponse(message, status_code=421)
         await app(scope, receive, fenced)
 
 

@@ -1,4 +1,4 @@
-"""`PageState`: what the page shows, as JSON. Made once for all who look. Reads, never changes."""
+"""`PageState`: what the page shows, as JSON that all clients share. Read-only."""
 
 import json
 import time
@@ -16,22 +16,22 @@ from equipoise.pool.pool import Pool
 from equipoise.wire.plain import as_json
 
 MAX_COLUMNS = 512
-"""Columns of a heat map; with more ranks, a column is several and shows the busiest of them."""
+"""Columns of a heat map; with more ranks, a column shows the busiest of several ranks."""
 
 MAX_RANKS = 256
-"""Ranks listed; with more, those that are in trouble, and then the busiest."""
+"""Ranks listed; of more, those in trouble come first, then the busiest."""
 
 NUM_DECISIONS = 30
-"""Latest decisions told."""
+"""Latest decisions shown."""
 
-_PART_OF_LOOP = 0.02  # most of the event loop's time that making one pool's JSON may take
+_SHARE_OF_LOOP = 0.02  # largest share of the event loop's time spent on one pool's JSON
 
 Events = dict[str, str]
-"""JSON by the name of its event."""
+"""JSON by event name."""
 
 
 class _PoolPage:
-    """What is shown of one pool, made again at most every so often."""
+    """The events of one pool, cached for as long as making them again would be too expensive."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -43,7 +43,7 @@ class _PoolPage:
         self._events: Events = {}
 
     async def events(self, source: PoolView, *, now: float) -> Events:
-        """`pool` and `heat` of `source`; `now` is the clock of its pool."""
+        """Return `pool` and `heat` of `source`; `now` is the time of its pool's clock."""
         pool = source.pool
         if self._shown == (source, pool.revision) or time.monotonic() < self._not_before_s:
             return self._events
@@ -62,7 +62,7 @@ class _PoolPage:
             self._window = window.number
             self._events["heat"] = _dumped(heat_of(window))
         now_s = time.monotonic()
-        self._not_before_s = now_s + (now_s - began_s) / _PART_OF_LOOP
+        self._not_before_s = now_s + (now_s - began_s) / _SHARE_OF_LOOP
         return self._events
 
     async def _fetch_decisions(self, pool: Pool) -> None:
@@ -73,13 +73,13 @@ class _PoolPage:
         try:
             records = await self._store.decisions(pool.name, limit=NUM_DECISIONS)
         except StoreError:
-            return  # Keep the last decisions; the pool's state names the store's fault.
+            return  # Keep the previous decisions; the pool's state shows the store's fault.
         self._last_decision = latest
         self._decisions = [as_json(decision_to_proto(record)) for record in records]
 
 
 class PageState:
-    """The fleet and its pools, as this balancer knows them, whether it leads or follows."""
+    """The fleet and its pools as this balancer knows them, as leader or follower."""
 
     def __init__(self, seat: Seat, *, store: Store, clock: Clock) -> None:
         self._seat = seat
@@ -88,7 +88,7 @@ class PageState:
         self._pages: dict[str, _PoolPage] = {}
 
     async def events(self, name: str) -> Events:
-        """`fleet`, and `pool` and `heat` of the pool called `name`, or the first if none is."""
+        """Return `fleet`, and `pool` and `heat` of the pool `name`, else of the first pool."""
         pools = self._seat.pools
         names = pools.names()
         self._pages = {known: page for known, page in self._pages.items() if known in names}
@@ -111,7 +111,7 @@ class PageState:
 
 
 def heat_of(window: ClosedWindow) -> dict[str, Any]:
-    """How the load fell: percent of the layer's mean, `[layers][columns]`."""
+    """Return the load in percent of the layer's mean, `[layers][columns]`."""
     load = window.rank_load
     mean = load.mean(axis=1, keepdims=True)
     percent = np.divide(100.0 * load, mean, out=np.zeros_like(load), where=mean > 0)

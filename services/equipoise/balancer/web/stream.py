@@ -1,4 +1,4 @@
-"""`EventStreams`: server-sent events for a bounded number of clients, each wait bounded too."""
+"""`EventStreams`: server-sent events for a limited number of clients, with timeouts."""
 
 import asyncio
 import time
@@ -12,26 +12,26 @@ from starlette.types import Message, Receive, Scope, Send
 from equipoise.balancer.web.state import PageState
 
 MAX_CLIENTS = 64
-"""Open streams of one balancer; further ones are told to come back later."""
+"""Open streams of one balancer; further ones get 503 with Retry-After."""
 
 INTERVAL_S = 1.0
-"""Least time between two looks at the state."""
+"""Minimum time between two reads of the state."""
 
 BEAT_S = 5.0
-"""A stream with nothing to tell says so this often, so that a page knows it is not cut off."""
+"""Interval of keep-alive events, by which a page knows that it is still connected."""
 
 MAX_STREAM_S = 3600.0
-"""Longest life of a stream; browsers come back by themselves."""
+"""Longest life of a stream; browsers reconnect by themselves."""
 
 SEND_TIMEOUT_S = 15.0
-"""A client that reads nothing for so long is let go."""
+"""A client that reads nothing for this long is disconnected."""
 
 _RETRY_MS = 2000
-_COME_BACK_S = "10"
+_RETRY_AFTER_S = "10"
 
 
 class EventStreams:
-    """Streams what changes in `state`, until `close`."""
+    """Streams the changes of `state` until `close`."""
 
     def __init__(
         self, state: PageState, *, max_clients: int = MAX_CLIENTS, interval_s: float = INTERVAL_S
@@ -58,8 +58,9 @@ class EventStreams:
     async def answer(self, request: Request) -> Response:
         """`GET /events?pool=NAME`."""
         if self._num_clients >= self._max_clients or self._closing.is_set():
-            words = f"{self._num_clients} pages look already: try again in {_COME_BACK_S} s\n"
-            return PlainTextResponse(words, status_code=503, headers={"Retry-After": _COME_BACK_S})
+            message = f"{self._num_clients} pages are open: try again in {_RETRY_AFTER_S} s\n"
+            headers = {"Retry-After": _RETRY_AFTER_S}
+            return PlainTextResponse(message, status_code=503, headers=headers)
         return _Stream(self, self._events(request.query_params.get("pool", "")))
 
     async def _events(self, name: str) -> AsyncIterator[str]:
@@ -83,14 +84,14 @@ class EventStreams:
 
 
 class _Stream(StreamingResponse):
-    """Counts among the clients while it lasts."""
+    """A response that counts as a client until it ends."""
 
     def __init__(self, streams: EventStreams, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the events end, the client goes, or does not read."""
+        """Send until the events end or the client disconnects or stops reading."""
 
         async def bounded(message: Message) -> None:
             async with asyncio.timeout(SEND_TIMEOUT_S):

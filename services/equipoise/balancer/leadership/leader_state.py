@@ -1,0 +1,398 @@
+"""`LeaderState`: whether this balancer leads, as a table of roles and events.
+
+Pure: an event yields the next state and a request to the register, which is one record replaced by
+compare-and-set. Follows the leader election of Kubernetes and Patroni, without their clock faults:
+
+- A candidate never reads a time that another machine wrote. A lease is expired when reads found the
+  same record for the lease's duration on the candidate's monotonic clock. Between two reads at most
+  the length of a round counts, so a clock that jumps gains nothing.
+- A leader counts from before it *sent* its last successful renewal, and only to `renew_deadline_s`,
+  so it stops at least `duration_s - renew_deadline_s` before any candidate may start.
+- Each new leader starts a new term, the fencing number of every write and push. What a paused
+  process does before it reads its clock is refused by every peer that saw a higher term.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTiming:
+    """How long a leader leads without an answer from the register, and how often it asks.
+
+    Raises:
+        ValueError: `retry_s + request_timeout_s <= renew_deadline_s < duration_s` does not hold, so
+            that one lost request would end a term, or two balancers could lead.
+    """
+
+    duration_s: float = 3.0
+    """How long a record must be unchanged before another candidate may replace it."""
+
+    renew_deadline_s: float = 2.0
+    """How long a leader leads after it sent its last accepted renewal."""
+
+    retry_s: float = 0.5
+    """Time between rounds: renewals of the leader, reads of the others."""
+
+    request_timeout_s: float = 0.5
+    """Timeout of a request to the register."""
+
+    @classmethod
+    def lasting(cls, duration_s: float) -> "LeaseTiming":
+        """Return the same proportions for another duration."""
+        return cls(
+            duration_s=duration_s,
+            renew_deadline_s=duration_s * 2 / 3,
+            retry_s=duration_s / 6,
+            request_timeout_s=duration_s / 6,
+        )
+
+    def __post_init__(self) -> None:
+        if not (
+            self.retry_s > 0
+            and self.request_timeout_s > 0
+            and self.retry_s + self.request_timeout_s <= self.renew_deadline_s < self.duration_s
+        ):
+            raise ValueError(
+                "a lease needs 0 < retry + request timeout <= renew deadline < duration, not "
+                f"{self.retry_s:g} + {self.request_timeout_s:g}, {self.renew_deadline_s:g}, "
+                f"{self.duration_s:g} s"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A balancer process: a unique name, and the address where workers reach it."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """Who leads. `holder` is empty if no one does; `renewals` makes every record unique."""
+
+    holder: str
+    address: str
+    term: int
+    renewals: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """A record as read from the register; every write changes `version`."""
+
+    record: LeaseRecord
+    version: str
+
+
+class LeaderRole(StrEnum):
+    """The role of a balancer."""
+
+    FOLLOWING = "following"
+    """Another balancer leads, or none does yet."""
+
+    CAMPAIGNING = "campaigning"
+    """It has requested the lease."""
+
+    LEADING = "leading"
+    """It plans and pushes while its lease is valid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """A round starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saw:
+    """The register was read; None if it is empty."""
+
+    sighting: Sighting | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrote:
+    """The register accepted our record; `sent_s` is the time before the request."""
+
+    sighting: Sighting
+    sent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overtaken:
+    """The register held another version than expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The register did not answer or refused; a write may or may not have happened."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outranked:
+    """A worker or the store has seen this term; to lead, ours must be higher."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaveUp:
+    """This balancer cannot lead for now; another one may."""
+
+    reason: str
+
+
+Event = Due | Saw | Wrote | Overtaken | Failed | Ticked | Outranked | GaveUp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Read the register, then report `Saw` or `Failed`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """Replace version `replacing` (None: an empty register) by `record`.
+
+    Then report `Wrote`, `Overtaken` or `Failed`.
+    """
+
+    record: LeaseRecord
+    replacing: str | None
+
+
+Request = Read | Write | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderState:
+    """What a candidate knows. Times are monotonic seconds of its own clock."""
+
+    candidate: Candidate
+    timing: LeaseTiming
+    role: LeaderRole = LeaderRole.FOLLOWING
+
+    term: int = 0
+    """Term that it leads or led last."""
+
+    valid_until_s: float = 0.0
+    """When its term ends unless renewed."""
+
+    seen: Sighting | None = None
+    """What the register held at the last read."""
+
+    looked_s: float = 0.0
+    """When the register was last read."""
+
+    unchanged_s: float = 0.0
+    """How long reads have found the same record."""
+
+    highest_term: int = 0
+    """Highest term of any balancer."""
+
+    reason: str = "the lease has not been read yet"
+    """Human-readable reason for its role."""
+
+    def leads(self, *, now: float) -> bool:
+        """Whether it may write and push now."""
+        return self.role is LeaderRole.LEADING and now < self.valid_until_s
+
+    def has_run_out(self, *, now: float) -> bool:
+        """Whether its lease expired while it was leading."""
+        return self.role is LeaderRole.LEADING and now >= self.valid_until_s
+
+    @property
+    def leader_address(self) -> str:
+        """Address of another balancer that leads; empty if none is known."""
+        if self.seen is None or self.seen.record.holder in {"", self.candidate.name}:
+            return ""
+        return self.seen.record.address
+
+    def step(self, event: Event, *, now: float) -> tuple["LeaderState", Request]:
+        """Return the state after an event, and the request to the register."""
+        state = self
+        if state.has_run_out(now=now):
+            state = _follow(state, "the lease could not be renewed in time")
+        return TABLE[state.role, type(event)](state, event, now)
+
+    def release(self) -> Request:
+        """Empty the register on shutdown, so that no candidate waits for the lease to expire."""
+        return _freed(self) if self.role is LeaderRole.LEADING else None
+
+
+# Handlers of events. ------------------------------------------------------------------------------
+
+
+def _ignore(state: LeaderState, _event: Event, _now: float) -> tuple[LeaderState, Request]:
+    return state, None
+
+
+def _look(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Request]:
+    return replace(state, role=LeaderRole.FOLLOWING), Read()
+
+
+def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Request]:
+    noted = _note(state, event.sighting, now)
+    if not _is_free(noted):
+        assert noted.seen is not None, "an empty register is free"
+        return replace(noted, reason=f"{noted.seen.record.holder} leads"), None
+    record = LeaseRecord(
+        holder=noted.candidate.name,
+        address=noted.candidate.address,
+        term=noted.highest_term + 1,
+        renewals=0,
+        duration_s=noted.timing.duration_s,
+    )
+    campaigning = replace(noted, role=LeaderRole.CAMPAIGNING, reason="the lease is free")
+    return campaigning, Write(record=record, replacing=_version(noted))
+
+
+def _win(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Request]:
+    if now >= event.sent_s + state.timing.renew_deadline_s:
+        return _follow(state, "the lease was granted, but the answer came too late"), None
+    if event.sighting.record.term <= state.highest_term:
+        return _follow(state, "a higher term was seen meanwhile"), None
+    leading = replace(
+        _extend(state, event, now),
+        role=LeaderRole.LEADING,
+        term=event.sighting.record.term,
+        reason=f"elected in term {event.sighting.record.term}",
+    )
+    return leading, None
+
+
+def _lose(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Request]:
+    return _follow(state, "another balancer was faster"), None
+
+
+def _doubt(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Request]:
+    return _follow(state, f"the lease is not available: {event.reason}"), None
+
+
+def _renew(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Request]:
+    return state, _renewal(state)
+
+
+def _renewed(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Request]:
+    return _extend(state, event, now), None
+
+
+def _look_again(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Request]:
+    # The writer may be this balancer: a renewal whose answer was lost.
+    return state, Read()
+
+
+def _recognise(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Request]:
+    noted = _note(state, event.sighting, now)
+    record = event.sighting.record if event.sighting is not None else None
+    if record is None:
+        return _follow(noted, "the lease was deleted"), None
+    if record.holder != state.candidate.name or record.term != state.term:
+        return _follow(noted, f"{record.holder or 'no balancer'} holds the lease now"), None
+    return noted, _renewal(noted)
+
+
+def _hold_on(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Request]:
+    return replace(state, reason=f"the lease was not renewed: {event.reason}"), None
+
+
+def _heed(state: LeaderState, event: Outranked, _now: float) -> tuple[LeaderState, Request]:
+    if event.term <= state.highest_term:
+        return state, None
+    outranked = replace(state, highest_term=event.term)
+    return _follow(outranked, f"term {event.term} was seen"), None
+
+
+def _yield(state: LeaderState, event: GaveUp, _now: float) -> tuple[LeaderState, Request]:
+    return _follow(state, event.reason), _freed(state)
+
+
+# Shared by handlers. -----------------------------------------------------------------------------
+
+
+def _follow(state: LeaderState, reason: str) -> LeaderState:
+    return replace(state, role=LeaderRole.FOLLOWING, reason=reason)
+
+
+def _note(state: LeaderState, sighting: Sighting | None, now: float) -> LeaderState:
+    before, after = _version(state), sighting.version if sighting is not None else None
+    term = sighting.record.term if sighting is not None else 0
+    timing = state.timing
+    passed_s = min(now - state.looked_s, timing.retry_s + timing.request_timeout_s)
+    return replace(
+        state,
+        seen=sighting,
+        looked_s=now,
+        unchanged_s=state.unchanged_s + passed_s if before == after else 0.0,
+        highest_term=max(state.highest_term, term),
+    )
+
+
+def _is_free(state: LeaderState) -> bool:
+    if state.seen is None:
+        return True
+    record = state.seen.record
+    # A lease of ours from a term that ended cannot be held by another candidate.
+    return record.holder in {"", state.candidate.name} or state.unchanged_s >= record.duration_s
+
+
+def _extend(state: LeaderState, event: Wrote, now: float) -> LeaderState:
+    noted = _note(state, event.sighting, now)
+    return replace(noted, valid_until_s=event.sent_s + state.timing.renew_deadline_s)
+
+
+def _renewal(state: LeaderState) -> Write:
+    assert state.seen is not None, "a leader has seen its own record"
+    record = state.seen.record
+    return Write(record=replace(record, renewals=record.renewals + 1), replacing=state.seen.version)
+
+
+def _freed(state: LeaderState) -> Write:
+    renewal = _renewal(state)
+    return replace(renewal, record=replace(renewal.record, holder="", address=""))
+
+
+def _version(state: LeaderState) -> str | None:
+    return state.seen.version if state.seen is not None else None
+
+
+_Handler = Callable[[LeaderState, Any, float], tuple[LeaderState, Request]]
+
+TABLE: dict[tuple[LeaderRole, type[Event]], _Handler] = {
+    (LeaderRole.FOLLOWING, Due): _look,
+    (LeaderRole.FOLLOWING, Saw): _consider,
+    (LeaderRole.FOLLOWING, Wrote): _ignore,  # It came too late; the next read finds our own record.
+    (LeaderRole.FOLLOWING, Overtaken): _ignore,
+    (LeaderRole.FOLLOWING, Failed): _doubt,
+    (LeaderRole.FOLLOWING, Ticked): _ignore,
+    (LeaderRole.FOLLOWING, Outranked): _heed,
+    (LeaderRole.FOLLOWING, GaveUp): _ignore,
+    (LeaderRole.CAMPAIGNING, Due): _look,
+    (LeaderRole.CAMPAIGNING, Saw): _ignore,
+    (LeaderRole.CAMPAIGNING, Wrote): _win,
+    (LeaderRole.CAMPAIGNING, Overtaken): _lose,
+    (LeaderRole.CAMPAIGNING, Failed): _doubt,
+    (LeaderRole.CAMPAIGNING, Ticked): _ignore,
+    (LeaderRole.CAMPAIGNING, Outranked): _heed,
+    (LeaderRole.CAMPAIGNING, GaveUp): _ignore,
+    (LeaderRole.LEADING, Due): _renew,
+    (LeaderRole.LEADING, Saw): _recognise,
+    (LeaderRole.LEADING, Wrote): _renewed,
+    (LeaderRole.LEADING, Overtaken): _look_again,
+    (LeaderRole.LEADING, Failed): _hold_on,
+    (LeaderRole.LEADING, Ticked): _ignore,
+    (LeaderRole.LEADING, Outranked): _heed,
+    (LeaderRole.LEADING, GaveUp): _yield,
+}
+"""The handler of every event in every role, including those that do nothing."""
