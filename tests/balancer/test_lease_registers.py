@@ -189,7 +189,9 @@ async def test_an_api_server_in_trouble_is_no_register_without_a_lease(
     held = await register.write(RECORD, replacing=None)
     lease_server.refusal = status
     for call in (register.read(), register.write(RECORD, replacing=held.version)):
-        with pytest.raises(RegisterError, match=f"refuses \\({status} .*: check its API server"):
+        with pytest.raises(
+            RegisterError, match=f"rejects the request \\({status} .*: check its API server"
+        ):
             await call
     lease_server.refusal = 0
     assert await register.read() == held

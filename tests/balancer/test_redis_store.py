@@ -50,7 +50,7 @@ async def test_a_server_that_is_not_there_is_unreachable(open_at):
 
 
 async def test_an_address_that_is_none_is_said_at_once():
-    with pytest.raises(StoreError, match="name one like redis://host:6379/0"):
+    with pytest.raises(StoreError, match="use one like redis://host:6379/0"):
         RedisStore("http://127.0.0.1:6379")
 
 
@@ -187,7 +187,7 @@ async def test_a_replica_is_refused_by_name(redis_server, tmp_path, open_at):
         operator.replicaof("127.0.0.1", redis_server.port)
         error = await fault_of(open_at(replica.url).fence(term=1))
     assert error.fault is StoreFault.DENIED
-    assert "name the primary" in str(error)
+    assert "use the primary" in str(error)
 
 
 async def test_another_schema_version_is_refused_and_left_alone(redis_url, open_at):

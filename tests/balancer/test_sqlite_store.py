@@ -44,7 +44,7 @@ async def test_a_full_disk_takes_no_half_of_a_write_and_is_written_to_again_with
     await store.commit("p", 1, previous=None, term=TERM)
     (pages,) = store._db.execute("PRAGMA page_count").fetchone()
     store._db.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(StoreError, match=r"full.*has room") as caught:
+    with pytest.raises(StoreError, match=r"full.*has free space") as caught:
         await propose_many(store)
     assert caught.value.fault is StoreFault.FULL
     assert (await store.committed("p")).generation == 1
