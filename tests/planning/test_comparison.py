@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from equipoise.planning.balance import balancedness, balancedness_per_layer, layout_loads
-from equipoise.planning.comparison import compare
+from equipoise.planning.balance import balancedness, balancedness_per_layer, compare, layout_loads
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.shares import whole_shares
 

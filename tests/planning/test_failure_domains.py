@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from equipoise.planning.balance import balancedness, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
-from equipoise.planning.moves import diff
+from equipoise.planning.moves import moves_into
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
@@ -119,7 +119,7 @@ def test_moves_between_unequal_ranks_go_to_the_rank_that_owns_the_slot():
     )
     target = current.with_placement(np.array([[1, 0, 1, 2]], dtype=np.int32), generation=2)
     checksums = np.zeros((1, 3, 16), dtype=np.uint8)
-    moves = diff(current, target, topology=topology, checksums=checksums)
+    moves = moves_into(current.expert_of_slot, target, topology=topology, checksums=checksums)
     assert [(move.slot, move.expert) for move in moves[0]] == [(0, 1)]
     assert moves[0][0].sources[0].rank == 1
     assert moves[1] == ()

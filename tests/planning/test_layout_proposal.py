@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from equipoise.planning.layout import contiguous_layout
-from equipoise.planning.layout_proposal import fits, propose_layout
 from equipoise.planning.policy import Policy
+from equipoise.planning.proposal import fits, propose_layout
 from equipoise.planning.topology import ModelShape
 
 MODEL = ModelShape(num_layers=3, num_experts=6, num_groups=2, expert_bytes=1000)

@@ -9,12 +9,13 @@ from equipoise.planning.moves import (
     CHECKSUM_BYTES,
     CheckpointSource,
     RankSource,
-    diff,
+    moves_into,
     waves,
 )
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
+from tests.support.holders import ranks_of_expert
 
 
 def checksums_of(num_layers, num_experts):
@@ -69,15 +70,16 @@ def test_moves_applied_to_the_current_layout_give_the_target(change):
         slots_per_rank=current.slots_per_rank,
     )
     checksums = checksums_of(current.num_layers, current.num_experts)
-    moves = diff(current, target, topology=topology, checksums=checksums)
+    moves = moves_into(current.expert_of_slot, target, topology=topology, checksums=checksums)
     table = current.expert_of_slot.copy()
     assert list(moves) == list(range(current.num_ranks))
     for rank, of_rank in moves.items():
         for move in of_rank:
-            assert topology.rank_of_slot(move.slot) == rank
+            own = current.own_slots(rank)
+            assert own.start <= move.slot < own.stop
             assert move.checksum == bytes(checksums[move.layer, move.expert])
             assert move.sources[-1] == CheckpointSource()
-            holders = current.ranks_of_expert(layer=move.layer, expert=move.expert)
+            holders = ranks_of_expert(current, layer=move.layer, expert=move.expert)
             assert sorted(ranks_of(move)) == list(holders)
             assert table[move.layer, move.slot] != move.expert
             table[move.layer, move.slot] = move.expert
@@ -89,7 +91,9 @@ def test_the_nearest_holder_is_the_first_source():
     current = one_layer(0, 2, 1, 0, 1, 2, 1, 2, num_ranks=4)
     target = one_layer(0, 2, 1, 0, 1, 2, 0, 1, num_ranks=4, generation=2)
     topology = Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=2)
-    moves = diff(current, target, topology=topology, checksums=checksums_of(1, 3))
+    moves = moves_into(
+        current.expert_of_slot, target, topology=topology, checksums=checksums_of(1, 3)
+    )
     fetched = next(move for move in moves[3] if move.expert == 1)
     assert ranks_of(fetched) == [3, 2, 1]
     assert moves[0] == moves[1] == moves[2] == ()
@@ -101,7 +105,9 @@ def test_first_sources_are_spread_over_holders():
     wanted = [0, 0, 1, 2, 3, 4, 5, 6] + [0] * 6
     target = one_layer(*wanted, num_ranks=14, generation=2)
     topology = Topology(node_of_rank=("a",) * 14, slots_per_rank=1)
-    moves = diff(current, target, topology=topology, checksums=checksums_of(1, 7))
+    moves = moves_into(
+        current.expert_of_slot, target, topology=topology, checksums=checksums_of(1, 7)
+    )
     first_choice = Counter(ranks_of(move)[0] for of_rank in moves.values() for move in of_rank)
     assert first_choice == {0: 3, 1: 3}
 

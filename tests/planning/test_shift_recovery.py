@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from equipoise.planning.balance import balancedness, rank_loads
-from equipoise.planning.comparison import compare
+from equipoise.planning.balance import balancedness, compare, rank_loads
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import LoadAverage, assignments_per_layer, detect_shift
 from equipoise.planning.planner import plan

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from equipoise.planning.comparison import compare
+from equipoise.planning.balance import compare
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift
 from equipoise.planning.policy import Algorithm, Policy

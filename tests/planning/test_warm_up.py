@@ -6,7 +6,7 @@ import sys
 import numpy as np
 
 import equipoise.planning
-from equipoise.planning.comparison import compare
+from equipoise.planning.balance import compare
 from equipoise.planning.layout import Layout
 from equipoise.planning.placing.compiled import compiled
 from equipoise.planning.planner import plan

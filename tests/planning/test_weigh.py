@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.planning.balance import balancedness, balancedness_per_layer, layout_loads
-from equipoise.planning.comparison import compare
+from equipoise.planning.balance import balancedness, balancedness_per_layer, compare, layout_loads
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift
 from equipoise.planning.moves import waves
@@ -14,6 +13,7 @@ from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm, Policy, Weighting
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.verdict import judge
+from tests.support.holders import ranks_of_expert
 
 NO_SHIFT = Shift(detected=False, distance=0.0, noise=0.0, reason="no shift")
 
@@ -95,7 +95,7 @@ def test_replicas_of_an_expert_share_no_node_where_chains_are_short():
         for expert in range(28):
             nodes = [
                 topology.node_of_rank[rank]
-                for rank in layout.ranks_of_expert(layer=layer, expert=expert)
+                for rank in ranks_of_expert(layout, layer=layer, expert=expert)
             ]
             assert len(set(nodes)) == len(nodes)
 

@@ -118,7 +118,7 @@ def test_a_window_holds_what_came_in_it_and_no_more():
 def test_a_window_tells_how_far_slots_were_from_their_shares():
     loads = make_loads(model=replace(MODEL, num_experts=6))
     layout = contiguous_layout(num_layers=2, num_experts=6, num_ranks=2, slots_per_rank=4)
-    assert layout.slots_of_expert(layer=0, expert=0) == (0, 6)
+    assert np.flatnonzero(layout.expert_of_slot[0] == 0).tolist() == [0, 6]
     ranks = Ranks(loads, layout=layout)
     assignments = np.full((2, 8), 500.0)
     assignments[1, [1, 7]] = [600.0, 400.0]

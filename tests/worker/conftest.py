@@ -21,6 +21,7 @@ from equipoise_model.checkpoint import Checkpoint, save
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.generate import greedy
 from equipoise_model.plain.transformer import Transformer
+from tests.support.holders import ranks_of_expert
 from tests.support.small_models import SMALL as CONFIG
 
 BOUND_S = 60.0
@@ -163,7 +164,7 @@ def stage_to(checkpoint):
         for layer, slot in changed.tolist():
             if slot in own:
                 expert = int(layout.expert_of_slot[layer, slot])
-                ranks = running.ranks_of_expert(layer=layer, expert=expert)
+                ranks = ranks_of_expert(running, layer=layer, expert=expert)
                 holders = [RankSource(rank=holder) for holder in ranks]
                 moves.append(
                     Move(

@@ -1,11 +1,13 @@
-"""How evenly a placement spreads a load over ranks."""
+"""How evenly a placement spreads a load over ranks, and how a change of layout affects that."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from equipoise.planning.arrays import Bools, ExpertTable, Load, ShareTable
 from equipoise.planning.layout import Layout
+from equipoise.planning.placing.tally import split_by_rank
 from equipoise.planning.shares import WHOLE
 
 
@@ -72,3 +74,44 @@ def balancedness(rank_load: Load) -> float:
 def mean_if_busy(per_layer: Load, *, is_busy: Bools) -> float:
     """Average over the layers with traffic; 1.0 if there are none."""
     return float(per_layer[is_busy].mean()) if is_busy.any() else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Comparison:
+    """How balanced one load is under two layouts of the same ranks."""
+
+    before: float
+    """Balancedness under the current layout, averaged over the layers with traffic."""
+    after: float
+    """Balancedness under the target layout."""
+    gain_of_layer: Load
+    """Increase of each layer's balancedness, [layers]."""
+
+
+def compare(current: Layout, target: Layout, *loads: Load) -> tuple[Comparison, ...]:
+    """Compare two layouts on each load, [layers, experts] in any unit."""
+    found = []
+    for before, after in zip(_loads(current, loads), _loads(target, loads), strict=True):
+        old, new = balancedness_per_layer(before), balancedness_per_layer(after)
+        is_busy = before.max(axis=-1) > 0
+        found.append(
+            Comparison(
+                before=mean_if_busy(old, is_busy=is_busy),
+                after=mean_if_busy(new, is_busy=is_busy),
+                gain_of_layer=new - old,
+            )
+        )
+    return tuple(found)
+
+
+def _loads(layout: Layout, loads: tuple[Load, ...]) -> list[Load]:
+    """`layout_loads` of each load; even splits take the compiled way, which is faster."""
+    if layout.share_of_slot is not None:
+        return [layout_loads(layout, load) for load in loads]
+    rank_of_slot = np.repeat(np.arange(layout.num_ranks), layout.slots_of_rank)
+    # A writable copy: compiled code would be compiled again for a read-only array.
+    table = np.array(layout.expert_of_slot)
+    return [
+        split_by_rank(table, np.array(load, dtype=np.float64, order="C"), rank_of_slot)
+        for load in loads
+    ]

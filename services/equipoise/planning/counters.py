@@ -89,7 +89,8 @@ class LoadCounters:
                 f"{known.boot_id!r} has replaced",
             )
         if report.boot_id != known.boot_id:
-            known = known.succeeded_by(report.boot_id)
+            retired = deque([*known.retired_boots, known.boot_id], maxlen=_BOOTS_KEPT)
+            known = _RankCounters(boot_id=report.boot_id, retired_boots=retired)
         added = self._added(report, known, num_steps=num_steps)
         known.remember(report)
         self._ranks[report.rank] = known
@@ -154,10 +155,6 @@ class _RankCounters:
     retired_boots: deque[str] = field(default_factory=lambda: deque(maxlen=_BOOTS_KEPT))
     assignments: dict[tuple[int, Phase], AssignmentCounts] = field(default_factory=dict)
     forgotten_generation: int = 0
-
-    def succeeded_by(self, boot_id: str) -> "_RankCounters":
-        retired = deque([*self.retired_boots, self.boot_id], maxlen=_BOOTS_KEPT)
-        return _RankCounters(boot_id=boot_id, retired_boots=retired)
 
     def remember(self, report: LoadReport) -> None:
         is_new = (report.generation, report.phase) not in self.assignments

@@ -4,9 +4,8 @@ An invalid layout cannot be constructed.
 """
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
@@ -88,16 +87,6 @@ class Layout:
         """Count the replicas of each logical expert, int32 [layers, experts]; at least 1 each."""
         return count_replicas(self.expert_of_slot, num_experts=self.num_experts)
 
-    def slots_of_expert(self, *, layer: int, expert: int) -> tuple[int, ...]:
-        """List the physical slots of one layer that hold an expert, ascending."""
-        return tuple(int(slot) for slot in np.flatnonzero(self.expert_of_slot[layer] == expert))
-
-    def ranks_of_expert(self, *, layer: int, expert: int) -> tuple[int, ...]:
-        """List the ranks that hold an expert in a layer, ascending."""
-        slots = self.slots_of_expert(layer=layer, expert=expert)
-        first_slot = self.first_slot
-        return tuple(dict.fromkeys(bisect_right(first_slot, slot) - 1 for slot in slots))
-
     def shares(self) -> ShareTable:
         """Return the shares of slots, int32 [layers, slots], also where they are even."""
         if self.share_of_slot is not None:
@@ -120,12 +109,10 @@ class Layout:
         known_digests: tuple[bytes, ...] | None = None,
     ) -> "Layout":
         """Return a layout of the same pool with another generation and other tables."""
-        return Layout(
+        return replace(
+            self,
             generation=generation,
-            num_experts=self.num_experts,
-            num_ranks=self.num_ranks,
             expert_of_slot=expert_of_slot,
-            slots_of_rank=self.slots_of_rank,
             share_of_slot=share_of_slot,
             known_digests=known_digests,
         )

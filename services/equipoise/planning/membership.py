@@ -120,11 +120,12 @@ def next_epoch(
             for state in MemberState
         }
     )
+    least = -(-num_experts // slots_per_rank)
     opening = _without_ranks(
         pool, num_ranks=num_ranks, unheard=unheard, policy=policy, now=now
     ) or _beside_ranks(
         pool,
-        least=-(-num_experts // slots_per_rank),
+        least=least,
         unheard=unheard,
         is_rolling_out=is_rolling_out,
         policy=policy,
@@ -132,10 +133,9 @@ def next_epoch(
     )
     num_slots = len(opening.workers) * slots_per_rank
     if opening.workers and num_slots < num_experts:
-        needed = -(-num_experts // slots_per_rank)
         return EpochDecision(
             reason=f"{len(opening.workers)} workers ({_names(pool.free)}) with {num_slots} slots "
-            f"cannot hold {num_experts} experts: {needed} workers are needed; {opening.reason}",
+            f"cannot hold {num_experts} experts: {least} workers are needed; {opening.reason}",
             is_down=True,
         )
     return opening

@@ -44,14 +44,6 @@ class Move:
     """In the order to try them."""
 
 
-def diff(
-    current: Layout, target: Layout, *, topology: Topology, checksums: Checksums
-) -> dict[int, tuple[Move, ...]]:
-    """Compute the moves from `current` to `target`, by rank; see `moves_into`."""
-    assert current.num_ranks == target.num_ranks, "ranks of one epoch"
-    return moves_into(current.expert_of_slot, target, topology=topology, checksums=checksums)
-
-
 def moves_into(
     held: ExpertTable, target: Layout, *, topology: Topology, checksums: Checksums
 ) -> dict[int, tuple[Move, ...]]:
@@ -134,19 +126,16 @@ def _holders(held: Slots, layout: Layout, rank_of_slot: list[int]) -> list[list[
 def _nearest_first(
     holders: list[int], rank: int, topology: Topology, times_first: Counter[int]
 ) -> list[int]:
-    node = topology.node_of_rank[rank]
-
-    def distance(holder: int) -> tuple[bool, bool, int, int]:
-        elsewhere = topology.node_of_rank[holder] != node
-        # The distance between ranks breaks ties, so that first choices differ.
-        return (
+    node_of_rank, num_ranks = topology.node_of_rank, topology.num_ranks
+    return sorted(
+        holders,
+        key=lambda holder: (
             holder != rank,
-            elsewhere,
+            node_of_rank[holder] != node_of_rank[rank],
             times_first[holder],
-            (holder - rank) % topology.num_ranks,
-        )
-
-    return sorted(holders, key=distance)
+            (holder - rank) % num_ranks,  # Breaks ties so that first choices differ.
+        ),
+    )
 
 
 def _batches(layers: list[int], moves_of_rank: Indices, *, most_moves: int) -> list[list[int]]:

@@ -163,14 +163,14 @@ def _plan_incrementally(task: _Task) -> Plan:
     held = Placed(problem.held, problem.held_shares)
     before = balancedness(problem.rank_loads(*held))
     if target is not None and before >= target and problem.is_covered.all():
-        made = _summary(problem, held, Algorithm.INCREMENTAL)
+        made = summary(problem, held, Algorithm.INCREMENTAL)
         return replace(
             made, reason=f"nothing to move: {before:.3f} has reached the target of {target:.3f}"
         )
     kept = _kept(problem, samples=task.samples)
     standing = problem.balancedness_of_layer(*kept)
     if target is not None and problem.is_covered.all():
-        made = _summary(problem, kept, Algorithm.INCREMENTAL)
+        made = summary(problem, kept, Algorithm.INCREMENTAL)
         if made.balancedness >= target:
             return replace(
                 made,
@@ -194,7 +194,7 @@ def _plan_incrementally(task: _Task) -> Plan:
         placed = _from_scratch_where_needed(
             problem, placed, fresh_shared, layers=layers, target=target
         )
-    made = _summary(problem, placed, Algorithm.INCREMENTAL)
+    made = summary(problem, placed, Algorithm.INCREMENTAL)
     reason = f"incremental: {made.balancedness:.3f} after {before:.3f} by {made.moves} moves"
     if target is not None and made.balancedness < target:
         reason += f"; the target of {target:.3f} is out of reach"
@@ -233,7 +233,7 @@ def _adopted(task: _Task, table: ExpertTable, algorithm: Algorithm) -> Plan:
     fresh = weigh(problem, table, may_chain=algorithm is Algorithm.GLOBAL)
     changes, comparison = _worth_changing(problem, kept, fresh, samples=task.samples)
     placed = mixed(problem, changes, kept, fresh)
-    made = _summary(problem, placed, algorithm)
+    made = summary(problem, placed, algorithm)
     changed = int((placed.table != problem.held).any(axis=1).sum())
     return replace(
         made,
@@ -277,7 +277,7 @@ def _shares_text(problem: Problem, placed: Placed) -> str:
     return f"; replicas serve uneven shares in {uneven} of {len(even)} layers"
 
 
-def _summary(problem: Problem, placed: Placed, algorithm: Algorithm) -> Plan:
+def summary(problem: Problem, placed: Placed, algorithm: Algorithm) -> Plan:
     """Build a plan with all its figures for all ranks of the problem; the reason is empty."""
     busy, rank_load = problem.is_busy, problem.rank_loads(*placed)
     per_layer = balancedness_per_layer(rank_load)

@@ -51,7 +51,10 @@ def recover(
     if committed is None or (not fits and all(table is None for table in held)):
         placed = _from_nothing(load, model=model, topology=topology)
     else:
-        table = _side_by_side(held, topology, committed.expert_of_slot if fits else None, model)
+        nothing = np.full((model.num_layers, topology.num_slots), NOTHING, dtype=np.int32)
+        allowed = -(-max(topology.slots_of_rank) // model.num_experts)
+        distinct = [None if own is None else _without_twins(own, allowed=allowed) for own in held]
+        table = _side_by_side(distinct, committed.expert_of_slot if fits else nothing, topology)
         for layer in range(model.num_layers):
             _fill(table[layer], load[layer], topology)
         placed = cover(Problem(load=load, model=model, topology=topology, held=table))
@@ -78,11 +81,7 @@ def recovery_moves(
     Sources are ranks of the new epoch with their present contents. `checksums` is uint8
     [layers, experts, 16].
     """
-    before = np.full_like(target.expert_of_slot, NOTHING)
-    first_slot = topology.first_slot
-    for rank, table in enumerate(held):
-        if table is not None:
-            before[:, first_slot[rank] : first_slot[rank + 1]] = table
+    before = _side_by_side(held, np.full_like(target.expert_of_slot, NOTHING), topology)
     return moves_into(before, target, topology=topology, checksums=checksums)
 
 
@@ -99,21 +98,13 @@ def _from_nothing(load: Load, *, model: ModelShape, topology: Topology) -> Exper
 
 
 def _side_by_side(
-    held: Sequence[ExpertTable | None],
-    topology: Topology,
-    committed: ExpertTable | None,
-    model: ModelShape,
+    held: Sequence[ExpertTable | None], otherwise: ExpertTable, topology: Topology
 ) -> ExpertTable:
-    """Join what ranks hold; a rank that holds nothing takes its part of the committed layout."""
-    table = np.full((model.num_layers, topology.num_slots), NOTHING, dtype=np.int32)
-    first_slot = topology.first_slot
-    allowed = -(-max(topology.slots_of_rank) // model.num_experts)
+    """Join what ranks hold; a rank that holds nothing takes its part of `otherwise`."""
+    table, first_slot = otherwise.copy(), topology.first_slot
     for rank, own in enumerate(held):
-        columns = slice(first_slot[rank], first_slot[rank + 1])
         if own is not None:
-            table[:, columns] = _without_twins(own, allowed=allowed)
-        elif committed is not None:
-            table[:, columns] = committed[:, columns]
+            table[:, first_slot[rank] : first_slot[rank + 1]] = own
     return table
 
 

@@ -10,12 +10,11 @@ from dataclasses import replace
 import numpy as np
 
 from equipoise.planning.arrays import Load
-from equipoise.planning.balance import balancedness
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
-from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.problem import Problem
-from equipoise.planning.planner import Plan, plan
+from equipoise.planning.placing.weigh import Placed
+from equipoise.planning.planner import Plan, plan, summary
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
 
@@ -64,12 +63,20 @@ def plan_with_shared_ranks(
         )
     live = [rank for rank in range(topology.num_ranks) if rank not in exclude_ranks]
     assert 1 <= num_shared_ranks < len(live), "both kinds of experts need ranks"
-    shared = model.num_experts - 1
+    shared, routed = model.num_experts - 1, current
+    if current is not None:  # Slots of the shared expert count as holding expert 0.
+        table = current.expert_of_slot
+        routed = replace(
+            current,
+            num_experts=shared,
+            expert_of_slot=np.where(table == shared, np.int32(0), table),
+            share_of_slot=None,
+        )
     of_routed = plan(
         load[:, :shared],
         model=replace(model, num_experts=shared),
         topology=topology,
-        current=None if current is None else _routed_only(current, shared),
+        current=routed,
         algorithm=algorithm,
         exclude_ranks=exclude_ranks | frozenset(live[-num_shared_ranks:]),
         samples=samples,
@@ -77,29 +84,10 @@ def plan_with_shared_ranks(
     shared_slots = np.full((model.num_layers, num_shared_ranks), shared, dtype=np.int32)
     table = np.concatenate([of_routed.expert_of_slot, shared_slots], axis=1)
     problem = Problem.of(load, model=model, topology=topology, current=current, ranks=tuple(live))
-    bounds = upper_bounds(problem.load, num_slots=len(live), num_ranks=len(live))
-    reached = balancedness(problem.rank_loads(table))
+    made = summary(problem, Placed(table), of_routed.algorithm)
     return replace(
-        of_routed,
-        expert_of_slot=table,
+        made,
         ranks=tuple(live),
-        balancedness=reached,
-        balancedness_of_layer=problem.balancedness_of_layer(table),
-        bound=float(bounds[problem.is_busy].mean()) if problem.is_busy.any() else 1.0,
-        moves=int(np.count_nonzero(table != problem.held)),
-        reason=f"{reached:.3f} with {num_shared_ranks} ranks for the shared expert; the others: "
-        f"{of_routed.reason}",
-        steps=(),
-        curve=(),
-    )
-
-
-def _routed_only(layout: Layout, shared: int) -> Layout:
-    """Return the layout without the shared expert: its slots count as holding expert 0."""
-    table = layout.expert_of_slot
-    return Layout(
-        generation=layout.generation,
-        num_experts=shared,
-        num_ranks=layout.num_ranks,
-        expert_of_slot=np.where(table == shared, np.int32(0), table),
+        reason=f"{made.balancedness:.3f} with {num_shared_ranks} ranks for the shared expert; the "
+        f"others: {of_routed.reason}",
     )

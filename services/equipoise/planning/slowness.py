@@ -1,9 +1,7 @@
 """`find_slow`: which ranks compute slower than their peers, beyond what their load explains.
 
-Ranks step together, so all steps take equally long and the slow rank shows by how long the others
-wait for it. Each rank reports its computing time: its steps without the time spent waiting in
-exchanges. A rank may also be overloaded, which the planner fixes, so the part explained by its load
-is removed first.
+Ranks step together, so a slow rank shows only in how long the others wait for it. Each reports its
+computing time: its steps without waits in exchanges. What its load explains is removed first.
 """
 
 from collections.abc import Mapping, Sequence

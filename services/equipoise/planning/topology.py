@@ -1,6 +1,5 @@
 """Ranks, their nodes and slots, and the shape of the model."""
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -84,12 +83,6 @@ class Topology:
     def nodes(self) -> tuple[str, ...]:
         """Node names in order of their first rank."""
         return tuple(dict.fromkeys(self.node_of_rank))
-
-    def rank_of_slot(self, slot: int) -> int:
-        """Return the rank that owns a physical slot."""
-        if self.has_equal_slots:
-            return slot // self.slots_per_rank
-        return bisect_right(self.first_slot, slot) - 1
 
     def only(self, ranks: tuple[int, ...]) -> "Topology":
         """Return a topology of some ranks, in the given order."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from equipoise.planning.arrays import Load
-from equipoise.planning.comparison import Comparison
+from equipoise.planning.balance import Comparison
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift, assignments_per_layer
 from equipoise.planning.policy import Algorithm, Policy
@@ -73,7 +73,7 @@ def judge(
     before, after = on_window.before, on_window.after
     cost = _cost(current, target, on_window, model=model, policy=policy)
     refusal = (
-        _paused(policy)
+        ("the policy pauses rebalancing" if policy.pause else None)
         or _too_few_assignments(window, policy)
         or _cooling_down(policy, shift, now=now, last_switch_s=last_switch_s)
         or _balanced_enough(before, policy)
@@ -127,10 +127,6 @@ def _cost(
         payback_s=lost_s / speedup if speedup > 0 else math.inf,
         reshared=reshared,
     )
-
-
-def _paused(policy: Policy) -> str | None:
-    return "the policy pauses rebalancing" if policy.pause else None
 
 
 def _too_few_assignments(window: Load, policy: Policy) -> str | None:

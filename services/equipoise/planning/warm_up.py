@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from equipoise.planning.comparison import compare
+from equipoise.planning.balance import compare
 from equipoise.planning.layout import Layout
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm, Weighting

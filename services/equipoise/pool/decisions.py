@@ -17,9 +17,8 @@ from equipoise.planning.expected_gain import (
     too_soon_again,
 )
 from equipoise.planning.layout import Layout
-from equipoise.planning.layout_proposal import fits, propose_layout
 from equipoise.planning.policy import Policy, StoreDown
-from equipoise.planning.proposal import Proposal, ProposalRequest
+from equipoise.planning.proposal import Proposal, ProposalRequest, fits, propose_layout
 from equipoise.policy.digest import digest
 from equipoise.pool.agreement import Agreement
 from equipoise.pool.attendance import Attendance

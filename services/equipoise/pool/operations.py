@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from equipoise.planning.layout import Layout
-from equipoise.planning.layout_proposal import fits
 from equipoise.planning.policy import Policy
-from equipoise.planning.proposal import Proposal
+from equipoise.planning.proposal import Proposal, fits
 from equipoise.pool.decisions import Decisions
 from equipoise.pool.effects import Chain, Effect, Propose, WriteAudit, WriteDecision
 from equipoise.pool.health import Diagnosis

@@ -11,7 +11,7 @@ import numpy as np
 
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
-from equipoise.planning.moves import diff
+from equipoise.planning.moves import moves_into
 from equipoise.planning.rollout import (
     Commands,
     DeadlineCheck,
@@ -319,8 +319,8 @@ class Rollouts:
         """A Stage for every rank; one without moves still takes part in the agreement."""
         base = self._layouts.get(command.base_generation)
         assert base is not None, "the base of a rollout is what ranks run"
-        moves = diff(
-            base,
+        moves = moves_into(
+            base.expert_of_slot,
             command.layout,
             topology=self._roster.topology(),
             checksums=self._layouts.checksums(),

@@ -1,10 +1,8 @@
 """The published expert-parallel load balancer: replicate hot experts, pack replicas on ranks.
 
-Source of the idea: DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB),
-described in its README and in the DeepSeek-V3 technical report, section 3.4. Written from the
-description, as compiled loops with heaps instead of scans. Its placements equal those of the
-published program (recorded in the tests), including an expert twice on one rank; the planner
-repairs and improves them.
+Source of the idea: DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB) and
+the DeepSeek-V3 technical report, section 3.4. Written from the description. Placements equal those
+of the published program, including an expert twice on one rank, which the planner repairs.
 """
 
 import numpy as np
@@ -136,7 +134,7 @@ def _replicate(
         of_slot[slot] = hottest
         num_replicas[hottest] += 1
         key[0] = -(load[hottest] / num_replicas[hottest])
-        _sift_down(key, expert_at, 0, num_experts)
+        _sift_down(key, expert_at, num_experts)
     return of_slot, (load / num_replicas)[of_slot], num_replicas
 
 
@@ -197,17 +195,14 @@ def _pack(weight: Weights, heaviest_first: Indices, room: Indices) -> Indices:
         if left[pack] == 0:
             num_open -= 1
             pack_weight[0], pack_at[0] = pack_weight[num_open], pack_at[num_open]
-        _sift_down(pack_weight, pack_at, 0, num_open)
+        _sift_down(pack_weight, pack_at, num_open)
     return packed
 
 
 @part
-def _sift_down(key: Weights, index: Indices, start: int, size: int) -> None:
-    """Restore a min-heap of (key, index) after its entry at `start` grew."""
-    if start >= size:
-        return
-    moving_key, moving_index = key[start], index[start]
-    hole = start
+def _sift_down(key: Weights, index: Indices, size: int) -> None:
+    """Restore a min-heap of (key, index) after its first entry grew."""
+    hole, moving_key, moving_index = 0, key[0], index[0]
     while True:
         child = 2 * hole + 1
         if child >= size:

@@ -115,7 +115,8 @@ def take_steepest(
     moves, reached = 0, start
     total_moves, total = 0, start
     curve = [(0, start)]
-    for _, layer, before, after in _steepest_first(hulls):
+    segments = [(layer, *ends) for layer, hull in enumerate(hulls) for ends in pairwise(hull)]
+    for layer, before, after in sorted(segments, key=lambda one: (-slope(*one[1:]), one[0])):
         gain = (after.balancedness - before.balancedness) / num_busy
         total_moves, total = total_moves + after.moves - before.moves, total + gain
         curve.append((total_moves, total))
@@ -126,15 +127,6 @@ def take_steepest(
             taken[layer] = after
             moves, reached = moves + after.moves - before.moves, reached + gain
     return taken, curve
-
-
-def _steepest_first(hulls: Sequence[Hull]) -> list[tuple[float, int, Point, Point]]:
-    segments = [
-        (slope(before, after), layer, before, after)
-        for layer, hull in enumerate(hulls)
-        for before, after in pairwise(hull)
-    ]
-    return sorted(segments, key=lambda segment: (-segment[0], segment[1]))
 
 
 def slope(before: Point, after: Point) -> float:

@@ -13,7 +13,7 @@ from equipoise.planning.placing.from_scratch import place_globally, place_hierar
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.refine import refine
 from equipoise.planning.placing.relieve import relieve
-from equipoise.planning.placing.search_state import Path, SearchSpace
+from equipoise.planning.placing.search_state import SearchSpace
 
 THRESHOLDS = (1.0, 1.01, 1.07)
 """Relief thresholds, in multiples of the lowest possible load of a layer's busiest rank."""
@@ -40,7 +40,9 @@ def place_locally(problem: Problem, *, locality: float) -> ExpertTable:
     homes = place_hierarchically(problem)
     if locality == 0.0 or problem.num_nodes == 1:
         return homes
-    home_of_expert = _homes(problem, homes)
+    home_of_expert = np.empty(problem.load.shape, dtype=np.int64)
+    node_of_slot = np.broadcast_to(problem.node_of_rank[problem.rank_of_slot], homes.shape)
+    np.put_along_axis(home_of_expert, homes.astype(np.int64), node_of_slot, axis=1)
     may_leave = locality * (1.0 - 1.0 / problem.num_nodes) * problem.load.sum(axis=1)
     table = homes.copy()
     for layer in np.flatnonzero(problem.is_busy).tolist():
@@ -48,14 +50,6 @@ def place_locally(problem: Problem, *, locality: float) -> ExpertTable:
             problem, homes[layer], layer, home_of_expert[layer], float(may_leave[layer])
         )
     return _refined_within(problem, table, home_of_expert, may_leave)
-
-
-def _homes(problem: Problem, table: ExpertTable) -> Indices:
-    """Find the node of each expert under a hierarchical placement, [layers, experts]."""
-    homes = np.empty(problem.load.shape, dtype=np.int64)
-    node_of_slot = np.broadcast_to(problem.node_of_rank[problem.rank_of_slot], table.shape)
-    np.put_along_axis(homes, table.astype(np.int64), node_of_slot, axis=1)
-    return homes
 
 
 def _best_within(
@@ -78,19 +72,13 @@ def _best_within(
         path = relieve(start, load, space, threshold * least_busiest, may_leave)
         end = int(path.busiest.argmin())
         if path.busiest[end] < busiest:
-            best, busiest = _after(start, path, end), float(path.busiest[end])
+            best, busiest = start.copy(), float(path.busiest[end])
+            for slot, expert in path.steps[:end].reshape(-1, 2).tolist():
+                if slot >= 0:
+                    best[slot] = expert
         if busiest < EVEN_ENOUGH * least_busiest:
             break
     return best
-
-
-def _after(start: Slots, path: Path, num_steps: int) -> Slots:
-    slots = start.copy()
-    for slot, expert, other_slot, other_expert in path.steps[:num_steps]:
-        slots[slot] = expert
-        if other_slot >= 0:
-            slots[other_slot] = other_expert
-    return slots
 
 
 def _refined_within(

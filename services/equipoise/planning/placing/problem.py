@@ -75,11 +75,10 @@ class Problem:
             held: ExpertTable = np.tile(row, (model.num_layers, 1))
         else:
             assert current.slots_of_rank == topology.slots_of_rank, "slots of one epoch"
-            is_left_out = np.ones(topology.num_ranks, dtype=np.bool_)
-            is_left_out[list(ranks)] = False
-            columns = np.flatnonzero(~np.repeat(is_left_out, topology.slots_of_rank))
+            rank_of_slot = np.repeat(np.arange(topology.num_ranks), topology.slots_of_rank)
+            columns = np.flatnonzero(np.isin(rank_of_slot, ranks))
             held = np.take(current.expert_of_slot, columns, axis=1)
-            shares = None if is_left_out.any() else current.share_of_slot
+            shares = current.share_of_slot if live.num_ranks == topology.num_ranks else None
         return cls(
             load=np.array(load, dtype=np.float64, order="C"),
             model=model,

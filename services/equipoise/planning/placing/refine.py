@@ -1,10 +1,8 @@
 """`refine`: local search after the greedy, until the busiest rank cannot be relieved.
 
-A layer's step time is that of its busiest rank, so every step relieves that rank: first by the swap
-with a slot of another rank that leaves the busier of the two least loaded; if no swap helps, by one
-more replica of one of its experts in place of a spare replica of another expert. Each step lowers
-the maximum without creating a new one, so no result is worse than the input, and the search ends.
-Moves are free here; `relieve` is the search for placements in use.
+Each step relieves that rank: first by the swap with a slot of another rank that leaves the busier
+of the two least loaded; if none helps, by one more replica of one of its experts in place of a
+spare replica. Each step lowers the maximum, so no result is worse than the input, and it ends.
 """
 
 from typing import NamedTuple
@@ -46,13 +44,7 @@ def refine(
     """
     refined = np.array(table, dtype=np.int32, order="C")
     nodes = np.zeros_like(block_of_rank) if node_of_rank is None else node_of_rank
-    _refine_layers(
-        refined,
-        np.ascontiguousarray(load, dtype=np.float64),
-        np.ascontiguousarray(first_slot, dtype=np.int64),
-        np.ascontiguousarray(block_of_rank, dtype=np.int64),
-        np.ascontiguousarray(nodes, dtype=np.int64),
-    )
+    _refine_layers(refined, load, first_slot, block_of_rank, nodes)
     return refined
 
 
@@ -85,13 +77,9 @@ def _refine_layers(
     node_of_rank: Indices,
 ) -> None:
     num_nodes = node_of_rank.max() + 1
-    rank_of_slot = np.empty(table.shape[1], dtype=np.int64)
-    for rank in range(len(block_of_rank)):
-        rank_of_slot[first_slot[rank] : first_slot[rank + 1]] = rank
+    rank_of_slot = np.searchsorted(first_slot, np.arange(table.shape[1]), side="right") - 1
     for index in range(len(table)):
-        num_replicas = np.zeros(load.shape[1], dtype=np.int64)
-        for expert in table[index]:
-            num_replicas[expert] += 1
+        num_replicas = np.bincount(table[index], minlength=load.shape[1])
         layer = _Search(
             table[index],
             load[index],

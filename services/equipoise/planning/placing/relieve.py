@@ -1,15 +1,10 @@
 """`relieve`: the cheapest steps that take load off overloaded ranks of a placement in use.
 
-One layer at a time. Load above a threshold is excess. Each step is the action that removes the most
-excess per cost: overwrite a slot whose expert has another replica with one more replica of an
-expert that needs it (one move), or swap two slots of different ranks (two moves). The best
-threshold depends on the goal, so callers try several and keep the best path.
-
-The caller chooses what costs: moves, load that leaves its home node, or both.
-
-`refine` tries the same two actions but is another search: it lowers the maximum at any number of
-moves, where this one weighs the excess of all ranks against a price per move. Their loops share no
-code, because the price decides here which candidates can be skipped.
+Load of a rank above a threshold is excess. Each step is the action that removes the most excess per
+cost: overwrite a spare replica with one more replica of an expert that needs it (one move), or swap
+two slots of different ranks (two moves). The best threshold depends on the goal, so callers try
+several. `refine` has the same actions but minimises the maximum at any number of moves; the loops
+share no code, because the price decides here which candidates can be skipped.
 """
 
 import numpy as np
@@ -181,11 +176,7 @@ def _weigh(layer: SearchState, concerned: Indices, now: int) -> None:
 
 @part
 def _off_home(layer: SearchState) -> float:
-    share, num_off_home = layer.experts.share, layer.experts.num_off_home
-    total = 0.0
-    for expert in range(len(share)):
-        total += share[expert] * num_off_home[expert]
-    return total
+    return float((layer.experts.share * layer.experts.num_off_home).sum())
 
 
 @part
@@ -236,8 +227,8 @@ def _best_copy(layer: SearchState, threshold: float) -> tuple[float, int, int]:
                 continue
             cost = move * _price(start[slot], spared, expert, is_near[expert, node])
             if per_leaving > 0.0:
-                num_left = num_off_home[spared] - _is_off_home(home_of_expert[spared], node)
-                num_then = num_off_home[expert] + _is_off_home(home_of_expert[expert], node)
+                num_left = num_off_home[spared] - int(home_of_expert[spared] != node)
+                num_then = num_off_home[expert] + int(home_of_expert[expert] != node)
                 cost += per_leaving * (
                     share_of_fewer[spared] * num_left
                     - share[spared] * num_off_home[spared]
@@ -362,9 +353,4 @@ def _price(start: int, now: int, then: int, is_near: bool) -> float:
 @part
 def _leaving(home: int, here: int, there: int) -> int:
     """Change in replicas off home if one goes from one node to another: -1, 0 or 1."""
-    return _is_off_home(home, there) - _is_off_home(home, here)
-
-
-@part
-def _is_off_home(home: int, node: int) -> int:
-    return 1 if node != home else 0
+    return int(there != home) - int(here != home)

@@ -30,13 +30,7 @@ def split(
     nothing.
     """
     parts = np.zeros(table.shape) if first is None else first.copy()
-    _split_layers(
-        np.ascontiguousarray(table, dtype=np.int32),
-        np.ascontiguousarray(load, dtype=np.float64),
-        rank_of_slot,
-        first is None,
-        parts,
-    )
+    _split_layers(table, load, rank_of_slot, first is None, parts)
     return parts
 
 

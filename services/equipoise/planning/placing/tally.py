@@ -9,10 +9,9 @@ from equipoise.planning.placing.compiled import compiled
 @compiled
 def count_replicas_of(table: ExpertTable, num_experts: int) -> Indices:
     """Count the slots that hold each expert, int64 [layers, experts]."""
-    counts = np.zeros((len(table), num_experts), dtype=np.int64)
+    counts = np.empty((len(table), num_experts), dtype=np.int64)
     for layer in range(len(table)):
-        for expert in table[layer]:
-            counts[layer, expert] += 1
+        counts[layer] = np.bincount(table[layer], minlength=num_experts)
     return counts
 
 
@@ -20,11 +19,8 @@ def count_replicas_of(table: ExpertTable, num_experts: int) -> Indices:
 def split_by_rank(table: ExpertTable, load: Load, rank_of_slot: Indices) -> Load:
     """Split a load, [layers, experts], evenly over replicas and sum by rank, [layers, ranks]."""
     sums = np.zeros((len(table), rank_of_slot[-1] + 1))
-    num_replicas = np.empty(load.shape[1], dtype=np.int64)
     for layer in range(len(table)):
-        num_replicas[:] = 0
-        for expert in table[layer]:
-            num_replicas[expert] += 1
+        num_replicas = np.bincount(table[layer], minlength=load.shape[1])
         for slot in range(len(rank_of_slot)):
             expert = table[layer, slot]
             sums[layer, rank_of_slot[slot]] += load[layer, expert] / num_replicas[expert]
@@ -38,11 +34,8 @@ def split_by_group_and_node(
     """Split a load evenly and sum by expert group and node, [layers, groups, nodes]."""
     group_of_expert = np.arange(load.shape[1]) // (load.shape[1] // num_groups)
     sums = np.zeros((len(table), num_groups, node_of_slot.max() + 1))
-    num_replicas = np.empty(load.shape[1], dtype=np.int64)
     for layer in range(len(table)):
-        num_replicas[:] = 0
-        for expert in table[layer]:
-            num_replicas[expert] += 1
+        num_replicas = np.bincount(table[layer], minlength=load.shape[1])
         for slot in range(len(node_of_slot)):
             expert = table[layer, slot]
             part = load[layer, expert] / num_replicas[expert]

@@ -42,7 +42,10 @@ def weigh(problem: Problem, table: ExpertTable, *, may_chain: bool) -> Placed:
     hopeful = problem.is_busy & (reached + least < 1.0)
     if not hopeful.any():
         return even
-    best = Placed(table, _shares_for(problem, table, hopeful))
+    shares = even_shares(table, num_experts=num_experts)
+    parts = split(table[hopeful], load=problem.load[hopeful], rank_of_slot=problem.rank_of_slot)
+    shares[hopeful] = whole_shares(parts, table[hopeful], num_experts=num_experts)
+    best = Placed(table, shares)
     if (
         may_chain
         and topology.has_equal_slots
@@ -50,15 +53,11 @@ def weigh(problem: Problem, table: ExpertTable, *, may_chain: bool) -> Placed:
             num_slots=topology.num_slots, num_experts=num_experts, num_ranks=topology.num_ranks
         )
     ):
-        best = better(problem, best, _chained(problem))
+        chained = _chained(problem)
+        of_best, of_chained = (problem.balancedness_of_layer(*one) for one in (best, chained))
+        best = mixed(problem, of_chained > of_best, best, chained)
     gains = problem.balancedness_of_layer(*best) - reached
     return mixed(problem, gains > least, even, best)
-
-
-def better(problem: Problem, one: Placed, other: Placed) -> Placed:
-    """Take the other placement in layers where it is more balanced."""
-    of_one, of_other = (problem.balancedness_of_layer(*placed) for placed in (one, other))
-    return mixed(problem, of_other > of_one, one, other)
 
 
 def mixed(problem: Problem, takes_other: Bools, one: Placed, other: Placed) -> Placed:
@@ -71,15 +70,6 @@ def mixed(problem: Problem, takes_other: Bools, one: Placed, other: Placed) -> P
     of_one, of_other = (even if placed.shares is None else placed.shares for placed in (one, other))
     shares = np.where(rows, of_other, of_one)
     return Placed(table, None if np.array_equal(shares, even) else shares)
-
-
-def _shares_for(problem: Problem, table: ExpertTable, layers: Bools) -> ShareTable:
-    """Compute the best shares in some layers; even ones in the others."""
-    num_experts = problem.model.num_experts
-    shares = even_shares(table, num_experts=num_experts)
-    parts = split(table[layers], load=problem.load[layers], rank_of_slot=problem.rank_of_slot)
-    shares[layers] = whole_shares(parts, table[layers], num_experts=num_experts)
-    return shares
 
 
 def _chained(problem: Problem) -> Placed:
