@@ -80,7 +80,9 @@ def _remove_twin(slots: Slots, load: Weights, first_slot: Indices, own: int, all
     """Move the twin in slot `own` to another rank, or give its slot to another expert."""
     rank = int(np.searchsorted(first_slot, own, side="right")) - 1
     twin = slots[own]
-    num_replicas = np.bincount(slots[first_slot[0] : first_slot[-1]], minlength=len(load))
+    num_replicas = np.zeros(len(load), dtype=np.int64)
+    for slot in range(first_slot[0], first_slot[-1]):
+        num_replicas[slots[slot]] += 1
     share = load / np.maximum(num_replicas, 1)
     mine = _carried(slots, share, first_slot, rank)
     best, chosen = np.inf, -1
@@ -114,7 +116,10 @@ def _remove_twin(slots: Slots, load: Weights, first_slot: Indices, own: int, all
 
 @part
 def _carried(slots: Slots, share: Weights, first_slot: Indices, rank: int) -> float:
-    return float(share[slots[first_slot[rank] : first_slot[rank + 1]]].sum())
+    total = 0.0
+    for slot in range(first_slot[rank], first_slot[rank + 1]):
+        total += share[slots[slot]]
+    return total
 
 
 @part
