@@ -14,7 +14,7 @@ def with_spare_slots(harness):
 
 
 def lost(worker, reason="a peer rank failed or hangs"):
-    """What a worker says whose group is over."""
+    """The message of a worker whose group ended."""
     return GroupLost(
         epoch=worker.epoch, reason=reason, expert_of_slot=worker.own(worker.layout.expert_of_slot)
     )

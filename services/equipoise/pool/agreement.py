@@ -1,4 +1,4 @@
-"""`Agreement`: makes what this balancer knows agree with what ranks run. The ranks are right."""
+"""`Agreement`: makes this balancer's state match what ranks run. Ranks take precedence."""
 
 from collections.abc import Sequence
 
@@ -49,7 +49,7 @@ class Agreement:
 
     @property
     def must_reconcile(self) -> bool:
-        """Whether the ranks served on without this balancer, and it is not known what they run."""
+        """Whether ranks that served without this balancer still have to be reconciled."""
         return self._must_reconcile
 
     @property
@@ -73,13 +73,13 @@ class Agreement:
 
     def note_joining(self, rank: int, *, refused: str) -> None:
         """A rank joined the epoch, unless it `refused` to for a reason."""
-        concern = f"answer of rank {rank} to its rank"
+        concern = f"join of rank {rank}"
         self._faults.pop(concern, None)
         if refused:
             self._faults[concern] = f"rank {rank} refused to join the epoch: {refused}"
 
     def merge_checksums(self, member: Member, layout: Layout | None, reported: Checksums) -> None:
-        """Believe what a rank reports to hold, unless another rank reported otherwise."""
+        """Merge a rank's reported checksums; the first report of an expert wins."""
         if layout is None or member.rank is None:
             return
         concern = f"checksums of rank {member.rank}"
@@ -131,11 +131,11 @@ class Agreement:
         return (log, WriteAdopted(layout=layout))
 
     def _reconcile(self, *, now: float) -> Chain:
-        """Meet ranks that served on alone: a wave may be anywhere between staged and switched."""
+        """Reconcile with ranks that served without a balancer; a wave may be staged or switched."""
         members = self._roster.seated()
         committed = self._layouts.current
         if committed is None or not self._fits(committed):
-            # The store knows nothing of these ranks; what they agree on is adopted as it is.
+            # The store has no record of these ranks; what they agree on is adopted as it is.
             self._must_reconcile = len({member.generation for member in members}) != 1
             if self._must_reconcile:
                 return ()

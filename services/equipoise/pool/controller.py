@@ -54,8 +54,8 @@ from equipoise.wire.messages import (
 class PoolController:
     """Decides for one pool. `now` is unix time in seconds that never runs backwards.
 
-    `written` and `write_failed` report what became of writes, `proposed` and `proposal_failed` of
-    proposals; each returns effects in turn.
+    `written` and `write_failed` report the outcome of writes, `proposed` and `proposal_failed` that
+    of proposals; each returns effects in turn.
     """
 
     def __init__(self, name: str, *, policies: PolicyBook, memory: PoolMemory) -> None:
@@ -102,7 +102,9 @@ class PoolController:
             case GroupLost():
                 return pool.membership.lose_group(member, value, now=now)
             case Hello():
-                raise InvalidMessageError("hello_repeated", f"worker {worker} is in already")
+                raise InvalidMessageError(
+                    "hello_repeated", f"worker {worker} has already connected"
+                )
             case _ if value.epoch < pool.roster.epoch:
                 return ()  # The worker sent it before it joined the current epoch.
             case _:
@@ -227,7 +229,7 @@ class PoolController:
         pool.membership.note_failed(lost)
 
     def hand_over(self, elsewhere: str) -> Pool:
-        """This balancer does not lead any more: `elsewhere` says where the pool is led now."""
+        """This balancer no longer leads; `elsewhere` names the balancer that leads the pool now."""
         self.pool.hand_over(elsewhere)
         self.pool.note_change()
         return self.pool
@@ -240,7 +242,7 @@ class PoolController:
         return pool.policy.in_force, pool.membership.opening, tuple(pool.attendance.silent)
 
     def _follow_policy(self, *, now: float) -> Chain:
-        """Put a changed policy in force; averages, windows and a rollout under way continue."""
+        """Put a changed policy in force; averages, windows and a rollout in progress continue."""
         pool = self.pool
         if not pool.policy.is_stale:
             return ()

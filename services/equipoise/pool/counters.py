@@ -40,7 +40,7 @@ _WAITS = frozenset(Wait)
 def answer_timeout_s(policy: Policy) -> float:
     """Seconds within which an operator's request is answered.
 
-    It covers the wait for a plan under way, a plan and the wait for its turn, earlier writes, and
+    It covers the wait for a plan in progress, a plan and the wait for its turn, earlier writes, and
     the write of the audit record.
     """
     return 3 * policy.plan_timeout_s + 2 * WRITE_TIMEOUT_S

@@ -287,7 +287,7 @@ class Decisions:
         return (WriteDecision(record=record),)
 
     def _cannot_roll_out(self, request: ProposalRequest) -> str | None:
-        """Why a plan does not apply to the pool any more."""
+        """Why a plan no longer applies to the pool."""
         if self._journal.store_fault and self._can_plan:
             return "the rollout waits for the store"
         if not (self.can_roll_out and self._layouts.current is request.current):
@@ -320,7 +320,7 @@ class Decisions:
     # Rollouts -----------------------------------------------------------------------------------
 
     def _watch(self, proposal: Proposal) -> None:
-        """A plan is rolled out: remember its expected gain, and how that is to be judged.
+        """A plan is rolled out: remember its expected gain, and what is needed to judge it.
 
         One that follows before the previous one was judged is compared with the layout before both:
         rolling back leads to the last layout that proved good.

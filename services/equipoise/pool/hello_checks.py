@@ -1,4 +1,4 @@
-"""Checks of a worker's Hello against what the pool knows. Each raises `RefusedWorkerError`."""
+"""Checks of a worker's Hello against the pool's state. Each raises `RefusedWorkerError`."""
 
 from collections.abc import Collection, Iterable
 

@@ -32,13 +32,12 @@ class ClosedWindow:
     """One planning interval as it was measured.
 
     `load` is float64 [layers, experts] in assignments, `rank_load` [layers, ranks] by receiver, so
-    `balancedness` is what happened and not what a plan promised. `generation` is the one in use
-    when the window closed; `switched` says that another was in use when it opened. `shares` is what
-    became of planned shares, None if that cannot be told of this window; `pace` is how long ranks
-    computed, None if they did not tell. `phase` is the one that all reports named, else mixed.
-    `unheard` are ranks that told no load although it was due: the window has too little of it.
-    `contradiction` says why the counts cannot be true, if so; averages know nothing of the window
-    then.
+    `balancedness` is measured, not planned. `generation` is the one in use when the window closed;
+    `switched` is set if another was in use when it opened. `shares` compares planned with realised
+    shares, None if unknown; `pace` is how long ranks computed, None if not reported. `phase` is the
+    one that all reports named, else mixed. `unheard` are ranks whose report is overdue: the window
+    lacks their load. `contradiction` says why the counts cannot be true, if so; the averages then
+    exclude the window.
     """
 
     number: int

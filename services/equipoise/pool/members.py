@@ -58,7 +58,7 @@ class Member:
     """Whether it holds its part of a layout and takes part in steps."""
 
     lost_reason: str | None = None
-    """Why its group is over; None while it has one."""
+    """Why its group ended; None while it has one."""
 
     left_out: str | None = None
     """Why the current epoch has no rank for it although it is connected."""
@@ -73,7 +73,7 @@ class Member:
     """Its latest statistics."""
 
     steps: str = ""
-    """How its steps run, in its own words."""
+    """How its steps run, as reported."""
 
     @property
     def name(self) -> str:
@@ -90,7 +90,7 @@ class Member:
         self.last_heard_s = now
 
     def note_heartbeat(self, heartbeat: Heartbeat, *, epoch: int) -> None:
-        """Take over its state; generations count only if it speaks of the current `epoch`."""
+        """Take over its state; generations count only if it is for the current `epoch`."""
         self.draining = heartbeat.draining
         if self.rank is not None and heartbeat.epoch == epoch:
             self.generation = heartbeat.generation
@@ -119,7 +119,7 @@ class Member:
         self._hold(layout)
 
     def lose_group(self, lost: GroupLost, *, now: float) -> None:
-        """Its group is over; it waits for a rank and keeps what its slots hold."""
+        """Its group ended; it waits for a rank and keeps what its slots hold."""
         self.lost_reason, self.left_out = lost.reason, None
         self.held = lost.expert_of_slot
         self.serving, self.since_s = False, now
@@ -130,7 +130,7 @@ class Member:
         self.gone_reason = self.gone_reason or reason
 
     def unseat(self) -> None:
-        """It has no rank any more."""
+        """Remove its rank."""
         self.rank = None
 
     def reopen(self, *, left_out: str | None) -> None:
@@ -219,7 +219,7 @@ class Roster:
             RefusedWorkerError: it does not fit the pool, or it runs an epoch that is over.
         """
         known = self._members.get(hello.worker)
-        present = self._present(besides=hello.worker)
+        present = self._present(excluding=hello.worker)
         # The first worker of an empty pool defines its shape.
         shape = (self._shape if present else None) or hello
         check_shape(hello, shape, pool=self._pool)
@@ -230,7 +230,7 @@ class Roster:
         elif hello.group_lost is not None:
             self._return_without_group(member, known, hello.group_lost, now=now)
         elif known is not None and known.hello.boot_id == hello.boot_id:
-            # The stream broke before the worker had anything to report; it keeps its rank.
+            # The stream failed before the worker had anything to report; it keeps its rank.
             member.keep_seat(known.rank, known.held)
         self._shape = shape
         self._members[hello.worker] = member
@@ -340,15 +340,17 @@ class Roster:
         )
         self._rendezvous_address = seated[0].hello.rendezvous_address
 
-    def _present(self, *, besides: str) -> list[Member]:
+    def _present(self, *, excluding: str) -> list[Member]:
         return [
-            member for name, member in self._members.items() if name != besides and member.connected
+            member
+            for name, member in self._members.items()
+            if name != excluding and member.connected
         ]
 
     def _return_without_group(
         self, member: Member, known: Member | None, lost: GroupLost, *, now: float
     ) -> None:
-        """A worker whose group is over reconnects; a rank assigned since is still its own."""
+        """A worker whose group ended reconnects; it keeps a rank assigned since."""
         if known is not None and known.rank is not None and lost.epoch < self._epoch:
             member.keep_seat(known.rank, lost.expert_of_slot)
             return
@@ -360,7 +362,7 @@ class Roster:
         """Give a worker the rank that it reports to run as, if the others agree."""
         others = [
             other
-            for other in self._present(besides=member.name)
+            for other in self._present(excluding=member.name)
             if other.rank is not None and other.lost_reason is None
         ]
         if running.epoch != self._epoch:
@@ -368,7 +370,7 @@ class Roster:
                 raise RefusedWorkerError(
                     "hello_epoch",
                     f"worker {member.name} runs in epoch {running.epoch}, but pool {self._pool} is "
-                    f"in epoch {self._epoch}: it can join when its group is over",
+                    f"in epoch {self._epoch}: it can join once its group has ended",
                 )
             # No other worker runs anything: what this balancer knew is older.
             self._forget_seats()

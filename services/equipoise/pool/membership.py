@@ -28,8 +28,7 @@ from equipoise.wire.messages import GroupLost, Hello, JoinEpoch
 
 FIRST_LOOK_S = 1.0
 """Seconds between two looks at a pool that waits for its first ranks. The last Hello that it waits
-for is acted on at once; what the clock brings is the reason shown meanwhile, and the end of a wait
-of minutes."""
+for is acted on at once; ticks only update the displayed reason and end waits of minutes."""
 
 MAX_EPOCHS = 16
 """Epochs kept for status."""
@@ -141,18 +140,18 @@ class Membership:
         return (*effects, *self._open_if_due(now=now))
 
     def lose_group(self, member: Member, lost: GroupLost, *, now: float) -> Chain:
-        """A rank cannot step with the others any more; what was rolled out to it is over."""
+        """A rank can no longer step with the others; the rollout in progress ends."""
         if lost.epoch < self._roster.epoch and member.rank is not None:
             return ()  # It has a rank in a later epoch, which it will be sent.
         opened_s = self._epochs[0].opened_s if self._epochs else now
         is_first = all(one.lost_reason is None for one in self._roster.seated())
         meet_timeout_s = self._policy.values.meet_timeout_s
         if self._windows.loads is None and is_first and now - opened_s >= meet_timeout_s:
-            self._bounds.note("meet", f"epoch {lost.epoch} was given up: {lost.reason}")
+            self._bounds.note("meet", f"epoch {lost.epoch} was abandoned: {lost.reason}")
         member.lose_group(lost, now=now)
         effects: Chain = ()
         if member.rank is not None:
-            reason = f"its group is over: {lost.reason}"
+            reason = f"its group ended: {lost.reason}"
             effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
         return (*effects, *self._open_if_due(now=now))
 

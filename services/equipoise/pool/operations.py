@@ -32,14 +32,14 @@ from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.windows import Windows
 
 MAX_POSTPONED = 8
-"""Requests to plan that may wait for the plan under way; each is then handled in turn."""
+"""Requests to plan that may wait for the plan in progress; each is then handled in turn."""
 
 _A_DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Postponed:
-    """A request that waits for the plan under way, and when it expires."""
+    """A request that waits for the plan in progress, and when it expires."""
 
     request: AdminRequest
     until_s: float
@@ -140,7 +140,9 @@ class Operations:
         rollout = self._rollouts.current
         words = "planning is paused until it is resumed"
         if rollout is not None:
-            words += f"; the rollout of generation {rollout.target.generation} runs to its end"
+            words += (
+                f"; the rollout of generation {rollout.target.generation} continues to completion"
+            )
         answer = Answer(accepted=True, reason=words)
         return _answered(request, answer, now=now, hold=replace(hold, paused=request.by))
 
@@ -166,7 +168,9 @@ class Operations:
         if not current.same_placement(target):
             can_go = self._decisions.can_roll_out
             when = "now" if can_go else f"as soon as possible ({self._trouble()})"
-            words = f"the pool goes to the pinned placement {when} and stays until it is unpinned"
+            words = (
+                f"the pool switches to the pinned placement {when} and stays until it is unpinned"
+            )
         answer = Answer(accepted=True, reason=words, generation=generation)
         pinned = Hold(
             paused=hold.paused, pinned=request.by, pin=target, pinned_generation=generation
@@ -195,7 +199,7 @@ class Operations:
         if not fits(target, current):
             return _refused(request, _misfit(current), now=now)
         if current.same_placement(target):
-            words = f"generation {current.generation} is running and already has this placement"
+            words = f"generation {current.generation} already has this placement"
             return _refused(request, words, now=now)
         reason = f"back to the placement of generation {target.generation}, by {request.by}"
         chain = self._decisions.adopt(target, algorithm="rollback", reason=reason, now=now)
@@ -278,7 +282,7 @@ def _answered(
 
 def _misfit(current: Layout) -> str:
     return (
-        f"that layout is for other ranks or another model: the pool has {current.num_layers} "
+        f"the layout does not fit the pool, which has {current.num_layers} "
         f"layers of {current.num_experts} experts on {current.num_ranks} ranks with "
         f"{current.num_slots} slots"
     )

@@ -98,7 +98,7 @@ class Pool:
         self._revision += 1
 
     def hand_over(self, elsewhere: str) -> None:
-        """This balancer does not lead any more."""
+        """This balancer no longer leads."""
         self._elsewhere = elsewhere
 
     def diagnosis(self) -> Diagnosis:

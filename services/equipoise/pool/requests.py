@@ -94,7 +94,7 @@ class Answer:
     """Why, or what follows from it."""
 
     generation: int = 0
-    """Generation that the pool goes to or stays at; 0 for neither."""
+    """Generation that the pool switches to or stays at; 0 for neither."""
 
     sequence: int = 0
     """Number of the audit record."""

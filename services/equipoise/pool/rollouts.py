@@ -96,7 +96,7 @@ class _Wave:
 
 
 class Rollouts:
-    """At most one wave is under way; when it aborts, the waves after it are dropped."""
+    """At most one wave is in progress; when it aborts, the waves after it are dropped."""
 
     def __init__(
         self, policy: PoolPolicy, *, roster: Roster, layouts: PoolLayouts, counters: Counters
@@ -117,14 +117,14 @@ class Rollouts:
 
     @property
     def current(self) -> Rollout | None:
-        """The wave under way, or None; the next one begins as soon as it is active."""
+        """The wave in progress, or None; the next one begins as soon as it is active."""
         if self._wave is None or self._wave.rollout.is_over:
             return None
         return self._wave.rollout
 
     @property
     def latest(self) -> Rollout | None:
-        """The wave under way or, if none is, the last one."""
+        """The wave in progress or, if none is, the last one."""
         return self._wave.rollout if self._wave is not None else None
 
     @property
@@ -195,7 +195,7 @@ class Rollouts:
         return self._effects(commands)
 
     def begin_epoch(self) -> None:
-        """Forget everything under way: it was for the ranks of the epoch before."""
+        """Forget everything in progress: it was for the ranks of the previous epoch."""
         if self.current is not None:
             self._aborted += 1
         self._wave = None
@@ -222,7 +222,7 @@ class Rollouts:
         return (*effects, WriteDecision(record=taken_back))
 
     def note_switch(self, switched: Switched, *, now: float) -> None:
-        """Remember what a rank reported about a switch, whatever becomes of the rollout."""
+        """Remember what a rank reported about a switch, regardless of the rollout's outcome."""
         wave = self._wave
         if (
             wave is None
@@ -263,7 +263,7 @@ class Rollouts:
             return commands
         self._tally.note_state_left(before.state, after_s=now - before.entered_s)
         if before.state is State.ABORTED:
-            # A switch crossed the abort; the ranks are right.
+            # The switch raced with the abort and won.
             self._aborted -= 1
         elif after.state is State.ABORTED:
             self._aborted += 1
