@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -256,6 +257,22 @@ async def test_staging_that_takes_too_long_is_refused(rig, random_layout, stage_
     answer = await rig.answer()
     assert isinstance(answer, Refused)
     assert "longer than the allowed 0.2 s" in answer.reason
+
+
+async def test_staging_that_runs_out_of_device_memory_is_refused(
+    rig, random_layout, stage_to, monkeypatch
+):
+    def no_room(*_arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.held, "prepare", no_room)
+        rig.stager.stage(stage_to(rig.running, random_layout(2)))
+        answer = await rig.answer()
+    assert isinstance(answer, Refused)
+    assert "not enough device memory to stage" in answer.reason
+    rig.stager.stage(stage_to(rig.running, random_layout(2)))
+    assert isinstance(await rig.answer(), Staged)
 
 
 async def test_a_checksum_that_no_source_matches_is_refused(rig, random_layout, stage_to):

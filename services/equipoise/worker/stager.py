@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from equipoise.planning.layout import Layout
 from equipoise.wire.messages import Abort, Refused, Stage, Staged
@@ -141,7 +142,13 @@ class Stager:
         base = self._held.contents
         check_stage(stage, running=base.layout, epoch=self._epoch, rank=self._held.rank)
         pulled = await self._puller.pull(stage.moves)
-        staged = await asyncio.to_thread(self._build, stage, pulled, base)
+        try:
+            staged = await asyncio.to_thread(self._build, stage, pulled, base)
+        except torch.OutOfMemoryError as error:
+            raise StageRefusedError(
+                f"not enough device memory to stage {len(stage.moves)} experts: lower "
+                "waves.maxBytes in the policy"
+            ) from error
         # Nothing is awaited between here and the answer: an abort finds the generation offered
         # or not.
         if not self._engine.offer(staged):
