@@ -1,9 +1,7 @@
 import shlex
-import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import typer
@@ -13,7 +11,7 @@ from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.live.settings import StatusSettings
 from equipoise.cli.main import app as program
-from equipoise.cli.options import ARGUMENT, REPEATED, add_command
+from equipoise.cli.options import ARGUMENT, REPEATED, options_from_settings
 from equipoise.planning.policy import Policy
 from equipoise.settings.fields import explanations
 from equipoise.worker.settings import WorkerSettings
@@ -59,12 +57,14 @@ def settings_from(kind, line):
     """The settings that a command line makes, and what was printed."""
     made = []
     app = typer.Typer(add_completion=False)
-    command = ModuleType("equipoise.command")
-    command.run = lambda settings: made.append(settings) or 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, command.__name__, command)
-        add_command(app, "command", kind, "command:run")
-        result = CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": "200"})
+
+    def command(settings):
+        made.append(settings)
+        return 0
+
+    command.__annotations__ = {"settings": kind, "return": int}
+    app.command()(options_from_settings(command))
+    result = CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": "200"})
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return (made[0] if made else None), result

@@ -37,7 +37,7 @@ class LeaseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerSettings:
-    """Run a balancer: collect loads, plan layouts and roll them out.
+    """One balancer: where it listens, where it keeps its state, and how it decides.
 
     Raises:
         InvalidSettingsError: a value is out of range.

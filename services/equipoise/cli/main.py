@@ -1,6 +1,6 @@
 """`equipoise`: every command, and how errors become one line and an exit status.
 
-A command's implementation is imported when it runs, so that `--help` is fast and the control plane
+Each command imports its implementation when it runs, so that `--help` is fast and the control plane
 needs no torch. Only settings, which import nothing heavy, are imported here.
 """
 
@@ -15,11 +15,15 @@ from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.generate.settings import GenerateSettings
-from equipoise.cli.help import INSPECT, OFFLINE, OPERATE, SERVICES, TRY, Sections
-from equipoise.cli.live import settings as live
-from equipoise.cli.offline import settings as offline
-from equipoise.cli.options import add_command
-from equipoise.cli.policy import settings as policy
+from equipoise.cli.help import OFFLINE, SERVICES, TRY, Sections
+from equipoise.cli.live.commands import commands as live_commands
+from equipoise.cli.offline.settings import (
+    ConvertSettings,
+    PlanSettings,
+    ReplaySettings,
+    WhatIfSettings,
+)
+from equipoise.cli.options import options_from_settings
 from equipoise.formats.errors import FormatError
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.planning.errors import InvalidPolicyError
@@ -39,7 +43,6 @@ _BAD_INPUT = (
     PolicyError,
     TrustError,
 )
-_REFUSED = "Exits with status 3 if the balancer refuses."
 _OWN_PACKAGES = {"equipoise", "equipoise_model", "equipoise_kernels"}
 _EXTRA_OF_PACKAGE = {"torch": "worker", "safetensors": "worker", "matplotlib": "plots"}
 
@@ -80,18 +83,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-
-
-def _group(name: str, section: str, text: str) -> typer.Typer:
-    group = typer.Typer(cls=Sections, help=text, no_args_is_help=True)
-    app.add_typer(group, name=name, rich_help_panel=section)
-    return group
-
-
-layout = _group("layout", INSPECT, "Show, compare, export and import layouts.")
-policies = _group("policy", OPERATE, "Check, show, compare and preview policy files.")
-checkpoint = _group("checkpoint", OFFLINE, "Prepare a model's weights.")
-bench = _group("bench", TRY, "Measure a server's latency and throughput.")
+checkpoint = typer.Typer(cls=Sections, help="Prepare a model's weights.", no_args_is_help=True)
+bench = typer.Typer(
+    cls=Sections, help="Measure a server's latency and throughput.", no_args_is_help=True
+)
 
 
 def _show_version(requested: bool) -> None:
@@ -112,68 +107,118 @@ def _equipoise(
     pass
 
 
-add_command(app, "balancer", BalancerSettings, "balancer.__main__:run", SERVICES)
-add_command(app, "worker", WorkerSettings, "worker.__main__:run", SERVICES)
-add_command(app, "gateway", GatewaySettings, "gateway.__main__:run", SERVICES)
+@app.command(rich_help_panel=SERVICES)
+@options_from_settings
+def balancer(settings: BalancerSettings) -> int:
+    """Run a balancer: collect loads, plan layouts and roll them out."""
+    from equipoise.balancer.__main__ import run
 
-add_command(app, "status", live.StatusSettings, "cli.live.status:run", INSPECT)
-add_command(app, "decisions", live.DecisionsSettings, "cli.live.decisions:run", INSPECT)
-add_command(
-    app,
-    "epochs",
-    live.BalancerClientSettings,
-    "cli.live.decisions:epochs",
-    INSPECT,
-    text="List recent membership changes with their reasons.",
-)
-add_command(app, "loads", live.LoadsSettings, "cli.live.loads:run", INSPECT)
-add_command(layout, "show", live.LayoutShowSettings, "cli.live.layouts:show")
-add_command(layout, "diff", live.LayoutDiffSettings, "cli.live.layouts:diff")
-add_command(layout, "export", live.LayoutExportSettings, "cli.live.layouts:export")
-add_command(layout, "import", live.LayoutImportSettings, "cli.live.layouts:import_")
-
-for _name, _settings, _text in (
-    ("rebalance", live.RebalanceSettings, ""),
-    (
-        "pause",
-        live.OperationSettings,
-        f"Stop adopting plans until `resume`.\n\nA rollout in progress still completes. {_REFUSED}",
-    ),
-    (
-        "resume",
-        live.OperationSettings,
-        f"Adopt plans again after `pause` or `rollback`.\n\n{_REFUSED}",
-    ),
-    ("rollback", live.RollbackSettings, ""),
-    ("pin", live.PinSettings, ""),
-    ("unpin", live.OperationSettings, f"Adopt plans again after `pin`.\n\n{_REFUSED}"),
-    ("preview", live.PreviewSettings, ""),
-):
-    add_command(app, _name, _settings, f"cli.live.operations:{_name}", OPERATE, text=_text)
-add_command(policies, "validate", policy.PolicyValidateSettings, "cli.policy.files:validate")
-add_command(policies, "show", policy.PolicyShowSettings, "cli.policy.files:show")
-add_command(policies, "diff", policy.PolicyDiffSettings, "cli.policy.files:diff")
+    return run(settings)
 
 
-@policies.command("schema")
-def _policy_schema() -> None:
-    """Print the JSON Schema of policy files, for editors."""
-    from equipoise.cli.policy.files import schema
+@app.command(rich_help_panel=SERVICES)
+@options_from_settings
+def worker(settings: WorkerSettings) -> int:
+    """Run one expert-parallel rank: serve requests and switch layouts."""
+    from equipoise.worker.__main__ import run
 
-    schema()
+    return run(settings)
 
 
-add_command(policies, "preview", policy.PolicyPreviewSettings, "cli.policy.preview:run")
+@app.command(rich_help_panel=SERVICES)
+@options_from_settings
+def gateway(settings: GatewaySettings) -> int:
+    """Serve an OpenAI-compatible API over the ranks of a pool."""
+    from equipoise.gateway.__main__ import run
 
-add_command(app, "plan", offline.PlanSettings, "cli.offline.plan:run", OFFLINE)
-add_command(app, "replay", offline.ReplaySettings, "cli.offline.replay:run", OFFLINE)
-add_command(app, "whatif", offline.WhatIfSettings, "cli.offline.whatif:run", OFFLINE)
-add_command(app, "convert", offline.ConvertSettings, "cli.offline.convert:run", OFFLINE)
-add_command(checkpoint, "convert", ConvertCheckpointSettings, "cli.checkpoint.convert:run")
+    return run(settings)
 
-add_command(app, "demo", DemoSettings, "cli.demo.run:run", TRY)
-add_command(app, "generate", GenerateSettings, "cli.generate.run:run", TRY)
-add_command(bench, "serve", BenchServeSettings, "cli.bench.serve:run")
+
+app.add_typer(live_commands)
+
+
+@app.command(rich_help_panel=OFFLINE)
+@options_from_settings
+def plan(settings: PlanSettings) -> int:
+    """Plan a layout for recorded loads and show its balance and cost."""
+    from equipoise.cli.offline.plan import run
+
+    return run(settings)
+
+
+@app.command(rich_help_panel=OFFLINE)
+@options_from_settings
+def replay(settings: ReplaySettings) -> int:
+    """Replay recorded windows under one or more policies."""
+    from equipoise.cli.offline.replay import run
+
+    return run(settings)
+
+
+@app.command(rich_help_panel=OFFLINE)
+@options_from_settings
+def whatif(settings: WhatIfSettings) -> int:
+    """Compare GPU counts and redundant slots for recorded loads."""
+    from equipoise.cli.offline.whatif import run
+
+    return run(settings)
+
+
+@app.command(rich_help_panel=OFFLINE)
+@options_from_settings
+def convert(settings: ConvertSettings) -> int:
+    """Convert loads or a layout from one engine's format to another's."""
+    from equipoise.cli.offline.convert import run
+
+    return run(settings)
+
+
+app.add_typer(checkpoint, name="checkpoint", rich_help_panel=OFFLINE)
+
+
+@checkpoint.command("convert")
+@options_from_settings
+def checkpoint_convert(settings: ConvertCheckpointSettings) -> int:
+    """Convert a model's weights to FP8 or BF16, or reshard them."""
+    from equipoise.cli.checkpoint.convert import run
+
+    return run(settings)
+
+
+@app.command(rich_help_panel=TRY)
+@options_from_settings
+def demo(settings: DemoSettings) -> int:
+    """Watch a local fleet drift out of balance and recover.
+
+    Exits with status 1 if a request failed, a token differed or balance was not restored.
+    """
+    from equipoise.cli.demo.run import run
+
+    return run(settings)
+
+
+@app.command(rich_help_panel=TRY)
+@options_from_settings
+def generate(settings: GenerateSettings) -> int:
+    """Complete a prompt, in this process or on a server."""
+    from equipoise.cli.generate.run import run
+
+    return run(settings)
+
+
+app.add_typer(bench, name="bench", rich_help_panel=TRY)
+
+
+@bench.command("serve")
+@options_from_settings
+def bench_serve(settings: BenchServeSettings) -> int:
+    """Measure any OpenAI-compatible server.
+
+    Exits with status 1 if a request failed.
+    """
+    from equipoise.cli.bench.serve import run
+
+    return run(settings)
 
 
 if __name__ == "__main__":

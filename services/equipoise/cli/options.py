@@ -1,13 +1,13 @@
-"""`add_command`: a command whose options are the fields of its settings.
+"""`options_from_settings`: a command's options, one per field of its settings.
 
 Settings are frozen dataclasses that check themselves. They declare names, defaults and help texts
 once; this module turns them into a typer command, and a command line back into settings.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
-from pkgutil import resolve_name
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -26,34 +26,25 @@ ENVIRONMENT = "environment"
 """Metadata key: the environment variable that replaces the default."""
 
 
-def add_command(
-    group: typer.Typer,
-    name: str,
-    settings: type,
-    command: str,
-    section: str | None = None,
-    *,
-    text: str = "",
-) -> None:
-    """Add a command to a group, listed in a section of its help.
-
-    `command` is "module:function" below `equipoise`, imported when the command runs. The function
-    takes the settings and returns an exit status. The help is `text`, by default the settings'
-    docstring without what they raise.
+def options_from_settings(command: Callable[[S], int]) -> Callable[..., None]:
+    """Make a typer command from a function that takes settings and returns an exit status.
 
     Each field becomes an option; so do the fields of settings inside settings. A field without a
     default is required. A tuple of strings takes comma-separated values and may be repeated.
     Exceptions of the settings pass through unchanged.
     """
+    hints = get_type_hints(command)
+    (settings,) = (hint for name, hint in hints.items() if name != "return")
 
     def run(**values: Any) -> None:
-        raise typer.Exit(resolve_name(f"equipoise.{command}")(_build(settings, values)))
+        raise typer.Exit(command(_build(settings, values)))
 
     parameters = _parameters(settings)
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     vars(run)["__signature__"] = inspect.Signature(parameters)
-    text = text or (inspect.getdoc(settings) or "").partition("\n\nRaises:")[0]
-    group.command(name, help=text, rich_help_panel=section)(run)
+    return run
 
 
 def _parameters(settings: type) -> list[inspect.Parameter]:

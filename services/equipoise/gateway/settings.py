@@ -16,7 +16,7 @@ _Timeout = Annotated[float, Range(0.001, HOUR_S)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Serve an OpenAI-compatible API over the ranks of a pool.
+    """One gateway: its clients, its ranks, and the timeout of every wait.
 
     Raises:
         InvalidSettingsError: a value is out of range.

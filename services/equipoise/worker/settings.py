@@ -17,7 +17,7 @@ from equipoise.trust.settings import Tls, or_environment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """Run one expert-parallel rank: serve requests and switch layouts.
+    """One worker: its identity, the model it serves, and its limits.
 
     Raises:
         InvalidSettingsError: a value is out of range.

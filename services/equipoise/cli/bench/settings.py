@@ -13,9 +13,7 @@ _MAX = 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchServeSettings:
-    """Measure any OpenAI-compatible server.
-
-    Exits with status 1 if a request failed.
+    """A server, the requests to send, and where the measurements go.
 
     Raises:
         InvalidSettingsError: a value is invalid.

@@ -20,7 +20,7 @@ class Weights(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertCheckpointSettings:
-    """Convert a model's weights to FP8 or BF16, or reshard them.
+    """A checkpoint, and the format to convert it to.
 
     Raises:
         InvalidSettingsError: a number is out of range, or options contradict each other.

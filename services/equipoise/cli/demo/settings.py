@@ -11,9 +11,7 @@ from equipoise.settings.fields import HOUR_S, Range, check_ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """Watch a local fleet drift out of balance and recover.
-
-    Exits with status 1 if a request failed, a token differed or balance was not restored.
+    """The demo's fleet, its traffic, and where the figures go.
 
     Raises:
         InvalidSettingsError: a value is out of range, or values contradict each other.

@@ -12,7 +12,7 @@ from equipoise.settings.fields import HOUR_S, Range, check_ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateSettings:
-    """Complete a prompt, in this process or on a server.
+    """A prompt, the model that completes it, and sampling parameters.
 
     Raises:
         InvalidSettingsError: a value is invalid.

@@ -24,6 +24,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.shares import WHOLE
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto
+from equipoise_api.v1 import admin_pb2 as pb
 
 EXIT_DIFFERENT = 3
 """Exit status of `diff`."""
@@ -134,7 +135,13 @@ def import_(settings: LayoutImportSettings) -> int:
         form=settings.file_format,
     )
     reason = settings.reason or f"imported from {settings.file.name}"
-    return operate(settings, "Pin", reason=reason, layout=layout_to_proto(layout))
+    return operate(
+        settings,
+        lambda stub: stub.Pin,
+        pb.PinRequest,
+        reason=reason,
+        layout=layout_to_proto(layout),
+    )
 
 
 def _either(name: str, client: BalancerClient, *, like: Layout | None = None) -> Layout:

@@ -24,51 +24,65 @@ from equipoise_api.v1 import admin_pb2_grpc
 
 EXIT_REFUSED = 3
 
+_Method = Callable[[admin_pb2_grpc.AdminStub], Callable[..., Any]]
+
 
 def rebalance(settings: RebalanceSettings) -> int:
     """Plan now, in one pool or in all."""
     if settings.all_pools:
         return _rebalance_all(settings)
-    return operate(settings, "TriggerRebalance", force=settings.force)
+    return operate(
+        settings,
+        lambda stub: stub.TriggerRebalance,
+        pb.TriggerRebalanceRequest,
+        force=settings.force,
+    )
 
 
 def pause(settings: OperationSettings) -> int:
     """Stop adopting plans."""
-    return operate(settings, "Pause")
+    return operate(settings, lambda stub: stub.Pause, pb.PauseRequest)
 
 
 def resume(settings: OperationSettings) -> int:
     """Adopt plans again."""
-    return operate(settings, "Resume")
+    return operate(settings, lambda stub: stub.Resume, pb.ResumeRequest)
 
 
 def rollback(settings: RollbackSettings) -> int:
     """Restore an earlier generation's placement."""
-    generation, keep_planning = settings.generation, settings.keep_planning
-    return operate(settings, "Rollback", generation=generation, keep_planning=keep_planning)
+    return operate(
+        settings,
+        lambda stub: stub.Rollback,
+        pb.RollbackRequest,
+        generation=settings.generation,
+        keep_planning=settings.keep_planning,
+    )
 
 
 def pin(settings: PinSettings) -> int:
     """Keep a generation's placement."""
-    return operate(settings, "Pin", generation=settings.generation or None)
+    generation = settings.generation or None
+    return operate(settings, lambda stub: stub.Pin, pb.PinRequest, generation=generation)
 
 
 def unpin(settings: OperationSettings) -> int:
     """Release the pinned placement."""
-    return operate(settings, "Unpin")
+    return operate(settings, lambda stub: stub.Unpin, pb.UnpinRequest)
 
 
-def operate(settings: OperationSettings, method: str, **values: Any) -> int:
+def operate(
+    settings: OperationSettings, method: _Method, request: Callable[..., object], **values: Any
+) -> int:
     """Call a method of the Admin service and print the answer; return the exit status.
 
-    `values` are fields of its request besides the pool and the reason.
+    `values` are fields of its `request` besides the pool and the reason.
 
     Raises:
         BalancerRefusedError: the balancer is unreachable or rejects the request.
     """
-    kind = getattr(pb, f"{method}Request")
-    request = kind(**{"pool": settings.pool, "reason": settings.reason, **values})
-    return _report(settings, _send(settings, method, request))
+    values = {"pool": settings.pool, "reason": settings.reason, **values}
+    return _report(settings, _send(settings, method, request(**values)))
 
 
 def preview(settings: PreviewSettings) -> int:
@@ -79,7 +93,7 @@ def preview(settings: PreviewSettings) -> int:
         policy=settings.policy(),
         algorithm=settings.algorithm or "",
     )
-    response: pb.PreviewResponse = _send(settings, "Preview", request)
+    response: pb.PreviewResponse = _send(settings, lambda stub: stub.Preview, request)
     status = _report(settings, response)
     if response.HasField("decision") and not settings.json:
         decision = response.decision
@@ -117,7 +131,7 @@ def _rebalance_all(settings: RebalanceSettings) -> int:
                 unknown = f"unknown: {answer.unanswered}" if answer.unanswered else ""
                 print(f"{answer.pool}: {unknown or _line(answer.outcome)}", flush=True)
 
-    _send(settings, "RebalanceAll", request, read=collect)
+    _send(settings, lambda stub: stub.RebalanceAll, request, read=collect)
     accepted = sum(answer.outcome.accepted for answer in answers)
     if settings.json:
         print_json([as_json(answer) for answer in answers])
@@ -128,7 +142,7 @@ def _rebalance_all(settings: RebalanceSettings) -> int:
 
 def _send(
     settings: OperationSettings,
-    method: str,
+    method: _Method,
     request: object,
     *,
     read: Callable[[Any], Any] = lambda response: response,
@@ -146,14 +160,14 @@ def _send(
 
 
 def _send_once(
-    settings: OperationSettings, method: str, request: object, read: Callable[[Any], Any]
+    settings: OperationSettings, method: _Method, request: object, read: Callable[[Any], Any]
 ) -> Any:
     credentials = credentials_of(settings.access)
     with (
         credentials.blocking_channel(settings.address) as channel,
         explained(settings.address, credentials),
     ):
-        call = getattr(admin_pb2_grpc.AdminStub(channel), method)
+        call = method(admin_pb2_grpc.AdminStub(channel))
         try:
             return read(call(request, timeout=settings.timeout_s, metadata=credentials.metadata()))
         except grpc.RpcError as error:

@@ -1,4 +1,4 @@
-"""The commands that talk to a running balancer: the help text and the options of each."""
+"""Settings of the commands that talk to a running balancer."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,10 +66,7 @@ class BalancerClientSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSettings(BalancerClientSettings):
-    """Show the balance, ranks, rollout and latest decisions of a pool.
-
-    Exits with status 3 unless every rank serves.
-    """
+    """`equipoise status`."""
 
     watch: bool = False
     """Keep updating until Ctrl-C. With --json, print one object per line."""
@@ -77,7 +74,7 @@ class StatusSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionsSettings(BalancerClientSettings):
-    """List past decisions with their reasons, newest first."""
+    """`equipoise decisions`."""
 
     limit: Annotated[int, Range(1, 1000)] = 20
     """Number of decisions to show, newest first."""
@@ -88,7 +85,7 @@ class DecisionsSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadsSettings(BalancerClientSettings):
-    """Show the latest window's load by layer and rank as a heat map."""
+    """`equipoise loads`."""
 
     out: Path | None = None
     """Write an image instead, .png or .svg."""
@@ -104,7 +101,7 @@ class LoadsSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutShowSettings(BalancerClientSettings):
-    """Show a layout."""
+    """`equipoise layout show`."""
 
     generation: Annotated[int, Range(0, 2**53)] = 0
     """Generation to show. 0 is the committed one."""
@@ -115,10 +112,7 @@ class LayoutShowSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutDiffSettings(BalancerClientSettings):
-    """Show the moves from one layout to another.
-
-    Exits with status 3 if they place experts differently.
-    """
+    """`equipoise layout diff`."""
 
     before: str = field(metadata={ARGUMENT: True})
     """Generation, or a layout file in any engine's format."""
@@ -129,7 +123,7 @@ class LayoutDiffSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutExportSettings(BalancerClientSettings):
-    """Write a layout to a file in an engine's format."""
+    """`equipoise layout export`."""
 
     file: Path = field(metadata={ARGUMENT: True})
     """File to write."""
@@ -158,10 +152,7 @@ class OperationSettings(BalancerClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutImportSettings(OperationSettings):
-    """Pin the pool to the layout in a file.
-
-    Exits with status 3 if the balancer refuses.
-    """
+    """`equipoise layout import`."""
 
     file: Path = field(metadata={ARGUMENT: True})
     """Layout file that fits the pool."""
@@ -175,10 +166,7 @@ class LayoutImportSettings(OperationSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebalanceSettings(OperationSettings):
-    """Plan now, and roll the plan out if it is worth its moves.
-
-    Exits with status 3 if the balancer refuses.
-    """
+    """`equipoise rebalance`."""
 
     force: bool = False
     """Adopt the plan however small its gain, unless it is worse on the latest window."""
@@ -197,10 +185,7 @@ class RebalanceSettings(OperationSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackSettings(OperationSettings):
-    """Restore an earlier placement as a new generation, and pause.
-
-    Exits with status 3 if the balancer refuses.
-    """
+    """`equipoise rollback`."""
 
     generation: Annotated[int, Range(0, 2**53)] = 0
     """Committed generation to restore. 0 is the one before the latest plan."""
@@ -212,10 +197,7 @@ class RollbackSettings(OperationSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinSettings(OperationSettings):
-    """Keep one placement, whatever the traffic, until `unpin`.
-
-    Exits with status 3 if the balancer refuses.
-    """
+    """`equipoise pin`."""
 
     generation: Annotated[int, Range(0, 2**53)] = 0
     """Committed generation to keep. 0 is the current one."""
@@ -223,10 +205,7 @@ class PinSettings(OperationSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviewSettings(OperationSettings):
-    """Plan now and show the result without rolling it out.
-
-    Exits with status 3 if the balancer would not roll it out.
-    """
+    """`equipoise preview`."""
 
     set: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
     """Policy value to override, like min_gain=0.01. Repeatable."""

@@ -84,7 +84,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """Plan a layout for recorded loads and show its balance and cost.
+    """`equipoise plan`.
 
     Raises:
         InvalidSettingsError: a value is out of range, or options contradict each other.
@@ -176,7 +176,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """Replay recorded windows under one or more policies.
+    """`equipoise replay`.
 
     Raises:
         InvalidSettingsError: a value is out of range, or the plot is not an image.
@@ -213,7 +213,7 @@ class ReplaySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIfSettings:
-    """Compare GPU counts and redundant slots for recorded loads.
+    """`equipoise whatif`.
 
     Raises:
         InvalidSettingsError: a value is out of range.
@@ -255,7 +255,7 @@ class WhatIfSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertSettings:
-    """Convert loads or a layout from one engine's format to another's.
+    """`equipoise convert`.
 
     Raises:
         InvalidSettingsError: a value is out of range.

@@ -1,4 +1,4 @@
-"""The commands of `equipoise policy`: the help text and the options of each."""
+"""Settings of `equipoise policy ...`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +11,7 @@ from equipoise.settings.errors import InvalidSettingsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyValidateSettings:
-    """Check a policy file.
-
-    Prints every fault with its line, and exits with status 2 if there is one.
-    """
+    """`equipoise policy validate`."""
 
     file: Path = field(metadata={ARGUMENT: True})
     """BalancePolicy file, YAML or JSON."""
@@ -25,7 +22,7 @@ class PolicyValidateSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyShowSettings(PolicyValidateSettings):
-    """Show every value in effect under a file, defaults included."""
+    """`equipoise policy show`."""
 
     pool: str = ""
     """Pool to show. Default: all pools that the file distinguishes."""
@@ -33,10 +30,7 @@ class PolicyShowSettings(PolicyValidateSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyDiffSettings:
-    """Show what changes from one policy file to another.
-
-    Exits with status 3 if anything changes.
-    """
+    """`equipoise policy diff`."""
 
     before: Path = field(metadata={ARGUMENT: True})
     """BalancePolicy file, YAML or JSON."""
@@ -53,9 +47,7 @@ class PolicyDiffSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPreviewSettings(BalancerClientSettings):
-    """Plan under a policy file without changing anything.
-
-    Plans for the loads of a running pool, or for recorded ones with --loads.
+    """`equipoise policy preview`.
 
     Raises:
         InvalidSettingsError: a value is out of range, or options of recorded loads lack --loads.
