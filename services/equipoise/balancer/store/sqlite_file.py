@@ -253,7 +253,7 @@ class SqliteFile:
         try:
             with self._explained():
                 self._fence(write.term)
-                write.result = write.work()
+                write.run()
         except Exception as error:
             write.fail(error)
             if not self.db.in_transaction:
@@ -276,6 +276,10 @@ class _PendingWrite(Generic[_Result]):
     term: int
     fault: Exception | None = None
     result: _Result = field(init=False)
+
+    def run(self) -> None:
+        """Do the work."""
+        self.result = self.work()
 
     def fail(self, error: Exception) -> None:
         """Record a failure; the first one counts."""
