@@ -527,7 +527,7 @@ class PoolStatus(_message.Message):
 
     @_builtins.property
     def hold(self) -> Global___HoldStatus:
-        """What an operator holds the pool to; absent if nothing."""
+        """An operator's hold: pause or pin; absent if none."""
 
     @_builtins.property
     def audit(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEntry]:
@@ -623,7 +623,7 @@ class PromiseStatus(_message.Message):
     judged_unix_s: _builtins.float
     """Unix time of the judgement, seconds; 0 before it."""
     outcome: _builtins.str
-    """kept, traffic_changed (it fell short, but the layout before would have too), rolled_back, or
+    """kept, traffic_changed (it fell short, but so would the previous layout), rolled_back, or
     open before the judgement.
     """
     balancedness_promised: _builtins.float
@@ -870,7 +870,7 @@ class Decision(_message.Message):
     bytes: _builtins.int
     """Bytes the proposal needs."""
     algorithm: _builtins.str
-    """hierarchical or global."""
+    """hierarchical, global, local, incremental, rollback or pin."""
     plan_ms: _builtins.float
     """Time the plan took, milliseconds."""
     shift_detected: _builtins.bool

@@ -229,7 +229,8 @@ class Policy:
     that the pool re-forms without those that did not."""
 
     meet_timeout_s: Annotated[float, Range(0.1, HOUR_S), Key("timeouts.meet")] = 60.0
-    """Time within which the ranks of a new epoch must load their experts and connect."""
+    """Time that a rank of a new epoch, once it has its experts, waits for all others to connect.
+    Raise it if some ranks load their experts much later than others."""
 
     start_timeout_s: Annotated[float, Range(0, HOUR_S), Key("timeouts.start")] = 60.0
     """Time that a starting pool waits for all its workers. After that it starts with those that
