@@ -1,9 +1,9 @@
-// Draws what the balancer tells by /events. Keeps nothing, changes nothing.
+// Renders the events of /events. Keeps nothing, changes nothing.
 
 const byId = (id) => document.getElementById(id);
 const shown = { fleet: null, pool: null, heat: null, heardAt: 0, source: null };
 
-// What is told ------------------------------------------------------------------------------------
+// Events -----------------------------------------------------------------------------------------
 
 function listen() {
   shown.source?.close();
@@ -30,10 +30,10 @@ const hashOf = (name) => `#pool=${encodeURIComponent(name)}`;
 function showLive() {
   const silent = (Date.now() - shown.heardAt) / 1000;
   const isOn = shown.source.readyState === EventSource.OPEN && silent < 15;
-  const words = shown.heardAt ? `no word for ${Math.round(silent)} s` : "connecting";
+  const words = shown.heardAt ? `no update for ${Math.round(silent)} s` : "connecting";
   byId("live").dataset.state = isOn ? "on" : shown.heardAt ? "off" : "wait";
-  setText(byId("live"), isOn ? (shown.fleet?.leads === false ? "live, of a balancer that follows" : "live") : words);
-  // A browser gives up on an answer that is no stream, as where too many look.
+  setText(byId("live"), isOn ? (shown.fleet?.leads === false ? "live (from a follower)" : "live") : words);
+  // A browser does not reconnect after an error response, such as 503 for too many viewers.
   if (shown.source.readyState === EventSource.CLOSED && silent > 5) listen();
 }
 
@@ -44,9 +44,9 @@ const draw = {
     const { pools, leads, words, leader } = shown.fleet;
     const notice = byId("notice");
     notice.hidden = leads && pools.length > 0;
-    notice.replaceChildren(leads ? "No pool yet: workers make one when they say hello to this balancer." : words);
+    notice.replaceChildren(leads ? "No pools yet: a pool is created when its first worker connects." : words);
     const link = leads ? "" : leaderPage(leader);
-    if (link) notice.append(" ", make("a", { href: link }, "Its page, if it has one at this port"), ".");
+    if (link) notice.append(" ", make("a", { href: link }, "Open the leader's page (if it is served on the same port)"), ".");
     byId("pools").hidden = pools.length < 2;
     byId("pools").replaceChildren(...pools.map((pool) => {
       const link = make("a", { href: hashOf(pool.pool) },
@@ -96,7 +96,7 @@ function drawFigures(pool) {
     ["ranks", pool.num_ranks, pool.model ? ` · ${pool.model.num_layers} layers` : ""],
     ["generation", pool.generation, ` · epoch ${pool.epoch}`],
     ["rollouts", pool.rollouts_completed, pool.rollouts_aborted ? ` · ${pool.rollouts_aborted} aborted` : ""],
-    ["now", rollout ? rollout.state : "at rest", rollout ? ` → ${rollout.generation}, ${count(rollout.moves, "move")}` : ""],
+    ["now", rollout ? rollout.state : "idle", rollout ? ` → ${rollout.generation}, ${count(rollout.moves, "move")}` : ""],
   ];
   byId("figures").replaceChildren(...figures.map(([name, value, more, kind]) =>
     make("div", {}, make("dt", {}, name), make("dd", { class: kind ?? "" }, String(value), make("small", {}, more)))));
@@ -166,7 +166,7 @@ function switches(all, from) {
 
 function chartWords(pool, windows) {
   const values = windows.map((window) => window.balancedness);
-  return `Balancedness of ${windows.length} windows: lowest ${Math.min(...values).toFixed(2)}, now ${values.at(-1).toFixed(2)}; ${pool.rollouts_completed} rollouts done.`;
+  return `Balancedness of ${windows.length} windows: lowest ${Math.min(...values).toFixed(2)}, now ${values.at(-1).toFixed(2)}; ${pool.rollouts_completed} rollouts completed.`;
 }
 
 const HEAT = { left: 26, bottom: 20, range: Math.log2(1.6) };
@@ -251,7 +251,7 @@ function drawScale() {
 }
 
 function drawRanks(pool) {
-  setText(byId("ranks-read"), pool.ranks.length < pool.num_ranks ? `the ${pool.ranks.length} most telling of ${pool.num_ranks}` : "");
+  setText(byId("ranks-read"), pool.ranks.length < pool.num_ranks ? `showing ${pool.ranks.length} of ${pool.num_ranks}` : "");
   byId("ranks").replaceChildren(...pool.ranks.map((rank) => {
     const times = rank.load_share * pool.num_ranks;
     const bar = make("span", { class: "bar" }, make("i"));
@@ -269,7 +269,7 @@ function drawRanks(pool) {
 }
 
 function drawDecisions(pool) {
-  setText(byId("policy"), pool.policy ? `policy ${pool.policy.hash}${pool.policy.refusal ? ": a newer one was refused" : ""}` : "");
+  setText(byId("policy"), pool.policy ? `policy ${pool.policy.hash}${pool.policy.refusal ? ": the newest version was rejected" : ""}` : "");
   const items = pool.decisions.map((one) => {
     const facts = one.kind === "plan" && one.balancedness_proposed
       ? `${one.balancedness_current.toFixed(2)} → ${one.balancedness_proposed.toFixed(2)} · ${count(one.moves, "move")} · ${bytes(one.bytes)} · ${one.plan_ms.toFixed(0)} ms to plan`
@@ -282,12 +282,12 @@ function drawDecisions(pool) {
 function drawEvents(pool) {
   const events = [
     ...pool.switches.map((one) => [one.time_unix_s, "switch", "", `generation ${one.generation} at step ${one.step.toLocaleString("en")}`, `${count(one.moves, "move")} staged in ${one.staging_s.toFixed(2)} s · longest stall ${duration(one.max_stall_us)}`]),
-    ...pool.promises.filter((one) => one.judged_unix_s).map((one) => [one.judged_unix_s, "promise", one.outcome === "kept" ? "good" : "fair", `generation ${one.generation}: ${one.outcome.replace("_", " ")}`, `balancedness ${one.balancedness_promised.toFixed(3)} promised, ${one.balancedness_realised.toFixed(3)} measured`]),
+    ...pool.promises.filter((one) => one.judged_unix_s).map((one) => [one.judged_unix_s, "gain", one.outcome === "kept" ? "good" : "fair", `generation ${one.generation}: ${one.outcome.replace("_", " ")}`, `balancedness ${one.balancedness_promised.toFixed(3)} expected, ${one.balancedness_realised.toFixed(3)} realised`]),
     ...pool.epochs.map((one) => [one.opened_unix_s, "epoch", "fair", `epoch ${one.epoch}: ${one.reason}`, one.serving_after_s ? `${one.workers.length} ranks served after ${one.serving_after_s.toFixed(1)} s` : `${one.workers.length} ranks, not serving yet`]),
-    ...pool.audit.map((one) => [one.time_unix_s, one.accepted ? "order" : "refused", one.accepted ? "good" : "fair", `${one.who}: ${one.what}`, one.outcome]),
+    ...pool.audit.map((one) => [one.time_unix_s, one.accepted ? "request" : "refused", one.accepted ? "good" : "fair", `${one.who}: ${one.what}`, one.outcome]),
   ].sort((a, b) => b[0] - a[0]).slice(0, 40).map(([time, word, kind, text, facts]) => item(word, kind, time, text, facts));
   const counted = [
-    ...pool.bounds.filter((one) => one.reached).map((one) => item(`${one.reached} × bound`, "bad", 0, one.latest, `${one.name}, after ${one.bound_s} s`)),
+    ...pool.bounds.filter((one) => one.reached).map((one) => item(`${one.reached} × timeout`, "bad", 0, one.latest, `${one.name}, after ${one.bound_s} s`)),
     ...pool.refusals.map((one) => item(`${one.count} × refused`, "fair", 0, one.latest, one.kind)),
   ];
   const items = [...counted, ...events];
