@@ -2,7 +2,7 @@
 
 
 class KernelInputError(ValueError):
-    """A tensor's dtype, shape, stride, device or alignment breaks an operation's contract."""
+    """A tensor's dtype, shape, stride, device or alignment violates an operation's contract."""
 
 
 class KernelsUnavailableError(RuntimeError):

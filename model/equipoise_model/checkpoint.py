@@ -90,7 +90,7 @@ class Checkpoint:
 
     @property
     def has_mtp(self) -> bool:
-        """Whether multi-token-prediction modules are stored; the config alone does not tell."""
+        """Whether multi-token-prediction modules are stored; the config alone does not say."""
         return any(is_mtp(name, self.config) for name in self._shards)
 
     @property
@@ -261,7 +261,7 @@ def _open_shards(path: Path) -> dict[str, Shard]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return each tensor's file; every file must lie in the index's own folder."""
+    """Return each tensor's file; every file must be in the index's own folder."""
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         good = all(isinstance(file, str) for file in file_of.values())

@@ -32,7 +32,7 @@ from torch import distributed as dist
 from equipoise_kernels.plain.permute import permute_rows, slot_order, unpermute_rows
 from equipoise_kernels.replica_choice import choose_replicas
 from equipoise_model.config import ModelConfig
-from equipoise_model.exchange import RankGroup
+from equipoise_model.exchange import RowExchange
 from equipoise_model.experts import PhysicalSlots
 from equipoise_model.fp8.slot_exchange import SlotExchange
 from equipoise_model.placement import PlacementTables
@@ -56,7 +56,11 @@ class ExpertParallel:
     """
 
     def __init__(
-        self, placement: PlacementTables, *, ranks: RankGroup, exchange: SlotExchange | None = None
+        self,
+        placement: PlacementTables,
+        *,
+        ranks: RowExchange,
+        exchange: SlotExchange | None = None,
     ) -> None:
         assert placement.num_ranks == ranks.count
         assert exchange is None or not ranks.alone
@@ -84,7 +88,7 @@ class ExpertParallel:
             num_layers=config.num_moe_layers, num_experts=config.n_routed_experts
         )
         placement = placement if device is None else placement.to(device)
-        return cls(placement, ranks=RankGroup(group=None, rank=0, count=1))
+        return cls(placement, ranks=RowExchange(group=None, rank=0, count=1))
 
     @classmethod
     def distributed(
@@ -99,7 +103,7 @@ class ExpertParallel:
         `exchange` sends rows between ranks of an FP8 model; it starts with that placement's
         generation.
         """
-        return cls(placement, ranks=RankGroup.of_group(group), exchange=exchange)
+        return cls(placement, ranks=RowExchange.of_group(group), exchange=exchange)
 
     @property
     def waited_s(self) -> float:
@@ -183,7 +187,7 @@ class ExpertStep:
 
     placement: PlacementTables
     """Tables of the generation that the step runs in."""
-    ranks: RankGroup
+    ranks: RowExchange
     """The ranks that take the step."""
     tokens_by_rank: tuple[int, ...]
     """Rows that each rank brings."""

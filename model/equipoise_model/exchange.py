@@ -1,4 +1,4 @@
-"""`RankGroup`: all-to-all exchanges of rows between the ranks of a group, differentiable.
+"""`RowExchange`: all-to-all exchanges of rows between the ranks of a group, differentiable.
 
 Owns the collectives of a step and turns their failures into messages. Every exchange is bounded by
 the timeout of its process group.
@@ -17,7 +17,7 @@ class ExchangeError(RuntimeError):
     """Ranks could not exchange rows: one of them is gone, stuck or unreachable."""
 
 
-class RankGroup:
+class RowExchange:
     """This rank among `count` ranks; a rank alone has no group and exchanges nothing.
 
     `waited_s` is the total time in exchanges, most of it spent waiting for slower peers. With a

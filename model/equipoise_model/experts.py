@@ -1,7 +1,7 @@
 """`PhysicalSlots`: a rank's expert slots in one layer; `StagedExperts`: experts awaiting a switch.
 
 Shared by both data planes: `plain.experts` and `fp8.experts` implement `PhysicalSlots`. The layout
-decides which logical expert a slot holds; nothing here knows it.
+decides which logical expert a slot holds; this module does not depend on it.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """`greedy`: batch generation in one process, the reference for every other way to serve.
 
-Scheduling, streaming and several processes are the worker's business.
+Scheduling, streaming and several processes are the worker's responsibility.
 """
 
 from collections.abc import Collection, Sequence

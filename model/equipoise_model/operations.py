@@ -124,8 +124,8 @@ class Operations:
         if _always_twins(self.device):
             return (f"model={selection.REFERENCE}", *self._kind_of_latents)
         possible = selection.own().possible
-        told = (f"{operation}={'|'.join(names)}" for operation, names in possible.items())
-        return (*told, *self._kind_of_latents)
+        announced = (f"{operation}={'|'.join(names)}" for operation, names in possible.items())
+        return (*announced, *self._kind_of_latents)
 
     @property
     def announcement(self) -> str:
@@ -320,8 +320,8 @@ def _always_twins(device: torch.device) -> bool:
     return device.type == "cpu" and not is_interpreting()
 
 
-def _selection(told: str) -> selection.Selection:
-    values = json.loads(told)
+def _selection(announced: str) -> selection.Selection:
+    values = json.loads(announced)
     possible = {operation: tuple(names) for operation, names in values["possible"].items()}
     return selection.Selection(
         backends=values["backends"], possible=possible, obstacles=values["obstacles"]

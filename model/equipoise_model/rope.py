@@ -2,7 +2,7 @@
 
 Owns the frequencies and their tables; the kernels' `plain.rotate` applies them. DeepSeek stores
 rotary dimensions as interleaved pairs; rotation returns all first elements, then all second ones.
-Queries and keys are permuted alike, so scores do not change.
+Queries and keys are permuted the same way, so scores do not change.
 """
 
 import math

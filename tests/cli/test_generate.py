@@ -58,7 +58,7 @@ async def test_a_server_makes_the_text(server, capsys):
 
 async def test_a_servers_fault_is_one_line(server):
     server.rank.faults.append(Fault(after=2))
-    with pytest.raises(InvalidSettingsError, match="the server reports: 1 attempts broke"):
+    with pytest.raises(InvalidSettingsError, match="the server reports: 1 attempts failed"):
         await asyncio.to_thread(run, settings(url=f"{server.url}/v1", model="tiny"))
     with pytest.raises(InvalidSettingsError, match="the server returned 404: the model"):
         await asyncio.to_thread(run, settings(url=server.url, model="another"))

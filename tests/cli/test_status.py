@@ -165,7 +165,7 @@ async def test_a_follower_is_asked_only_who_leads(balancer, address):
 
 async def test_a_balancer_without_a_pool_is_reported(address, capsys):
     assert await look(address) == EXIT_NOT_ALL_SERVE
-    assert "knows no pool yet" in capsys.readouterr().out
+    assert "has no pool yet" in capsys.readouterr().out
 
 
 async def test_json_has_every_field_in_plain_values(balancer, address, capsys):

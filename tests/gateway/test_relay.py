@@ -182,7 +182,7 @@ async def test_a_request_that_two_ranks_blame_is_refused_by_name(gateway, fleet)
     fleet.fail(Fault(code=grpc.StatusCode.INTERNAL, blame=Blame.REQUEST))
     error = await refusal_of(gateway)
     assert error["code"] == "poison_request"
-    assert "2 ranks failed because of it" in error["message"]
+    assert "2 ranks blamed it for their failure" in error["message"]
     assert "INTERNAL: as the script says" in error["message"]
     assert fleet.num_requests == 2
 
@@ -200,7 +200,7 @@ async def test_a_request_under_which_three_ranks_die_in_a_row_is_refused(run_gat
     async with run_gateway(workers=tuple(fleet.addresses), max_attempts=99) as gateway:
         error = await refusal_of(gateway)
         assert error["code"] == "poison_request"
-        assert "3 ranks broke in a row" in error["message"]
+        assert "3 consecutive ranks failed" in error["message"]
         assert fleet.num_requests >= 3
 
 

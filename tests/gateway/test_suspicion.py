@@ -22,10 +22,10 @@ def after(*events):
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        ((REQUEST, REQUEST), "2 ranks failed because of it"),
-        ((REQUEST, TOKEN, REQUEST), "2 ranks failed because of it"),
-        ((STEP, STEP, STEP), "3 ranks broke in a row"),
-        ((TOKEN, STEP, NONE, STEP, NONE, STEP), "3 ranks broke in a row"),
+        ((REQUEST, REQUEST), "2 ranks blamed it for their failure"),
+        ((REQUEST, TOKEN, REQUEST), "2 ranks blamed it for their failure"),
+        ((STEP, STEP, STEP), "3 consecutive ranks failed"),
+        ((TOKEN, STEP, NONE, STEP, NONE, STEP), "3 consecutive ranks failed"),
     ],
 )
 def test_a_request_that_breaks_ranks_is_refused_with_the_reason(events, words):

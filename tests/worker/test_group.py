@@ -105,7 +105,7 @@ def test_a_process_forms_one_group_after_another_at_the_same_address(rendezvous)
 
 def test_a_rank_that_failed_to_form_forms_with_one_that_never_tried(rendezvous):
     arrive_and_vanish(rendezvous, rank=1, epoch=1)
-    with pytest.raises(GroupError, match="ranks of epoch 1 met but did not form"):
+    with pytest.raises(GroupError, match="ranks of epoch 1 met but could not form"):
         form(rendezvous, step_timeout_s=0.5)
     with rank_0_of_two(rendezvous, "die", epoch=2) as group:
         assert group.exchange(header(0)) == (header(0), header(1))
@@ -141,7 +141,9 @@ def test_ranks_that_do_not_agree_do_not_form(rendezvous):
 
 def test_ranks_that_never_meet_report_where_they_waited(rendezvous):
     met = []
-    with pytest.raises(GroupError, match=f"epoch 1 did not meet at {rendezvous} within 1 s"):
+    with pytest.raises(
+        GroupError, match=f"did not all reach the rendezvous at {rendezvous} within 1 s"
+    ):
         form(rendezvous, meet_timeout_s=1, on_met=lambda: met.append(1))
     assert not met
 

@@ -259,7 +259,7 @@ async def test_a_worker_that_stops_first_finishes_the_requests_it_has(
             rig.stop.set()
             # The balancer is notified while the requests continue.
             await link.until(Heartbeat, lambda beat: beat.draining)
-            with pytest.raises(grpc.aio.AioRpcError, match="w-7 was asked to stop"):
+            with pytest.raises(grpc.aio.AioRpcError, match="w-7 is shutting down"):
                 await generate(rig.worker.address, 5)
             while (response := await call.read()) is not grpc.aio.EOF:
                 tokens += response.tokens
@@ -298,13 +298,13 @@ async def test_a_shutdown_ends_requests_with_the_reason_and_announces_itself(
             )
             assert (await call.read()).tokens
             rig.stop.set()
-            with pytest.raises(grpc.aio.AioRpcError, match="w-7 was asked to stop"):
+            with pytest.raises(grpc.aio.AioRpcError, match="w-7 is shutting down"):
                 await _read_to_end(call)
         await asyncio.wait_for(rig.task, 60)
-        assert link.heard[-1] == Leaving(reason="w-7 was asked to stop")
+        assert link.heard[-1] == Leaving(reason="w-7 is shutting down")
         (drain,) = (bound for bound in link.heard[-2].stats.bounds if bound.name == Wait.DRAIN)
         assert (drain.bound_s, drain.reached) == (0.01, 1)
-        assert drain.latest == "w-7 handed back its open requests"
+        assert drain.latest == "w-7 returned its open requests to the gateways"
 
 
 async def _read_to_end(call):

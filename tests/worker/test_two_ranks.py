@@ -204,7 +204,7 @@ async def test_a_stopped_rank_leaves_gracefully_and_its_peer_reports_who_left(
         lost = await pool.links[0].until(GroupLost)
         assert "w-1 left the pool" in lost.reason
         np.testing.assert_array_equal(lost.expert_of_slot, layout.expert_of_slot[:, :6])
-        await pool.links[1].until(Leaving, lambda said: "w-1 was asked to stop" in said.reason)
+        await pool.links[1].until(Leaving, lambda said: "w-1 is shutting down" in said.reason)
 
 
 async def test_a_rank_keeps_its_requests_for_the_next_epoch_when_its_peer_is_killed(

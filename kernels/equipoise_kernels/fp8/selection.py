@@ -9,8 +9,8 @@ EQUIPOISE_KERNELS states what is wanted:
 A start-up calls `start(resolve(setting, obstacle))`. The caller supplies the obstacle: `self_test`
 has the real one, which requires the library, the device the backend was written for, and agreement
 with the reference on a small problem. A backend named in the setting that cannot run is an error;
-`auto` skips it and keeps the reason. Ranks of a pool must select alike, or their results differ in
-the last bits: `agree` selects from what all of them can run.
+`auto` skips it and keeps the reason. Ranks of a pool must select the same, or their results differ
+in the last bits: `agree` selects from what all of them can run.
 
 CPU tensors always use the reference, unless kernels run in Triton's interpreter.
 """
@@ -186,7 +186,7 @@ _process = _Process()
 def start(selection: Selection) -> None:
     """Use a selection in this process; call once, at start-up.
 
-    The self-tests behind it compile kernels and wait for the device, so resolve it before serving
+    Its self-tests compile kernels and wait for the device, so resolve it before serving
     and never during a CUDA graph capture.
     """
     _process.own = selection

@@ -1,7 +1,7 @@
 """`Fp8ExpertSlots`: one rank's expert slots in one layer in FP8, behind a map in device memory.
 
 Owns the FP8 payload of an expert: codes of gate, up and down, then their scales, as in an FP8
-checkpoint. Weights lie at places of a slab, which has more places than there are slots. Staging
+checkpoint. Weights are at places of a slab, which has more places than there are slots. Staging
 fills spare places, and a switch changes the map of slots to places: weights do not move and
 addresses do not change, so captured CUDA graphs stay valid. Experts staged beyond the spare places
 are copied at the switch.

@@ -188,7 +188,7 @@ def _quantized(x_SMD: Tensor, *, scale_format: ScaleFormat) -> QuantizedRows:
 
 
 def _aligned(rows: QuantizedRows) -> QuantizedRows:
-    """Align rows as matrix products require; copies them only if scales lie between rows."""
+    """Align rows as matrix products require; copies them only if scales are between rows."""
     if rows.codes.stride(0) % _ROW_BYTES == 0:
         return rows
     # A contiguous tensor of a single row may keep its old stride.

@@ -41,7 +41,7 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """What a run depends on besides the model's config; each field is a command-line option.
+    """What a run depends on other than the model's config; each field is a command-line option.
 
     Raises:
         TrainSettingsError: a value is out of range.

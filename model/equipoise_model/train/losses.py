@@ -20,7 +20,7 @@ def next_token_loss(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
 def mtp_loss(logits_BTV: Tensor, tokens_BT: Tensor, *, depth: int = 1) -> Tensor:
     """Mean cross-entropy of the multi-token-prediction module `depth` (equation 24).
 
-    Position t of its logits predicts token t + depth + 1. Positions whose target lies beyond the
+    Position t of its logits predicts token t + depth + 1. Positions whose target is beyond the
     sequence do not count, whether their logits are given or not.
     """
     return _shifted_cross_entropy(logits_BTV, tokens_BT, offset=depth + 1)
@@ -48,7 +48,7 @@ def sequence_balance_loss(routing: Routing, *, num_sequences: int) -> Tensor:
 def specialization_loss(
     routing: Routing, *, num_sequences: int, num_domains: int, target: float
 ) -> Tensor:
-    """How far one layer's experts are from telling domains apart while sharing the work, in nats.
+    """How far one layer's experts are from separating domains while sharing the work, in nats.
 
     Sequences are of equal length and alternate between `num_domains` domains. For each domain, take
     the mean normalised affinity per expert. The loss is the mean over pairs of domains of what

@@ -1,7 +1,7 @@
 """TensorRT-LLM's files. Layers are numbered as in the model, MoE layers only: 3 to 60 for V3.
 
 Layouts: the load balancer's YAML, {num_slots, initial_global_assignments: {layer: [slots]},
-layer_updates_per_iter}; slots lie in the order of ranks.
+layer_updates_per_iter}; slots are in rank order.
 Loads: a folder with meta_info.json and rank{r}.safetensors, tensors "{iteration}_{layer}" [experts]
 that are summed over ranks; an iteration is a window. rank{r}_raw.safetensors are not read.
 """

@@ -1,6 +1,6 @@
 """vLLM's layouts: a JSON list [layers][slots] of expert ids, MoE layers only.
 
-One flat list [slots] means the same placement in every layer. Slots lie in the order of ranks, as
+One flat list [slots] means the same placement in every layer. Slots are in rank order, as
 in vLLM's own physical_to_logical_map; the number of ranks is not in the file.
 """
 

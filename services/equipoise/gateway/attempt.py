@@ -40,7 +40,7 @@ async def attempt(
 
     Raises:
         RankFullError: the rank's queue is full.
-        RankLostError: the rank broke, timed out, or sent an invalid response.
+        RankLostError: the rank failed, timed out, or sent an invalid response.
         InvalidRequestError: the rank refuses the request; its own message.
     """
     call = stub.Generate(request_to_proto(request), metadata=credentials.metadata())

@@ -14,7 +14,7 @@ from equipoise.gateway.errors import BodyTooLargeError, BodyTooSlowError, Client
 
 
 class HttpClient:
-    """A client that does not send or read within `timeout_s` is given up."""
+    """A client that does not send or read within `timeout_s` is disconnected."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, timeout_s: float) -> None:
         self.is_streaming = False

@@ -101,14 +101,14 @@ class StoppingError(RequestError):
 
 
 class AttemptsExhaustedError(RequestError):
-    """As many ranks broke under this request as may be tried."""
+    """The request failed on the maximum number of ranks."""
 
     status = 502
     code = "attempts_exhausted"
 
 
 class PoisonRequestError(RequestError):
-    """Ranks break when they run this request, so it is not tried on another one.
+    """Ranks fail when they run this request, so it is not tried on another one.
 
     The status is not 5xx, because clients retry those on their own.
     """

@@ -13,7 +13,7 @@ from equipoise.gateway.errors import InvalidRequestError
 class Fields:
     """The fields of an object. A null field counts as missing.
 
-    `path` goes before names in messages, as in `messages[2].`.
+    `path` precedes names in messages, as in `messages[2].`.
     """
 
     def __init__(self, values: Mapping[str, Any], *, path: str = "") -> None:

@@ -17,7 +17,7 @@ LAST_RESPONSES_S = 5
 """Time to send the responses of requests that were ended with the grace period, seconds."""
 
 MAX_HEADER_BYTES = 2**16
-"""Largest header of a request."""
+"""Maximum size of a request's header."""
 
 
 def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Server:

@@ -25,13 +25,13 @@ class RequestTally:
     """Counts of requests and tokens since the start."""
 
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_OUTCOMES, 0))
-    """Requests that ended, by outcome; `ended` are those that their client gave up."""
+    """Requests that ended, by outcome; `ended` are those that their client abandoned."""
 
     replays: int = 0
-    """Breaks of ranks under a request."""
+    """Failures of ranks while they ran a request."""
 
     poison: int = 0
-    """Requests refused because ranks broke under them."""
+    """Requests refused because ranks failed while running them."""
 
     tokens: int = 0
     """Tokens passed on to clients."""

@@ -26,7 +26,7 @@ MAX_CHOICES = 16
 """Choices for one prompt; each is a request of its own to the ranks."""
 
 MAX_LOGPROBS = 20
-"""Most likely tokens reported with each token: OpenAI's limit for chats, and the ranks'."""
+"""Maximum `top_logprobs`: OpenAI's limit for chats, and the ranks'."""
 
 MIN_TEMPERATURE = 0.01
 """A lower temperature other than 0 is raised to this, as vLLM does."""
@@ -76,7 +76,7 @@ class CompletionRequest:
     """Token ids."""
 
     max_tokens: int
-    """Most tokens to generate, per choice."""
+    """Maximum number of tokens to generate, per choice."""
 
     num_choices: int
     """Answers to the one prompt."""

@@ -1,7 +1,7 @@
 """`RankTable`: the ranks as this gateway knows them, its work on each, and the queue for a rank.
 
-Counts and waits. `routing` chooses the rank; `watch` or the settings supply the ranks. Knows
-neither sockets nor gRPC.
+Counts and waits. `routing` chooses the rank; `watch` or the settings supply the ranks.
+Independent of sockets and gRPC.
 """
 
 import asyncio
@@ -112,12 +112,12 @@ class RankTable:
     ) -> "Reservation":
         """Reserve a rank for a request, waiting until `until_s`; messages show `timeout_s`.
 
-        A retry goes before new requests and is never refused for the queue's length. A suspect may
+        A retry precedes new requests and is never refused for the queue's length. A suspect may
         wait longer, because it never shares a rank with another suspect.
 
         Raises:
             TooManyQueuedError: too many requests wait already.
-            NoRankError: no rank took it in time; names the trouble of each rank.
+            NoRankError: no rank accepted it in time; gives each rank's reason.
         """
         if until_s <= self.now():
             raise self._no_rank(timeout_s)
@@ -142,7 +142,7 @@ class RankTable:
 
     def _no_rank(self, timeout_s: float) -> NoRankError:
         return NoRankError(
-            f"no rank took the request within {timeout_s:g} s (queue): {self._why_none}"
+            f"no rank accepted the request within {timeout_s:g} s (queue): {self._why_none}"
         )
 
     def _check_length(self, waiter: "_Waiter") -> None:

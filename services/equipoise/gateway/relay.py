@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class Relay:
     """Serves requests by the ranks of a table; used from one event loop only.
 
-    The settings' queue timeout starts again after each break; only ranks that break after they
+    The settings' queue timeout starts again after each failure; only ranks that fail after they
     accepted the request count against its attempts.
     """
 
@@ -137,11 +137,11 @@ class Relay:
         """Record a break.
 
         Raises:
-            PoisonRequestError: the request seems to be what breaks ranks.
+            PoisonRequestError: the request seems to make ranks fail.
             AttemptsExhaustedError: it was the last attempt.
         """
         _log.warning(
-            "%s: %s at %s broke after %d of %d tokens: %s",
+            "%s: %s at %s failed after %d of %d tokens: %s",
             *(request.request_id, reservation.rank.name, reservation.rank.address),
             *(len(progress.tokens), request.max_tokens, reason),
         )
@@ -152,11 +152,11 @@ class Relay:
             self._tally.poison += 1
             raise PoisonRequestError(
                 f"the request is refused because {verdict} ({'; '.join(progress.breaks)}): "
-                f"change it before sending it again"
+                f"change the request before retrying"
             )
         if len(progress.breaks) >= self._settings.max_attempts:
             raise AttemptsExhaustedError(
-                f"{len(progress.breaks)} attempts broke: {'; '.join(progress.breaks)}"
+                f"{len(progress.breaks)} attempts failed: {'; '.join(progress.breaks)}"
             )
 
     @asynccontextmanager
@@ -194,10 +194,10 @@ class _Progress:
     """Tokens so far."""
 
     breaks: list[str] = field(default_factory=list)
-    """Rank and reason of each break."""
+    """Rank and reason of each failure."""
 
     avoid: set[str] = field(default_factory=set)
-    """Addresses of the ranks that broke."""
+    """Addresses of the ranks that failed."""
 
     suspicion: Suspicion = field(default_factory=Suspicion)
 

@@ -14,7 +14,7 @@ CACHED_TOKEN_WEIGHT = 0.25
 costs a step of its own."""
 
 CROWDED_SHARE = 0.9
-"""A latent cache above this share will soon be full: ranks with more room go first."""
+"""A latent cache above this share will soon be full: ranks with more room are preferred."""
 
 FOREIGN_REQUEST_TOKENS = 128
 """Assumed work of a request from elsewhere."""
@@ -27,7 +27,7 @@ class RankState(IntEnum):
     """It serves, as far as the gateway knows."""
 
     DOUBTFUL = 1
-    """The balancer does not hear from it. It may serve, so it is tried when no other rank can."""
+    """The balancer has lost contact with it. It may serve, so it is tried if no other rank can."""
 
     CLOSED = 2
     """It is leaving, or is no longer in the pool. It finishes the requests it has."""
@@ -68,7 +68,7 @@ class RankLoad:
     """Tokens that the cache has room for; 0 if unknown."""
 
     num_suspects: int = 0
-    """Requests that have no token since two ranks in a row broke under them."""
+    """Requests without a token since two consecutive ranks failed while running them."""
 
     num_failures: int = 0
     """Failures since it last accepted a request. While above 0, it gets one request at a time."""
@@ -77,7 +77,7 @@ class RankLoad:
     """Not to be tried before, on the clock of `now`."""
 
     resting_reason: str = ""
-    """Why it rests, or rested."""
+    """Reason for the latest backoff."""
 
     @property
     def work_tokens(self) -> float:
@@ -90,7 +90,7 @@ class RankLoad:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether the latent cache is so full that requests will be paused or wait for room."""
+        """Whether the latent cache is so full that requests will be preempted or wait for room."""
         held = self.kv_tokens + self.foreign_kv_tokens
         return 0 < self.kv_tokens_total * CROWDED_SHARE < held
 
@@ -127,7 +127,7 @@ def choose(
 ) -> RankChoice | NoRankChoice:
     """Choose the rank with the least work among those that can take a request now.
 
-    Addresses in `avoid` (they broke under this request) and doubtful ranks are chosen only when no
+    Addresses in `avoid` (they failed on this request) and doubtful ranks are chosen only when no
     other rank is available, crowded ranks when no other has room, and ranks that run a suspect when
     there is another. Two suspects never share a rank, so that neither is blamed for the other.
     Ranks with equal work take turns: `turn` counts requests.
@@ -165,9 +165,9 @@ def refusal(rank: RankLoad, *, now: float, is_suspect: bool = False) -> str:
     if rank.state is RankState.CLOSED:
         return "is leaving"
     if rank.resting_until_s > now:
-        return f"rests: {rank.resting_reason}"
+        return f"is in backoff: {rank.resting_reason}"
     if rank.num_failures and rank.num_unanswered:
         return f"is on trial with one request: {rank.resting_reason}"
     if is_suspect and rank.num_suspects:
-        return "runs another request under which ranks broke"
+        return "runs another request on which ranks failed"
     return ""

@@ -47,17 +47,17 @@ class GatewaySettings:
     authentication."""
 
     max_body_bytes: Annotated[int, Range(1, 2**30)] = 2**20
-    """Largest request body."""
+    """Maximum size of a request body."""
 
     max_prompt_tokens: Annotated[int, Range(1, 2**20)] = 8192
-    """Longest prompt. Workers may have a lower limit and then reject the request."""
+    """Maximum length of a prompt. Workers may have a lower limit and then reject the request."""
 
     max_tokens: Annotated[int, Range(1, 2**20)] = 8192
-    """Most tokens that a request may ask for."""
+    """Maximum number of tokens that a request may ask for."""
 
     context_length: Annotated[int, Range(2, 2**20)] = 256
     """Tokens of prompt and output together; must match the workers' setting. A chat request
-    without a token limit gets what the prompt leaves of it."""
+    without a token limit may use what remains after the prompt."""
 
     max_open_requests: Annotated[int, Range(1, 2**20)] = 1024
     """Requests in flight at a time; more are answered with 429."""

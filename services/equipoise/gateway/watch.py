@@ -1,7 +1,7 @@
 """`follow`: keeps the rank table up to date from the balancers' status streams.
 
 Goes from one balancer to the next. While none answers, the last known ranks stay in use. A balancer
-that knows no ranks is left at once: a follower never will, however often it has other news.
+that knows no ranks is left at once: a follower never will, however often it sends updates.
 """
 
 import asyncio

@@ -101,7 +101,7 @@ class LoadCounters:
     ) -> AssignmentCounts:
         previous = self._previous(report, known)
         added = report.assignments - previous
-        # Counters of two generations may share a moment; the second report then has no new steps.
+        # Two generations may be reported at the same time; the second report then has no new steps.
         most = (
             _MOST if num_steps is None else min(_MOST, MAX_ASSIGNMENTS_PER_STEP * max(1, num_steps))
         )

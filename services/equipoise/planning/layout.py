@@ -167,8 +167,8 @@ def contiguous_layout(
 ) -> Layout:
     """Return the layout that a pool starts with when its load is unknown.
 
-    Experts lie in order over the ranks; redundant slots repeat experts from the first. No rank
-    holds an expert twice unless it has more slots than there are experts.
+    Experts are placed in order over the ranks; redundant slots repeat experts from the first. No
+    rank holds an expert twice unless it has more slots than there are experts.
 
     Raises:
         InvalidLayoutError: there are fewer slots than experts.
@@ -243,7 +243,7 @@ def _check_no_needless_twins(layout: Layout) -> None:
         rank, expert = divmod(int(held[layer, position]), layout.num_experts)
         raise InvalidLayoutError(
             f"layer {layer}: rank {rank} holds expert {expert} more than {allowed} time(s): "
-            "another copy on the same rank carries no extra load"
+            "a second copy on the same rank adds no capacity"
         )
 
 

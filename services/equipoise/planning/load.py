@@ -122,7 +122,7 @@ class WindowLoad:
         """Why the counts cannot be correct; empty if they can.
 
         Every token passes every layer and goes to equally many experts of each, so all layers count
-        alike. A rank that counts wrongly does not do so in all of them.
+        the same. A rank that counts wrongly does not do so in all of them.
         """
         totals = self.expert_load.sum(axis=1)
         usual = median_low(totals)

@@ -220,7 +220,7 @@ def _beside_a_gap(
 ) -> EpochDecision:
     """A rank is gone but its peers have not reported the loss of their group.
 
-    Perhaps only its stream broke and it will return; perhaps the peers are about to notice.
+    Perhaps only its stream failed and it will return; perhaps the peers are about to notice.
     """
     waited_s = now - max(candidate.since_s for candidate in (*pool.new, *pool.missing))
     unknown = [f"{name} has not connected yet" for name in sorted(unheard)]

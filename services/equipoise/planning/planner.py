@@ -104,7 +104,7 @@ def plan(
         samples: assignments per layer in the load; with it, layers whose gain chance explains keep
             their placement.
         weighted: whether an expert's slots may serve unequal shares. If so, layers are first
-            relieved by new shares where their experts lie, which moves nothing. Plans that may put
+            relieved by new shares where their experts are, which moves nothing. Plans that may put
             any expert anywhere also try placements made for uneven shares (`place_weighted`). No
             layer is less balanced than with even splits.
 

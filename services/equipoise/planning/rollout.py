@@ -1,4 +1,4 @@
-"""`Rollout`: one generation on its way to every rank, as a table of states and events.
+"""`Rollout`: rolls out one generation (a wave) to all ranks, as a table of states and events.
 
 Pure: an event goes in; the next rollout and the commands to carry out come out.
 
@@ -19,10 +19,10 @@ from equipoise.planning.policy import Policy
 
 
 class State(StrEnum):
-    """State of a rollout."""
+    """State of the rollout of one wave."""
 
     PLANNED = "planned"
-    """Being persisted; no rank knows of it."""
+    """Being persisted; not yet sent to any rank."""
 
     STAGING = "staging"
     """Ranks fetch experts into staging memory."""

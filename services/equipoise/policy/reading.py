@@ -16,7 +16,7 @@ from equipoise.policy.errors import PolicyError, PolicyFault
 from equipoise.policy.setting import SETTINGS
 
 MAX_BYTES = 256 * 1024
-"""Most bytes of a policy file; a ConfigMap can hold four times as much."""
+"""Maximum bytes of a policy file; a ConfigMap can hold four times as much."""
 
 _MOST_DEPTH = 16
 _MOST_SHOWN = 60

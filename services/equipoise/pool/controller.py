@@ -29,7 +29,7 @@ from equipoise.pool.effects import (
     WriteProposed,
 )
 from equipoise.pool.members import Member
-from equipoise.pool.operations import Operations
+from equipoise.pool.operations import OperatorRequests
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
 from equipoise.pool.requests import AdminRequest
@@ -60,7 +60,7 @@ class PoolController:
 
     def __init__(self, name: str, *, policies: PolicyBook, memory: PoolMemory) -> None:
         self.pool = pool = Pool(name, policies=policies, memory=memory)
-        self._operations = Operations(
+        self._operations = OperatorRequests(
             pool.policy,
             layouts=pool.layouts,
             windows=pool.windows,

@@ -116,7 +116,7 @@ class Bounds:
         for bound in reported:
             if bound.name in _WAITS:
                 self._add(worker, bound, before=known.reached.get(bound.name, 0))
-                known.reached[bound.name] = bound.reached
+                known.note(bound)
         return tuple(bound.name for bound in reported if bound.name not in _WAITS)
 
     def all(self) -> tuple[Bound, ...]:
@@ -142,6 +142,9 @@ class _WorkerCounts:
 
     boot_id: str
     reached: dict[str, int] = field(default_factory=dict)
+
+    def note(self, bound: WorkerBound) -> None:
+        self.reached[bound.name] = bound.reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

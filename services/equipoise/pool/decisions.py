@@ -6,7 +6,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.expected_gain import (
@@ -43,7 +43,7 @@ class WatchedRollout:
 
     epoch: int
     promise: ExpectedGain
-    witnesses: list[ObservedWindow] = field(default_factory=list)
+    witnesses: tuple[ObservedWindow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,9 +353,9 @@ class Decisions:
             self._watched = None
             return ()
         if not (window.switched or window.doubt):
-            watched.witnesses.append(
-                ObservedWindow(load=window.load, balancedness=window.balancedness)
-            )
+            witness = ObservedWindow(load=window.load, balancedness=window.balancedness)
+            watched = replace(watched, witnesses=(*watched.witnesses, witness))
+            self._watched = watched
         realised = judge_gain(watched.promise, watched.witnesses, policy=self._policy.values)
         return () if realised is None else self._conclude(watched.promise, realised, now=now)
 

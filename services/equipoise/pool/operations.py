@@ -1,4 +1,4 @@
-"""`Operations`: operators' requests; whether each can be carried out, and what is recorded of it.
+"""`OperatorRequests`: whether each can be carried out, and what is recorded of it.
 
 A refused request is recorded like one that is carried out, and both with the reason.
 """
@@ -45,7 +45,7 @@ class _Postponed:
     until_s: float
 
 
-class Operations:
+class OperatorRequests:
     """Carries out the requests of operators on one pool."""
 
     def __init__(

@@ -94,6 +94,10 @@ class _Wave:
             self.staged_s = now
         return commands
 
+    def note_switch(self, switched: Switched) -> None:
+        """Keep a rank's report of the switch."""
+        self.switches[switched.rank] = switched
+
 
 class Rollouts:
     """At most one wave is in progress; when it aborts, the waves after it are dropped."""
@@ -230,7 +234,7 @@ class Rollouts:
             or switched.rank in wave.switches
         ):
             return
-        wave.switches[switched.rank] = switched
+        wave.note_switch(switched)
         if len(wave.switches) < wave.rollout.num_ranks:
             return
         slowest = max(wave.switches.values(), key=lambda switch: switch.stall_us)

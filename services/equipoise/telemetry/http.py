@@ -31,5 +31,5 @@ def open_listener(address: str) -> socket.socket:
 
 
 def address_of(listener: socket.socket, *, listen: str) -> str:
-    """host:port of a listener opened for `listen`, with the port that 0 stood for."""
+    """host:port of a listener opened for `listen`, with the actual port."""
     return str(parse_address(listen)._replace(port=listener.getsockname()[1]))

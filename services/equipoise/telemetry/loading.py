@@ -25,7 +25,7 @@ from rich.progress import (
 from equipoise.telemetry.logs import LogFormat, about
 
 LINES_EVERY_S = 5.0
-"""Least seconds between two lines, so that hours of loading do not flood the log."""
+"""Minimum seconds between two lines, so that hours of loading do not flood the log."""
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes read so far and the total bytes."""

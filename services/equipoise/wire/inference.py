@@ -84,10 +84,10 @@ class GenerateRequest:
     """How tokens are chosen; greedy by default."""
 
     num_replayed: int = 0
-    """How many tokens at the prompt's end are output of ranks that broke."""
+    """How many tokens at the prompt's end are output of ranks that failed."""
 
     def after(self, tokens: tuple[int, ...]) -> "GenerateRequest":
-        """The request for what remains once these tokens exist; any rank continues it alike."""
+        """The request that remains once these tokens exist; any rank continues it identically."""
         return replace(
             self,
             prompt=self.prompt + tokens,

@@ -1,6 +1,6 @@
 """The messages between workers and the balancer, as values of planning's types.
 
-Both sides use these; nothing here knows protobuf. Values that come out of `wire` have valid shapes
+Both sides use these, independent of protobuf. Values that come out of `wire` have valid shapes
 and ranges and finite numbers. Whether they match the pool's state is for the receiver to check.
 """
 

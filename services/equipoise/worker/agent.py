@@ -43,7 +43,7 @@ _OUTBOX_LENGTH = 256
 """Messages that wait for the stream at most; further ones are dropped."""
 
 _NOT_LEADING_BACKOFF_S = 2.0
-"""Longest backoff while balancers answer but none leads yet; an election takes seconds."""
+"""Maximum backoff while balancers answer but none leads yet; an election takes seconds."""
 
 _REPORT_MAY_BE_LATE = 1.1
 """Heartbeat intervals between a heartbeat sent with a report and one sent alone: by default the
@@ -100,7 +100,7 @@ class Outbox:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
             # The balancer stopped reading; the liveness check is about to close the stream.
-            _log.warning("the balancer does not read: a %s is dropped", type(message).__name__)
+            _log.warning("the balancer is not reading; dropped a %s", type(message).__name__)
         return True
 
 
@@ -277,8 +277,8 @@ class Agent:
         while True:
             left_s = self._received_s + self._ack_timeout_s - _now_s()
             if left_s <= 0:
-                self._waits.note(Wait.ACK, f"gave up on the balancer at {self._address}")
-                raise LinkLostError(f"no answer for {self._ack_timeout_s:g} s")
+                self._waits.note(Wait.ACK, f"disconnected from the balancer at {self._address}")
+                raise LinkLostError(f"no message from the balancer for {self._ack_timeout_s:g} s")
             await asyncio.sleep(left_s)
 
     def _outdated(self, message: BalancerMessage) -> str:

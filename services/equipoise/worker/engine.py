@@ -2,7 +2,7 @@
 
 A step is: exchange headers, switch if all ranks can, run the scheduled tokens, publish what was
 sampled. Other threads call a few short methods, which take effect when the next step starts; the
-engine calls out once per step. It knows nothing of gRPC or the balancer.
+engine calls out once per step. It is independent of gRPC and the balancer.
 """
 
 import logging

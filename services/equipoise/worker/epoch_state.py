@@ -1,4 +1,4 @@
-"""`EpochState`: which epochs a worker takes up, and what it reports when it loses one. Pure."""
+"""`EpochState`: which epochs a worker joins, and what it reports when it loses one. Pure."""
 
 from equipoise.planning.arrays import ExpertTable
 from equipoise.wire.messages import GroupLost, JoinEpoch

@@ -1,6 +1,6 @@
 """`Epochs`: a worker's ranks, one epoch after another, for the process's lifetime.
 
-When a group of ranks breaks, the worker keeps its requests and experts, reports GroupLost, and
+When a group of ranks fails, the worker keeps its requests and experts, reports GroupLost, and
 becomes a rank of the next epoch that the balancer sends.
 """
 
@@ -66,7 +66,7 @@ class Epochs:
             self._outage.cancel()
 
     def _leave(self) -> None:
-        """Announce to the peers in the next header, or give up joining."""
+        """Announce to the peers in the next header, or stop joining."""
         self._given_up.set()
         if self.rank is not None:
             self.rank.engine.leave()

@@ -66,7 +66,7 @@ class RankGroup:
         """Send this rank's header and return all ranks' headers, in rank order.
 
         Raises:
-            GroupError: a rank did not answer in time, or its connection broke.
+            GroupError: a rank did not answer in time, or its connection failed.
         """
         if self.num_ranks == 1:
             return (header,)
@@ -157,8 +157,8 @@ def meet(
             _form(join_epoch, store, step_timeout_s=step_timeout_s, device=device)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise GroupError(
-            f"the {len(names)} ranks of epoch {epoch} did not meet at {address} within "
-            f"{timeout_s:g} s: {first_line(error)}"
+            f"the {len(names)} ranks of epoch {epoch} did not all reach the rendezvous at "
+            f"{address} within {timeout_s:g} s: {first_line(error)}"
         ) from error
     return RankGroup(epoch=epoch, rank=rank, names=names, store=store)
 
@@ -215,8 +215,8 @@ def _form(
     except (RuntimeError, ValueError) as error:
         reset_group_count()
         raise GroupError(
-            f"the {num_ranks} ranks of epoch {join_epoch.epoch} met but did not form: "
-            f"{first_line(error)}"
+            f"the {num_ranks} ranks of epoch {join_epoch.epoch} met but could not form a "
+            f"process group: {first_line(error)}"
         ) from error
 
 
@@ -238,9 +238,9 @@ def _connect(address: str, *, deadline_s: float, given_up: threading.Event) -> A
 
 
 def _pause(*, deadline_s: float, given_up: threading.Event) -> None:
-    """Sleep between two polls; raises TimeoutError if given up or past the deadline."""
+    """Sleep between two polls; raises TimeoutError if abandoned or past the deadline."""
     if given_up.wait(_POLL_S):
-        raise TimeoutError("given up")
+        raise TimeoutError("abandoned")
     if time.monotonic() > deadline_s:
         raise TimeoutError("some ranks have not arrived")
 

@@ -93,7 +93,7 @@ class InferenceService(pb_grpc.InferenceServicer):
             if stream is not None:
                 stream.put_nowait((result, emission))
 
-    # A coroutine that writes, not a generator: its clean-up runs as soon as the client is gone.
+    # A coroutine that writes, not a generator: its cleanup runs as soon as the client is gone.
     async def Generate(  # type: ignore[override]  # noqa: N802 - named by the contract
         self, message: pb.GenerateRequest, context: _Context
     ) -> None:
@@ -122,7 +122,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         stream = self._streams[key] = _Stream()
         try:
             engine.submit(queued)
-            # Tells the client that the request is queued: later breaks happen under it.
+            # Reports that the request is queued: later failures count as failures of this request.
             await context.send_initial_metadata(())
             await self._write(context, request, stream, key)
         except QueueFullError as error:

@@ -196,4 +196,4 @@ async def join(
 
 def _check(given_up: threading.Event) -> None:
     if given_up.is_set():
-        raise GroupError("the epoch was given up before its ranks met")
+        raise GroupError("the epoch was abandoned before its ranks met")

@@ -66,7 +66,7 @@ _RIGHTS: Rights = {
 }
 
 MAX_CALLS = 4096
-"""Most concurrent calls; requests beyond the worker's queue are rejected long before."""
+"""Maximum concurrent calls; requests beyond the worker's queue are rejected long before."""
 
 _SERVER_OPTIONS = (
     ("grpc.max_concurrent_streams", 1024),
@@ -174,7 +174,7 @@ class Worker:
         agent = asyncio.create_task(self._agent.run())
         life = asyncio.create_task(self._epochs.run())
         stopped = asyncio.create_task(stop.wait())
-        reason = f"{self._settings.worker} was asked to stop"
+        reason = f"{self._settings.worker} is shutting down"
         failed_step: StepError | None = None
         try:
             ends: set[asyncio.Future[Any]] = {agent, life, stopped, self._rejected}
@@ -206,7 +206,9 @@ class Worker:
         """Wait for open requests to end; a timeout appears in the last report."""
         if await self._parts.inference.drain(timeout_s=self._settings.drain_timeout_s):
             return
-        self._parts.waits.note(Wait.DRAIN, f"{self._settings.worker} handed back its open requests")
+        self._parts.waits.note(
+            Wait.DRAIN, f"{self._settings.worker} returned its open requests to the gateways"
+        )
         if self._epochs.rank is not None:
             self._epochs.rank.reporter.send_now()
 

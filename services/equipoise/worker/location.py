@@ -1,4 +1,4 @@
-"""`Location`: the node, machine and zone a worker runs on, found at start-up.
+"""`Location`: the node, machine and zone a worker runs on, found at startup.
 
 A pod gets its machine's name from Kubernetes, but not the machine's labels, which name its zone and
 its fast domain (`nvidia.com/gpu.clique`: machines whose GPUs share NVLink). This module reads them

@@ -96,7 +96,7 @@ class Rank:
         )
 
     def serving(self) -> Serving:
-        """Return the message that this rank takes part in steps."""
+        """Return the Serving message."""
         state = self.state()
         return Serving(
             epoch=state.epoch,
@@ -121,7 +121,7 @@ class Rank:
         try:
             self.engine.run()
         finally:
-            # The other ranks share its memory; none of them steps in this group any more.
+            # The other ranks share its memory; none of them steps in this group now.
             self._experts.close()
             self._group.close()
 
@@ -141,7 +141,7 @@ class Rank:
         self._parts.send(switch)
         self._parts.spans.switched(switch)
         _log.info(
-            "generation %d runs from step %d; the switch took %d us, a step takes %d us",
+            "switched to generation %d at step %d in %d us (median step %d us)",
             switch.generation,
             switch.step,
             switch.stall_us,

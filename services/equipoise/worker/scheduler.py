@@ -1,12 +1,12 @@
 """`Scheduler`: which tokens of which requests run in the next step. Pure: no torch, clock, threads.
 
 Continuous batching with chunked prefill: every generating request runs its newest token in every
-step, followed by its drafts. The rest of the token budget goes to prefill, of prompts and of paused
-requests. Admission and prefill are first come, first served, so nothing starves.
+step, followed by its drafts. The rest of the token budget prefills prompts and preempted requests.
+Admission and prefill are first come, first served, so nothing starves.
 
 An admitted request holds blocks of the latent cache for the tokens it has run. When blocks run out,
-the youngest request is paused: it gives up its blocks, goes to the front of the queue, and later
-runs its prompt and output again. The oldest is never paused, so every request finishes.
+the youngest request is preempted: it releases its blocks, moves to the front of the queue, and
+later runs its prompt and output again. The oldest is never preempted, so every request finishes.
 """
 
 from collections import deque
@@ -49,7 +49,7 @@ class SchedulerCounts:
 class Scheduler:
     """Requests of one worker, queued and active, across epochs.
 
-    If a group breaks before a plan is committed, the same tokens are planned again: at the same
+    If a group fails before a plan is committed, the same tokens are planned again: at the same
     positions they overwrite whatever the broken step left in the cache.
 
     At most `max_requests` are active and `max_queued` more wait. A step runs at most
@@ -79,7 +79,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._num_drafts = num_drafts
         self._queue: deque[Sequence] = deque()
-        # In the order of arrival: who is paused is the last, and becomes the first in line.
+        # In the order of arrival: the last one is preempted first, and is requeued at the front.
         self._active: dict[int, Sequence] = {}
         self._suspect_blocks: list[int] = []
 
@@ -95,7 +95,7 @@ class Scheduler:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether to draft tokens; not with so many active requests that drafting costs time."""
+        """Whether to draft tokens; not when drafting for all active requests would cost time."""
         return self._num_drafts > 0 and len(self._active) <= self._max_drafting
 
     def submit(self, request: Request) -> None:

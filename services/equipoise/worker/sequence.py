@@ -24,7 +24,7 @@ class Request:
     """Token ids, at least one."""
 
     max_tokens: int
-    """Most tokens to generate, at least one."""
+    """Maximum number of tokens to generate, at least one."""
 
     stop_tokens: frozenset[int] = frozenset()
     """The first of these ends the request and is part of the output."""
@@ -171,7 +171,7 @@ class Sequence:
         return self.num_run
 
     def pause(self) -> None:
-        """Give up all blocks; tokens that are not cached any more must run again."""
+        """Release all blocks; tokens that are no longer cached must run again."""
         assert self.table is not None
         self.table.release()
         self.table, self.num_run, self.drafts = None, 0, ()

@@ -70,13 +70,13 @@ class WorkerSettings:
     """Physical slots per MoE layer that this worker has memory for."""
 
     max_requests: Annotated[int, Range(1)] = 16
-    """Most requests to generate at a time, if the latent cache has room for them."""
+    """Maximum number of requests generated concurrently, if the latent cache has room for them."""
 
     max_queued_requests: Annotated[int, Range(0)] = 64
     """Requests that may wait; more are rejected."""
 
     context_length: Annotated[int, Range(2)] = 256
-    """Most tokens of prompt and output together in one request."""
+    """Maximum number of tokens of prompt and output together in one request."""
 
     cache_tokens: Annotated[int, Range(0)] = 0
     """Tokens that the latent cache has room for, in whole blocks. 0 is enough for `max_requests`
@@ -84,8 +84,8 @@ class WorkerSettings:
     caches the prefixes of past requests."""
 
     max_step_tokens: Annotated[int, Range(1)] = 64
-    """Most tokens per step: first one for each generating request and its draft tokens, then
-    chunks of prompts."""
+    """Maximum number of tokens per step: first one for each generating request and its draft
+    tokens, then chunks of prompts."""
 
     speculate: Annotated[int, Range(0)] = 0
     """Draft tokens per generated token, from the checkpoint's multi-token-prediction modules; at
@@ -93,9 +93,9 @@ class WorkerSettings:
     modules with all their experts."""
 
     speculate_up_to: Annotated[int, Range(1)] = 4
-    """Most requests generating at a time with which draft tokens are used. With more, steps are
-    bound by compute rather than memory and drafts cost more than they gain. 4 suits a CPU core;
-    hardware with spare compute gains at higher values."""
+    """Maximum number of concurrently generated requests with which draft tokens are used. With
+    more, steps are bound by compute rather than memory and drafts cost more than they gain. 4 suits
+    a CPU core; hardware with spare compute gains at higher values."""
 
     device: str = "auto"
     """Device of the model: cpu, cuda, cuda:N, or auto for a CUDA device if there is one. cuda
@@ -135,8 +135,8 @@ class WorkerSettings:
     that lets the gateway resume them on another rank."""
 
     pull_mib_per_s: Annotated[float, Range(0, is_open=True)] = math.inf
-    """Most MiB of experts to pull per second. A limit slows staging down and disturbs steps less;
-    set it where both share a core or a network."""
+    """Maximum MiB of experts to pull per second. A limit slows staging down and disturbs steps
+    less; set it where both share a core or a network."""
 
     metrics_listen: str = ""
     """host:port of an HTTP server for Prometheus metrics at /metrics. Disabled by default."""

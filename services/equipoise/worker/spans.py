@@ -24,7 +24,7 @@ class RankSpans:
 
     @contextmanager
     def staging(self, stage: Stage) -> Iterator[Callable[[Staged | Refused], None]]:
-        """Record preparing a generation; call the result with the answer.
+        """Record the staging of a generation; call the result with the answer.
 
         The generation's switch becomes a sibling span.
         """

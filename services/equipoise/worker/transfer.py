@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class ExpertTransferService(pb_grpc.ExpertTransferServicer):
-    """Streams experts from this rank's slots; a slow peer holds one copy of one expert."""
+    """Streams experts from this rank's slots; a slow peer ties up one copy of one expert."""
 
     def __init__(self) -> None:
         self._held: HeldExperts | None = None
@@ -51,7 +51,7 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
         self._epoch_changed.set()
         self._epoch_changed.clear()
 
-    # A coroutine that writes, not a generator: its clean-up runs as soon as the peer disconnects.
+    # A coroutine that writes, not a generator: its cleanup runs as soon as the peer disconnects.
     async def Fetch(  # type: ignore[override]  # noqa: N802 - named by the proto
         self,
         request: pb.FetchRequest,

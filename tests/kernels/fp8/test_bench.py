@@ -260,7 +260,10 @@ def test_processes_exchange_and_name_the_one_that_is_killed(bench):
     [
         ({"exchanges": 9}, "9 of 10"),
         ({"wrong": 1}, "1 sums are not right"),
-        ({"missing": (1,), "words": "rank 1 is late"}, "rank 2 is dead, it says: rank 1 is late"),
+        (
+            {"missing": (1,), "words": "rank 1 is late"},
+            "rank 2 is dead, but it reported: rank 1 is late",
+        ),
         ({"waited_s": 11.0}, "11.0 s"),
     ],
 )

@@ -1,6 +1,6 @@
 """The exchange by torch.distributed: the reference, over gloo, and over NCCL between nodes.
 
-A header of counts and flags goes first, peer by peer, so that a missing rank can be named; exactly
+A header of counts and flags is first, peer by peer, so that a missing rank can be named; exactly
 the needed rows follow in one collective. The header is always on the CPU, so its group needs gloo
 ("cpu:gloo,cuda:nccl").
 """

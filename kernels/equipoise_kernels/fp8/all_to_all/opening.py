@@ -67,7 +67,7 @@ class OpenedBuffer:
 def open_buffer(
     shape: EpShape, *, group: dist.ProcessGroup, device: torch.device | str, timeout_s: float
 ) -> OpenedBuffer:
-    """Open a buffer. All ranks of the group call this together and must have selected alike.
+    """Open a buffer. All ranks of the group call this together, with the same selection.
 
     Opening is bounded by the group's own timeout, every later wait by `timeout_s`; except that rows
     in one collective, and DeepEP's exchanges, have their own timeouts.
@@ -174,7 +174,7 @@ def _by_all(work: Callable[[], Result], *, group: dist.ProcessGroup) -> Result:
     fault = ""
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001  libraries fail in their own ways; all are told
+    except Exception as error:  # noqa: BLE001  any failure is reported to all ranks
         fault = f"{type(error).__name__}: {error}"
     faults = [f"rank {rank}: {word}" for rank, word in enumerate(_told(fault, group=group)) if word]
     if faults:

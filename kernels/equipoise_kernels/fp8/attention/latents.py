@@ -26,7 +26,7 @@ class PlainLatents:
     """Unquantised latents: bfloat16 or float32 [blocks, positions, R + P].
 
     Raises:
-        KernelInputError: the tensor or `rank` breaks the contract.
+        KernelInputError: the tensor or `rank` violates the contract.
     """
 
     latents_BPC: Tensor

@@ -81,7 +81,7 @@ def mla_decode_flash_mla(
         return
     library = importlib.import_module(FLASH_MLA)
     asked = _SafeQuery.of(latents, tables_BS=tables_BS, lengths_B=lengths_B)
-    # Planned anew for each call, because it depends on the lengths; releases before 1.0 need all
+    # Planned again for each call, because it depends on the lengths; releases before 1.0 need all
     # arguments.
     plan, splits = library.get_mla_metadata(asked.lengths_B, num_heads, 1)
     out_BQHR, lse_BHQ = library.flash_mla_with_kvcache(

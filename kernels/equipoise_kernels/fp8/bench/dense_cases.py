@@ -164,5 +164,5 @@ class _DenseProblem:
             for place in (0, len(calls) - 1):
                 found += product_faults(self.outs[place], self.a, self.weights[place])
             return found + (backend_faults(self._timer.kernel_names(calls[0]), kernel))
-        except Exception as error:  # noqa: BLE001  the report says what failed, and goes on
+        except Exception as error:  # noqa: BLE001  record the failure and continue
             return [f"{type(error).__name__}: {error}"]

@@ -1,6 +1,6 @@
 """Gate F1: a decode step's MoE layer in one graph, against the time that its bytes take.
 
-Covers one rank: its tokens are routed and quantised; rows lie in slots as a dispatch delivers them,
+Covers one rank: its tokens are routed and quantised; rows are in slots as a dispatch delivers them,
 pass two grouped products with the activation in between, and are summed. Gate E2 covers the
 exchange.
 """

@@ -105,9 +105,9 @@ def _faults(rank: int, seen: ExchangeRecord, arguments: Arguments) -> Sequence[s
     if seen.wrong:
         faults.append(f"rank {rank}: {seen.wrong} sums are not right to the last bit")
     if tuple(seen.missing) != (killed,):
-        faults.append(f"rank {rank}: rank {killed} is dead, it says: {seen.words}")
+        faults.append(f"rank {rank}: rank {killed} is dead, but it reported: {seen.words}")
     if seen.waited_s > 2 * arguments.timeout_s:
-        faults.append(f"rank {rank}: it took {seen.waited_s:.1f} s to say so")
+        faults.append(f"rank {rank} took {seen.waited_s:.1f} s to report it")
     return faults
 
 

@@ -1,7 +1,7 @@
 """Grouped product of block-scaled FP8 rows and the weights of physical slots: the core of MoE.
 
 Every group of rows (an expert's tokens on this rank) is multiplied by the weights of one slot:
-D[row] = A[row] W[slot_of_group[group of row]]^T. Weights lie in a slab [S, N, K]; the slot map is a
+D[row] = A[row] W[slot_of_group[group of row]]^T. Weights are in a slab [S, N, K]; the slot map is a
 small int32 tensor in device memory, read by the kernel. A layout switch fills spare slots and
 changes the map, and captured CUDA graphs stay valid.
 

@@ -44,7 +44,7 @@ CONFIG_SPACE = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowOrder:
-    """Where pairs lie in a buffer of M rows.
+    """Where pairs are in a buffer of M rows.
 
     Raises:
         KernelInputError: the tensors do not match.

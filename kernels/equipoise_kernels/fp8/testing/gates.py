@@ -65,9 +65,9 @@ def _violations_of_flags(kind: str, ptx: str) -> list[str]:
     if any(".sys." not in lines[n] for n in atomics):
         found.append("has a flag that is not at system scope")
     stores = [n for n, line in enumerate(lines) if "st.global" in line]
-    for told in (n for n in atomics if "release" in lines[n] or "acq_rel" in lines[n]):
-        last = max((n for n in stores if n < told), default=0)
-        if not any("bar.sync" in line for line in lines[last:told]):
+    for signal in (n for n in atomics if "release" in lines[n] or "acq_rel" in lines[n]):
+        last = max((n for n in stores if n < signal), default=0)
+        if not any("bar.sync" in line for line in lines[last:signal]):
             found.append("has no barrier between its last row and the flag")
     return found
 

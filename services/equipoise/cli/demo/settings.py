@@ -45,7 +45,7 @@ class DemoSettings:
     """Shortest output to request."""
 
     max_output_tokens: Annotated[int, Range(1)] = 24
-    """Longest output to request."""
+    """Maximum length of an output to request."""
 
     checkpoint: Path = field(default_factory=packaged_checkpoint)
     """Checkpoint folder to serve. Default: the tiny model in the package."""

@@ -64,7 +64,7 @@ def explained(address: str, credentials: Credentials) -> Iterator[None]:
 def connected(settings: BalancerClientSettings) -> Iterator["BalancerClient"]:
     """Connect to the leader, if the balancer at `settings.address` names a reachable one.
 
-    Otherwise the client talks to that balancer itself; a follower knows past state only.
+    Otherwise the client connects to that balancer directly; a follower has past state only.
 
     Raises:
         TrustError: a certificate or token file cannot be used.

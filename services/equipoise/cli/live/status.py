@@ -88,7 +88,7 @@ def _show_pools(
     elif pools:
         console.print(pools_view(pools))
     else:
-        print(f"the balancer at {client.address} knows no pool yet: no worker has connected")
+        print(f"the balancer at {client.address} has no pool yet: no worker has connected")
     return _exit_status([pool.health for pool in pools])
 
 

@@ -241,7 +241,7 @@ class WhatIfSettings:
     """Length of each window in seconds, which recordings do not contain."""
 
     tolerance: Annotated[float, Range(0, 1)] = 0.01
-    """Balancedness to give up for less memory: pools this close to the best count as equal."""
+    """Balancedness to trade for less memory: pools this close to the best count as equal."""
 
     memory_gib: Annotated[float | None, Range(0, is_open=True)] = None
     """GiB available for experts on a GPU. Default: unlimited."""

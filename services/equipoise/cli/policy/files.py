@@ -75,7 +75,7 @@ def validate(settings: PolicyValidateSettings) -> int:
 
 
 def show(settings: PolicyShowSettings) -> int:
-    """Print every value in effect under a file.
+    """Print every value in force under a file.
 
     Raises:
         InvalidSettingsError: the file cannot be read.

@@ -27,7 +27,7 @@ from equipoise.wire.layouts import layout_from_proto, model_from_proto
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Situation:
-    """What a decision depends on besides the policy."""
+    """What a decision depends on other than the policy."""
 
     pool: str
     """Name of the pool."""

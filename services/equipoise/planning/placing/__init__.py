@@ -1,1 +1,1 @@
-"""Which expert lies in which slot: the published greedy and everything that is better than it."""
+"""Which expert is placed in which slot: the published greedy algorithm and improved ones."""

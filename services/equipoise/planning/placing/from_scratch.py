@@ -16,7 +16,7 @@ SEPARATION_TOLERANCE = 2e-3
 def place_globally(problem: Problem) -> ExpertTable:
     """Place any expert on any rank; int32 [layers, slots].
 
-    In each layer, replicas of an expert lie on different nodes, so that the loss of one node does
+    In each layer, replicas of an expert are on different nodes, so that the loss of one node does
     not take them all, unless that makes the busiest rank much busier.
     """
     groups = np.zeros((len(problem.load), 1), dtype=np.int64)

@@ -304,7 +304,7 @@ def _best_replica(layer: _Search, busiest: int) -> tuple[int, int, int]:
 
 @part
 def _best_relief(layer: _Search, busiest: int) -> tuple[int, int, int]:
-    """Find a replica for the busiest rank to give up and its new expert, or -1; and the pairs.
+    """Find a replica for the busiest rank to drop and its new expert, or -1; and the pairs.
 
     An expert with many replicas need not be on a rank that also has an expert without replicas.
     """
@@ -345,14 +345,14 @@ def _may_arise(layer: _Search, expert: int, rank: int) -> bool:
 
 
 @part
-def _busiest_holders(layer: _Search, besides: int) -> tuple[Indices, Indices]:
+def _busiest_holders(layer: _Search, excluding: int) -> tuple[Indices, Indices]:
     """Find the two most loaded ranks that hold each expert, except one; [experts], or -1."""
     carried = layer.carried
     first = np.full(len(layer.load), -1)
     second = np.full(len(layer.load), -1)
     for slot in range(len(layer.slots)):
         expert, rank = layer.slots[slot], layer.rank_of_slot[slot]
-        if rank == besides:
+        if rank == excluding:
             continue
         if first[expert] < 0 or carried[rank] > carried[first[expert]]:
             second[expert] = first[expert]

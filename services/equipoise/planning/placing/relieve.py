@@ -191,7 +191,7 @@ def _best_copy(layer: SearchState, threshold: float) -> tuple[float, int, int]:
     A rank that holds both experts is counted as if they were on different ranks; excess is convex,
     so a step never removes less than computed. Experts are tried in the order of the excess that
     one more replica removes elsewhere, until that is too little. Among those that remove none, the
-    lightest adds least, and heavier ones remove no more.
+    lightest adds least, and heavier ones do not remove more.
     """
     slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
     num_held, is_near, carried = layer.num_held, layer.is_near, layer.ranks.carried

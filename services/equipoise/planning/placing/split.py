@@ -1,7 +1,7 @@
 """`split`: the best shares for a load without moving experts.
 
 Water filling: one expert at a time, its load is spread over the ranks that hold it so that they end
-level, until nothing changes any more. Each step lowers the sum of squares of the rank loads and
+level, until nothing changes. Each step lowers the sum of squares of the rank loads and
 never raises the highest one. The end state has the lowest possible maximum, because a sum of
 squares over flows is convex.
 """
@@ -63,7 +63,7 @@ def _split_layers(
 
 @part
 def _slots_by_expert(row: Slots, num_experts: int) -> tuple[Indices, Indices]:
-    """Sort slots by expert; those of expert e lie from first[e] to first[e + 1]."""
+    """Sort slots by expert; those of expert e are at first[e] to first[e + 1]."""
     first = np.zeros(num_experts + 1, dtype=np.int64)
     for expert in row:
         first[expert + 1] += 1

@@ -120,7 +120,7 @@ def _experts_in_common(
 ) -> tuple[Indices, Indices, Indices]:
     """Find the blocks that share experts with each place, and how many experts.
 
-    Those of place p lie from first[p] to first[p + 1].
+    Those of place p are at first[p] to first[p + 1].
     """
     num_blocks = len(bounds) - 1
     num_pairs = 0
