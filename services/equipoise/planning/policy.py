@@ -86,7 +86,7 @@ class Policy:
     """
 
     pause: Annotated[bool, Key("pause")] = False
-    """Move nothing, for maintenance. Loads are still measured, and decisions still recorded."""
+    """Stop all moves, for maintenance. Loads are still measured, and decisions still recorded."""
 
     interval_s: Annotated[float, Range(0.05, DAY_S), Key("interval")] = 10.0
     """Time between decisions. Shorter follows traffic sooner; longer gives each window more
@@ -109,7 +109,8 @@ class Policy:
     shift_threshold: Annotated[float, Range(0, 1), Key("averages.shiftThreshold", "share")] = 0.15
     """Total variation distance between the fast and the slow average, mean over layers and beyond
     sampling noise, that counts as a shift: 0.15 means that 15 % of the load has moved to other
-    experts. A shift restarts the averages and ends cooldowns. Raise it if shifts are false."""
+    experts. A shift restarts the averages and ends cooldowns. Raise it if shifts are
+    detected falsely."""
 
     algorithm: Annotated[Algorithm, Key("planning.algorithm")] = Algorithm.INCREMENTAL
     """How to place replicas. `incremental` makes the most useful moves from the current placement;
@@ -125,7 +126,7 @@ class Policy:
     target_balancedness: Annotated[
         float, Range(0.01, 1), Key("planning.targetBalancedness", "balancedness")
     ] = 0.98
-    """For `incremental`: the balancedness at which moving stops. Lower it to move less: the last
+    """For `incremental`: the balancedness at which moves stop. Lower it to move less: the last
     two hundredths take most of the moves. At 1, every move that gains more than noise is made."""
 
     plan_below: Annotated[float, Range(0.01, 1), Key("planning.planBelow", "balancedness")] = 1.0
@@ -207,7 +208,7 @@ class Policy:
 
     store_down: Annotated[StoreDown, Key("storeDown")] = StoreDown.PAUSE
     """What to do while the store accepts no writes: `pause` plans nothing; `memory` plans and
-    judges, and keeps verdicts to be written later. Neither switches layouts."""
+    judges, and buffers verdicts until then. Neither switches layouts."""
 
     plan_timeout_s: Annotated[float, Range(0.05, HOUR_S), Key("timeouts.plan")] = 60.0
     """Time after which a plan is abandoned; the next window tries again."""
