@@ -45,7 +45,7 @@ def test_a_signal_ends_it_cleanly(process, number):
     _, said = process.communicate(timeout=30)
     assert process.returncode == 0
     assert "Traceback" not in said
-    assert "stopping; workers serve on" in said
+    assert "stopping; workers keep serving" in said
 
 
 def test_a_used_port_is_one_line_and_exit_status_1(tmp_path, capfd):

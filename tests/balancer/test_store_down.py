@@ -50,7 +50,7 @@ def test_verdicts_given_in_memory_are_shown_and_written_later(bench_of, skewed):
     harness.store_fault = FAULT
     # The first plan is under way before the fault shows, and ends by its bound of 30 s.
     harness.run_traffic(skewed(1), seconds=60)
-    shown = harness.pool.last_decision
+    shown = harness.pool.journal.last_decision
     assert "the rollout waits for the store" in shown.reason
     assert not shown.accepted
     harness.store_fault = ""
@@ -65,6 +65,6 @@ def test_averages_go_on_in_memory(bench_of, skewed):
     harness = bench_of("pause")
     harness.store_fault = FAULT
     harness.run_traffic(skewed(1), seconds=40)
-    assert harness.pool.loads.slow.per_second().sum() == pytest.approx(
+    assert harness.pool.windows.loads.slow.per_second().sum() == pytest.approx(
         skewed(1).round().sum(), rel=0.05
     )

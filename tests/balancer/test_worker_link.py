@@ -120,17 +120,19 @@ async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_refuse
             await link.call.write(worker_link_pb2.ConnectRequest(heartbeat=beat))
         kinds = await until_refused(status, {"link_rate", "link_size"})
         assert not link.call.done(), "the stream lives on"
-    assert "messages a second" in kinds["link_rate"].latest
-    assert "has at most" in kinds["link_size"].latest
+    assert "messages per second" in kinds["link_rate"].latest
+    assert "at most" in kinds["link_size"].latest
 
 
-async def test_bytes_that_are_no_message_end_the_stream_and_are_counted(channel, status, hello_of):
+async def test_bytes_that_are_not_a_message_end_the_stream_and_are_counted(
+    channel, status, hello_of
+):
     connect = channel.stream_stream("/equipoise_api.v1.WorkerLink/Connect")
     answer = worker_link_pb2.ConnectResponse.FromString
     stranger = connect()
     await stranger.write(b"\xff\xff")
     rejection = answer(await stranger.read()).rejection
-    assert "2 bytes are no message" in rejection.reason
+    assert "2 bytes are not a valid WorkerLink message" in rejection.reason
     assert not rejection.fatal, "the next try may be whole"
     worker = connect()
     await worker.write(to_balancer(hello_of("worker-0")).SerializeToString())
@@ -139,7 +141,7 @@ async def test_bytes_that_are_no_message_end_the_stream_and_are_counted(channel,
         while await worker.read() is not grpc.aio.EOF:
             pass
     kinds = await until_refused(status, {"link_bytes"})
-    assert "worker worker-0: 2 bytes are no message" in kinds["link_bytes"].latest
+    assert "2 bytes are not a valid WorkerLink message" in kinds["link_bytes"].latest
 
 
 async def until_refused(status, kinds):
