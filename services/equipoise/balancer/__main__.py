@@ -171,9 +171,9 @@ async def _open_events(
     except (ModuleNotFoundError, RegisterError) as error:
         _log.warning("no Kubernetes events for refused policies: %s", error)
         return None
-    told = events.KubernetesEvents(api, namespace=namespace)
-    opened.push_async_callback(_closed, told.close)
-    return partial(told.warn, "PolicyRejected")
+    recorder = events.KubernetesEvents(api, namespace=namespace)
+    opened.push_async_callback(_closed, recorder.close)
+    return partial(recorder.warn, "PolicyRejected")
 
 
 def _timing(settings: BalancerSettings) -> LeaseTiming:

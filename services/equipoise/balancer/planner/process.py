@@ -129,7 +129,7 @@ class PlannerProcess:
             self._tell_begin()
 
     def _tell_begin(self) -> None:
-        # Who gave it up this moment is no more to be told.
+        # The caller may have cancelled in the meantime.
         if not self.jobs[0].answer.done():
             self.jobs[0].begins()
 

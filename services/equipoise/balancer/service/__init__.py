@@ -1,1 +1,1 @@
-"""What the balancer answers over gRPC: workers, whoever looks, and operators."""
+"""The gRPC services of a balancer: WorkerLink, Status and Admin."""
