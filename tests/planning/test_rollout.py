@@ -16,10 +16,10 @@ from equipoise.planning.rollout import (
     RankRefused,
     RankStaged,
     RankSwitched,
-    Rollout,
     SendAbort,
     SendStage,
     State,
+    Wave,
 )
 
 LONG_AFTER_S = 1000.0
@@ -33,9 +33,9 @@ TARGET = BASE.with_placement(np.array([[1, 0]], dtype=np.int32), generation=8)
 
 
 def ready():
-    """A rollout of two ranks that has just begun."""
-    rollout, _ = Rollout.begin(base=BASE, target=TARGET, num_ranks=2, policy=Policy(), now=0.0)
-    return rollout
+    """A wave of two ranks that has just begun."""
+    wave, _ = Wave.begin(base=BASE, target=TARGET, num_ranks=2, policy=Policy(), now=0.0)
+    return wave
 
 
 def test_every_event_in_every_state_is_in_the_table():
@@ -43,15 +43,15 @@ def test_every_event_in_every_state_is_in_the_table():
 
 
 def test_a_silent_store_never_lets_a_rank_stage():
-    rollout = ready()
+    wave = ready()
     for now in range(200):
-        rollout, commands = rollout.step(DeadlineCheck(), now=float(now))
+        wave, commands = wave.step(DeadlineCheck(), now=float(now))
         assert not any(isinstance(command, SendStage) for command in commands)
-    assert rollout.state is State.ABORTED
+    assert wave.state is State.ABORTED
 
 
 def test_the_worst_stall_is_kept():
-    rollout = ready()
+    wave = ready()
     events = [
         Persisted(generation=8),
         *(RankStaged(rank=rank, generation=8) for rank in (0, 1)),
@@ -59,12 +59,12 @@ def test_the_worst_stall_is_kept():
         RankSwitched(rank=1, generation=8, step=3, stall_us=20),
     ]
     for event in events:
-        rollout, _ = rollout.step(event, now=1.0)
-    assert (rollout.switch_step, rollout.worst_stall_us) == (3, 900)
+        wave, _ = wave.step(event, now=1.0)
+    assert (wave.switch_step, wave.worst_stall_us) == (3, 900)
 
 
 def test_ranks_that_contradict_each_other_fault_a_rollout_even_after_its_end():
-    rollout = ready()
+    wave = ready()
     for event in (
         Persisted(generation=8),
         RankStaged(rank=0, generation=8),
@@ -74,10 +74,10 @@ def test_ranks_that_contradict_each_other_fault_a_rollout_even_after_its_end():
         Persisted(generation=8),
         RankSwitched(rank=1, generation=8, step=4, stall_us=1),
     ):
-        rollout, _ = rollout.step(event, now=1.0)
-    assert rollout.is_faulted
-    assert "at step 4" in rollout.reason
-    assert "at step 3" in rollout.reason
+        wave, _ = wave.step(event, now=1.0)
+    assert wave.is_faulted
+    assert "at step 4" in wave.reason
+    assert "at step 3" in wave.reason
 
 
 RANKS = st.integers(0, 1)
@@ -100,12 +100,12 @@ EVENTS = st.one_of(
 @given(st.lists(st.tuples(EVENTS, st.floats(0.0, 40.0)), max_size=25))
 @settings(max_examples=300, deadline=None)
 def test_every_sequence_of_events_keeps_the_invariants_of_a_rollout(events):
-    rollout, now = ready(), 0.0
+    wave, now = ready(), 0.0
     persisted = switched = False
     for event, passed_s in events:
         now += passed_s
-        before = rollout
-        rollout, commands = rollout.step(event, now=now)
+        before = wave
+        wave, commands = wave.step(event, now=now)
         persisted |= isinstance(event, Persisted)
         switched |= isinstance(event, RankSwitched)
         for command in commands:
@@ -115,14 +115,14 @@ def test_every_sequence_of_events_keeps_the_invariants_of_a_rollout(events):
                 assert not switched, "what a rank runs is not aborted"
             if isinstance(command, PersistCommitted):
                 assert switched, "nothing is committed that no rank runs"
-        assert rollout.state is not State.ACTIVE or switched
-        assert not rollout.is_faulted
-        assert rollout.reason
-        assert before.state is rollout.state or rollout.entered_s == now
-    # Every wait has a bound: time and a store that answers end any rollout.
+        assert wave.state is not State.ACTIVE or switched
+        assert not wave.is_faulted
+        assert wave.reason
+        assert before.state is wave.state or wave.entered_s == now
+    # Every wait has a bound: time and a store that answers end any wave.
     for _ in range(4):
         now += LONG_AFTER_S
-        rollout, commands = rollout.step(DeadlineCheck(), now=now)
+        wave, commands = wave.step(DeadlineCheck(), now=now)
         if any(isinstance(command, PersistCommitted) for command in commands):
-            rollout, _ = rollout.step(Persisted(generation=8), now=now)
-    assert rollout.state is (State.ACTIVE if switched else State.ABORTED)
+            wave, _ = wave.step(Persisted(generation=8), now=now)
+    assert wave.state is (State.ACTIVE if switched else State.ABORTED)

@@ -26,9 +26,9 @@ from equipoise.planning.rollout import (
     RankRefused,
     RankStaged,
     RankSwitched,
-    Rollout,
     SendAbort,
     SendStage,
+    Wave,
 )
 
 FOLDER = Path(__file__).parent / "scenarios"
@@ -42,14 +42,12 @@ LONG_AFTER_S = 1000.0
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scenario_has_the_expected_commands(name):
     told = read_scenario(name)
-    rollout, commands = None, ()
+    wave, commands = None, ()
     for moment in told.moments:
-        rollout, commands = (
-            begin(told) if rollout is None else rollout.step(moment.event, now=moment.now)
-        )
+        wave, commands = begin(told) if wave is None else wave.step(moment.event, now=moment.now)
         assert tuple(in_words(command) for command in commands) == moment.commands, moment.line
-    assert (rollout.state, rollout.reason) == (told.end_state, told.end_reason)
-    assert rollout.is_over
+    assert (wave.state, wave.reason) == (told.end_state, told.end_reason)
+    assert wave.is_over
 
 
 @pytest.mark.parametrize("name", MENDABLE)
@@ -60,12 +58,12 @@ def test_a_balancer_restarted_at_any_line_ends_with_the_generation_of_the_ranks(
         fleet = _Fleet(told)
         for moment in before:
             fleet.hear(moment)
-        rollout = fleet.restart_balancer(now=before[-1].now)
-        rollout = fleet.go_on(rollout, after)
+        wave = fleet.restart_balancer(now=before[-1].now)
+        wave = fleet.go_on(wave, after)
         context = f"{name}, restarted after {before[-1].line!r}"
         assert fleet.committed.generation == fleet.running, context
-        assert rollout is None or rollout.is_over, context
-        assert rollout is None or not rollout.is_faulted, context
+        assert wave is None or wave.is_over, context
+        assert wave is None or not wave.is_faulted, context
 
 
 class _Fleet:
@@ -109,9 +107,9 @@ class _Fleet:
             now=now,
         )
         assert found.generation == self.running
-        return self._obey(found.rollout, found.commands, now)
+        return self._obey(found.wave, found.commands, now)
 
-    def go_on(self, rollout, moments):
+    def go_on(self, wave, moments):
         """Let the ranks say the rest of what they say, as far as it can still happen."""
         now = 0.0
         for moment in moments:
@@ -120,34 +118,32 @@ class _Fleet:
                 continue
             if isinstance(moment.event, RankSwitched):
                 self._switch(moment.event.generation)
-            if rollout is not None:
-                rollout, commands = rollout.step(moment.event, now=now)
-                rollout = self._obey(rollout, commands, now)
+            if wave is not None:
+                wave, commands = wave.step(moment.event, now=now)
+                wave = self._obey(wave, commands, now)
         for _ in range(4):
             now += LONG_AFTER_S
-            if rollout is not None:
-                rollout, commands = rollout.step(DeadlineCheck(), now=now)
-                rollout = self._obey(rollout, commands, now)
-        return rollout
+            if wave is not None:
+                wave, commands = wave.step(DeadlineCheck(), now=now)
+                wave = self._obey(wave, commands, now)
+        return wave
 
     def _switch(self, generation):
         """Ranks switch together, whoever says so first."""
         self.running = max(self.running, generation)
         self._staged.clear()
 
-    def _obey(self, rollout, commands, now):
+    def _obey(self, wave, commands, now):
         for command in commands:
             if isinstance(command, PersistCommitted):
                 self.committed = command.layout
-                rollout, more = rollout.step(
-                    Persisted(generation=command.layout.generation), now=now
-                )
+                wave, more = wave.step(Persisted(generation=command.layout.generation), now=now)
                 assert not more
-        return rollout
+        return wave
 
 
 def begin(told):
-    return Rollout.begin(
+    return Wave.begin(
         base=told.base,
         target=told.target,
         num_ranks=told.base.num_ranks,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from equipoise.planning.rollout import Persisted, Rollout
+from equipoise.planning.rollout import Persisted, Wave
 from equipoise.pool.effects import (
     WriteAdopted,
     WriteCommitted,
@@ -192,13 +192,13 @@ def test_after_any_turmoil_the_committed_layout_is_what_all_ranks_run(make_harne
 def test_a_balancer_that_stages_before_it_has_written_would_be_noticed(
     make_harness, skewed, monkeypatch
 ):
-    begin = Rollout.begin
+    begin = Wave.begin
 
     def begin_staging(*, target, now, **about):
-        rollout, _ = begin(target=target, now=now, **about)
-        return rollout.step(Persisted(generation=target.generation), now=now)
+        wave, _ = begin(target=target, now=now, **about)
+        return wave.step(Persisted(generation=target.generation), now=now)
 
-    monkeypatch.setattr(Rollout, "begin", begin_staging)
+    monkeypatch.setattr(Wave, "begin", begin_staging)
     with pytest.raises(AssertionError, match="nothing is staged that was not written"):
         go_through(Turmoil(make_harness, skewed, seed=0))
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from equipoise.cli.main import main
-from equipoise.planning.rollout import RankRefused, RankStaged, Rollout, State
+from equipoise.planning.rollout import RankRefused, RankStaged, State, Wave
 
 _ON_ENTERING = {State.ABORTED, State.SWITCHED, State.ACTIVE}
 """States on whose entry it dies, before their commands; in the others it dies at the next event."""
@@ -18,19 +18,19 @@ _ON_ENTERING = {State.ABORTED, State.SWITCHED, State.ACTIVE}
 
 def doom(file: Path) -> None:
     """Make the rollout table read the file at every event."""
-    step = Rollout.step
+    step = Wave.step
 
-    def doomed_step(rollout, event, *, now):
+    def doomed_step(wave, event, *, now):
         state = file.read_text() if file.exists() else ""
         if state == State.ABORTED and isinstance(event, RankStaged):
             event = RankRefused(rank=event.rank, generation=event.generation, reason="doomed")
-        after, commands = step(rollout, event, now=now)
-        looked_at = after if state in _ON_ENTERING else rollout
-        if looked_at.state == state and (after is not rollout or state not in _ON_ENTERING):
+        after, commands = step(wave, event, now=now)
+        looked_at = after if state in _ON_ENTERING else wave
+        if looked_at.state == state and (after is not wave or state not in _ON_ENTERING):
             os.kill(os.getpid(), signal.SIGKILL)
         return after, commands
 
-    Rollout.step = doomed_step
+    Wave.step = doomed_step
 
 
 if __name__ == "__main__":

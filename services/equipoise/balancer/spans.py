@@ -7,7 +7,7 @@ of the ranks below them.
 from opentelemetry.trace import Span, Tracer, set_span_in_context
 
 from equipoise.planning.proposal import Proposal
-from equipoise.planning.rollout import Rollout, State
+from equipoise.planning.rollout import State, Wave
 from equipoise.pool.rollouts import Rollouts
 from equipoise.telemetry.tracing import failed, traceparent_of
 
@@ -21,7 +21,7 @@ class PoolSpans:
         self._rebalance: Span | None = None
         self._wave: Span | None = None
         self._phase: Span | None = None
-        self._seen: Rollout | None = None
+        self._seen: Wave | None = None
         self._generation = 0
         self._state: State | None = None
 
@@ -60,7 +60,7 @@ class PoolSpans:
         if wave.is_over and not rollouts.waves_left:
             self._end(wave.reason if wave.state is State.ABORTED else "")
 
-    def _begin_wave(self, wave: Rollout, *, moves: int) -> None:
+    def _begin_wave(self, wave: Wave, *, moves: int) -> None:
         if wave.is_over:
             return
         self._close_phase()
@@ -73,7 +73,7 @@ class PoolSpans:
         self._wave.set_attributes({"generation": wave.target.generation, "moves": moves})
         self._generation, self._state = wave.target.generation, None
 
-    def _enter(self, wave: Rollout) -> None:
+    def _enter(self, wave: Wave) -> None:
         self._state = wave.state
         if self._wave is None:
             return

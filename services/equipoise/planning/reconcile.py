@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
-from equipoise.planning.rollout import Commands, PersistCommitted, Rollout, SendAbort, State
+from equipoise.planning.rollout import Commands, PersistCommitted, SendAbort, State, Wave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -15,8 +15,8 @@ class Reconciliation:
     generation: int | None
     """The generation that the ranks run; None if they contradict each other and need a new epoch.
     If it is neither the committed nor the proposed one, its layout comes from the ranks."""
-    rollout: Rollout | None
-    """The rollout to resume, if any."""
+    wave: Wave | None
+    """The wave to resume, if any."""
     commands: Commands
     """What to do, in order."""
     reason: str
@@ -39,7 +39,7 @@ def reconcile(
             for none.
         proposed: the proposed layout in the store; ignored unless it is newer than `committed`.
         committed: the committed layout in the store.
-        policy: the timeouts of a resumed rollout.
+        policy: the timeouts of a resumed wave.
         now: the current time in seconds.
     """
     running = set(generations_of_ranks.values())
@@ -60,7 +60,7 @@ def reconcile(
         generation = running.pop()
         return Reconciliation(
             generation=generation,
-            rollout=None,
+            wave=None,
             commands=(),
             reason=f"all ranks run generation {generation}, which the store does not have "
             f"(it has {committed.generation}): taken from the ranks",
@@ -68,15 +68,15 @@ def reconcile(
     listed = ", ".join(f"rank {rank} {gen}" for rank, gen in sorted(generations_of_ranks.items()))
     return Reconciliation(
         generation=None,
-        rollout=None,
+        wave=None,
         commands=(),
         reason=f"ranks run different generations ({listed}): the pool needs a new epoch",
     )
 
 
-def _resumed(committed: Layout, proposed: Layout, *, policy: Policy, now: float) -> Rollout:
-    """Return the proposed rollout as if all ranks had staged it."""
-    return Rollout(
+def _resumed(committed: Layout, proposed: Layout, *, policy: Policy, now: float) -> Wave:
+    """Return the wave to the proposed layout as if all ranks had staged it."""
+    return Wave(
         base=committed,
         target=proposed,
         num_ranks=committed.num_ranks,
@@ -88,7 +88,7 @@ def _resumed(committed: Layout, proposed: Layout, *, policy: Policy, now: float)
     )
 
 
-def _switching(generations_of_ranks: Mapping[int, int], resumed: Rollout) -> Reconciliation:
+def _switching(generations_of_ranks: Mapping[int, int], resumed: Wave) -> Reconciliation:
     """A rank runs the proposed generation, so by agreement all ranks switched with it."""
     proposed = resumed.target
     switched = frozenset(
@@ -103,7 +103,7 @@ def _switching(generations_of_ranks: Mapping[int, int], resumed: Rollout) -> Rec
     )
     return Reconciliation(
         generation=proposed.generation,
-        rollout=replace(
+        wave=replace(
             resumed,
             state=State.SWITCHED if has_all else State.STAGED,
             switched_ranks=switched,
@@ -115,11 +115,11 @@ def _switching(generations_of_ranks: Mapping[int, int], resumed: Rollout) -> Rec
 
 
 def _before_a_switch(
-    staged_of_ranks: Mapping[int, int], committed: Layout, resumed: Rollout | None
+    staged_of_ranks: Mapping[int, int], committed: Layout, resumed: Wave | None
 ) -> Reconciliation:
     """All ranks run the committed generation; a completely staged one resumes.
 
-    Otherwise it is aborted, as a rollout: a rank may have staged it after its report, so the switch
+    Otherwise its wave is kept as aborted: a rank may have staged it after its report, so the switch
     may cross the abort.
     """
     staged = {rank: generation for rank, generation in staged_of_ranks.items() if generation}
@@ -129,7 +129,7 @@ def _before_a_switch(
         if staged == dict.fromkeys(resumed.staged_ranks, proposed):
             return Reconciliation(
                 generation=committed.generation,
-                rollout=resumed,
+                wave=resumed,
                 commands=(),
                 reason=resumed.reason,
             )
@@ -142,7 +142,7 @@ def _before_a_switch(
         reason += f"; {', '.join(map(str, sorted(dropped)))} is dropped: {why}"
     return Reconciliation(
         generation=committed.generation,
-        rollout=resumed,
+        wave=resumed,
         commands=tuple(
             SendAbort(generation=generation, reason=why) for generation in sorted(dropped)
         ),

@@ -1,12 +1,12 @@
-"""`Rollout`: rolls out one generation (a wave) to all ranks, as a table of states and events.
+"""`Wave`: rolls out one generation to all ranks, as a table of states and events.
 
-Pure: an event goes in; the next rollout and the commands to carry out come out.
+Pure: an event goes in; the next state of the wave and the commands to carry out come out.
 
     planned -> staging -> staged -> switched -> active        before a switch -> aborted
 
 Ranks switch by agreement in their own step header, without the balancer. So the first
 `RankSwitched` proves that all ranks had staged and that all switch at that step. It overrides what
-the balancer assumed, even an abort: once one rank has switched, the rollout commits.
+the balancer assumed, even an abort: once one rank has switched, the wave commits.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from equipoise.planning.policy import Policy
 
 
 class State(StrEnum):
-    """State of the rollout of one wave."""
+    """State of a wave."""
 
     PLANNED = "planned"
     """Being persisted; not yet sent to any rank."""
@@ -127,7 +127,7 @@ Commands = tuple[Command, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rollout:
+class Wave:
     """One generation on its way from `base` to `target`."""
 
     base: Layout
@@ -149,10 +149,10 @@ class Rollout:
     @classmethod
     def begin(
         cls, *, base: Layout, target: Layout, num_ranks: int, policy: Policy, now: float
-    ) -> tuple["Rollout", Commands]:
-        """Begin a rollout in `planned`; its layout is persisted before anything else."""
+    ) -> tuple["Wave", Commands]:
+        """Begin a wave in `planned`; its layout is persisted before anything else."""
         assert target.generation > base.generation, "generations grow and are never reused"
-        rollout = cls(
+        wave = cls(
             base=base,
             target=target,
             num_ranks=num_ranks,
@@ -161,7 +161,7 @@ class Rollout:
             entered_s=now,
             reason=f"generation {target.generation} is being persisted",
         )
-        return rollout, (PersistProposed(layout=target),)
+        return wave, (PersistProposed(layout=target),)
 
     @property
     def is_over(self) -> bool:
@@ -170,11 +170,11 @@ class Rollout:
 
     @property
     def is_faulted(self) -> bool:
-        """Whether ranks contradict each other about the switch, which no rollout can resolve."""
+        """Whether ranks contradict each other about the switch, which no wave can resolve."""
         return self.state is State.ABORTED and bool(self.switched_ranks)
 
-    def step(self, event: Event, *, now: float) -> tuple["Rollout", Commands]:
-        """Return the rollout after an event, and the commands to carry out in order."""
+    def step(self, event: Event, *, now: float) -> tuple["Wave", Commands]:
+        """Return the wave after an event, and the commands to carry out in order."""
         generation = getattr(event, "generation", self.target.generation)
         if generation != self.target.generation:
             return self, ()
@@ -184,112 +184,110 @@ class Rollout:
 # Handlers: what an event does in the states that the table lists it for. -----------------------
 
 
-def _ignore(rollout: Rollout, _event: Event, _now: float) -> tuple[Rollout, Commands]:
-    return rollout, ()
+def _ignore(wave: Wave, _event: Event, _now: float) -> tuple[Wave, Commands]:
+    return wave, ()
 
 
-def _stage(rollout: Rollout, _event: Persisted, now: float) -> tuple[Rollout, Commands]:
-    waiting = _enter(
-        rollout, State.STAGING, now, f"ranks stage generation {rollout.target.generation}"
-    )
-    command = SendStage(layout=rollout.target, base_generation=rollout.base.generation)
+def _stage(wave: Wave, _event: Persisted, now: float) -> tuple[Wave, Commands]:
+    waiting = _enter(wave, State.STAGING, now, f"ranks stage generation {wave.target.generation}")
+    command = SendStage(layout=wave.target, base_generation=wave.base.generation)
     return waiting, (command,)
 
 
-def _note_staged(rollout: Rollout, event: RankStaged, now: float) -> tuple[Rollout, Commands]:
-    noted = replace(rollout, staged_ranks=rollout.staged_ranks | {event.rank})
+def _note_staged(wave: Wave, event: RankStaged, now: float) -> tuple[Wave, Commands]:
+    noted = replace(wave, staged_ranks=wave.staged_ranks | {event.rank})
     if len(noted.staged_ranks) < noted.num_ranks:
         return noted, ()
     return _await_switch(noted, now), ()
 
 
-def _refused(rollout: Rollout, event: RankRefused, now: float) -> tuple[Rollout, Commands]:
-    return _abort_unless_switched(rollout, f"rank {event.rank} refused: {event.reason}", now)
+def _refused(wave: Wave, event: RankRefused, now: float) -> tuple[Wave, Commands]:
+    return _abort_unless_switched(wave, f"rank {event.rank} refused: {event.reason}", now)
 
 
-def _lost(rollout: Rollout, event: RankLost, now: float) -> tuple[Rollout, Commands]:
-    return _abort_unless_switched(rollout, f"rank {event.rank} was lost: {event.reason}", now)
+def _lost(wave: Wave, event: RankLost, now: float) -> tuple[Wave, Commands]:
+    return _abort_unless_switched(wave, f"rank {event.rank} was lost: {event.reason}", now)
 
 
-def _lost_early(rollout: Rollout, event: RankLost, now: float) -> tuple[Rollout, Commands]:
+def _lost_early(wave: Wave, event: RankLost, now: float) -> tuple[Wave, Commands]:
     reason = f"rank {event.rank} was lost before staging began: {event.reason}"
-    return _enter(rollout, State.ABORTED, now, reason), ()
+    return _enter(wave, State.ABORTED, now, reason), ()
 
 
-def _too_long(rollout: Rollout, _event: DeadlineCheck, now: float) -> tuple[Rollout, Commands]:
-    """Abort, commit, or retry the commit if the rollout has been in its state for too long."""
-    policy, everyone = rollout.policy, set(range(rollout.num_ranks))
-    is_staged = rollout.state in {State.STAGED, State.SWITCHED}
+def _too_long(wave: Wave, _event: DeadlineCheck, now: float) -> tuple[Wave, Commands]:
+    """Abort, commit, or retry the commit if the wave has been in its state for too long."""
+    policy, everyone = wave.policy, set(range(wave.num_ranks))
+    is_staged = wave.state in {State.STAGED, State.SWITCHED}
     bound_s = policy.switch_timeout_s if is_staged else policy.stage_timeout_s
-    if now - rollout.entered_s < bound_s:
-        return rollout, ()
-    if rollout.state is State.PLANNED:
+    if now - wave.entered_s < bound_s:
+        return wave, ()
+    if wave.state is State.PLANNED:
         reason = f"it did not get its turn, or the store did not persist it, within {bound_s:g} s"
-        return _enter(rollout, State.ABORTED, now, reason), ()
-    if rollout.state is State.SWITCHED:  # Ranks already run the layout: it cannot be undone.
+        return _enter(wave, State.ABORTED, now, reason), ()
+    if wave.state is State.SWITCHED:  # Ranks already run the layout: it cannot be undone.
         reason = (
-            f"generation {rollout.target.generation} is in use, but the store did not confirm it "
+            f"generation {wave.target.generation} is in use, but the store did not confirm it "
             f"within {bound_s:g} s; retrying"
         )
-        return _commit(rollout, now, reason)
-    missing = everyone - (rollout.switched_ranks if is_staged else rollout.staged_ranks)
+        return _commit(wave, now, reason)
+    missing = everyone - (wave.switched_ranks if is_staged else wave.staged_ranks)
     what = "report the switch" if is_staged else "stage"
     cause = f"{_names(missing)} did not {what} within {bound_s:g} s"
-    return _abort_unless_switched(rollout, cause, now)
+    return _abort_unless_switched(wave, cause, now)
 
 
-def _note_switched(rollout: Rollout, event: RankSwitched, now: float) -> tuple[Rollout, Commands]:
-    if rollout.is_faulted:
-        return rollout, ()
-    if rollout.switch_step is not None and event.step != rollout.switch_step:
+def _note_switched(wave: Wave, event: RankSwitched, now: float) -> tuple[Wave, Commands]:
+    if wave.is_faulted:
+        return wave, ()
+    if wave.switch_step is not None and event.step != wave.switch_step:
         reason = (
             f"ranks contradict each other: rank {event.rank} switched to generation "
-            f"{event.generation} at step {event.step}, {_names(rollout.switched_ranks)} at step "
-            f"{rollout.switch_step}; restart the pool"
+            f"{event.generation} at step {event.step}, {_names(wave.switched_ranks)} at step "
+            f"{wave.switch_step}; restart the pool"
         )
-        return _enter(rollout, State.ABORTED, now, reason), ()
+        return _enter(wave, State.ABORTED, now, reason), ()
     noted = replace(
-        rollout,
-        switched_ranks=rollout.switched_ranks | {event.rank},
+        wave,
+        switched_ranks=wave.switched_ranks | {event.rank},
         switch_step=event.step,
-        worst_stall_us=max(rollout.worst_stall_us, event.stall_us),
+        worst_stall_us=max(wave.worst_stall_us, event.stall_us),
     )
-    if rollout.state in {State.SWITCHED, State.ACTIVE}:
+    if wave.state in {State.SWITCHED, State.ACTIVE}:
         return noted, ()
     if len(noted.switched_ranks) == noted.num_ranks:
         return _commit(noted, now, f"all ranks switched at step {event.step}")
-    if rollout.state is not State.STAGED:  # This proves that all ranks had staged.
+    if wave.state is not State.STAGED:  # This proves that all ranks had staged.
         noted = replace(noted, staged_ranks=frozenset(range(noted.num_ranks)))
         return _await_switch(noted, now), ()
     return noted, ()
 
 
-def _commit_done(rollout: Rollout, _event: Persisted, now: float) -> tuple[Rollout, Commands]:
-    reason = f"generation {rollout.target.generation} is in use and committed"
-    return _enter(rollout, State.ACTIVE, now, reason), ()
+def _commit_done(wave: Wave, _event: Persisted, now: float) -> tuple[Wave, Commands]:
+    reason = f"generation {wave.target.generation} is in use and committed"
+    return _enter(wave, State.ACTIVE, now, reason), ()
 
 
 # Shared by handlers. -----------------------------------------------------------------------------
 
 
-def _abort_unless_switched(rollout: Rollout, cause: str, now: float) -> tuple[Rollout, Commands]:
-    if rollout.switched_ranks:
-        cause += f"; but {_names(rollout.switched_ranks)} switched, and ranks switch together"
-        return _commit(rollout, now, cause)
-    command = SendAbort(generation=rollout.target.generation, reason=cause)
-    return _enter(rollout, State.ABORTED, now, cause), (command,)
+def _abort_unless_switched(wave: Wave, cause: str, now: float) -> tuple[Wave, Commands]:
+    if wave.switched_ranks:
+        cause += f"; but {_names(wave.switched_ranks)} switched, and ranks switch together"
+        return _commit(wave, now, cause)
+    command = SendAbort(generation=wave.target.generation, reason=cause)
+    return _enter(wave, State.ABORTED, now, cause), (command,)
 
 
-def _commit(rollout: Rollout, now: float, reason: str) -> tuple[Rollout, Commands]:
-    return _enter(rollout, State.SWITCHED, now, reason), (PersistCommitted(layout=rollout.target),)
+def _commit(wave: Wave, now: float, reason: str) -> tuple[Wave, Commands]:
+    return _enter(wave, State.SWITCHED, now, reason), (PersistCommitted(layout=wave.target),)
 
 
-def _await_switch(rollout: Rollout, now: float) -> Rollout:
-    return _enter(rollout, State.STAGED, now, "all ranks have staged and switch at their next step")
+def _await_switch(wave: Wave, now: float) -> Wave:
+    return _enter(wave, State.STAGED, now, "all ranks have staged and switch at their next step")
 
 
-def _enter(rollout: Rollout, state: State, now: float, reason: str) -> Rollout:
-    return replace(rollout, state=state, entered_s=now, reason=reason)
+def _enter(wave: Wave, state: State, now: float, reason: str) -> Wave:
+    return replace(wave, state=state, entered_s=now, reason=reason)
 
 
 def _names(ranks: set[int] | frozenset[int]) -> str:
@@ -297,7 +295,7 @@ def _names(ranks: set[int] | frozenset[int]) -> str:
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
-_Handler = Callable[[Rollout, Any, float], tuple[Rollout, Commands]]
+_Handler = Callable[[Wave, Any, float], tuple[Wave, Commands]]
 
 TABLE: dict[tuple[State, type[Event]], _Handler] = {
     (State.PLANNED, Persisted): _stage,

@@ -155,7 +155,7 @@ class Agreement:
         self._faults.pop(_CONTRADICTION, None)
         self._must_reconcile = False
         log = Log(text=result.reason, epoch=self._roster.epoch, generation=result.generation)
-        resumed = self._rollouts.resume(result.rollout, result.commands, now=now)
+        resumed = self._rollouts.resume(result.wave, result.commands, now=now)
         return (log, *resumed, WriteMembership(members=self._roster.epoch_members()))
 
     def _fits(self, layout: Layout) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.policy import Policy
-from equipoise.planning.rollout import Rollout, State
+from equipoise.planning.rollout import State, Wave
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
 from equipoise.wire.messages import Report, Staged, Wait, WorkerBound
 
@@ -99,8 +99,8 @@ class Bounds:
         """A bound was reached; `what` says what was done about it."""
         self._by_name[name] = self._by_name[name].again(what)
 
-    def note_rollout(self, before: Rollout, after: Rollout | None) -> None:
-        """Time passed for a rollout; if that changed it, its bound was reached."""
+    def note_wave(self, before: Wave, after: Wave | None) -> None:
+        """Time passed for a wave; if that changed it, its bound was reached."""
         if after is not None and after.reason != before.reason:
             self.note(_BOUND_OF_STATE[before.state], after.reason)
 

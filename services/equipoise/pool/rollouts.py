@@ -19,10 +19,10 @@ from equipoise.planning.rollout import (
     PersistCommitted,
     PersistProposed,
     RankRefused,
-    Rollout,
     SendAbort,
     SendStage,
     State,
+    Wave,
 )
 from equipoise.planning.setbacks import Setbacks
 from equipoise.pool.counters import Counters
@@ -71,26 +71,26 @@ class SwitchRecord:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Wave:
+class _TrackedWave:
     """A wave and, for its record, when it was staged and what ranks reported of its switch."""
 
-    rollout: Rollout
+    wave: Wave
     began_s: float
     staged_s: float | None = None
     switches: dict[int, Switched] = field(default_factory=dict)
 
     @property
     def moves(self) -> int:
-        before, after = self.rollout.base.expert_of_slot, self.rollout.target.expert_of_slot
+        before, after = self.wave.base.expert_of_slot, self.wave.target.expert_of_slot
         return int(np.count_nonzero(before != after))
 
     def step(self, event: Event, *, now: float) -> Commands:
         """Let the table decide."""
-        before = self.rollout
-        self.rollout, commands = before.step(event, now=now)
-        if before.state is State.PLANNED and self.rollout.state is not State.PLANNED:
+        before = self.wave
+        self.wave, commands = before.step(event, now=now)
+        if before.state is State.PLANNED and self.wave.state is not State.PLANNED:
             self.began_s = now
-        if self.staged_s is None and len(self.rollout.staged_ranks) == self.rollout.num_ranks:
+        if self.staged_s is None and len(self.wave.staged_ranks) == self.wave.num_ranks:
             self.staged_s = now
         return commands
 
@@ -109,7 +109,7 @@ class Rollouts:
         self._roster = roster
         self._layouts = layouts
         self._bounds, self._tally = counters.bounds, counters.tally
-        self._wave: _Wave | None = None
+        self._tracked: _TrackedWave | None = None
         self._waves: Sequence[LayoutChange] = ()
         self._num_begun = 0
         self._verdict: DecisionRecord | None = None
@@ -120,16 +120,16 @@ class Rollouts:
         self._switches: deque[SwitchRecord] = deque(maxlen=MAX_SWITCHES)
 
     @property
-    def current(self) -> Rollout | None:
+    def current(self) -> Wave | None:
         """The wave in progress, or None; the next one begins as soon as it is active."""
-        if self._wave is None or self._wave.rollout.is_over:
+        if self._tracked is None or self._tracked.wave.is_over:
             return None
-        return self._wave.rollout
+        return self._tracked.wave
 
     @property
-    def latest(self) -> Rollout | None:
+    def latest(self) -> Wave | None:
         """The wave in progress or, if none is, the last one."""
-        return self._wave.rollout if self._wave is not None else None
+        return self._tracked.wave if self._tracked is not None else None
 
     @property
     def is_at_first(self) -> bool:
@@ -139,7 +139,7 @@ class Rollouts:
     @property
     def moves(self) -> int:
         """Slots that the latest wave changes, over all layers and ranks."""
-        return self._wave.moves if self._wave is not None else 0
+        return self._tracked.moves if self._tracked is not None else 0
 
     @property
     def waves_left(self) -> int:
@@ -188,21 +188,21 @@ class Rollouts:
         self._is_at_first = True
         return self._effects(self._begin_next(base, now=now))
 
-    def resume(self, rollout: Rollout | None, commands: Commands, *, now: float) -> Chain:
+    def resume(self, wave: Wave | None, commands: Commands, *, now: float) -> Chain:
         """Take over a wave of an earlier balancer in the state that ranks report, if there is one.
 
         `commands` follow from that state.
         """
         assert self.current is None, "one plan at a time"
-        if rollout is not None:
-            self._wave = _Wave(rollout=rollout, began_s=now)
+        if wave is not None:
+            self._tracked = _TrackedWave(wave=wave, began_s=now)
         return self._effects(commands)
 
     def begin_epoch(self) -> None:
         """Forget everything in progress: it was for the ranks of the previous epoch."""
         if self.current is not None:
             self._aborted += 1
-        self._wave = None
+        self._tracked = None
         self._waves, self._num_begun = (), 0
         self._setbacks = Setbacks()
 
@@ -210,38 +210,38 @@ class Rollouts:
         """Give the table an event, and carry out its commands."""
         aborted, completed, before = self._aborted, self._completed, self.current
         effects = self._effects(self._step(event, now=now))
-        rollout = self.latest
+        wave = self.latest
         if before is not None and isinstance(event, DeadlineCheck):
-            self._bounds.note_rollout(before, rollout)
+            self._bounds.note_wave(before, wave)
         if self._completed > completed:
             self._setbacks = Setbacks()
-        if self._aborted <= aborted or rollout is None:
+        if self._aborted <= aborted or wave is None:
             return effects
         if isinstance(event, RankRefused | DeadlineCheck):
-            self._setbacks = self._setbacks.one_more(rollout.reason, now=now)
+            self._setbacks = self._setbacks.one_more(wave.reason, now=now)
         if self._verdict is None:
             return effects
-        reason = f"generation {rollout.target.generation} was aborted: {rollout.reason}"
+        reason = f"generation {wave.target.generation} was aborted: {wave.reason}"
         taken_back = replace(self._verdict, time_unix_s=now, accepted=False, reason=reason)
         return (*effects, WriteDecision(record=taken_back))
 
     def note_switch(self, switched: Switched, *, now: float) -> None:
         """Remember what a rank reported about a switch, regardless of the rollout's outcome."""
-        wave = self._wave
+        tracked = self._tracked
         if (
-            wave is None
-            or switched.generation != wave.rollout.target.generation
-            or switched.rank in wave.switches
+            tracked is None
+            or switched.generation != tracked.wave.target.generation
+            or switched.rank in tracked.switches
         ):
             return
-        wave.note_switch(switched)
-        if len(wave.switches) < wave.rollout.num_ranks:
+        tracked.note_switch(switched)
+        if len(tracked.switches) < tracked.wave.num_ranks:
             return
-        slowest = max(wave.switches.values(), key=lambda switch: switch.stall_us)
-        staged_s = now if wave.staged_s is None else wave.staged_s
+        slowest = max(tracked.switches.values(), key=lambda switch: switch.stall_us)
+        staged_s = now if tracked.staged_s is None else tracked.staged_s
         self._last_switch_s = now
         self._tally.note_switch(
-            moves=wave.moves, wave_s=now - wave.began_s, stall_s=slowest.stall_us / 1e6
+            moves=tracked.moves, wave_s=now - tracked.began_s, stall_s=slowest.stall_us / 1e6
         )
         self._switches.appendleft(
             SwitchRecord(
@@ -249,20 +249,20 @@ class Rollouts:
                 step=switched.step,
                 max_stall_us=slowest.stall_us,
                 median_step_us=slowest.median_step_us,
-                moves=wave.moves,
-                staging_s=staged_s - wave.began_s,
+                moves=tracked.moves,
+                staging_s=staged_s - tracked.began_s,
                 time_s=now,
             )
         )
 
     def _step(self, event: Event, *, now: float) -> Commands:
         """Step the wave; the next one begins when this one becomes active."""
-        wave = self._wave
-        if wave is None:
+        tracked = self._tracked
+        if tracked is None:
             return ()
-        before = wave.rollout
-        commands = wave.step(event, now=now)
-        after = wave.rollout
+        before = tracked.wave
+        commands = tracked.step(event, now=now)
+        after = tracked.wave
         if before.state is after.state:
             return commands
         self._tally.note_state_left(before.state, after_s=now - before.entered_s)
@@ -281,18 +281,18 @@ class Rollouts:
         return commands
 
     def _begin_next(self, base: Layout, *, now: float) -> Commands:
-        wave = self._waves[self._num_begun]
+        change = self._waves[self._num_begun]
         self._num_begun += 1
         if not self.waves_left:  # The last one frees the arrays that all of them share.
             self._waves, self._num_begun = (), 0
-        rollout, commands = Rollout.begin(
+        wave, commands = Wave.begin(
             base=base,
-            target=wave.applied_to(base),
+            target=change.applied_to(base),
             num_ranks=base.num_ranks,
             policy=self._policy.values,
             now=now,
         )
-        self._wave = _Wave(rollout=rollout, began_s=now)
+        self._tracked = _TrackedWave(wave=wave, began_s=now)
         return commands
 
     def _effects(self, commands: Commands) -> Chain:
@@ -322,7 +322,7 @@ class Rollouts:
     def _stage(self, command: SendStage) -> Chain:
         """A Stage for every rank; one without moves still takes part in the agreement."""
         base = self._layouts.get(command.base_generation)
-        assert base is not None, "the base of a rollout is what ranks run"
+        assert base is not None, "the base of a wave is what ranks run"
         moves = moves_into(
             base.expert_of_slot,
             command.layout,
