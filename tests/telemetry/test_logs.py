@@ -8,6 +8,8 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import pytest
+
 from equipoise.telemetry.logs import LogFormat, about, configure_logs
 
 
@@ -73,3 +75,22 @@ def test_a_balancer_with_json_logs_writes_nothing_else(tmp_path):
     assert done.returncode == 1
     assert last.startswith(f"equipoise balancer: cannot listen on {address}")
     assert all(json.loads(line)["message"] for line in lines)
+
+
+FORGED = "it died\n2026-01-01 00:00:00,000 ERROR equipoise.balancer: all is lost\u2028\x1b[2J\u202e"
+
+
+@pytest.mark.parametrize("log_format", LogFormat)
+def test_no_message_or_traceback_forges_a_line(log_format):
+    stream = io.StringIO()
+    with logging_anew():
+        configure_logs(log_format, stream=stream)
+        logging.getLogger("equipoise.test").error("peer: %s", FORGED)
+        logging.getLogger("equipoise.test").error("failed", exc_info=ValueError(FORGED))
+    assert all(mark not in stream.getvalue() for mark in ("\x1b", "\u2028", "\u202e"))
+    starts = [line for line in stream.getvalue().split("\n") if line.startswith(("{", "20"))]
+    assert len(starts) == 2
+    if log_format is LogFormat.TEXT:
+        assert "peer: it died\\n2026" in starts[0]
+    else:
+        assert json.loads(starts[0])["message"] == f"peer: {FORGED}"

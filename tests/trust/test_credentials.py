@@ -129,3 +129,10 @@ def test_invalid_lines_are_named_without_the_token(tmp_path, text, words):
         AcceptedTokens(str(path))
     assert words in str(caught.value)
     assert TOKEN not in str(caught.value)
+
+
+def test_a_peers_details_are_escaped_and_bounded():
+    explained = Credentials().explain("no\nroom\x00\u2028\u202e" + "x" * 10_000)
+    assert explained.startswith(r"no\nroom\x00\u2028\u202e")
+    assert explained.isprintable()
+    assert len(explained) <= 1000

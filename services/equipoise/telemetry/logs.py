@@ -2,6 +2,7 @@
 
 A log call adds fields with `extra=about(pool=..., generation=...)`. Fields of the whole process
 (its pool, its current rank and epoch) come from `context`, which is called for every line.
+Characters that do not print are escaped, so that text from peers cannot forge lines.
 """
 
 import json
@@ -47,8 +48,7 @@ def configure_logs(
 ) -> None:
     """Send this process's logs to `stream` (default: stderr), unless logging is set up already."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(_Json(context or dict) if log_format is LogFormat.JSON else text)
+    handler.setFormatter(_Json(context or dict) if log_format is LogFormat.JSON else _Text())
     logging.basicConfig(level=level, handlers=[handler])
 
 
@@ -61,6 +61,31 @@ def about(**fields: str | int | None) -> dict[str, Any]:
 def is_worth_logging(count: int) -> bool:
     """Whether to log the `count`-th occurrence of a repeated event: the 1st, 2nd, 4th, 8th..."""
     return count.bit_count() == 1
+
+
+def printable(text: str) -> str:
+    """The text with line breaks, control and format characters escaped, as in a string literal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+class _Text(logging.Formatter):
+    """Continuation lines of tracebacks are indented; every other line is a record."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"    {printable(line)}" for line in lines)
 
 
 class _Json(logging.Formatter):
@@ -80,4 +105,4 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return json.dumps(line, default=str)

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 import grpc
 
+from equipoise.telemetry.logs import printable
 from equipoise.trust.certificates import CertificateFiles, explain_handshake
 from equipoise.trust.errors import TrustError
 from equipoise.trust.settings import Tls
@@ -13,6 +14,9 @@ from equipoise.trust.tokens import OwnToken
 
 Options = Sequence[tuple[str, str | int]]
 Metadata = tuple[tuple[str, str], ...]
+
+_MAX_DETAILS = 800
+"""Characters of a peer's details that are kept."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,9 +108,17 @@ class Credentials:
         )
 
     def explain(self, details: str | None) -> str:
-        """The details of a failed call, preceded by the certificate problem behind them, if any."""
-        problem = explain_handshake(details or "", self.tls)
-        return f"{problem} ({details})" if problem else details or "no details"
+        """The details of a failed call, preceded by the certificate problem behind them, if any.
+
+        Peers choose the details: they become one line of bounded length for logs and clients.
+        """
+        line = printable(details[:_MAX_DETAILS] if details else "no details")[:_MAX_DETAILS]
+        problem = self.problem(details)
+        return f"{problem} ({line})" if problem else line
+
+    def problem(self, details: str | None) -> str:
+        """The certificate problem behind the details of a failed call; empty if there is none."""
+        return explain_handshake(details or "", self.tls)
 
     def _refresh(self) -> bool:
         """Reload replaced files; returns whether certificates changed."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import grpc
 import numpy as np
 
+from equipoise.telemetry.logs import printable
 from equipoise_api.v1 import worker_pb2, worker_pb2_grpc
 
 REQUEST_TIMEOUT_S = 60.0
@@ -170,7 +171,7 @@ class Traffic:
                     )
                 )
         except grpc.aio.AioRpcError as error:
-            failure = f"rank {rank}: {error.code().name}: {error.details()}"
+            failure = f"rank {rank}: {error.code().name}: {printable(error.details() or '')}"
         else:
             generated = sum(len(arrival.tokens) for arrival in arrivals)
             if generated != prompt.max_tokens:

@@ -131,11 +131,11 @@ class BalancerClient:
 
 
 def _message(error: grpc.Call, address: str, credentials: Credentials) -> str:
-    details = error.details() or ""
+    details = credentials.explain(error.details())
     if error.code() in _UNREACHABLE:
-        if (explanation := credentials.explain(details)) != details:
-            return f"cannot connect to the balancer at {address}: {explanation}"
-        if "failed to connect" in details or not details or "Deadline" in details:
+        if not error.details() or credentials.problem(error.details()):
+            return f"cannot connect to the balancer at {address}: {details}"
+        if "failed to connect" in details or "Deadline" in details:
             return (
                 f"no balancer answers at {address}: start one with `equipoise balancer`, or name "
                 "another one with --address"
