@@ -8,7 +8,7 @@ import torch
 
 from equipoise.telemetry.loading import Loading
 from equipoise.worker.core import ModelCore
-from equipoise.worker.joining import Slots
+from equipoise.worker.joining import WorkerSlots
 from equipoise_model.experts import checksum
 from tests.support.worker_parts import parts_of
 
@@ -18,7 +18,7 @@ HELLO = SimpleNamespace(
 
 
 def slots_of(core, settings, *, say=lambda *_: None):
-    return Slots(parts_of(settings, core=core), loading=Loading(say=say))
+    return WorkerSlots(parts_of(settings, core=core), loading=Loading(say=say))
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -6,7 +6,7 @@ import numpy as np
 
 from equipoise.planning.counters import Phase
 from equipoise.wire.messages import RankStats, Wait, WorkerBound
-from equipoise.worker.engine import Progress
+from equipoise.worker.engine import EngineProgress
 from equipoise.worker.reporter import FINAL_REPORTS, Reporter
 from equipoise.worker.waits import Waits
 from equipoise_model.dispatch import SlotLoad
@@ -33,7 +33,7 @@ def reporter():
 
 
 def progress(*generations):
-    return Progress(
+    return EngineProgress(
         loads=tuple(
             SlotLoad(generation=generation, slot_load_LS=np.full((2, 3), generation))
             for generation in generations

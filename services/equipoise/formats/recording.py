@@ -5,12 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from equipoise.formats.errors import FormatError
 from equipoise.planning.arrays import Load
-
-Windows = npt.NDArray[np.float64]
 
 _MAX_ASSIGNMENTS = 2.0**53  # beyond this a float64 does not hold every whole number
 
@@ -24,7 +21,7 @@ class Recording:
             message numbers layers like the file.
     """
 
-    windows: Windows
+    windows: Load
     """float64 [windows, layers, experts], MoE layers only. Made read-only."""
     names: tuple[str, ...]
     """Unique name of each window, such as "code/0"."""

@@ -71,7 +71,7 @@ class Relay:
         return self._tally.counted(self._stream(request), now=self._ranks.now)
 
     async def _stream(self, request: GenerateRequest) -> AsyncGenerator[GeneratedTokens, None]:
-        progress = _Progress(without_rank_since_s=self._ranks.now())
+        progress = _RequestProgress(without_rank_since_s=self._ranks.now())
         while True:
             rest = request.after(tuple(progress.tokens))
             reservation = await self._ranks.reserve(
@@ -128,7 +128,7 @@ class Relay:
 
     def _note_break(
         self,
-        progress: "_Progress",
+        progress: "_RequestProgress",
         reservation: Reservation,
         request: GenerateRequest,
         *,
@@ -181,7 +181,7 @@ class Relay:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Progress:
+class _RequestProgress:
     """How far a request is, and what went wrong so far."""
 
     without_rank_since_s: float

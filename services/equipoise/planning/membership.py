@@ -67,7 +67,7 @@ class EpochDecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pool:
+class _Workers:
     """Candidates by state."""
 
     new: list[EpochCandidate]
@@ -114,7 +114,7 @@ def next_epoch(
         policy: the timeouts.
         now: the clock that `since_s` is on.
     """
-    pool = _Pool(
+    pool = _Workers(
         **{
             state.value: [candidate for candidate in candidates if candidate.state is state]
             for state in MemberState
@@ -142,7 +142,7 @@ def next_epoch(
 
 
 def _without_ranks(
-    pool: _Pool, *, num_ranks: int, unheard: frozenset[str], policy: Policy, now: float
+    pool: _Workers, *, num_ranks: int, unheard: frozenset[str], policy: Policy, now: float
 ) -> EpochDecision | None:
     """All connected workers wait for a rank. None if one is still bound to the epoch."""
     if pool.bound:
@@ -172,7 +172,7 @@ def _without_ranks(
 
 
 def _beside_ranks(
-    pool: _Pool,
+    pool: _Workers,
     *,
     least: int,
     unheard: frozenset[str],
@@ -192,7 +192,7 @@ def _beside_ranks(
     return _growing(pool, is_rolling_out=is_rolling_out, policy=policy, now=now)
 
 
-def _after_a_loss(pool: _Pool, *, least: int, policy: Policy, now: float) -> EpochDecision:
+def _after_a_loss(pool: _Workers, *, least: int, policy: Policy, now: float) -> EpochDecision:
     """The group is lost for some: the others will notice, or are left out if not needed."""
     waited_s = now - min(candidate.since_s for candidate in pool.survivor)
     why = _faults(pool.missing) or pool.survivor[0].reason
@@ -216,7 +216,7 @@ def _after_a_loss(pool: _Pool, *, least: int, policy: Policy, now: float) -> Epo
 
 
 def _beside_a_gap(
-    pool: _Pool, *, unheard: frozenset[str], policy: Policy, now: float
+    pool: _Workers, *, unheard: frozenset[str], policy: Policy, now: float
 ) -> EpochDecision:
     """A rank is gone but its peers have not reported the loss of their group.
 
@@ -233,7 +233,7 @@ def _beside_a_gap(
     return _open(pool, f"{_names(pool.new)} joins; {faults}", bound="reform")
 
 
-def _without_slow(pool: _Pool, *, least: int) -> EpochDecision:
+def _without_slow(pool: _Workers, *, least: int) -> EpochDecision:
     """The group is complete, but some workers are slow: continue without them if possible."""
     others = [*pool.new, *pool.serving]
     why = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in pool.slow)
@@ -246,7 +246,7 @@ def _without_slow(pool: _Pool, *, least: int) -> EpochDecision:
     )
 
 
-def _growing(pool: _Pool, *, is_rolling_out: bool, policy: Policy, now: float) -> EpochDecision:
+def _growing(pool: _Workers, *, is_rolling_out: bool, policy: Policy, now: float) -> EpochDecision:
     """The group is complete; new workers are added at a good moment."""
     if not pool.new:
         return EpochDecision()
@@ -262,7 +262,7 @@ def _growing(pool: _Pool, *, is_rolling_out: bool, policy: Policy, now: float) -
     return EpochDecision(reason=f"{_names(pool.new)} joins {when}")
 
 
-def _open(pool: _Pool, reason: str, *, bound: str = "") -> EpochDecision:
+def _open(pool: _Workers, reason: str, *, bound: str = "") -> EpochDecision:
     return EpochDecision(
         workers=tuple(candidate.name for candidate in (*pool.free, *pool.bound)),
         reason=reason,

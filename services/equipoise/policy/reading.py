@@ -21,7 +21,7 @@ MAX_BYTES = 256 * 1024
 _MOST_DEPTH = 16
 _MOST_SHOWN = 60
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +54,14 @@ def read_policy(text: str, *, source: str, base: Policy | None = None) -> ReadPo
 
 
 def _resolved(
-    document: BalancePolicy, *, source: str, base: Policy, lines: Mapping[Path, int]
+    document: BalancePolicy, *, source: str, base: Policy, lines: Mapping[KeyPath, int]
 ) -> ReadPolicy:
     """Apply the file's values to `base`; values that contradict each other are faults."""
     faults: list[PolicyFault] = []
     values = {name: getattr(base, name) for name in Policy.__dataclass_fields__}
     common = values | document.defaults.written()
 
-    def policy(where: Path, chosen: dict[str, Any]) -> Policy:
+    def policy(where: KeyPath, chosen: dict[str, Any]) -> Policy:
         try:
             return Policy(**chosen)
         except InvalidPolicyError as error:
@@ -79,7 +79,7 @@ def _resolved(
     return ReadPolicy(defaults=defaults, pools=pools)
 
 
-def _contradiction(where: Path, why: str, lines: Mapping[Path, int]) -> PolicyFault:
+def _contradiction(where: KeyPath, why: str, lines: Mapping[KeyPath, int]) -> PolicyFault:
     """The fault of two values, with the keys of the file and the line of the first value."""
     paths = {one.name: one.path for one in SETTINGS}
     line, about = lines.get(where, 0), ".".join(map(str, where))
@@ -95,7 +95,7 @@ def _contradiction(where: Path, why: str, lines: Mapping[Path, int]) -> PolicyFa
 # Faults ---------------------------------------------------------------------------------
 
 
-def _fault(error: ErrorDetails, lines: Mapping[Path, int]) -> PolicyFault:
+def _fault(error: ErrorDetails, lines: Mapping[KeyPath, int]) -> PolicyFault:
     path = tuple(step for step in error["loc"] if step != "[key]")
     value, why = _shown(error["input"]), error["msg"]
     match error["type"]:
@@ -113,7 +113,7 @@ def _fault(error: ErrorDetails, lines: Mapping[Path, int]) -> PolicyFault:
     return PolicyFault(path=".".join(map(str, path)), line=known, value=value, why=why)
 
 
-def _unknown(path: Path) -> str:
+def _unknown(path: KeyPath) -> str:
     """The fault of an unknown field, with the field that was probably meant."""
     *above, name = path
     section = _section_at(above)
@@ -161,7 +161,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _parsed(text: str, source: str) -> tuple[Any, Mapping[Path, int]]:
+def _parsed(text: str, source: str) -> tuple[Any, Mapping[KeyPath, int]]:
     """The values of a YAML mapping, and the line of each."""
 
     def refused(line: int, why: str) -> PolicyError:
@@ -186,7 +186,7 @@ def _parsed(text: str, source: str) -> tuple[Any, Mapping[Path, int]]:
         raise refused(0, "is nested too deeply") from None
 
 
-def _misshapen(node: yaml.Node, path: Path) -> PolicyFault | None:
+def _misshapen(node: yaml.Node, path: KeyPath) -> PolicyFault | None:
     """The first excess of depth, key that is not a string, or duplicate key."""
     why, line = None, node.start_mark.line + 1
     if len(path) > _MOST_DEPTH:
@@ -210,7 +210,7 @@ def _misshapen(node: yaml.Node, path: Path) -> PolicyFault | None:
     return PolicyFault(path=".".join(map(str, path)), line=line, value="", why=why)
 
 
-def _lines(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
+def _lines(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
     """The line of every field, from 1."""
     if not path:
         yield path, node.start_mark.line + 1

@@ -59,7 +59,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Progress:
+class EngineProgress:
     """A rank's counters after a step."""
 
     loads: tuple[SlotLoad, ...]
@@ -166,7 +166,7 @@ class Engine:
             self._leaving = True
         self._wake.set()
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         """Return counters for a report; the median step is of the steps since the last call."""
         with self._lock:
             counts, blocks = self._scheduler.counts, self._scheduler.blocks
@@ -187,7 +187,7 @@ class Engine:
                 drafts_accepted=counts.accepted,
             )
             self._unreported_us.clear()
-            return Progress(loads=self._loads, stats=stats)
+            return EngineProgress(loads=self._loads, stats=stats)
 
     # For the engine's thread.
 

@@ -13,7 +13,7 @@ from equipoise.telemetry.logs import about
 from equipoise.wire.messages import JoinEpoch, Wait
 from equipoise.worker.epoch_state import EpochState
 from equipoise.worker.errors import GroupError, StepTimeoutError, TransferError, WorkerError
-from equipoise.worker.joining import EpochGroup, Slots, join
+from equipoise.worker.joining import EpochGroup, WorkerSlots, join
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.rank import Rank
 
@@ -25,7 +25,7 @@ class Epochs:
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
-        self._slots = Slots(parts, loading=Loading(log_format=parts.settings.log_format))
+        self._slots = WorkerSlots(parts, loading=Loading(log_format=parts.settings.log_format))
         self.state = EpochState()
         self._next: asyncio.Queue[JoinEpoch] = asyncio.Queue()
         self._given_up = threading.Event()

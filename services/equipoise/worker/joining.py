@@ -39,7 +39,7 @@ class EpochGroup:
     """Carries rows between ranks for the FP8 model; None for the plain model and a single rank."""
 
 
-class Slots:
+class WorkerSlots:
     """This worker's slots in all epochs."""
 
     def __init__(self, parts: WorkerParts, *, loading: Loading) -> None:
@@ -169,7 +169,7 @@ class Slots:
 
 
 async def join(
-    join_epoch: JoinEpoch, *, slots: Slots, parts: WorkerParts, given_up: threading.Event
+    join_epoch: JoinEpoch, *, slots: WorkerSlots, parts: WorkerParts, given_up: threading.Event
 ) -> EpochGroup:
     """Become a rank of an epoch; returns shortly after `given_up` is set.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from equipoise.planning.counters import LoadReport, Phase
 from equipoise.wire.messages import JoinEpoch, Report
-from equipoise.worker.engine import Engine, Progress
+from equipoise.worker.engine import Engine, EngineProgress
 from equipoise.worker.waits import Waits
 
 FINAL_REPORTS = 3
@@ -51,7 +51,7 @@ class Reporter:
         for report in self.build(self._engine.progress()):
             self._send(report)
 
-    def build(self, progress: Progress) -> list[Report]:
+    def build(self, progress: EngineProgress) -> list[Report]:
         """Return the previous generation's final report, then the current generation's.
 
         The final report stops after `FINAL_REPORTS`: a restarted balancer no longer knows that

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.progress import DownloadColumn, TaskProgressColumn
 
-from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings, Weights
+from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings, WeightFormat
 from equipoise.cli.display import console, format_bytes, format_count, print_json, progress_bar
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
@@ -27,7 +27,7 @@ def run(settings: ConvertCheckpointSettings) -> int:
     """
     source, out = settings.checkpoint, settings.out
     scales = "ue8m0" if settings.ue8m0 else None
-    fp8 = Fp8Config(scale_fmt=scales) if settings.weights is Weights.FP8 else None
+    fp8 = Fp8Config(scale_fmt=scales) if settings.weights is WeightFormat.FP8 else None
     try:
         checkpoint = Checkpoint.open(source)
         with progress_bar(TaskProgressColumn(), DownloadColumn(binary_units=True)) as bar:

@@ -11,7 +11,7 @@ from equipoise.settings.fields import Range, check_ranges
 _MOST_GIB = 4096
 
 
-class Weights(StrEnum):
+class WeightFormat(StrEnum):
     """Number format of linear layers."""
 
     FP8 = "fp8"
@@ -32,7 +32,7 @@ class ConvertCheckpointSettings:
     out: Path
     """Folder to write. A checkpoint in it is replaced."""
 
-    weights: Weights = Weights.FP8
+    weights: WeightFormat = WeightFormat.FP8
     """fp8: linear layers in FP8 with one scale per 128 x 128 block. bf16: everything in bfloat16,
     for devices without FP8 kernels."""
 
@@ -47,7 +47,7 @@ class ConvertCheckpointSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.ue8m0 and self.weights is not Weights.FP8:
+        if self.ue8m0 and self.weights is not WeightFormat.FP8:
             raise InvalidSettingsError("--ue8m0 needs --weights fp8")
 
     @property

@@ -13,8 +13,8 @@ from equipoise.planning.arrays import Indices, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
 from equipoise.planning.placing.search_state import (
     ExpertTotals,
-    Path,
     RankTotals,
+    SearchPath,
     SearchSpace,
     SearchState,
     Swaps,
@@ -38,7 +38,7 @@ one, a quarter otherwise, and the number of moves stays about the same."""
 @compiled
 def relieve(
     start: Slots, load: Weights, space: SearchSpace, threshold: float, max_off_home: float
-) -> Path:
+) -> SearchPath:
     """Take load above `threshold` off the ranks of one layer until no step helps.
 
     `start` is int32 [slots] and holds every expert; `load` is [experts]. The path ends before a
@@ -69,7 +69,9 @@ def relieve(
         if off_home[count] > max_off_home:
             count -= 1
             break
-    return Path(steps[:count], busiest[: count + 1], moves[: count + 1], off_home[: count + 1])
+    return SearchPath(
+        steps[:count], busiest[: count + 1], moves[: count + 1], off_home[: count + 1]
+    )
 
 
 @part

@@ -32,7 +32,7 @@ class SearchSpace(NamedTuple):
     """Cost per mean rank load that a step takes off its home node."""
 
 
-class Path(NamedTuple):
+class SearchPath(NamedTuple):
     """Steps from the start, with the state before and after each."""
 
     steps: Indices
