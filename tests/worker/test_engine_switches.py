@@ -1,10 +1,11 @@
 """Ranks agree before a step when to switch, and switching changes no token."""
 
+from dataclasses import replace
+
 import pytest
 
 from equipoise.worker.errors import GroupError
 from equipoise.worker.group import RankGroup
-from equipoise.worker.header import StepHeader
 from tests.support.lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 
 
@@ -134,9 +135,7 @@ def test_the_switch_waits_for_the_last_rank(rank_of_one, staged_from_checkpoint,
     def script(header):
         steps.append(header.generation)
         ready = len(steps) >= 5
-        return StepHeader(
-            1, header.step, 0, header.generation, header.staged_generation if ready else 0, 0
-        )
+        return header if ready else replace(header, staged_generation=0, staged_digest=0)
 
     client = Client(lambda engine, result: engine.leave())
     engine = engine_of(core, held, client, group=TwoRanks(script))
@@ -145,9 +144,37 @@ def test_the_switch_waits_for_the_last_rank(rank_of_one, staged_from_checkpoint,
     assert steps[:6] == [1, 1, 1, 1, 1, 2]
 
 
+def test_a_peer_that_staged_another_layout_under_the_number_is_refused_and_serving_continues(
+    rank_of_one, staged_from_checkpoint, random_layout
+):
+    core, held = rank_of_one()
+    peers_digest = 7
+
+    def script(header):
+        return replace(header, staged_digest=header.staged_digest and peers_digest)
+
+    client = Client(lambda engine, result: engine.leave())
+    engine = engine_of(core, held, client, group=TwoRanks(script))
+    engine.offer(staged_from_checkpoint(core, held.contents.layout, random_layout(2)))
+    engine.run()
+    assert engine.generation == 1
+    assert engine.staged_generation == 0
+    refused = client.results[0].refused
+    assert (refused.epoch, refused.rank, refused.generation) == (1, 0, 2)
+    assert "b: 0000000000000007" in refused.reason
+
+
+def test_a_peer_that_runs_another_layout_under_the_number_ends_the_run(rank_of_one):
+    core, held = rank_of_one()
+    group = TwoRanks(lambda header: replace(header, layout_digest=header.layout_digest ^ 1))
+    engine = engine_of(core, held, Client(), group=group)
+    with pytest.raises(GroupError, match="disagree about the layout of generation 1"):
+        engine.run()
+
+
 def test_ranks_that_disagree_end_the_run(rank_of_one):
     core, held = rank_of_one()
-    group = TwoRanks(lambda header: StepHeader(1, header.step + 1, 0, 1, 0, 0))
+    group = TwoRanks(lambda header: replace(header, step=header.step + 1))
     engine = engine_of(core, held, Client(), group=group)
     with pytest.raises(GroupError, match="disagree about the step"):
         engine.run()

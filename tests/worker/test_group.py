@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from equipoise.planning.layout import contiguous_layout
 from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.group import Rendezvous, backend, bound_nccl, first_line, meet
-from equipoise.worker.header import StepHeader
+from equipoise.worker.header import Arrival, StepHeader
 from tests.support.worker_parts import join_epoch_of
 
 
 def header(rank):
-    return StepHeader(1, 5, rank, 3, 0, 0)
+    return StepHeader(1, 5, rank, 3, 0, 0, 11, -12, 0)
 
 
 @pytest.fixture
@@ -29,6 +30,9 @@ def rendezvous():
     hosted = Rendezvous(listener)
     yield address
     hosted.close()
+
+
+LAYOUT = contiguous_layout(num_layers=2, num_experts=8, num_ranks=2, slots_per_rank=6)
 
 
 def form(address, **changes):
@@ -43,7 +47,7 @@ def form(address, **changes):
     }
     how |= {name: changes.pop(name) for name in list(changes) if name in how}
     peers = [""] * changes.pop("num_ranks", 2)
-    fields = {"rendezvous_address": address, "meet_timeout_s": 60.0}
+    fields = {"rendezvous_address": address, "meet_timeout_s": 60.0, "layout": LAYOUT}
     return meet(join_epoch_of(*peers, **fields | changes), **how)
 
 
@@ -60,7 +64,13 @@ def arrive_and_vanish(address, *, rank, epoch):
     """A rank that arrives at the rendezvous and is gone when the others form."""
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    dist.PrefixStore(f"epoch-{epoch}", store).set(f"arrived/{rank}", "")
+    dist.PrefixStore(f"epoch-{epoch}", store).set(f"arrived/{rank}", arrival().to_json())
+
+
+def arrival(announcement="", **changes):
+    """What a rank of two publishes."""
+    join_epoch = join_epoch_of("", "", **{"layout": LAYOUT} | changes)
+    return Arrival.of(join_epoch, announcement=announcement)
 
 
 @contextmanager
@@ -131,7 +141,7 @@ def test_ranks_that_do_not_agree_do_not_form(rendezvous):
 
     host, _, port = rendezvous.rpartition(":")
     peer_store = dist.PrefixStore("epoch-1", dist.TCPStore(host, int(port), is_master=False))
-    peer_store.set("arrived/1", "triton")
+    peer_store.set("arrived/1", arrival("triton").to_json())
     met = []
     words = "^the 2 ranks of epoch 1 met but do not agree: ranks compute differently$"
     with pytest.raises(GroupError, match=words):

@@ -17,7 +17,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.planning.policy import Policy
 from equipoise.planning.slowness import RankPace, find_slow, slowdowns
-from equipoise.wire.messages import GroupLost, Leaving, Report, Serving, Staged, Switched
+from equipoise.wire.messages import GroupLost, Leaving, Refused, Report, Serving, Staged, Switched
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.sequence import Request
@@ -144,6 +144,51 @@ async def test_ranks_switch_at_the_same_step_and_no_token_changes(
         for rank, link in enumerate(pool.links):
             assert await pool.exit_code(rank) == 0
             await link.until(Leaving)
+
+
+async def test_ranks_that_were_sent_different_layouts_of_one_generation_do_not_form(
+    balancer, settings, join_epoch, random_layout
+):
+    first = random_layout(1, num_ranks=2, slots_per_rank=6)
+    async with two_ranks(balancer, settings, join_epoch, first) as pool:
+        hellos = [link.hello for link in pool.links]
+        told = [random_layout(2, num_ranks=2, slots_per_rank=6, seed=seed) for seed in (2, 3)]
+        for rank, link in enumerate(pool.links):
+            link.say(join_epoch(hellos, told[rank], rank=rank, epoch=2))
+        for link in pool.links:
+            lost = await link.until(GroupLost, lambda said: said.epoch == 2)
+            assert "met but do not agree: ranks disagree about the layout" in lost.reason
+            for name, layout in zip(("w-0", "w-1"), told, strict=True):
+                assert f"{name}: {layout.digest()[:8].hex()}" in lost.reason
+        # One layout for all heals them.
+        for rank, link in enumerate(pool.links):
+            link.say(join_epoch(hellos, told[0], rank=rank, epoch=3))
+        for link in pool.links:
+            await link.until(Serving, lambda said: said.epoch == 3)
+
+
+async def test_ranks_that_staged_different_layouts_of_one_generation_refuse_to_switch(
+    balancer, settings, join_epoch, random_layout, stage_to, solo
+):
+    first = random_layout(1, num_ranks=2, slots_per_rank=6)
+    async with two_ranks(balancer, settings, join_epoch, first) as pool:
+        for rank, link in enumerate(pool.links):
+            other = random_layout(2, num_ranks=2, slots_per_rank=6, seed=rank)
+            link.say(stage_to(first, other, rank=rank))
+        for link in pool.links:
+            refused = await link.until(Refused)
+            assert refused.generation == 2
+            assert "disagree about the staged layout of generation 2" in refused.reason
+            assert "w-0: " in refused.reason
+        tokens, generations = await generate(pool.addresses()[1], PROMPTS[0], 10)
+        assert tokens == await asyncio.to_thread(solo, PROMPTS[0], 10)
+        assert set(generations.values()) == {1}
+        # The number is free again, and one layout for all is switched to.
+        same = random_layout(2, num_ranks=2, slots_per_rank=6)
+        for rank, link in enumerate(pool.links):
+            link.say(stage_to(first, same, rank=rank))
+        for link in pool.links:
+            await link.until(Switched, _of(same))
 
 
 async def test_a_slow_rank_is_distinguished_from_the_rank_that_waits_for_it(

@@ -789,9 +789,10 @@ class LayoutChange(_message.Message):
     every expert evenly, including those outside `cells`.
     """
     digest: _builtins.bytes
-    """BLAKE2b-128 of the complete new layout: the digest of its layers' digests, in order. A layer's
-    digest covers its experts, followed by its shares if an expert is split unevenly, as int32
-    little-endian. A worker that computes another digest changed another layout, and refuses.
+    """BLAKE2b-128 of the complete new layout: the digest of the slots of each rank, as int32, and of
+    its layers' digests, in order. A layer's digest covers its experts, followed by its shares if an
+    expert is split unevenly. All int32 are little-endian. A worker that computes another digest
+    changed another layout, and refuses.
     """
     def __init__(
         self,

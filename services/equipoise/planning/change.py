@@ -176,5 +176,5 @@ def _digests_after_each(batches: Sequence[Sequence[int]], base: Layout, target: 
     for batch in batches:
         for layer in batch:
             digests[layer] = of_target[layer]
-        after.append(whole_digest(digests))
+        after.append(whole_digest(digests, slots_of_rank=target.slots_of_rank))
     return b"".join(after)

@@ -4,7 +4,7 @@ An invalid layout cannot be constructed.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import accumulate
 
@@ -46,6 +46,7 @@ class Layout:
     first_slot: tuple[int, ...] = field(init=False)
     """First slot of each rank, then the number of slots."""
     _layer_digests: tuple[bytes, ...] | None = field(init=False, repr=False, default=None)
+    _digest: bytes = field(init=False, repr=False, default=b"")
 
     def __post_init__(self, known_digests: tuple[bytes, ...] | None) -> None:
         object.__setattr__(self, "_layer_digests", known_digests)
@@ -95,10 +96,7 @@ class Layout:
 
     def same_placement(self, other: "Layout") -> bool:
         """Whether both have the same experts and shares in the same slots, in any generation."""
-        return (
-            self.slots_of_rank == other.slots_of_rank
-            and self.layer_digests() == other.layer_digests()
-        )
+        return self.digest() == other.digest()
 
     def with_placement(
         self,
@@ -137,8 +135,14 @@ class Layout:
         return tuple(found)
 
     def digest(self) -> bytes:
-        """Digest the placement and its shares; generations do not count."""
-        return whole_digest(self.layer_digests())
+        """Digest the placement: experts, shares, slots of ranks; the generation does not count.
+
+        Equal on all machines for equal placements. Computed once.
+        """
+        if not self._digest:
+            found = whole_digest(self.layer_digests(), slots_of_rank=self.slots_of_rank)
+            object.__setattr__(self, "_digest", found)
+        return self._digest
 
 
 def layer_digest(experts: Slots, shares: Slots | None) -> bytes:
@@ -149,9 +153,18 @@ def layer_digest(experts: Slots, shares: Slots | None) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
-def whole_digest(of_layers: Iterable[bytes]) -> bytes:
-    """Digest a layout from the digests of its layers."""
-    return hashlib.blake2b(b"".join(of_layers), digest_size=DIGEST_BYTES).digest()
+def whole_digest(of_layers: Iterable[bytes], *, slots_of_rank: Sequence[int]) -> bytes:
+    """Digest a layout from the digests of its layers, and how many slots each rank has.
+
+    A Merkle tree (R. Merkle, 1987) of two levels: a change of few layers digests only these again.
+    """
+    content = np.array(slots_of_rank, dtype="<i4").tobytes() + b"".join(of_layers)
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def digest_text(digest: bytes) -> str:
+    """Return how a layout's digest is shown: its first 8 bytes, 16 hex digits."""
+    return digest[:8].hex()
 
 
 def count_replicas(expert_of_slot: ExpertTable, *, num_experts: int) -> Slots:

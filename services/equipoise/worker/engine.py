@@ -18,11 +18,17 @@ from torch.distributed import DistError
 
 from equipoise.telemetry.histogram import Histogram
 from equipoise.wire.inference import Blame
-from equipoise.wire.messages import RankStats, Switched
+from equipoise.wire.messages import RankStats, Refused, Switched
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup, collective_failed
-from equipoise.worker.header import StepHeader, agreed_generation, check_group
+from equipoise.worker.header import (
+    StepHeader,
+    agreed_generation,
+    check_group,
+    digest_word,
+    staged_conflict,
+)
 from equipoise.worker.held import HeldExperts, StagedGeneration
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request, StepPlan
@@ -56,6 +62,8 @@ class StepResult:
     generation: int
     emissions: tuple[Emission, ...]
     switch: Switched | None
+    refused: Refused | None
+    """Set if the ranks cannot switch to what they staged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,7 +93,7 @@ class Engine:
         step_s: Histogram,
         drafter: Drafter | None,
     ) -> None:
-        """`publish` is called on the engine's thread after each step that made tokens or switched.
+        """`publish` is called on the engine's thread after each step that has a result to publish.
 
         It must not block. `step_s` collects the durations of steps. `drafter` guesses tokens for
         the scheduler to have verified; without one, a step gives each request one token.
@@ -144,6 +152,7 @@ class Engine:
 
         Returns False, and changes nothing, if the ranks have left its base generation.
         """
+        staged.contents.layout.digest()  # Computed here, so that no step waits for it.
         with self._lock:
             if staged.base_generation != self.generation:
                 return False
@@ -211,9 +220,12 @@ class Engine:
         if leaving:
             return False
         check_group(headers, names=self._group.names)
-        switch = None
-        if staged is not None and agreed_generation(headers) is not None:
-            switch = self._switch(staged)
+        switch, refused = None, None
+        if staged is not None:
+            if agreed_generation(headers) is not None:
+                switch = self._switch(staged)
+            elif reason := staged_conflict(headers, names=self._group.names):
+                refused = self._refuse(staged, reason)
         tokens_by_rank = [header.num_tokens for header in headers]
         emissions: tuple[Emission, ...] = ()
         is_idle = not any(tokens_by_rank)
@@ -223,7 +235,17 @@ class Engine:
                 # A rank that waits for its peers is not busy.
                 waited_s = self._waited_s - waited_s
                 self._busy_s += max(0.0, time.perf_counter() - began - waited_s)
-        self._publish_result(emissions, switch)
+        if emissions or switch or refused:
+            self._publish(
+                StepResult(
+                    epoch=self._group.epoch,
+                    step=self._num_steps,
+                    generation=self.generation,
+                    emissions=emissions,
+                    switch=switch,
+                    refused=refused,
+                )
+            )
         self._num_idle_turns = self._num_idle_turns + 1 if is_idle else 0
         if is_idle:
             self._wake.wait(idle_wait_s(self._num_idle_turns))
@@ -239,19 +261,10 @@ class Engine:
             generation=self.generation,
             staged_generation=staged.generation if staged else 0,
             leaving=int(leaving),
+            peers_digest=self._group.peers_digest,
+            layout_digest=digest_word(self._held.contents.layout.digest()),
+            staged_digest=digest_word(staged.contents.layout.digest()) if staged else 0,
         )
-
-    def _publish_result(self, emissions: tuple[Emission, ...], switch: Switched | None) -> None:
-        if emissions or switch:
-            self._publish(
-                StepResult(
-                    epoch=self._group.epoch,
-                    step=self._num_steps,
-                    generation=self.generation,
-                    emissions=emissions,
-                    switch=switch,
-                )
-            )
 
     @property
     def _waited_s(self) -> float:
@@ -278,6 +291,18 @@ class Engine:
                 stall_us=stall_us,
                 median_step_us=_median(self._recent_us),
             )
+
+    def _refuse(self, staged: StagedGeneration, reason: str) -> Refused:
+        """Drop a staged generation, unless another has replaced it."""
+        with self._lock:
+            if self._staged is staged:
+                self._staged = None
+        return Refused(
+            epoch=self._group.epoch,
+            rank=self._group.rank,
+            generation=staged.generation,
+            reason=reason,
+        )
 
     def _step(
         self, plan: StepPlan, tokens_by_rank: list[int], *, began: float

@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import astuple
 from datetime import timedelta
 from typing import Any, Self
@@ -19,7 +19,14 @@ import torch.distributed as dist
 from equipoise.settings.address import parse_address
 from equipoise.wire.messages import JoinEpoch
 from equipoise.worker.errors import GroupError, StepTimeoutError
-from equipoise.worker.header import HEADER_WIDTH, StepHeader
+from equipoise.worker.header import (
+    HEADER_WIDTH,
+    Arrival,
+    StepHeader,
+    check_arrivals,
+    digest_word,
+    peers_digest,
+)
 from equipoise.worker.torch_workarounds import interruptible_store, reset_group_count
 
 _POLL_S = 0.05
@@ -35,12 +42,22 @@ class RankGroup:
     """
 
     def __init__(
-        self, *, epoch: int, rank: int, names: tuple[str, ...], store: object = None
+        self,
+        *,
+        epoch: int,
+        rank: int,
+        names: tuple[str, ...],
+        peers_digest: int = 0,
+        store: object = None,
     ) -> None:
-        """`names` are the workers' names in rank order; `store` is what formed the group."""
+        """`names` are the workers' names in rank order; `store` is what formed the group.
+
+        `peers_digest` is as in `StepHeader`.
+        """
         self.epoch = epoch
         self.rank = rank
         self.names = names
+        self.peers_digest = peers_digest
         self.waited_s = 0.0
         """Total time spent in header exchanges, seconds."""
         self._gathered = torch.zeros(self.num_ranks * HEADER_WIDTH, dtype=torch.int64)
@@ -126,8 +143,9 @@ def meet(
     other ranks, and returns shortly after `given_up` is set. Afterwards every collective is bounded
     by `step_timeout_s`. `device` holds the rows that the ranks will exchange.
 
-    Every rank publishes its `announcement`. `check` receives all of them in rank order before
-    `on_met`, and may raise ValueError or RuntimeError to refuse.
+    Every rank publishes its `announcement` in an `Arrival`. Ranks that were sent different peers or
+    layouts form no group. `check` receives all announcements in rank order before `on_met`, and may
+    raise ValueError or RuntimeError to refuse.
 
     Raises:
         GroupError: the ranks did not meet or form in time, or do not agree.
@@ -149,10 +167,10 @@ def meet(
             )
             # torch bounds forming by the collectives' timeout, so all ranks must arrive first.
             keys = [f"arrived/{number}" for number in range(len(names))]
-            store.set(keys[rank], announcement)
+            store.set(keys[rank], Arrival.of(join_epoch, announcement=announcement).to_json())
             while not store.check(keys):
                 _pause(deadline_s=deadline_s, given_up=given_up)
-            _agree(tuple(store.get(key).decode() for key in keys), check=check, epoch=epoch)
+            _agree([store.get(key).decode() for key in keys], names, check=check, epoch=epoch)
             on_met()
             _form(join_epoch, store, step_timeout_s=step_timeout_s, device=device)
     except (RuntimeError, ValueError, TimeoutError) as error:
@@ -160,7 +178,8 @@ def meet(
             f"the {len(names)} ranks of epoch {epoch} did not all reach the rendezvous at "
             f"{address} within {timeout_s:g} s: {first_line(error)}"
         ) from error
-    return RankGroup(epoch=epoch, rank=rank, names=names, store=store)
+    digest = digest_word(peers_digest(join_epoch.peers))
+    return RankGroup(epoch=epoch, rank=rank, names=names, peers_digest=digest, store=store)
 
 
 def backend(device: torch.device) -> str:
@@ -181,15 +200,20 @@ def bound_nccl(environment: MutableMapping[str, str]) -> None:
 
 
 def _agree(
-    announcements: tuple[str, ...], *, check: Callable[[tuple[str, ...]], None], epoch: int
+    published: Sequence[str],
+    names: tuple[str, ...],
+    *,
+    check: Callable[[tuple[str, ...]], None],
+    epoch: int,
 ) -> None:
-    """Check all ranks' announcements; reports a disagreement as such, not as a failure to meet."""
+    """Check all ranks' arrivals; reports a disagreement as such, not as a failure to meet."""
     try:
-        check(announcements)
+        arrivals = [Arrival.from_json(text) for text in published]
+        check_arrivals(arrivals, names=names)
+        check(tuple(one.announcement for one in arrivals))
     except (RuntimeError, ValueError) as error:
         raise GroupError(
-            f"the {len(announcements)} ranks of epoch {epoch} met but do not agree: "
-            f"{first_line(error)}"
+            f"the {len(names)} ranks of epoch {epoch} met but do not agree: {first_line(error)}"
         ) from error
 
 
@@ -257,4 +281,4 @@ def first_line(error: Exception) -> str:
     """Return a torch error's message without its source location and its guesses."""
     line = str(error).strip().partition("\n")[0]
     line = re.sub(r"\[/[^\]]*\] ", "", line).partition(". This is typically")[0]
-    return line[:300] or type(error).__name__
+    return line[:600] or type(error).__name__

@@ -1,12 +1,24 @@
-"""The header that ranks exchange before every step, and the decisions that follow from it. Pure.
+"""What ranks compare: an `Arrival` before they form, a `StepHeader` before every step. Pure.
 
 The header is the entire switch protocol: every rank sees the same headers and applies the same
-rule, so all ranks switch at the same step or none does, without the balancer.
+rule, so all ranks switch at the same step or none does, without the balancer. Numbers name a layout
+but do not prove it, so both also carry digests of the content (`Layout.digest`).
 """
 
-from dataclasses import dataclass, fields
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 
+from equipoise.planning.layout import DIGEST_BYTES, digest_text
+from equipoise.wire.messages import JoinEpoch, Peer
 from equipoise.worker.errors import GroupError, PeerLeftError
+
+_WORD_BYTES = 8
+"""What a header carries of a digest: an int64."""
+
+_MAX_SHOWN = 4
+"""Ranks named per value, and values shown, in a message: a pool may have hundreds of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +35,96 @@ class StepHeader:
     """0 if no generation is staged."""
     leaving: int
     """1 if the rank stops after this header."""
+    peers_digest: int
+    """`digest_word` of the epoch's peers; 0 for a rank alone."""
+    layout_digest: int
+    """`digest_word` of the layout in use."""
+    staged_digest: int
+    """`digest_word` of the staged layout; 0 if none is staged."""
 
 
 HEADER_WIDTH = len(fields(StepHeader))
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a rank publishes at the rendezvous. Travels as JSON."""
+
+    peers_digest: str
+    """Hex digest of the epoch's peers."""
+    generation: int
+    """Generation that the epoch starts with."""
+    layout_digest: str
+    """Hex digest of its layout."""
+    announcement: str
+    """What the rank computes with."""
+
+    @classmethod
+    def of(cls, join_epoch: JoinEpoch, *, announcement: str) -> "Arrival":
+        """Return a rank's arrival in an epoch."""
+        return cls(
+            peers_digest=peers_digest(join_epoch.peers).hex(),
+            generation=join_epoch.layout.generation,
+            layout_digest=join_epoch.layout.digest().hex(),
+            announcement=announcement,
+        )
+
+    def to_json(self) -> str:
+        """Return it as published."""
+        return json.dumps(astuple(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Arrival":
+        """Return what a rank published.
+
+        Raises:
+            ValueError: it is not an arrival.
+        """
+        try:
+            return cls(*json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"a rank published {text[:80]!r}: restart the worker that runs another release"
+            ) from error
+
+
+def peers_digest(peers: Sequence[Peer]) -> bytes:
+    """Digest the peers of an epoch, in rank order: BLAKE2b-128 of a JSON array of their fields."""
+    rows = [(peer.rank, peer.worker, peer.address, peer.node) for peer in peers]
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def digest_word(digest: bytes) -> int:
+    """Return the first 8 bytes of a digest as an int64, as a header carries them."""
+    return int.from_bytes(digest[:_WORD_BYTES], "big", signed=True)
+
+
+def check_arrivals(arrivals: Sequence[Arrival], *, names: Sequence[str]) -> None:
+    """Check that all ranks were sent the same peers and the same layout.
+
+    `arrivals` and `names` (of workers, for the message) are in rank order.
+
+    Raises:
+        ValueError: ranks differ; a group of them would mix layouts.
+    """
+    generation = arrivals[0].generation
+    for what, values in (
+        ("the peers of the epoch", [_short(one.peers_digest) for one in arrivals]),
+        ("the generation", [str(one.generation) for one in arrivals]),
+        (
+            f"the layout of generation {generation}",
+            [_short(one.layout_digest) for one in arrivals],
+        ),
+    ):
+        if detail := _disagreement(values, names):
+            raise ValueError(
+                f"ranks disagree about {what} ({detail}): they wait for the next epoch; if it "
+                "fails too, restart the balancer"
+            )
+
+
 def check_group(headers: tuple[StepHeader, ...], *, names: tuple[str, ...]) -> None:
-    """Check that all ranks stay, and are at the same step of the same epoch and generation.
+    """Check that all ranks stay, at the same step of the same epoch, with the same layout.
 
     `headers` and `names` (of workers, for the message) are in rank order.
 
@@ -42,23 +137,81 @@ def check_group(headers: tuple[StepHeader, ...], *, names: tuple[str, ...]) -> N
         raise PeerLeftError(
             f"{' and '.join(leaving)} left the pool: the ranks must form a new group"
         )
-    for field in ("epoch", "step", "generation"):
-        values = [getattr(header, field) for header in headers]
-        if len(set(values)) > 1:
-            detail = ", ".join(
-                f"{name}: {value}" for name, value in zip(names, values, strict=True)
-            )
-            raise GroupError(f"ranks disagree about the {field} ({detail}): restart these workers")
+    if len({_agreed_fields(header) for header in headers}) == 1:
+        return
+    for what, values in (
+        ("the epoch", [str(one.epoch) for one in headers]),
+        ("the peers of the epoch", [_word_text(one.peers_digest) for one in headers]),
+        ("the step", [str(one.step) for one in headers]),
+        ("the generation", [str(one.generation) for one in headers]),
+        (
+            f"the layout of generation {headers[0].generation}",
+            [_word_text(one.layout_digest) for one in headers],
+        ),
+    ):
+        if detail := _disagreement(values, names):
+            raise GroupError(f"ranks disagree about {what} ({detail}): restart these workers")
 
 
 def agreed_generation(headers: tuple[StepHeader, ...]) -> int | None:
     """Return the generation that every rank has staged and can switch to now, or None.
 
-    All ranks must have staged the same one. A minimum over ranks would be wrong: after an abort
-    and a new stage, it could name a generation that some rank has dropped.
+    All ranks must have staged the same layout as the same one. A minimum over ranks would be wrong:
+    after an abort and a new stage, it could name a generation that some rank has dropped.
     """
-    staged = {header.staged_generation for header in headers}
+    staged = {(header.staged_generation, header.staged_digest) for header in headers}
     if len(staged) > 1:
         return None
-    generation = staged.pop()
+    generation, _ = staged.pop()
     return generation if generation > headers[0].generation else None
+
+
+def staged_conflict(headers: tuple[StepHeader, ...], *, names: tuple[str, ...]) -> str:
+    """Return why ranks never switch although all have staged this generation, or an empty string.
+
+    They staged different layouts under one number. Every rank finds it in the same headers.
+    """
+    generation = headers[0].staged_generation
+    if not generation or any(header.staged_generation != generation for header in headers):
+        return ""
+    detail = _disagreement([_word_text(one.staged_digest) for one in headers], names)
+    if not detail:
+        return ""
+    return (
+        f"ranks disagree about the staged layout of generation {generation} ({detail}): plan "
+        "again; if it is refused too, restart the balancer"
+    )
+
+
+def _agreed_fields(header: StepHeader) -> tuple[int, ...]:
+    return (
+        header.epoch,
+        header.step,
+        header.generation,
+        header.peers_digest,
+        header.layout_digest,
+    )
+
+
+def _disagreement(values: Sequence[str], names: Sequence[str]) -> str:
+    """Return which ranks have which value, the rarest first; an empty string if all are equal."""
+    holders: dict[str, list[str]] = {}
+    for name, value in zip(names, values, strict=True):
+        holders.setdefault(value, []).append(name)
+    if len(holders) == 1:
+        return ""
+    rarest = sorted(holders.items(), key=lambda item: len(item[1]))
+    return "; ".join(f"{_listed(names)}: {value}" for value, names in rarest[:_MAX_SHOWN])
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more
+
+
+def _word_text(word: int) -> str:
+    return digest_text(word.to_bytes(_WORD_BYTES, "big", signed=True))
+
+
+def _short(hex_digest: str) -> str:
+    return hex_digest[: 2 * _WORD_BYTES]

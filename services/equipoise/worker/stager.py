@@ -73,6 +73,13 @@ class Stager:
         if abort.epoch == self._epoch and layout and layout.generation == abort.generation:
             self._discard()
 
+    def refuse(self, refused: Refused) -> None:
+        """Report that the ranks cannot switch to what this one staged; the engine dropped it."""
+        if self._layout is not None and self._layout.generation == refused.generation:
+            self._discard()
+        _log.warning("generation %d is refused: %s", refused.generation, refused.reason)
+        self._send(refused)
+
     def drop_unfinished(self) -> None:
         """Drop a generation that is not staged yet, so that a Hello that omits it stays true."""
         if not self._engine.staged_generation:
